@@ -9,6 +9,7 @@ Nothing else in the project changes Megatron Core's behaviour.
 
 import functools
 import importlib
+import inspect
 import types
 
 import torch
@@ -176,8 +177,7 @@ def adapt_megatron_core() -> None:
         return
     for module_name, dotted, _reason in REMAPPED_CONSTANTS:
         _owner, _name, function = _resolve(module_name, dotted)
-        while hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
+        function = inspect.unwrap(getattr(function, "__func__", function))
         function.__code__ = _cpu_constant(function.__code__)
     replacements = _replacements()
     for module_name, dotted, _reason in REPLACED:
