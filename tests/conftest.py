@@ -1,0 +1,71 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures that many tests share: two tiny tokenizers, trained on the spot in milliseconds, with no download."""
+
+import io
+import json
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests are small; several of them may share the machine
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402  (the environment comes first)
+
+END_OF_TEXT = "<|endoftext|>"
+CORPUS = [
+    "the film was a joy from the first scene to the last",
+    "a dull plot, a flat cast and a very long evening",
+    "I loved the music; the story is warm and bright.",
+    "Review: the film was bad. Answer: a sad film.",
+]
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_dir(tmp_path_factory) -> str:
+    """Folder with a Hugging Face fast tokenizer: byte-level BPE of 300 ids, any text round-trips, eos is the last id.
+
+    Load it with `nemo.collections.common.tokenizers.AutoTokenizer(pretrained_model_name=...)`.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=299, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "model_max_length": 1024}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_tokenizer_dir):
+    """The tokenizer of `tiny_tokenizer_dir`, as the library uses it."""
+    from nemo.collections.common.tokenizers import AutoTokenizer
+
+    return AutoTokenizer(pretrained_model_name=tiny_tokenizer_dir)
+
+
+@pytest.fixture(scope="session")
+def tiny_sentencepiece_model(tmp_path_factory) -> str:
+    """Path of a SentencePiece model (BPE with byte fallback, 330 ids, eos 2), for NeMo's `SentencePieceTokenizer`."""
+    import sentencepiece
+
+    path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    path.write_bytes(model.getvalue())
+    return str(path)
