@@ -1,0 +1,538 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration: OmegaConf resolvers, and the checks that run before anything expensive does.
+
+A script calls `check_config(cfg, name)` with the user's configuration first, and
+`check_values(cfg, name, complete=True)` once `cfg.model` also holds what the checkpoint says (only then TP, PP and CP are
+known for sure). The rules themselves are plain functions over plain values. Which keys exist stands in
+`config_schema.py`; defaults stand in `conf/*.yaml`.
+"""
+
+import difflib
+import math
+import os
+from collections.abc import Mapping
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_aligner.utils.config_schema import ARCHITECTURE_KEYS, CONFIG_NAMES, FREE, INERT, LIVE, ONLY
+from nemo_aligner.utils.errors import ConfigError
+
+LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+
+# ---- resolvers --------------------------------------------------------------------------------
+
+
+def register_resolvers() -> None:
+    """Register `${multiply:a,b}`, `${int_div:a,b}` and `${subtract:a,b}`; may be called any number of times.
+
+    A null factor of `multiply` counts as 1: parallel sizes are null until the checkpoint has named them.
+    """
+    resolvers = {
+        "multiply": lambda a, b: (1 if a is None else a) * (1 if b is None else b),
+        "int_div": lambda a, b: a // b,
+        "subtract": lambda a, b: a - b,
+    }
+    for name, function in resolvers.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+
+
+register_resolvers()
+
+
+def drop_unset(model_cfg: DictConfig) -> DictConfig:
+    """Copy of `model_cfg` without the architecture keys that are null: they must not override a checkpoint's values.
+
+    Keys that say how the weights look (`num_layers`, `tokenizer.*`, parallel sizes, ...) are null in the YAML files to
+    mean "as in the checkpoint". Other keys keep their null.
+    """
+    tree = OmegaConf.to_container(model_cfg, resolve=False)
+    for key in ARCHITECTURE_KEYS:
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.get(parent) or {}
+        if leaf in node and node[leaf] is None:
+            del node[leaf]
+    if tree.get("tokenizer") == {}:
+        del tree["tokenizer"]
+    copy = OmegaConf.create(tree, flags={"allow_objects": True})
+    copy._set_parent(model_cfg._get_parent())  # interpolations such as ${trainer.precision} still resolve
+    return copy
+
+
+# ---- keys --------------------------------------------------------------------------------
+
+
+def _known_prefixes(config_name: str) -> set[str]:
+    """Every known key with all its parents."""
+    prefixes = set()
+    for key in [*LIVE[config_name], *INERT[config_name], *ONLY]:
+        parts = key.split(".")
+        prefixes.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+    return prefixes
+
+
+def nearest_key(key: str, candidates) -> str | None:
+    """The candidate that `key` was probably meant to be: same last name elsewhere, else the closest spelling."""
+    parent, _, leaf = key.rpartition(".")
+    candidates = sorted(candidates)
+    siblings = {c.rpartition(".")[2]: c for c in candidates if c.rpartition(".")[0] == parent}
+    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.75)
+    if close:
+        return siblings[close[0]]
+    elsewhere = [c for c in candidates if c.rpartition(".")[2] == leaf]
+    if elsewhere:
+        return max(elsewhere, key=lambda c: difflib.SequenceMatcher(None, c, key).ratio())
+    close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def check_keys(tree: Mapping, config_name: str) -> None:
+    """Refuse unknown keys of `tree`, a plain nested dict.
+
+    Raises:
+        ConfigError: unknown keys, all of them in one message, each with the nearest known key.
+    """
+    known = _known_prefixes(config_name)
+    unknown = []
+    for key in _walk(tree, config_name):
+        if key not in known:
+            suggestion = nearest_key(key, LIVE[config_name])
+            unknown.append(key + (f" (did you mean {suggestion}?)" if suggestion else ""))
+    if unknown:
+        raise ConfigError(
+            f"Unknown configuration key{'s' if len(unknown) > 1 else ''} for {config_name}: {'; '.join(unknown)}. "
+            "Correct or remove it; docs/config.md lists every key."
+        )
+
+
+def inert_notes(tree: Mapping, config_name: str) -> list[str]:
+    """One line for each key of `tree` that has no effect and whose value asks for something."""
+    inert = INERT[config_name]
+    notes = []
+    for key, value in _walk(tree, config_name).items():
+        if key in inert and value is not None and not inert[key].is_neutral(value):
+            notes.append(f"{key}={value}: {inert[key].reason}")
+    return notes
+
+
+def _walk(tree: Mapping, config_name: str, prefix: str = "") -> dict:
+    """Dotted key -> value for every key of `tree`, but nothing below free, inert and unknown keys."""
+    found, known = {}, _known_prefixes(config_name)
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found[key] = value
+        if isinstance(value, Mapping) and key in known and key not in FREE and key not in INERT[config_name]:
+            found |= _walk(value, config_name, f"{key}.")
+    return found
+
+
+# ---- values --------------------------------------------------------------------------------
+
+
+def require_multiple(name: str, value: int, factors: Mapping[str, int]) -> None:
+    """Raise unless `value` is a positive multiple of the product of `factors` (name -> size)."""
+    product = math.prod(factors.values())
+    if value > 0 and value % product == 0:
+        return
+    below, above = value // product * product, (value // product + 1) * product
+    nearest = f"{below} or {above}" if below > 0 else f"{above}"
+    formula = " x ".join(f"{factor}={size}" for factor, size in factors.items())
+    raise ConfigError(
+        f"{name}={value} must be a multiple of {product} ({formula}); use {nearest}, or change a factor."
+    )
+
+
+def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
+    """DP = ranks / (TP x PP x CP).
+
+    Raises:
+        ConfigError: the sizes do not divide the ranks.
+    """
+    product = tp * pp * cp
+    if world_size % product:
+        raise ConfigError(
+            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x context_parallel_size={cp} = "
+            f"{product} does not divide the {world_size} rank{'s' if world_size > 1 else ''} of this job; set trainer.devices x "
+            f"trainer.num_nodes to a multiple of {product}, or smaller parallel sizes."
+        )
+    return world_size // product
+
+
+def count_ranks(devices, num_nodes: int, visible_devices: int = 0, env: Mapping[str, str] | None = None) -> int:
+    """World size of the job: what the launcher says (torchrun and Lightning's children set RANK and WORLD_SIZE), else
+    devices x num_nodes.
+
+    Args:
+        devices: `trainer.devices`: int, list of device indices, or a string of one of these, "auto" or -1.
+        visible_devices: GPUs of this machine; "auto" and -1 mean this number, at least 1.
+    """
+    env = os.environ if env is None else env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env["WORLD_SIZE"])
+    return count_devices(devices, visible_devices) * num_nodes
+
+
+def count_devices(devices, visible_devices: int = 0) -> int:
+    """Processes per node that `trainer.devices` asks for (see `count_ranks`)."""
+    text = str(devices).strip()
+    if text in ("auto", "-1"):
+        return max(visible_devices, 1)
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    if "," in text:
+        return len([part for part in text.strip("[]").split(",") if part.strip()])
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ConfigError(
+            f"trainer.devices={devices!r} must be a positive number, a list of device indices or 'auto'."
+        )
+    return count
+
+
+def check_accelerator(accelerator: str, devices, visible_devices: int) -> None:
+    """Raise when a GPU is asked for that is not there. `visible_devices`: GPUs of this machine."""
+    if accelerator not in ACCELERATORS:
+        raise ConfigError(
+            f"trainer.accelerator={accelerator!r} is not supported; use one of {', '.join(ACCELERATORS)}."
+        )
+    if accelerator in ("gpu", "cuda") and visible_devices == 0:
+        raise ConfigError(
+            f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine; use "
+            "trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check that nvidia-smi lists the GPUs."
+        )
+    if accelerator != "cpu" and 0 < visible_devices < count_devices(devices, visible_devices):
+        raise ConfigError(
+            f"trainer.devices={devices}, but the number of GPUs on this machine is {visible_devices}; "
+            f"set trainer.devices={visible_devices}."
+        )
+
+
+def check_intervals(section: str, val_check_interval, save_interval) -> None:
+    """Raise unless checkpoints fall on validations (their file name and ranking hold a validation score)."""
+    both = (val_check_interval, save_interval)
+    if all(isinstance(x, int) and x > 0 for x in both) and save_interval % val_check_interval:
+        raise ConfigError(
+            f"{section}.save_interval={save_interval} must be a multiple of "
+            f"{section}.val_check_interval={val_check_interval}."
+        )
+
+
+class _Values:
+    """Read access to a resolved tree by dotted key; a missing section reads as not set."""
+
+    def __init__(self, tree: Mapping):
+        self.tree = tree
+
+    def get(self, key: str, default=None):
+        node = self.tree
+        for name in key.split("."):
+            if not isinstance(node, Mapping) or name not in node:
+                return default
+            node = node[name]
+        return default if node is None else node
+
+    def whole(self, key: str, minimum: int | None = None) -> int | None:
+        """A whole number, or None when not set."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{key}={value!r} must be a whole number.")
+        if minimum is not None and value < minimum:
+            raise ConfigError(f"{key}={value} must be at least {minimum}.")
+        return value
+
+    def number(self, key: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> None:
+        """Raise unless the value, where set, is a number in [low, high] (in (low, high] with `above`)."""
+        value = self.get(key)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"{key}={value!r} must be a number.")
+        if not low <= value <= high or (above and value == low):
+            lower = f"above {low}" if above else f"at least {low}"
+            raise ConfigError(
+                f"{key}={value} must be {lower}" + ("." if high == math.inf else f" and at most {high}.")
+            )
+
+    def choice(self, key: str, choices: tuple) -> None:
+        value = self.get(key)
+        if value is not None and value not in choices:
+            raise ConfigError(f"{key}={value!r} must be one of {', '.join(choices)}.")
+
+    def port(self, key: str) -> None:
+        value = self.whole(key)
+        if value is not None and not 1 <= value <= 65535:
+            raise ConfigError(f"{key}={value} is not a TCP port; use a number from 1 to 65535.")
+
+
+def _parallel_factor(values: _Values, ranks: int, complete: bool) -> dict[str, int]:
+    """`{"data parallel size": DP}`; empty while the checkpoint may still decide TP, PP or CP."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    tp, pp, cp = (values.whole(f"model.{name}", minimum=1) for name in names)
+    dp = data_parallel_size(ranks, tp or 1, pp or 1, cp or 1)
+    return {"data parallel size": dp} if complete or (tp and pp) else {}
+
+
+def _divides(values: _Values, whole: str, *parts: str, dp: dict[str, int]) -> None:
+    """The batch size at key `whole` must be a multiple of those at `parts` x DP; keys not set are left out."""
+    total = values.whole(whole, minimum=1)
+    factors = {part: values.whole(part, minimum=1) for part in parts}
+    if total is not None and all(factors.values()):
+        require_multiple(whole, total, factors | dp)
+
+
+def _check_same(values: _Values, key: str, other: str) -> None:
+    a, b = values.get(key), values.get(other)
+    if a is not None and b is not None and a != b:
+        raise ConfigError(f"{key}={a} and {other}={b} must be the same value; set only {other}.")
+
+
+def _check_sequence_lengths(values: _Values) -> None:
+    length, positions = values.whole("model.encoder_seq_length", 2), values.whole("model.max_position_embeddings", 1)
+    learned = values.get("model.position_embedding_type", "learned_absolute") == "learned_absolute"
+    if length and positions and learned and positions < length:
+        raise ConfigError(
+            f"model.max_position_embeddings={positions} is smaller than model.encoder_seq_length={length}; "
+            f"set it to {length}."
+        )
+
+
+def _check_actor(values: _Values, dp: dict[str, int]) -> None:
+    v, ppo, samp = values, "model.ppo.", "model.ppo.sampling_params."
+    _check_same(v, "trainer.ppo.model_gbs", "model.global_batch_size")
+    _check_same(v, "trainer.ppo.model_mbs", "model.micro_batch_size")
+    _divides(v, ppo + "num_rollout_samples", ppo + "rollout_micro_batch_size", dp=dp)
+    _divides(v, ppo + "num_rollout_samples", ppo + "forward_micro_batch_size", dp=dp)
+    _divides(v, ppo + "num_rollout_samples", "model.global_batch_size", dp={})
+    _divides(v, ppo + "num_val_samples", ppo + "val_rollout_micro_batch_size", dp=dp)
+    _divides(v, ppo + "num_val_samples", ppo + "forward_micro_batch_size", dp=dp)
+
+    longest = v.whole(ppo + "length_params.max_length", 1)
+    shortest = v.whole(ppo + "length_params.min_length", 0)
+    context = v.whole("model.encoder_seq_length", 2)
+    if longest and context and longest >= context:
+        raise ConfigError(
+            f"model.ppo.length_params.max_length={longest} leaves no room for a prompt in "
+            f"model.encoder_seq_length={context}; set max_length below {context}."
+        )
+    if longest and shortest and shortest > longest:
+        raise ConfigError(
+            f"model.ppo.length_params.min_length={shortest} is above max_length={longest}; lower min_length."
+        )
+    pad = v.whole("remote_critic_rm.pad_to_length", 1)
+    if pad and longest and pad <= longest:
+        raise ConfigError(
+            f"remote_critic_rm.pad_to_length={pad} cannot hold a prompt and {longest} generated tokens "
+            f"(model.ppo.length_params.max_length); set it to model.encoder_seq_length={context}."
+        )
+
+    v.number(samp + "temperature", 0, above=True)
+    v.number(samp + "top_p", 0, 1, above=True)
+    v.number(samp + "repetition_penalty", 0, above=True)
+    v.whole(samp + "top_k", 0)
+    v.choice(ppo + "loss_reduction", LOSS_REDUCTIONS)
+    v.number(ppo + "ratio_eps", 0, above=True)
+    v.number(ppo + "entropy_bonus", 0)
+    for key in ("discount_factor", "gae_lambda"):
+        v.number(f"trainer.ppo.{key}", 0, 1)
+    v.number("trainer.ppo.initial_policy_kl_penalty", 0)
+    v.whole("trainer.ppo.critic_warmup_steps", 0)
+    v.whole("trainer.ppo.ppo_epochs", 1)
+    v.whole("trainer.ppo.rollout_batch_seq_length", 2)
+    v.port("remote_critic_rm.critic.port")
+    v.port("remote_critic_rm.reward_model.port")
+    v.number("remote_critic_rm.init_timeout_s", 0, above=True)
+    v.number("remote_critic_rm.inference_timeout_s", 0, above=True)
+
+
+def _check_critic(values: _Values) -> None:
+    values.port("trainer.ppo.port")
+    values.choice("model.loss_reduction", LOSS_REDUCTIONS)
+    values.number("model.loss_clip_val", 0)
+    values.number("trainer.ppo.max_queue_delay_microseconds", 0)
+    values.whole("trainer.ppo.strip_sequence_length_to_multiple", 1)
+    if values.get("model.reward_standardization.enable"):
+        for key in ("mean", "std"):
+            if values.get(f"model.reward_standardization.{key}") is None:
+                raise ConfigError(
+                    f"model.reward_standardization.enable=True needs model.reward_standardization.{key}; set it."
+                )
+        values.number("model.reward_standardization.std", 0, above=True)
+    sizes = values.get("trainer.ppo.inference_micro_batch_size", 1)
+    for size in sizes if isinstance(sizes, (list, tuple)) else [sizes]:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"trainer.ppo.inference_micro_batch_size={sizes!r} must be a positive whole number or a list of them."
+            )
+
+
+def _check_from_scratch(values: _Values, restore_key: str) -> None:
+    """Without a checkpoint the architecture must be given."""
+    needed = ["model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.tokenizer.library"]
+    missing = [key for key in needed if values.get(key) is None]
+    if missing:
+        raise ConfigError(
+            f"{restore_key} is not set, so the model starts from random weights, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set either; name a checkpoint or give the architecture."
+        )
+
+
+def check_architecture(values: Mapping) -> None:
+    """Head, group and layer counts of `model.*` that cannot work together."""
+    v = _Values({"model": values})
+    heads, hidden, groups = (
+        v.whole(f"model.{k}", 1) for k in ("num_attention_heads", "hidden_size", "num_query_groups")
+    )
+    tp, pp = (v.whole(f"model.{k}_model_parallel_size", 1) or 1 for k in ("tensor", "pipeline"))
+    vpp, layers = v.whole("model.virtual_pipeline_model_parallel_size", 1) or 1, v.whole("model.num_layers", 1)
+    if heads and hidden and v.get("model.kv_channels") is None:
+        require_multiple("model.hidden_size", hidden, {"model.num_attention_heads": heads})
+    if heads and groups:
+        require_multiple("model.num_attention_heads", heads, {"model.num_query_groups": groups})
+    tensor = {"model.tensor_model_parallel_size": tp}
+    if heads:
+        require_multiple("model.num_attention_heads", heads, tensor)
+    if groups:
+        require_multiple("model.num_query_groups", groups, tensor)
+    if layers:
+        stages = {"model.pipeline_model_parallel_size": pp}
+        require_multiple(
+            "model.num_layers",
+            layers,
+            stages | ({"model.virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}),
+        )
+    if vpp > 1 and pp == 1:
+        raise ConfigError(
+            f"model.virtual_pipeline_model_parallel_size={vpp} needs model.pipeline_model_parallel_size of 2 or more; "
+            "set it to null."
+        )
+
+
+def check_values(cfg, config_name: str, *, complete: bool, visible_devices: int | None = None, env=None) -> None:
+    """Refuse values that cannot work, alone or together.
+
+    Args:
+        complete: True once `cfg.model` holds the checkpoint's values too. Before that, checks that need the data
+            parallel size run only if the parallel sizes are given.
+        visible_devices: GPUs of this machine; None asks PyTorch.
+
+    Raises:
+        ConfigError: with the value and the remedy.
+    """
+    values = _Values(_resolved(cfg))
+    visible_devices = _cuda_devices() if visible_devices is None else visible_devices
+    devices, nodes = values.get("trainer.devices", 1), values.whole("trainer.num_nodes", 1) or 1
+    check_accelerator(values.get("trainer.accelerator", "auto"), devices, visible_devices)
+    use_gpus = values.get("trainer.accelerator", "auto") != "cpu"
+    ranks = count_ranks(devices, nodes, visible_devices if use_gpus else 0, env)
+
+    restore_key = "model.restore_from_path" if config_name == "gpt_sft" else "pretrained_checkpoint.restore_from_path"
+    restore = values.get(restore_key)
+    trains_from_scratch = config_name in ("gpt_sft", "training_rm") and restore is None
+    if restore is not None and not os.path.exists(str(restore)):
+        raise ConfigError(f"{restore_key}={restore} does not exist; give the path of a .nemo file or folder.")
+    if restore is None and not trains_from_scratch:
+        raise ConfigError(f"{restore_key} is not set; give the path of the .nemo file or folder to start from.")
+    if trains_from_scratch:
+        _check_from_scratch(values, restore_key)
+
+    for key, (accepted, remedy) in ONLY.items():
+        value = values.get(key)
+        if value is not None and value not in accepted:
+            raise ConfigError(f"{key}={value!r} would change the model, but is not supported: {remedy}.")
+
+    dp = _parallel_factor(values, ranks, complete or trains_from_scratch)
+    if complete or trains_from_scratch:
+        check_architecture(values.get("model", {}))
+    _divides(values, "model.global_batch_size", "model.micro_batch_size", dp=dp)
+    _check_sequence_lengths(values)
+    values.number("model.optim.lr", 0, above=True)
+
+    section = f"trainer.{ {'training_rm': 'rm', 'gpt_sft': 'sft'}.get(config_name, 'ppo') }"
+    values.number(f"{section}.gradient_clip_val", 0)
+    check_intervals(section, values.get(f"{section}.val_check_interval"), values.get(f"{section}.save_interval"))
+    for key in ("limit_train_batches", "limit_val_batches"):
+        values.number(f"{section}.{key}", 0)
+    if config_name in ("gpt_ppo_actor", "training_rm") and not values.get("model.data.data_prefix"):
+        raise ConfigError(
+            "model.data.data_prefix is not set; give the data files, for example "
+            "'model.data.data_prefix={train: [train.jsonl], validation: [val.jsonl], test: [val.jsonl]}'."
+        )
+    if config_name == "gpt_ppo_actor":
+        _check_actor(values, dp)
+    elif config_name == "gpt_ppo_critic":
+        _check_critic(values)
+    elif config_name == "gpt_sft":
+        for split in ("train_ds", "validation_ds"):
+            name = f"model.data.{split}"
+            _divides(values, f"{name}.global_batch_size", f"{name}.micro_batch_size", dp=dp)
+            limit, length = values.whole(f"{name}.max_seq_length", 2), values.whole("model.encoder_seq_length")
+            if limit and length and limit > length:
+                raise ConfigError(
+                    f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower it."
+                )
+            values.choice(f"{name}.truncation_method", ("left", "right"))
+
+
+# ---- everything at once --------------------------------------------------------------------------
+
+
+def check_config(cfg, config_name: str, *, visible_devices: int | None = None, env=None) -> list[str]:
+    """Check a user's configuration before anything is built: keys, missing values, combinations.
+
+    Only what the user wrote is checked here: a checkpoint's own configuration may hold any key.
+
+    Args:
+        cfg: the configuration as Hydra composed it (`DictConfig` or dict).
+        config_name: one of `CONFIG_NAMES`.
+
+    Returns:
+        The notes about keys without effect; they are also logged, as one warning, on rank 0.
+
+    Raises:
+        ConfigError: with the key, the value and the remedy.
+    """
+    if config_name not in CONFIG_NAMES:
+        raise ConfigError(f"config_name={config_name!r} is unknown; use one of {', '.join(CONFIG_NAMES)}.")
+    cfg = cfg if OmegaConf.is_config(cfg) else OmegaConf.create(cfg)
+    check_keys(OmegaConf.to_container(cfg, resolve=False), config_name)
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ConfigError(f"Not set: {', '.join(missing)}; give a value, for example {missing[0]}=...")
+    check_values(cfg, config_name, complete=False, visible_devices=visible_devices, env=env)
+
+    tree = _resolved(cfg)
+    notes = inert_notes(tree, config_name)
+    if _Values(tree).get("trainer.ppo.trt_llm.enable"):
+        notes.append("trainer.ppo.trt_llm.enable=True: TensorRT-LLM is gone; the built-in engine serves instead")
+    if notes and _rank() == 0:
+        from nemo.utils import logging  # here: importing NeMo takes seconds
+
+        logging.warning("These configuration keys have no effect:\n  " + "\n  ".join(notes))
+    return notes
+
+
+def _resolved(cfg) -> dict:
+    cfg = cfg if OmegaConf.is_config(cfg) else OmegaConf.create(cfg)
+    try:
+        return OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"The configuration has a reference that cannot be resolved: {error}") from error
+
+
+def _cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0)
