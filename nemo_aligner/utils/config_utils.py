@@ -3,8 +3,8 @@
 """Configuration: OmegaConf resolvers, and the checks that run before anything expensive does.
 
 A script calls `check_config(cfg, name)` with the user's configuration first, and
-`check_values(cfg, name, complete=True)` once `cfg.model` also holds what the checkpoint says (only then TP, PP and CP are
-known for sure). The rules themselves are plain functions over plain values. Which keys exist stands in
+`check_values(cfg, name, complete=True)` once `cfg.model` also holds what the checkpoint says: only then TP, PP and CP are
+known for sure. The rules themselves are plain functions over plain values. Which keys exist stands in
 `config_schema.py`; defaults stand in `conf/*.yaml`.
 """
 
@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.utils.config_schema import ARCHITECTURE_KEYS, CONFIG_NAMES, FREE, INERT, LIVE, ONLY
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.loggers import is_rank_zero
 
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
@@ -76,18 +77,25 @@ def _known_prefixes(config_name: str) -> set[str]:
 
 
 def nearest_key(key: str, candidates) -> str | None:
-    """The candidate that `key` was probably meant to be: same last name elsewhere, else the closest spelling."""
+    """The candidate that `key` was probably meant to be.
+
+    In this order: a sibling of similar name, the same name elsewhere, a similar name elsewhere, the closest spelling.
+    """
     parent, _, leaf = key.rpartition(".")
-    candidates = sorted(candidates)
-    siblings = {c.rpartition(".")[2]: c for c in candidates if c.rpartition(".")[0] == parent}
-    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.75)
-    if close:
-        return siblings[close[0]]
-    elsewhere = [c for c in candidates if c.rpartition(".")[2] == leaf]
-    if elsewhere:
-        return max(elsewhere, key=lambda c: difflib.SequenceMatcher(None, c, key).ratio())
-    close = difflib.get_close_matches(key, candidates, n=1, cutoff=0.6)
-    return close[0] if close else None
+    pairs = [(c.rpartition(".")[0], c.rpartition(".")[2], c) for c in sorted(candidates)]
+
+    def ratio(candidate: str) -> float:
+        return difflib.SequenceMatcher(None, candidate, key).ratio()
+
+    siblings = {name: c for p, name, c in pairs if p == parent}
+    similar = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.75)
+    if similar:
+        return siblings[similar[0]]
+    for cutoff in (1.0, 0.75):
+        names = difflib.get_close_matches(leaf, {name for _, name, _ in pairs}, n=1, cutoff=cutoff)
+        if names:
+            return max((c for _, name, c in pairs if name == names[0]), key=ratio)
+    return max((c for *_, c in pairs), key=ratio, default=None)
 
 
 def check_keys(tree: Mapping, config_name: str) -> None:
@@ -156,8 +164,8 @@ def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
     if world_size % product:
         raise ConfigError(
             f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x context_parallel_size={cp} = "
-            f"{product} does not divide the {world_size} rank{'s' if world_size > 1 else ''} of this job; set trainer.devices x "
-            f"trainer.num_nodes to a multiple of {product}, or smaller parallel sizes."
+            f"{product} does not divide the {world_size} rank{'s' if world_size > 1 else ''} of this job; set "
+            f"trainer.devices x trainer.num_nodes to a multiple of {product}, or smaller parallel sizes."
         )
     return world_size // product
 
@@ -205,7 +213,8 @@ def check_accelerator(accelerator: str, devices, visible_devices: int) -> None:
     if accelerator in ("gpu", "cuda") and visible_devices == 0:
         raise ConfigError(
             f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine; use "
-            "trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check that nvidia-smi lists the GPUs."
+            "trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check that nvidia-smi lists the "
+            "GPUs."
         )
     if accelerator != "cpu" and 0 < visible_devices < count_devices(devices, visible_devices):
         raise ConfigError(
@@ -513,7 +522,7 @@ def check_config(cfg, config_name: str, *, visible_devices: int | None = None, e
     notes = inert_notes(tree, config_name)
     if _Values(tree).get("trainer.ppo.trt_llm.enable"):
         notes.append("trainer.ppo.trt_llm.enable=True: TensorRT-LLM is gone; the built-in engine serves instead")
-    if notes and _rank() == 0:
+    if notes and is_rank_zero():
         from nemo.utils import logging  # here: importing NeMo takes seconds
 
         logging.warning("These configuration keys have no effect:\n  " + "\n  ".join(notes))
@@ -532,7 +541,3 @@ def _cuda_devices() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0)

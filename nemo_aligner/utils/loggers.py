@@ -1,0 +1,151 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Where a job's numbers go: Lightning's loggers (TensorBoard, Weights & Biases, ...) and two text files.
+
+`metrics.jsonl` has one line per call of `log_metrics`: `{"step": 3, "time": 1700000000.0, "train/loss": 0.5, ...}`.
+`tables.jsonl`, beside it, has one line per table update, `{"key": ..., "step": ..., "time": ..., "rows": [{...}, ...]}`,
+with the rows that are new since the last update. Both are appended to, so a resumed job continues the files of the
+first; where it repeats a step, the later line counts. What JSON cannot hold (NaN, infinities) is written as null.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+
+class CustomLoggerWrapper:
+    """One logger in front of many. A wrapped logger that lacks a method is skipped for that call.
+
+    Args:
+        loggers: Lightning loggers (or anything with some of their methods), or None.
+        metrics_file: path of `metrics.jsonl`, or None for no files. Only rank 0 writes.
+    """
+
+    def __init__(self, loggers: Iterable | None = None, metrics_file: str | os.PathLike | None = None):
+        self.loggers = list(loggers or [])
+        self._files: dict[str, _JsonLines] = {}
+        self._rows_written: dict[str, int] = {}
+        if metrics_file is not None and is_rank_zero():
+            path = Path(metrics_file)
+            self._files = {"metrics": _JsonLines(path), "tables": _JsonLines(path.with_name("tables.jsonl"))}
+
+    def log_hyperparams(self, params) -> None:
+        """Hand the job's configuration to every logger."""
+        self._call("log_hyperparams", params)
+
+    def log_metrics(self, metrics: Mapping, step: int | None = None, prefix: str = "") -> None:
+        """Log numbers under `prefix` + key.
+
+        Values are Python or NumPy numbers or tensors with one element; None (not measured) is left out.
+
+        Raises:
+            TypeError: another kind of value.
+        """
+        named = {f"{prefix}{k}": _number(f"{prefix}{k}", v) for k, v in metrics.items() if v is not None}
+        self._call("log_metrics", named, step=step)
+        self._write("metrics", {"step": step, "time": time.time(), **named})
+
+    def log_table(self, key: str, dataframe, step: int | None = None) -> None:
+        """Log a pandas frame that grows from call to call; the file gets the rows that are new since the last call."""
+        self._call("log_table", key=key, dataframe=dataframe, step=step)
+        if "tables" not in self._files:
+            return
+        seen = self._rows_written.get(key, 0)
+        new = dataframe.iloc[seen if seen <= len(dataframe) else 0 :]
+        self._rows_written[key] = len(dataframe)
+        if len(new):
+            rows = [{str(name): _plain(value) for name, value in row.items()} for row in new.to_dict("records")]
+            self._write("tables", {"key": key, "step": step, "time": time.time(), "rows": rows})
+
+    def log_image(self, key: str, images: list, step: int | None = None) -> None:
+        """Log images with the loggers that can."""
+        self._call("log_image", key=key, images=images, step=step)
+
+    def finalize(self, status: str = "success") -> None:
+        """Flush and close; further calls of `log_metrics` open the files again."""
+        self._call("finalize", status)
+        for file in self._files.values():
+            file.close()
+
+    def _call(self, method: str, *args, **kwargs) -> None:
+        for logger in self.loggers:
+            function = getattr(logger, method, None)
+            if function is not None:
+                function(*args, **kwargs)
+
+    def _write(self, name: str, record: dict) -> None:
+        if name in self._files:
+            self._files[name].write(record)
+
+
+class _JsonLines:
+    """A file of JSON lines, opened at the first write and flushed after each line."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = None
+
+    def write(self, record: dict) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(self.path)
+            self._file = open(self.path, "a", encoding="utf-8")
+        self._file.write(json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off a last line without newline: a job was killed while writing it."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with open(path, "rb+") as file:
+        content = file.read()
+        if not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+def _number(key: str, value):
+    """A Python number from a number, a one-element tensor or a NumPy scalar."""
+    if hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError):
+            raise TypeError(f"metric {key} has shape {tuple(value.shape)}; log one number per key.") from None
+    if not isinstance(value, (bool, int, float)):
+        raise TypeError(f"metric {key}={value!r} is a {type(value).__name__}; log numbers, and tables with log_table.")
+    return value
+
+
+def _plain(value):
+    """`value` as JSON can hold it: NaN and infinities become null, tensors and arrays lists, anything else text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # NumPy and torch
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return str(value)
+
+
+def is_rank_zero() -> bool:
+    """True in the process that writes files, also before `torch.distributed` is initialised."""
+    import torch.distributed as dist  # here: importing this module stays fast
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    env = os.environ
+    if env.get("RANK") or env.get("SLURM_PROCID"):
+        return int(env.get("RANK") or env["SLURM_PROCID"]) == 0
+    return int(env.get("LOCAL_RANK") or 0) == 0 and int(env.get("NODE_RANK") or 0) == 0
