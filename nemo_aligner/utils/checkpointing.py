@@ -1,0 +1,235 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Training checkpoints: one directory each, over `megatron.core.dist_checkpointing`.
+
+    <log dir>/checkpoints/<filename with metrics>/
+        weights/             model, optimizer and schedule; loads at another TP / PP / DP
+        rng/rank_00000.pt    random-number states of each rank
+        state.json           counters of the trainer, monitored metrics, number of the save
+        COMPLETE             written last; a directory without it is ignored and removed
+
+A checkpoint is written under a temporary name and renamed when it is complete, and only then are old ones removed. Nothing is
+ever read out of a file name.
+"""
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from nemo.utils import logging
+
+from nemo_aligner.utils import dist_ckpt, parallel_state
+
+from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
+
+MARKER = "COMPLETE"
+STATE_FILE = "state.json"
+WRITING_SUFFIX = ".writing"
+
+
+def _barrier() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def format_name(template: str, metrics: dict[str, float]) -> str:
+    """`"gpt-{step}-{val_rewards:.3f}"` -> `"gpt-step=10-val_rewards=0.812"`; a metric that is not there reads `nan`."""
+
+    def fill(match):
+        key, spec = match.group(1), match.group(2) or ""
+        value = metrics.get(key, float("nan"))
+        if not spec and float(value).is_integer():
+            value = int(value)
+        return f"{key}={format(value, spec)}"
+
+    return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, template)
+
+
+def read_state(folder: Path) -> dict | None:
+    """Contents of `state.json` of a complete checkpoint, else None."""
+    if not (folder / MARKER).is_file():
+        return None
+    return json.loads((folder / STATE_FILE).read_text())
+
+
+def complete_checkpoints(root: Path) -> list[tuple[Path, dict]]:
+    """Complete checkpoints under `root`, oldest first."""
+    found = [(path, read_state(path)) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return sorted([(p, s) for p, s in found if s is not None], key=lambda item: item[1]["save_number"])
+
+
+def _rng_state() -> dict:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_state(state: dict) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+class CheckpointCallback:
+    """Saves and loads the training state of one job.
+
+    Args:
+        log_dir: directory of the job; checkpoints go to `<log_dir>/checkpoints`. All ranks must share it.
+        model: `MegatronGPTModel`, set up for training.
+        optimizer, scheduler: from `model.setup_megatron_optimization`.
+        name: name of the final `.nemo`.
+        filename: template of the directory names (`{metric}` or `{metric:format}`).
+        monitor, mode, save_top_k: keep the `save_top_k` checkpoints with the best `monitor` ("max" or "min") beside the last
+            one; -1 keeps all, 0 keeps the last alone.
+        save_nemo_on_train_end, always_save_nemo: write `<name>.nemo` at the end of training, or with every checkpoint.
+    """
+
+    def __init__(
+        self,
+        log_dir,
+        model,
+        optimizer,
+        scheduler,
+        *,
+        name: str,
+        filename: str = "checkpoint-{step}",
+        monitor: str | None = None,
+        mode: str = "max",
+        save_top_k: int = 1,
+        save_nemo_on_train_end: bool = True,
+        always_save_nemo: bool = False,
+    ):
+        self.root = Path(log_dir) / "checkpoints"
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.name, self.filename = name, filename
+        self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
+        self.save_nemo_on_train_end, self.always_save_nemo = save_nemo_on_train_end, always_save_nemo
+
+    def _metadata(self) -> dict:
+        return {
+            # The layout that loads at another TP, PP or DP.
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+            "chained_optim_avoid_prefix": True,
+        }
+
+    def _sharded_state(self, is_loading: bool) -> dict:
+        metadata = self._metadata()
+        weights = self.model.sharded_weights(metadata=metadata)
+        state = {"weights": weights, "scheduler": self.scheduler.state_dict()}
+        state["optimizer"] = self.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+        return state
+
+    @staticmethod
+    def _as_numbers(metrics: dict) -> dict[str, float]:
+        return {key: float(value) for key, value in metrics.items()}
+
+    def custom_save(self, monitor_candidates: dict, is_train_end: bool = False, trainer_state: dict | None = None) -> Path:
+        """Write a checkpoint, then remove the ones that are neither among the best nor the last; all ranks call it.
+
+        Args:
+            monitor_candidates: metrics (numbers or 0-d tensors) for the directory name and the monitor.
+            is_train_end: the last save of the job: the `.nemo` is written too, if asked for.
+            trainer_state: counters that `load_latest` gives back, JSON values.
+
+        Returns:
+            The directory written.
+        """
+        metrics = self._as_numbers(monitor_candidates)
+        folder = self.root / format_name(self.filename, {**(trainer_state or {}), **metrics})
+        writing = folder.with_name(folder.name + WRITING_SUFFIX)
+        rank_zero = parallel_state.get_rank() == 0
+        if rank_zero:
+            for leftover in self.root.glob("*" + WRITING_SUFFIX):
+                shutil.rmtree(leftover)
+            (writing / "weights").mkdir(parents=True)
+            (writing / "rng").mkdir()
+        _barrier()
+        dist_ckpt.save(self._sharded_state(is_loading=False), writing / "weights")
+        torch.save(_rng_state(), writing / "rng" / f"rank_{parallel_state.get_rank():05d}.pt")
+        _barrier()
+        if rank_zero:
+            previous = complete_checkpoints(self.root)
+            number = previous[-1][1]["save_number"] + 1 if previous else 0
+            state = {"save_number": number, "trainer": trainer_state or {}, "metrics": metrics}
+            (writing / STATE_FILE).write_text(json.dumps(state, indent=1))
+            (writing / MARKER).touch()
+            if folder.exists():
+                shutil.rmtree(folder)
+            writing.rename(folder)
+            self._remove_old()
+            logging.info(f"saved checkpoint {folder}")
+        _barrier()
+        if self.always_save_nemo or (is_train_end and self.save_nemo_on_train_end):
+            self.model.save_to(str(self.root / f"{self.name}.nemo"))
+        return folder
+
+    def _remove_old(self) -> None:
+        checkpoints = complete_checkpoints(self.root)
+        if self.save_top_k < 0 or not checkpoints:
+            return
+        sign = 1 if self.mode == "min" else -1
+        # A monitor that was not measured yet ranks behind all that were; among equals the newer one wins.
+        ranked = sorted(
+            checkpoints,
+            key=lambda item: (
+                sign * item[1]["metrics"].get(self.monitor, sign * float("inf")),
+                -item[1]["save_number"],
+            ),
+        )
+        keep = {path for path, _ in ranked[: self.save_top_k]} | {checkpoints[-1][0]}
+        for path, _ in checkpoints:
+            if path not in keep:
+                shutil.rmtree(path)
+
+    def latest(self, resume_from=None) -> Path | None:
+        """The checkpoint to resume from: `resume_from` if given, else the newest complete one, else None."""
+        if resume_from is not None:
+            return Path(resume_from)
+        found = complete_checkpoints(self.root)
+        return found[-1][0] if found else None
+
+    def load_latest(self, resume_from=None) -> dict | None:
+        """Load the checkpoint to resume from into model, optimizer, schedule and random-number generators; all ranks call it.
+
+        Args:
+            resume_from: a checkpoint directory (`exp_manager.resume_from_checkpoint`); default the newest complete one.
+
+        Returns:
+            The trainer's counters, or None if there is no checkpoint.
+
+        Raises:
+            FileNotFoundError: `resume_from` is not a complete checkpoint.
+        """
+        _barrier()
+        folder = self.latest(resume_from)
+        if folder is None:
+            return None
+        stored = read_state(folder)
+        if stored is None:
+            raise FileNotFoundError(f"{folder} is not a complete checkpoint (no {MARKER} file); give another one.")
+        loaded = dist_checkpointing.load(self._sharded_state(is_loading=True), str(folder / "weights"))
+        self.model.load_sharded_weights(loaded["weights"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        self.scheduler.load_state_dict(loaded["scheduler"])
+        rng_files = sorted((folder / "rng").glob("rank_*.pt"))
+        if len(rng_files) == parallel_state.get_world_size():
+            _set_rng_state(torch.load(rng_files[parallel_state.get_rank()], weights_only=False))
+        else:
+            logging.warning(
+                f"{folder} was saved by {len(rng_files)} rank(s), this job has {parallel_state.get_world_size()}: dropout "
+                "will draw other numbers than in an uninterrupted run."
+            )
+        logging.info(f"resumed from {folder}")
+        return stored["trainer"]

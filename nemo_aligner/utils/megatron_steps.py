@@ -1,0 +1,191 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that calls Megatron's forward-backward schedule.
+
+A batch is a dict of tensors whose rows are this data-parallel rank's samples; `tokens` (int64 `[B, S]`, right-padded) is
+required. It is cut into micro-batches of `micro_batch_size` consecutive rows. The model is called as
+`model(tokens, position_ids, attention_mask=None, ...)`: the mask is causal, which with right padding is all that is needed.
+
+Scaling. A loss function returns this micro-batch's *share* of the loss of the global batch (see `nemo_aligner.losses`).
+Megatron divides by the number of micro-batches and averages gradients over data-parallel ranks, so the share is multiplied
+by both: the gradient is that of the sum of all shares, whatever the split.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.device import get_device
+
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.utils import get_model_config  # isort: skip
+
+Batch = dict[str, torch.Tensor]
+
+
+def _micro_batches(batch: Batch, micro_batch_size: int):
+    size = batch["tokens"].size(0)
+    for start in range(0, size, micro_batch_size):
+        yield {key: value[start : start + micro_batch_size].to(get_device()) for key, value in batch.items()}
+
+
+def _padded_width(width: int, config) -> int:
+    """Sequence parallelism splits the sequence over TP ranks: the width must be a multiple of their number."""
+    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return -(-width // multiple) * multiple
+
+
+def _call_model(model, micro_batch: Batch, width: int, model_inputs: Iterable[str]) -> torch.Tensor:
+    tokens = micro_batch["tokens"]
+    pad = width - tokens.size(1)
+    if pad:
+        tokens = torch.nn.functional.pad(tokens, (0, pad))
+    position_ids = torch.arange(width, device=tokens.device).expand_as(tokens)
+    return model(tokens, position_ids, None, **{key: micro_batch[key] for key in model_inputs})
+
+
+def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
+    """`output` without the columns that were added for sequence parallelism."""
+    tokens_width = micro_batch["tokens"].size(1)
+    if width != tokens_width and output.dim() > 1 and output.size(1) == width:
+        return output[:, :tokens_width]
+    return output
+
+
+def _run_schedule(model_chunks, batch: Batch, micro_batch_size: int, consume, model_inputs, forward_only: bool):
+    """Run the schedule; `consume(output, micro_batch)` is the schedule's loss function on the last stage."""
+    config = get_model_config(model_chunks[0])
+    num_microbatches = batch["tokens"].size(0) // micro_batch_size
+    width = _padded_width(batch["tokens"].size(1), config)
+
+    def forward_step(data_iterator, model):
+        micro_batch = next(data_iterator)
+        output = _call_model(model, micro_batch, width, model_inputs)
+
+        def loss_function(output_tensor, non_loss_data=False):
+            return consume(_crop(output_tensor, micro_batch, width), micro_batch)
+
+        return output, loss_function
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        # Each virtual pipeline chunk walks over the micro-batches with an iterator of its own.
+        data_iterator=[_micro_batches(batch, micro_batch_size) for _ in model_chunks]
+        if len(model_chunks) > 1
+        else _micro_batches(batch, micro_batch_size),
+        model=model_chunks if len(model_chunks) > 1 else model_chunks[0],
+        num_microbatches=num_microbatches,
+        seq_length=width,
+        micro_batch_size=micro_batch_size,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _broadcast_from_last_stage(value):
+    """`value` (any object) of the last pipeline stage, on every stage."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(
+        box,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+        device=get_device(),
+    )
+    return box[0]
+
+
+def forward_backward(
+    model_chunks: list,
+    batch: Batch,
+    *,
+    micro_batch_size: int,
+    loss_fn: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, Batch]],
+    forward_only: bool = False,
+    model_inputs: Iterable[str] = (),
+) -> dict[str, float]:
+    """Forward (and backward) of one global batch; all ranks call it.
+
+    Args:
+        model_chunks: the model of this pipeline stage (more than one with virtual pipelining).
+        batch: this rank's rows; `tokens` int64 `[B, S]` and what `loss_fn` needs.
+        micro_batch_size: rows per forward pass; must divide B.
+        loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are partial sums over the
+            global batch. `output` is `[b, S, V / TP]` logits of a language model or what the model's head returns.
+        model_inputs: further keys of the batch that are handed to the model by name.
+
+    Returns:
+        Metrics summed over micro-batches and data-parallel ranks, equal on every rank.
+
+    Raises:
+        UserError: `micro_batch_size` does not divide the rows.
+    """
+    rows = batch["tokens"].size(0)
+    if rows % micro_batch_size:
+        raise UserError(
+            f"{rows} samples per data-parallel rank are not divisible by model.micro_batch_size={micro_batch_size}; change "
+            "model.global_batch_size or model.micro_batch_size."
+        )
+    scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()
+    totals: dict[str, torch.Tensor] = {}
+
+    def consume(output, micro_batch):
+        loss, metrics = loss_fn(output, micro_batch)
+        # The schedule divides the loss in place, so what is reported must be a copy.
+        for key, value in metrics.items():
+            totals[key] = totals.get(key, 0.0) + value.detach().float().clone()
+        return metrics if forward_only else (loss * scale, {})
+
+    if forward_only:
+        with torch.no_grad():
+            _run_schedule(model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=True)
+    else:
+        _run_schedule(model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=False)
+    keys = sorted(totals)
+    values = torch.stack([totals[key] for key in keys]) if keys else torch.zeros(0, device=get_device())
+    if keys and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
+        torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return _broadcast_from_last_stage(dict(zip(keys, values.tolist(), strict=True)))
+
+
+@torch.no_grad()
+def forward_collect(
+    model_chunks: list,
+    batch: Batch,
+    *,
+    micro_batch_size: int,
+    output_fn: Callable[[torch.Tensor, Batch], torch.Tensor],
+    model_inputs: Iterable[str] = (),
+) -> torch.Tensor:
+    """Forward pass of this rank's rows; all ranks call it, with equal shapes within a pipeline.
+
+    Args:
+        micro_batch_size: rows per forward pass; the last one is filled up with repeated rows, which are dropped again.
+        output_fn: `(output, micro_batch) -> tensor [b, ...]`, called on the last stage.
+
+    Returns:
+        The tensors of all micro-batches, `[B, ...]`, on every pipeline stage.
+    """
+    rows = batch["tokens"].size(0)
+    micro_batch_size = min(micro_batch_size, rows)
+    missing = -rows % micro_batch_size
+    if missing:
+        batch = {key: torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]) for key, value in batch.items()}
+    outputs = _run_schedule(
+        model_chunks, batch, micro_batch_size, lambda output, mb: output_fn(output, mb), model_inputs, forward_only=True
+    )
+    collected = torch.cat(outputs)[:rows] if parallel_state.is_pipeline_last_stage() else None
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        shape_and_type = _broadcast_from_last_stage(None if collected is None else (collected.shape, collected.dtype))
+        if collected is None:
+            collected = torch.empty(shape_and_type[0], dtype=shape_and_type[1], device=get_device())
+        collected = collected.contiguous()
+        torch.distributed.broadcast(
+            collected,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    return collected

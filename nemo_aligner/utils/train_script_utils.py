@@ -1,0 +1,187 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the launch scripts share: processes, Lightning trainer, experiment folder, configuration of a loaded model, resume."""
+
+import copy
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from nemo.utils import logging
+from nemo.utils.exp_manager import exp_manager as nemo_exp_manager
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from nemo_aligner.utils import nemo_archive
+from nemo_aligner.utils.checkpointing import CheckpointCallback
+from nemo_aligner.utils.device import get_backend
+from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.loggers import CustomLoggerWrapper
+
+
+def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str) -> Trainer:
+    """Resolve `cfg` in place and build the Lightning trainer from `cfg.trainer` without its `pop_trainer_key` section.
+
+    The trainer knows devices, nodes and the launch form (plain `python`, torchrun, SLURM); its own loops are not used.
+
+    Raises:
+        ConfigError: a GPU was asked for on a machine without CUDA.
+    """
+    OmegaConf.resolve(cfg)
+    options = {k: v for k, v in OmegaConf.to_container(cfg.trainer).items() if k != pop_trainer_key}
+    accelerator = options.pop("accelerator", "auto")
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"trainer.accelerator={accelerator}, but this machine has no CUDA; set trainer.accelerator=auto.")
+    options["precision"] = "bf16-true" if "bf16" in str(options.get("precision", 32)) else "32-true"
+    for not_lightnings in ("max_time", "max_epochs", "max_steps"):
+        options.pop(not_lightnings, None)
+    use_gpu = torch.cuda.is_available() and accelerator != "cpu"
+    return Trainer(
+        **options,
+        accelerator="gpu" if use_gpu else "cpu",
+        strategy=DDPStrategy(process_group_backend=get_backend(), timeout=timedelta(minutes=30)),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def launch_processes(trainer: Trainer | None) -> None:
+    """Start the other processes of this node, if nobody else did, and join the process group; every rank calls it.
+
+    Under torchrun and SLURM the processes exist already; with plain `python` Lightning's launcher starts this script again,
+    once per further device. Without a trainer, or with the group in place, nothing happens.
+    """
+    if trainer is None or torch.distributed.is_initialized():
+        return
+    strategy = trainer.strategy
+    if strategy.launcher is not None:
+        strategy.launcher.launch(lambda: None, trainer=trainer)
+    strategy.setup_environment()
+
+
+def init_distributed(trainer: Trainer, model=None, use_te: bool = False) -> None:
+    """Process group of this job (NeMo-Aligner's name). Models do it themselves on construction; `model` and `use_te` need
+    nothing more."""
+    launch_processes(trainer)
+
+
+def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
+    """Log folder and loggers through NeMo's `exp_manager`; every rank calls it. Returns the log folder.
+
+    Checkpoints, resume and time limits are this project's own, so those keys are kept from it.
+    """
+    options = copy.deepcopy(cfg.exp_manager)
+    with open_dict(options):
+        options.create_checkpoint_callback = False
+        options.resume_if_exists = False
+        options.resume_from_checkpoint = None
+        options.max_time_per_run = None
+        options.seconds_to_sleep = 0
+        options.pop("checkpoint_callback_params", None)
+    return Path(nemo_exp_manager(trainer, options))
+
+
+def build_logger(trainer: Trainer, log_dir: Path) -> CustomLoggerWrapper:
+    """TensorBoard / W&B loggers of the trainer and `metrics.jsonl` in `log_dir`."""
+    return CustomLoggerWrapper(trainer.loggers, metrics_file=log_dir / "metrics.jsonl")
+
+
+def build_checkpoint_callback(cfg: DictConfig, log_dir: Path, model, optimizer, scheduler) -> CheckpointCallback:
+    """`CheckpointCallback` from `exp_manager.checkpoint_callback_params`."""
+    params = cfg.exp_manager.get("checkpoint_callback_params") or {}
+    accepted = ("filename", "monitor", "mode", "save_top_k", "save_nemo_on_train_end", "always_save_nemo")
+    return CheckpointCallback(
+        log_dir,
+        model,
+        optimizer,
+        scheduler,
+        name=cfg.exp_manager.get("name") or "model",
+        **{key: params[key] for key in accepted if key in params},
+    )
+
+
+def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict | None:
+    """Resume as `exp_manager` asks: counters of the checkpoint loaded, or None for a fresh start; all ranks call it.
+
+    Raises:
+        UserError: `resume_if_exists` without a checkpoint, while `resume_ignore_no_checkpoint` is off.
+    """
+    options = cfg.exp_manager
+    if options.get("resume_from_checkpoint"):
+        return ckpt_callback.load_latest(options.resume_from_checkpoint)
+    if not options.get("resume_if_exists", False):
+        return None
+    state = ckpt_callback.load_latest()
+    if state is None and not options.get("resume_ignore_no_checkpoint", True):
+        raise UserError(
+            f"exp_manager.resume_if_exists=True, but {ckpt_callback.root} holds no complete checkpoint; set "
+            "exp_manager.resume_ignore_no_checkpoint=True to start afresh."
+        )
+    return state
+
+
+def load_and_override_model_config(restore_path, model_cfg_to_overwrite: DictConfig, remove_meta_info: bool = True):
+    """Configuration of the model in a `.nemo`, with the values of `model_cfg_to_overwrite` over it.
+
+    `overwrite_base_config.<key>=True` drops the base's section `<key>` before, instead of merging into it. Where the tokenizer
+    is not given, the file's own is used.
+    """
+    base = nemo_archive.read_config(nemo_archive.check_restore_path(restore_path))
+    overwrite = model_cfg_to_overwrite
+    with open_dict(base):
+        for section, keys in (overwrite.get("overwrite_base_config") or {}).items():
+            for key, drop in (keys.items() if isinstance(keys, DictConfig | dict) else [(None, keys)]):
+                if drop and key is None:
+                    base.pop(section, None)
+                elif drop and section in base and base[section] is not None:
+                    base[section].pop(key, None)
+        if remove_meta_info:
+            base.pop("target", None)
+            base.pop("nemo_version", None)
+    OmegaConf.set_struct(base, False)
+    # A null in the script's configuration means "as in the checkpoint" for what describes the network.
+    given = OmegaConf.to_container(overwrite, resolve=True)
+    architecture_nulls = [key for key, value in given.items() if value is None and base.get(key) is not None]
+    for key in architecture_nulls:
+        del given[key]
+    if isinstance(given.get("tokenizer"), dict):
+        given["tokenizer"] = {k: v for k, v in given["tokenizer"].items() if v is not None}
+    return OmegaConf.merge(base, given)
+
+
+def load_from_nemo(
+    cls,
+    model_cfg: DictConfig,
+    trainer: Trainer,
+    strict: bool = True,
+    modify_config_fn=None,
+    restore_path=None,
+    load_base_model_only: bool = False,
+    return_updated_cfg: bool = False,
+):
+    """Build `cls` from `model_cfg` (merged over the file's own by the caller) with the weights of a `.nemo`; all ranks call it.
+
+    Args:
+        modify_config_fn: `(file_cfg, model_cfg) -> cfg`, NeMo-Aligner's hook for the last word on the configuration.
+        load_base_model_only: leave weights that `cls.fresh_weights()` names (heads) at their initial values even if the
+            file has them.
+        return_updated_cfg: return `(model, cfg)`.
+
+    Raises:
+        UserError: the path does not exist or does not fit the model.
+    """
+    restore_path = nemo_archive.check_restore_path(restore_path)
+    file_cfg = nemo_archive.read_config(restore_path)
+    if modify_config_fn is not None:
+        cfg = modify_config_fn(file_cfg, model_cfg)
+    else:
+        cfg = OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(file_cfg)), model_cfg)
+    OmegaConf.set_struct(cfg, False)
+    cfg.pop("target", None)
+    model = cls(cfg, trainer=trainer)
+    model.load_nemo_weights(
+        restore_path, strict=strict, missing_ok=cls.fresh_weights(), skip=cls.fresh_weights() if load_base_model_only else ()
+    )
+    logging.info(f"{cls.__name__} restored from {restore_path}")
+    return (model, cfg) if return_updated_cfg else model
