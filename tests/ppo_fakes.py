@@ -1,0 +1,291 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A policy, a critic and their surroundings in a few lines each: enough to run a whole `PPOTrainer` in milliseconds.
+
+The policy has one weight. Its text depends on the sample seeds alone, its log-probs on tokens and weight. Everything
+that the trainer calls is appended to `events`, so a test can check the order of calls.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.algorithms.ppo import PPOTrainer
+from nemo_aligner.utils import parallel_state
+
+EOS = 0
+VOCAB = 50
+NUM_PROMPTS = 24
+MAX_NEW_TOKENS = 5
+
+
+class Prompts(torch.utils.data.Dataset):
+    """Prompt number i has 2 + i % 3 tokens."""
+
+    def __len__(self):
+        return NUM_PROMPTS
+
+    def __getitem__(self, i):
+        return {"idx": i, "tokens": torch.arange(2 + i % 3) + i + 1}
+
+
+def collate(items):
+    longest = max(len(item["tokens"]) for item in items)
+    text = torch.full((len(items), longest + MAX_NEW_TOKENS), EOS)
+    for row, item in zip(text, items, strict=True):
+        row[: len(item["tokens"])] = item["tokens"]
+    return {
+        "text": text,
+        "length": torch.tensor([len(item["tokens"]) for item in items]),
+        "loss_multiplier": torch.ones(len(items)),
+        "idx": torch.tensor([item["idx"] for item in items]),
+    }
+
+
+class SequentialSampler:
+    """Micro-batches of this data-parallel rank, rollout after rollout, from `consumed_samples` on."""
+
+    is_random = False
+
+    def __init__(self, total_samples, consumed_samples, micro_batch_size, global_batch_size):
+        self.total_samples, self.consumed_samples = total_samples, consumed_samples
+        self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
+        self.drop_last = True
+
+    def __iter__(self):
+        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        step = self.micro_batch_size * size
+        for start in range(self.consumed_samples, self.total_samples - step + 1, step):
+            first = start + rank * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
+
+
+def dataloader_builder(global_batch_size, consumed_samples, micro_batch_size=2, seen=None):
+    if seen is not None:
+        seen.append(consumed_samples)
+    sampler = SequentialSampler(NUM_PROMPTS, consumed_samples, micro_batch_size, global_batch_size)
+    return SimpleNamespace(batch_sampler=sampler, dataset=Prompts())
+
+
+def batch_iterator(sampler_iter, num_microbatches, dataset, collate_fn):
+    for _, indices in zip(range(num_microbatches), sampler_iter, strict=False):
+        yield collate_fn([dataset[i] for i in indices])
+
+
+class FakeTokenizer:
+    eos_id = EOS
+
+    def ids_to_text(self, ids):
+        return " ".join(map(str, ids))
+
+
+class FakePolicy:
+    """log-prob of token t is -(t % 7 + 1) / 10 * (1 + weight)."""
+
+    def __init__(self, events):
+        self.cfg = OmegaConf.create({"seed": 1234})
+        self.tokenizer = FakeTokenizer()
+        self.events = events
+        self.weight = 0.0
+        self.reference_offset = 0.0
+        self.batches = []
+
+    def __getattr__(self, name):
+        if name.startswith(("prepare_for_", "finish_")):
+            return lambda: self.events.append(name)
+        raise AttributeError(name)
+
+    def infer(self, batch):
+        self.events.append("infer")
+        tokens, prompt_lengths = batch["text"].clone(), batch["length"]
+        lengths = prompt_lengths + 1 + batch["sample_seeds"].abs() % MAX_NEW_TOKENS
+        for row, prompt_length, length, seed in zip(
+            tokens, prompt_lengths, lengths, batch["sample_seeds"], strict=True
+        ):
+            generator = torch.Generator().manual_seed(int(seed))
+            new = torch.randint(1, VOCAB, (MAX_NEW_TOKENS,), generator=generator)
+            row[prompt_length:length] = new[: length - prompt_length]
+        return {
+            "response_tokens": tokens[:, : int(lengths.max())],
+            "response_lengths": lengths,
+            "prompt_lengths": prompt_lengths,
+            "is_end": lengths % 2 == 0,
+        }
+
+    def _logprobs(self, tokens, weight):
+        logprobs = -(tokens[:, 1:] % 7 + 1) / 10 * (1 + weight)
+        return logprobs.masked_fill(tokens[:, 1:] == EOS, torch.nan)  # what pads hold must not matter
+
+    def get_inference_log_probs(self, response_tokens, forward_micro_batch_size=None):
+        self.events.append("logprobs")
+        return self._logprobs(response_tokens, self.weight)
+
+    def get_init_policy_logprobs(self, response_tokens):
+        self.events.append("init_logprobs")
+        return self._logprobs(response_tokens, 0.0) + self.reference_offset
+
+    def get_loss_and_metrics(self, batch, forward_only):
+        assert not forward_only
+        self.events.append("update")
+        self.batches.append({key: value.clone() for key, value in batch.items()})
+        # A policy-gradient-like number: any change of the data changes the weight.
+        total = torch.where(batch["mask"].bool(), batch["advantages"] * batch["prev_logprobs"].exp(), 0).double().sum()
+        if parallel_state.get_data_parallel_world_size() > 1:
+            torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        self.gradient = total.item()
+        return total.item(), {"ppo_ratio": 1.0}
+
+
+class FakeOptimizer:
+    """Plain gradient descent on the policy's weight, with the face of Megatron's optimizer."""
+
+    def __init__(self, policy, events):
+        self.policy, self.events = policy, events
+        self.param_groups = [{"lr": 0.01}]
+        self.config = SimpleNamespace(clip_grad=0.0)
+
+    def zero_grad(self, set_to_none=True):
+        self.policy.gradient = 0.0
+
+    def step(self):
+        self.events.append("optimizer_step")
+        self.policy.weight -= self.param_groups[0]["lr"] * self.policy.gradient
+        return True, abs(self.policy.gradient), None
+
+
+class FakeScheduler:
+    def __init__(self):
+        self.num_steps = 0
+
+    def step(self, increment=1):
+        self.num_steps += increment
+
+
+class FakeFuture:
+    """Holds a result or an error; says in `events` when somebody waits for it."""
+
+    def __init__(self, events, name, value):
+        self.events, self.name, self.value = events, name, value
+
+    def result(self):
+        self.events.append(self.name)
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+class FakeCritic:
+    """Value of a position: its token / 10; reward: mean of all tokens / 10."""
+
+    def __init__(self, events, fail_at_train=None):
+        self.events = events
+        self.fail_at_train = fail_at_train
+        self.train_batches = []
+        self.saved_steps = []
+
+    def infer_rm_critic(self, rollout_batch):
+        self.events.append("critic_infer")
+        tokens = rollout_batch["response_tokens"]
+        values = (tokens[:, :-1] / 10).masked_fill(tokens[:, :-1] == EOS, torch.nan)
+        rewards = tokens.sum(-1) / rollout_batch["response_lengths"] / 10
+        return FakeFuture(self.events, "critic_infer_result", (rewards, values))
+
+    def train(self, data):
+        self.events.append("critic_train")
+        self.train_batches.append({key: value.clone() for key, value in data.items()})
+        failed = self.fail_at_train == len(self.train_batches) - 1
+        value = RuntimeError("remote traceback: critic lost") if failed else 0.25 * len(self.train_batches)
+        return FakeFuture(self.events, "critic_train_result", value)
+
+    def save(self, actor_step=None):
+        self.events.append("critic_save")
+        self.saved_steps.append(actor_step)
+        return FakeFuture(self.events, "critic_save_result", None)
+
+
+class FakeLogger:
+    def __init__(self):
+        self.metrics, self.tables, self.finalized = [], [], 0
+
+    def log_metrics(self, metrics, step=None, prefix=""):
+        self.metrics += [(f"{prefix}{key}", step, value) for key, value in metrics.items()]
+
+    def log_table(self, key, dataframe, step):
+        self.tables.append((key, step, dataframe.to_dict("records")))
+
+    def finalize(self):
+        self.finalized += 1
+
+    def series(self, name):
+        return [(step, value) for key, step, value in self.metrics if key == name]
+
+
+class FakeCheckpoints:
+    def __init__(self, events):
+        self.events, self.saved = events, []
+
+    def custom_save(self, monitor_candidates, is_train_end=False, trainer_state=None):
+        self.events.append("actor_save")
+        self.saved.append((monitor_candidates, is_train_end, trainer_state))
+
+
+class FakeRunTimer:
+    """Time is up after `limit` questions."""
+
+    def __init__(self, limit=None):
+        self.limit, self.started, self.asked = limit, 0, 0
+
+    def start_time(self):
+        self.started += 1
+
+    def is_finished(self):
+        self.asked += 1
+        return self.limit is not None and self.asked >= self.limit
+
+
+def config(**changes):
+    return OmegaConf.create(
+        {
+            "critic_warmup_steps": 0,
+            "max_epochs": 1,
+            "max_steps": -1,
+            "ppo_epochs": 1,
+            "val_check_interval": 0,
+            "save_interval": 0,
+            "gradient_clip_val": 1.0,
+            "initial_policy_kl_penalty": 0.01,
+            "use_absolute_kl": True,
+            "discount_factor": 1.0,
+            "gae_lambda": 0.95,
+            "normalize_advantages": True,
+            "rollout_batch_seq_length": None,
+            "model_gbs": 4,
+            "model_mbs": 2,
+        }
+        | changes
+    )
+
+
+def make_trainer(*, rollout_size=8, micro_batch_size=2, fail_at_train=None, time_limit=None, builder=None, **changes):
+    """A trainer among fakes, `events` its record of calls; 24 prompts, rollouts of 8, global batches of 4."""
+    events = []
+    policy = FakePolicy(events)
+    builder = builder or functools.partial(dataloader_builder, rollout_size, micro_batch_size=micro_batch_size)
+    trainer = PPOTrainer(
+        cfg=config(**changes),
+        model=policy,
+        optimizer=FakeOptimizer(policy, events),
+        scheduler=FakeScheduler(),
+        train_dataloader_builder=builder,
+        val_dataloader_builder=functools.partial(dataloader_builder, 4, micro_batch_size=micro_batch_size),
+        collate_fn=collate,
+        rm_critic=FakeCritic(events, fail_at_train),
+        batch_iterator_cls=batch_iterator,
+        logger=FakeLogger(),
+        ckpt_callback=FakeCheckpoints(events),
+        run_timer=FakeRunTimer(time_limit),
+    )
+    trainer.events = events
+    return trainer

@@ -1,0 +1,395 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The PPO trainer with a fake policy and a fake critic: order of calls, futures, resume, warm-up, passes, and the
+numbers of one rollout computed by hand."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from nemo_aligner.algorithms import ppo
+from nemo_aligner.algorithms.ppo import PPORolloutBatch, deal
+from nemo_aligner.utils.errors import ConfigError
+from tests import ppo_fakes
+from tests.ppo_fakes import NUM_PROMPTS, make_trainer
+
+NAN = float("nan")
+
+
+def batch_rows(batch):
+    """The rows of a training batch as a sorted list of token tuples: which samples an update saw."""
+    return sorted(tuple(row.tolist()) for row in batch["response_tokens"])
+
+
+def logged(trainer, first_step=0):
+    """Everything logged but times, from a PPO step on (two optimizer updates per step)."""
+    return [
+        (name, step, value)
+        for name, step, value in trainer.logger.metrics
+        if not name.startswith("timers/")
+        and step >= (2 * first_step + 1 if name.startswith("train_optim/") else first_step)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ a whole run
+
+
+def test_calls_of_a_step_come_in_order():
+    trainer = make_trainer(max_steps=1)
+    trainer.fit()
+    rollout = ["infer", "critic_infer"] * 4
+    update = ["prepare_for_training_step", "update", "finish_training_step", "optimizer_step"]
+    assert trainer.events == [
+        "prepare_for_inference",
+        *rollout,
+        "logprobs",
+        "init_logprobs",
+        *["critic_infer_result"] * 4,
+        "finish_inference",
+        "critic_train",
+        "prepare_for_training",
+        *update * 2,
+        "finish_training",
+        "critic_train_result",
+    ]
+
+
+def test_run_counts_steps_and_logs_by_family():
+    trainer = make_trainer()
+    trainer.fit()
+    assert trainer.state_dict() == {"step": 3, "consumed_samples": 24, "epoch": 1, "ppo_optimization_step": 6}
+    assert all(type(value) is int for value in trainer.state_dict().values())
+    assert trainer.scheduler.num_steps == 6
+    logger = trainer.logger
+    assert [step for step, _ in logger.series("train_rollouts/rewards")] == [0, 1, 2]
+    assert logger.series("train_rollouts/consumed_samples") == [(0, 8), (1, 16), (2, 24)]
+    assert [step for step, _ in logger.series("train_optim/loss")] == [1, 2, 3, 4, 5, 6]
+    assert logger.series("train_optim/actor_loss") == logger.series("train_optim/loss")
+    assert logger.series("train_optim/critic_loss") == [(2, 0.25), (4, 0.5), (6, 0.75)]
+    for name in (
+        "rollout_time",
+        "generate",
+        "logprobs",
+        "init_logprobs",
+        "critic_wait",
+        "train_time",
+        "critic_train_wait",
+    ):
+        assert len(logger.series(f"timers/{name}")) == 3, name
+    assert all(value > 0 for _, value in logger.series("timers/generated_tokens_per_s"))
+    assert logger.finalized == 1 and trainer.run_timer.started == 1
+    assert [(key, step) for key, step, _ in logger.tables] == [("table/train_rollouts", i) for i in range(3)]
+    assert [row["step"] for row in logger.tables[-1][2]] == [0, 1, 2]
+
+
+def test_update_sees_each_sample_once():
+    trainer = make_trainer(max_steps=1)
+    trainer.fit()
+    seen = sorted(sum((batch_rows(batch) for batch in trainer.model.batches), []))
+    assert seen == batch_rows(trainer.rm_critic.train_batches[0])
+    assert len(seen) == 8 and all(len(batch["mask"]) == 4 for batch in trainer.model.batches)
+    assert "sample_order" not in trainer.model.batches[0]
+
+
+def test_kl_is_zero_at_step_0_and_positive_later():
+    trainer = make_trainer()
+    trainer.fit()
+    kl = dict(trainer.logger.series("train_rollouts/init_policy_kl"))
+    assert kl[0] == 0.0 and kl[2] > 0
+
+
+def test_without_kl_penalty_the_reference_is_not_asked():
+    trainer = make_trainer(max_steps=1, initial_policy_kl_penalty=0.0)
+    trainer.fit()
+    assert "init_logprobs" not in trainer.events
+    assert trainer.logger.series("train_rollouts/init_policy_kl") == [(0, 0.0)]
+
+
+def test_policy_that_differs_from_reference_at_step_0_is_refused():
+    trainer = make_trainer()
+    trainer.model.reference_offset = 0.125
+    with pytest.raises(RuntimeError, match="differ by up to 1.250e-01"):
+        trainer.fit()
+
+
+def test_resumed_policy_may_differ_from_reference():
+    trainer = make_trainer(max_steps=1)
+    trainer.model.reference_offset = 0.125
+    trainer.load_state_dict({"step": 0, "consumed_samples": 0, "ppo_optimization_step": 0})
+    trainer.fit()
+    assert trainer.step == 1
+
+
+def test_failed_critic_update_ends_the_run_before_the_next_rollout():
+    trainer = make_trainer(fail_at_train=1)
+    with pytest.raises(RuntimeError, match="remote traceback: critic lost"):
+        trainer.fit()
+    assert trainer.step == 1
+    assert trainer.events.count("infer") == 8  # two rollouts of four micro-batches
+    assert trainer.events[-1] == "critic_train_result"
+
+
+def test_every_future_is_awaited():
+    trainer = make_trainer(critic_warmup_steps=2, val_check_interval=1, save_interval=1)
+    trainer.fit()
+    for name in ("critic_infer", "critic_train", "critic_save"):
+        assert trainer.events.count(name) == trainer.events.count(f"{name}_result") > 0, name
+
+
+def test_critic_update_ends_before_the_next_critic_request():
+    trainer = make_trainer(critic_warmup_steps=2, val_check_interval=1, save_interval=1)
+    trainer.fit()
+    pending = False
+    for event in trainer.events:
+        if event in ("critic_infer", "critic_save", "critic_train"):
+            assert not pending, event
+        pending = (pending or event == "critic_train") and event != "critic_train_result"
+
+
+def test_resume_continues_exactly(tmp_path):
+    whole = make_trainer(val_check_interval=1, save_interval=1)
+    whole.fit()
+
+    first = make_trainer(val_check_interval=1, save_interval=1, time_limit=1)
+    first.fit()
+    candidates, is_train_end, state = first.ckpt_callback.saved[-1]
+    assert state["step"] == 1 and not is_train_end and len(first.ckpt_callback.saved) == 1
+
+    second = make_trainer(val_check_interval=1, save_interval=1)
+    second.model.weight = first.model.weight
+    second.rm_critic.train_batches = list(first.rm_critic.train_batches)
+    second.load_state_dict(state)
+    second.fit()
+
+    assert logged(second) == logged(whole, first_step=1)[-len(logged(second)) :]
+    assert len(logged(first)) + len(logged(second)) == len(logged(whole))
+    assert second.state_dict() == whole.state_dict()
+    assert second.model.weight == whole.model.weight
+    for resumed, uninterrupted in zip(second.model.batches, whole.model.batches[2:], strict=True):
+        for key, value in uninterrupted.items():
+            torch.testing.assert_close(resumed[key], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_counters_beyond_float32_survive():
+    trainer = make_trainer()
+    trainer.load_state_dict({"step": 1, "consumed_samples": 2**40 + 1, "ppo_optimization_step": 2**24 + 1})
+    assert trainer.state_dict()["consumed_samples"] == 2**40 + 1
+    assert trainer.state_dict()["ppo_optimization_step"] == 2**24 + 1
+
+
+def test_finished_run_does_nothing():
+    trainer = make_trainer()
+    trainer.load_state_dict({"step": 3, "consumed_samples": 24, "ppo_optimization_step": 6})
+    trainer.fit()
+    assert trainer.events == [] and trainer.logger.finalized == 1
+
+
+def test_warm_up_trains_the_critic_only_and_gives_its_prompts_back():
+    positions = []
+    builder = functools.partial(ppo_fakes.dataloader_builder, 8, seen=positions)
+    warm, cold = make_trainer(critic_warmup_steps=4, max_steps=2, builder=builder), make_trainer(max_steps=2)
+    warm.fit()
+    cold.fit()
+    # The constructor looks once; four warm-up rollouts (the fourth starts over), then the actor's two.
+    assert positions == [0, 0, 8, 16, 0, 0, 8]
+    assert len(warm.rm_critic.train_batches) == 6
+    assert warm.events.index("update") > [i for i, e in enumerate(warm.events) if e == "critic_train_result"][3]
+    assert warm.state_dict() == cold.state_dict()
+    # The actor's data are those of a run without warm-up; the warm-up's own answers to the same prompts are others.
+    assert list(map(batch_rows, warm.model.batches)) == list(map(batch_rows, cold.model.batches))
+    assert batch_rows(warm.rm_critic.train_batches[0]) != batch_rows(warm.rm_critic.train_batches[4])
+    assert [step for step, _ in warm.logger.series("critic_warmup/critic_loss")] == [0, 1, 2, 3]
+
+
+def test_ppo_epochs_pass_over_the_rollout_in_other_orders():
+    once, thrice = make_trainer(max_steps=1), make_trainer(max_steps=1, ppo_epochs=3)
+    once.fit()
+    thrice.fit()
+    assert thrice.ppo_optimization_step == 6 and len(thrice.rm_critic.train_batches) == 1
+    passes = [thrice.model.batches[i : i + 2] for i in (0, 2, 4)]
+    whole = batch_rows(thrice.rm_critic.train_batches[0])
+    for batches in passes:
+        assert sorted(batch_rows(batches[0]) + batch_rows(batches[1])) == whole
+    assert list(map(batch_rows, passes[0])) == list(map(batch_rows, once.model.batches))
+    assert len({tuple(batch_rows(batches[0])) for batches in passes}) > 1
+    # Rows stay whole: with their tokens travel their own advantages.
+    advantage = {tuple(row.tolist()): a for b in passes[0] for row, a in zip(b["response_tokens"], b["advantages"])}
+    for batch in thrice.model.batches:
+        for row, value in zip(batch["response_tokens"], batch["advantages"]):
+            torch.testing.assert_close(value, advantage[tuple(row.tolist())], rtol=0, atol=0)
+
+
+def test_validation_scores_the_same_text_each_time():
+    trainer = make_trainer(val_check_interval=1, save_interval=1, run_init_validation=True)
+    trainer.fit()
+    rewards = trainer.logger.series("val_rollouts/rewards")
+    assert [step for step, _ in rewards] == [0, 1, 2, 3]
+    assert len({value for _, value in rewards}) == 1  # the fake policy's text does not depend on its weight
+    for name in ("validation_time", "validation_generate", "validation_critic_wait"):
+        assert len(trainer.logger.series(f"timers/{name}")) == 4
+    assert trainer.logger.series("timers/validation_logprobs") == []
+    assert trainer.events.count("logprobs") == 3  # never for a validation
+    assert trainer.val_df.step.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert list(trainer.val_df.columns) == ["step", "prompt", "response", "reward"]
+
+
+def test_save_hands_over_counters_and_monitors():
+    trainer = make_trainer(val_check_interval=1, save_interval=3)
+    trainer.fit()
+    ((candidates, is_train_end, state),) = trainer.ckpt_callback.saved
+    assert is_train_end and state == trainer.state_dict() and trainer.rm_critic.saved_steps == [3]
+    assert candidates["val_rewards"] == trainer.logger.series("val_rollouts/rewards")[-1][1]
+    assert candidates["train_critic_loss"] == 0.75 and candidates["step"] == 3
+    events = [event for event in trainer.events if "save" in event]
+    assert events == ["critic_save", "actor_save", "critic_save_result"]
+
+
+def test_time_limit_saves_and_stops():
+    trainer = make_trainer(val_check_interval=10, save_interval=10, time_limit=2)
+    trainer.fit()
+    assert trainer.step == 2 and len(trainer.ckpt_callback.saved) == 1 and trainer.logger.finalized == 1
+    assert not trainer.ckpt_callback.saved[0][1]
+
+
+def test_text_and_batches_do_not_depend_on_the_micro_batch():
+    one, four = make_trainer(micro_batch_size=1), make_trainer(micro_batch_size=4)
+    one.fit()
+    four.fit()
+    for a, b in zip(one.model.batches, four.model.batches, strict=True):
+        torch.testing.assert_close(a["response_tokens"], b["response_tokens"], rtol=0, atol=0)
+        torch.testing.assert_close(a["advantages"], b["advantages"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_gbs": 3}, "num_rollout_samples=8 is not a multiple of model.global_batch_size=3"),
+        ({"ppo_epochs": 0}, "ppo_epochs=0"),
+        ({"max_epochs": 2}, "needs a random sampler"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(**changes)
+
+
+def test_micro_batches_must_divide_the_rollout():
+    loader = ppo_fakes.dataloader_builder(8, 0, micro_batch_size=3)
+    with pytest.raises(ConfigError, match="8 samples .* micro-batch size 3 x 1"):
+        ppo.compute_num_rollout_microbatches(loader)
+
+
+def test_horizons():
+    assert ppo.compute_max_steps(10, 3, -1) == 30
+    assert ppo.compute_max_steps(10, 3, 7) == 7
+    assert ppo.compute_num_optimizer_steps(7, num_rollout_samples=512, global_batch_size=64, ppo_epochs=2) == 112
+
+
+# -------------------------------------------------------------------------------------- numbers of one rollout
+
+
+def worked_rollout(fill=0.0):
+    """S=8, P=3, R=6: the response's transitions are columns 2 to 4. `fill` replaces everything outside of them."""
+    outside = torch.tensor([[True, True, False, False, False, True, True]])
+    values = torch.arange(1, 8)[None] / 10.0
+    init_logprobs = torch.tensor([[-1.0, -2.0, -1.5, -0.5, -0.7, -1.0, -1.0]])
+    kl = torch.tensor([[0.2, -0.2, 0.2, -0.1, 0.2, 0.2, 0.2]])  # its absolute value counts
+    logprobs = init_logprobs + kl
+    if fill:
+        values, logprobs, init_logprobs = (x.masked_fill(outside, fill) for x in (values, logprobs, init_logprobs))
+    return {
+        "response_tokens": torch.arange(8)[None],
+        "prompt_lengths": torch.tensor([3]),
+        "response_lengths": torch.tensor([6]),
+        "is_end": torch.tensor([True]),
+        "rewards": torch.tensor([2.0]),
+        "values": values,
+        "logprobs": logprobs,
+        "init_logprobs": init_logprobs,
+    }
+
+
+@pytest.mark.parametrize("fill", [0.0, NAN, float("inf")])
+def test_ppo_data_of_the_worked_example(fill):
+    # By hand: gamma=1, lambda=.95, beta=.01. r = -.002, -.001, 1.998; delta = r + v' - v = .098, .099, 1.498;
+    # A4 = 1.498; A3 = .099 + .95 * 1.498 = 1.5221; A2 = .098 + .95 * 1.5221 = 1.543995; returns = A + v.
+    trainer = make_trainer()
+    data, metrics = trainer.generate_ppo_data(worked_rollout(fill))
+    assert data["mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0]]
+    close = functools.partial(torch.testing.assert_close, rtol=0, atol=2e-6)
+    close(data["advantages"][0, 2:5], torch.tensor([1.204691, 0.039123, -1.243827]), atol=2e-4)
+    close(data["returns"][0, 2:5], torch.tensor([1.843995, 1.922100, 1.998000]))
+    close(data["values"][0, 2:5], torch.tensor([0.3, 0.4, 0.5]))
+    close(data["prev_logprobs"][0, 2:5], torch.tensor([-1.3, -0.6, -0.5]))
+    expected = {
+        "init_policy_kl": 0.5 / 3,
+        "rewards_with_kl": 1.995 / 3,
+        "advantages_mean": 1.521365,
+        "advantages_std": math.sqrt(3.52858e-4),
+        "returns_mean": 5.764095 / 3,
+        "values_mean": 0.4,
+    }
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, abs=2e-6), name
+    assert all(torch.isfinite(data[key]).all() for key in ("returns", "values", "prev_logprobs"))
+
+    trainer = make_trainer(normalize_advantages=False)
+    data, _ = trainer.generate_ppo_data(worked_rollout(fill))
+    close(data["advantages"][0, 2:5], torch.tensor([1.543995, 1.522100, 1.498000]))
+
+
+def test_stand_in_samples_count_nowhere():
+    rollout = {key: torch.cat([value, value]) for key, value in worked_rollout().items()}
+    rollout["rewards"][1] = 1000.0
+    rollout["loss_multiplier"] = torch.tensor([1.0, 0.0])
+    data, metrics = make_trainer().generate_ppo_data(rollout)
+    assert data["mask"][1].sum() == 0
+    assert metrics["rewards_with_kl"] == pytest.approx(1.995 / 3, abs=2e-6)
+    assert metrics["advantages_mean"] == pytest.approx(1.521365, abs=2e-6)
+
+
+def test_rollout_without_any_response_token_is_harmless():
+    rollout = worked_rollout(NAN) | {"response_lengths": torch.tensor([3])}
+    data, metrics = make_trainer().generate_ppo_data(rollout)
+    assert data["mask"].sum() == 0 and all(math.isfinite(value) for value in metrics.values())
+
+
+# ------------------------------------------------------------------------------------------------ rollout batch
+
+
+def test_rollout_batches_are_joined_and_padded():
+    batches = [
+        {"response_tokens": torch.tensor([[5, 6, 7]]), "values": torch.tensor([[0.5, 0.6]]), "rewards": torch.ones(1)},
+        {"response_tokens": torch.tensor([[8, 9]]), "values": torch.tensor([[0.8]]), "rewards": torch.zeros(1)},
+    ]
+    joined = PPORolloutBatch.from_rollout_batches(batches, eos_id=4, rollout_batch_seq_length=None)
+    assert joined["response_tokens"].tolist() == [[5, 6, 7], [8, 9, 4]]
+    torch.testing.assert_close(joined["values"], torch.tensor([[0.5, 0.6], [0.8, 0.0]]))
+    assert joined["rewards"].tolist() == [1, 0]
+    wide = PPORolloutBatch.from_rollout_batches(batches, eos_id=4, rollout_batch_seq_length=5)
+    assert wide["response_tokens"].tolist() == [[5, 6, 7, 4, 4], [8, 9, 4, 4, 4]] and wide["values"].shape == (2, 4)
+    narrow = PPORolloutBatch.from_rollout_batches(batches, eos_id=4, rollout_batch_seq_length=2)
+    assert narrow["response_tokens"].shape == (2, 3) and narrow["values"].shape == (2, 2)
+
+
+def test_deal_by_hand():
+    assert deal(8, 0, 2, 4).tolist() == [0, 1, 4, 5]
+    assert deal(8, 1, 2, 4).tolist() == [2, 3, 6, 7]
+    assert deal(7, 1, 2).tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_global_batches_are_the_same_for_any_number_of_ranks(ranks):
+    batch = PPORolloutBatch(x=torch.arange(NUM_PROMPTS))
+    alone = batch.chunk(0, 1, seed=7, global_batch_size=8)["x"].split(8)
+    shares = [batch.chunk(rank, ranks, seed=7, global_batch_size=8)["x"].split(8 // ranks) for rank in range(ranks)]
+    for k, whole in enumerate(alone):
+        assert torch.equal(torch.cat([share[k] for share in shares]), whole)
+    assert sorted(torch.cat(alone).tolist()) == list(range(NUM_PROMPTS))
+
+
+def test_chunk_refuses_ragged_tensors():
+    with pytest.raises(AssertionError, match="different numbers of rows"):
+        PPORolloutBatch(x=torch.zeros(3), y=torch.zeros(4)).chunk(0, 1, seed=0)
