@@ -1,0 +1,93 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the batches hold, and the one alignment convention of the project.
+
+Notation: B rows, S padded number of tokens, P prompt length, R **total** length (prompt + response, with its end
+token). `response_tokens` holds prompt + response, and `response_lengths` is R, everywhere.
+
+**Alignment.** A per-transition tensor has width S-1; its column t speaks of the prediction of token t+1 from the
+tokens 0..t. So for a row with P=3 prompt tokens, R=6 tokens in all and S=8 columns:
+
+    token index       0   1   2   3   4   5   6   7
+    response_tokens   p0  p1  p2  a   b   eos pad pad      [S]
+    column t          0   1   2   3   4   5   6            [S-1]
+    predicts token    p1  p2  a   b   eos pad pad
+    mask              0   0   1   1   1   0   0            True on [P-1, R-1): R-P ones, the end token's included
+    logprobs          .   .   a   b   eos .   .            log-prob of the predicted token
+    values            .   .   p2  a   b   .   .            the critic's value of the state "tokens 0..t"
+    reward            .   .   .   .   2.0 .   .            the scalar reward sits at R-2, the last masked column
+
+Where the mask is False a slot may hold anything, NaN included: no loss, gradient or metric depends on it.
+
+Batches are plain dicts (Megatron's data iterator and the wire want dicts); the classes below say what is in them.
+"""
+
+from typing import TypedDict
+
+from torch import Tensor
+
+
+class InferenceBatch(TypedDict, total=False):
+    """Prompts, as the collate function gives them to `infer`."""
+
+    text: Tensor  # int64 [B, max(P) + max_length]: prompt, then eos
+    length: Tensor  # int64 [B]: P
+    loss_multiplier: Tensor  # float32 [B]: 0 for a sample that must not be trained on, else 1
+    idx: Tensor  # int64 [B]: index in the data set
+    sample_seeds: Tensor  # int64 [B], optional: seed of each sample's own random stream
+
+
+class Rollout(TypedDict):
+    """What `infer` returns for one batch of prompts."""
+
+    response_tokens: Tensor  # int64 [B, S]: prompt + response, then eos
+    response_lengths: Tensor  # int64 [B]: R
+    prompt_lengths: Tensor  # int64 [B]: P
+    is_end: Tensor  # bool [B]: True if the response reached an end token or string
+
+
+class RolloutBatch(Rollout, total=False):
+    """One data-parallel rank's share of the rollouts, scored by policy, reference, critic and reward model."""
+
+    logprobs: Tensor  # float32 [B, S-1]: of the policy that generated, at the sampling temperature
+    init_logprobs: Tensor  # float32 [B, S-1]: of the reference policy; only with a KL penalty
+    rewards: Tensor  # float32 [B]: scalar reward of the whole response
+    values: Tensor  # float32 [B, S-1]: critic
+
+
+class PPOTrainBatch(TypedDict):
+    """What the actor's optimizer steps consume (`generate_ppo_data`)."""
+
+    response_tokens: Tensor  # int64 [B, S]
+    mask: Tensor  # float32 [B, S-1]: 1 on the response's transitions (see above), else 0
+    is_end: Tensor  # bool [B]: False removes the row from the policy loss (not from the critic's)
+    prev_logprobs: Tensor  # float32 [B, S-1]: log-probs at rollout time
+    advantages: Tensor  # float32 [B, S-1]: normalised over the masked slots of all ranks if configured
+    values: Tensor  # float32 [B, S-1]: critic's values at rollout time
+    returns: Tensor  # float32 [B, S-1]: advantages (before normalisation) + values
+
+
+class CriticTrainBatch(TypedDict):
+    """What `critic_train` receives, and the critic's loss uses."""
+
+    tokens: Tensor  # int64 [B, S]
+    returns: Tensor  # float32 [B, S-1]
+    prev_values: Tensor  # float32 [B, S-1]: the critic's values at rollout time, the centre of value clipping
+    mask: Tensor  # float32 [B, S-1]
+
+
+class PairBatch(TypedDict):
+    """Preference pairs for reward-model training."""
+
+    chosen: Tensor  # int64 [B, S]
+    rejected: Tensor  # int64 [B, S]
+    chosen_length: Tensor  # int64 [B]: tokens of `chosen` without padding
+    rejected_length: Tensor  # int64 [B]
+    loss_mask: Tensor  # float32 [B, S]: all zero in a row whose pair must not count
+
+
+class SFTBatch(TypedDict):
+    """Prompt-response examples for supervised fine-tuning."""
+
+    tokens: Tensor  # int64 [B, S]: prompt + response + eos, padded
+    mask: Tensor  # float32 [B, S-1]: 1 on the transitions that predict the answer
