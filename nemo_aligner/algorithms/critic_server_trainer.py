@@ -1,0 +1,347 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The critic job: a critic model (and, combined with it, a reward model) that remote actors use, train and save.
+
+A request goes: Triton thread (decode, check) -> queue -> main thread of rank 0 -> all ranks compute -> answer. See
+`servers/server_loop.py` for the threads and for how the job ends, `servers/schema.py` for each endpoint's tensors.
+N is the number of rows of a request, S its padded token length; column t of a [N, S-1] tensor belongs to token t+1.
+"""
+
+import collections
+import contextlib
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from nemo.utils import logging
+from omegaconf import DictConfig
+
+from nemo_aligner.servers import schema
+from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.server_loop import ControlGroup, ServerLoop
+from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.device import get_device
+from nemo_aligner.utils.distributed import gather_tensor
+from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.server_utils import (
+    calculate_inference_batch_padding_multiple,
+    pad_batch_and_strip_sequence,
+    pad_rows,
+    process_inputs,
+)
+from nemo_aligner.utils.train_utils import optimizer_step
+
+# How many answers of critic_train are kept for clients that repeat a request.
+REMEMBERED_REQUESTS = 64
+
+
+class CriticServerTrainer:
+    """Serves `critic_infer`, `critic_train`, `critic_save` and `critic_status`, and trains the critic.
+
+    Args:
+        cfg: `trainer.ppo` of the critic's configuration.
+        model: a `CriticModelInterface`.
+        optimizer, scheduler: of the model.
+        logger: has `log_metrics(metrics, step, prefix)`.
+        ckpt_callback: has `custom_save(monitor_candidates, is_train_end, trainer_state)`.
+        tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
+        gbs: rows of one optimizer step, over all data-parallel ranks.
+        model_forward_micro_batch_size: rows of one forward pass per data-parallel rank.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        model,
+        optimizer,
+        scheduler,
+        logger,
+        ckpt_callback,
+        tokenize_func: Callable,
+        gbs: int,
+        model_forward_micro_batch_size: int,
+    ):
+        self.cfg = cfg
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.logger = logger
+        self.ckpt_callback = ckpt_callback
+        self.tokenize_func = tokenize_func
+        self.gbs = gbs
+        self.model_forward_micro_batch_size = model_forward_micro_batch_size
+
+        self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
+        self.host = cfg.get("host", "0.0.0.0")
+        self.port = int(cfg.get("port", schema.CRITIC_PORT))
+        self.max_queue_delay_microseconds = int(cfg.get("max_queue_delay_microseconds", 2000))
+        self.strip_sequence_length_to_multiple = cfg.get("strip_sequence_length_to_multiple", None)
+        self.gradient_clip_val = cfg.get("gradient_clip_val", None)
+        sizes = cfg.get("inference_micro_batch_size", model_forward_micro_batch_size)
+        self.inference_micro_batch_size = [sizes] if isinstance(sizes, int) else list(sizes)
+
+        self.dp_size = parallel_state.get_data_parallel_world_size()
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        if gbs % self.dp_size:
+            raise ConfigError(
+                f"model.global_batch_size={gbs} does not divide over the critic's {self.dp_size} data-parallel ranks. "
+                "Change it, trainer.devices, or the tensor and pipeline parallel sizes."
+            )
+
+        model_cfg = getattr(model, "cfg", None)
+        self.max_length = model_cfg.get("encoder_seq_length", None) if model_cfg is not None else None
+        self.vocab_size = getattr(getattr(model, "tokenizer", None), "vocab_size", None)
+
+        self.step = 0  # optimizer steps of the weights in memory
+        self.saved_step = 0  # optimizer steps of the last checkpoint written or loaded
+        self.actor_step = 0  # actor step of that checkpoint
+        self._finish = None  # ends what the model was last prepared for, if it was interrupted
+        self._answers = collections.OrderedDict()
+        self._control = None
+        self._loop = None
+
+    # ---- state ----
+
+    def state_dict(self) -> dict:
+        """Counters stored in the checkpoint."""
+        return {"step": self.step, "actor_step": self.actor_step}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.step = self.saved_step = int(state["step"])
+        self.actor_step = int(state.get("actor_step", schema.UNKNOWN_STEP))
+
+    # ---- serving ----
+
+    def run_server(self) -> None:
+        """Serve until SIGTERM or SIGINT reaches any rank; every rank calls it."""
+        batcher = {
+            "max_queue_delay_microseconds": self.max_queue_delay_microseconds,
+            "preferred_batch_size": [size * self.dp_size for size in self.inference_micro_batch_size],
+        }
+        self._loop = ServerLoop(
+            name="critic server",
+            host=self.host,
+            port=self.port,
+            endpoints=[
+                (schema.critic_infer_endpoint(self.combine_rm_and_critic_server), self.server_infer),
+                (schema.critic_train_endpoint(), self.server_train),
+                (schema.critic_save_endpoint(), self.server_save),
+                (schema.critic_status_endpoint(), self.server_status),
+            ],
+            operations={
+                ServerSignal.FORWARD: self._forward,
+                ServerSignal.TRAIN: self.run_training,
+                ServerSignal.SAVE: self._save,
+            },
+            after_failure=self._recover,
+            batcher=batcher,
+            control=self.control,
+        )
+        self._loop.run()
+
+    def server_infer(self, **inputs) -> dict[str, np.ndarray]:
+        """Handler of `critic_infer`."""
+        arrays, finish = self._prepare_inference(inputs)
+        return finish(self._loop.submit(ServerSignal.FORWARD, arrays))
+
+    def server_train(self, **inputs) -> dict[str, np.ndarray]:
+        """Handler of `critic_train`. A `request_id` seen before gets its first answer; nothing is applied twice."""
+        request_id = inputs.pop("request_id", None)
+        arrays = self._prepare_training(inputs)
+        if request_id is None:
+            return self._loop.submit(ServerSignal.TRAIN, arrays)
+        request_id = bytes(np.asarray(request_id).reshape(-1)[0]).decode()
+        if request_id in self._answers:
+            logging.warning(f"critic_train: request {request_id} came again; answering it without another update")
+        else:
+            step = self.step
+            try:
+                answer = self._loop.submit(ServerSignal.TRAIN, arrays)
+            except Exception as error:
+                if self.step == step:
+                    raise  # nothing was applied: the client may try again
+                answer = error
+            self._answers[request_id] = answer
+            if len(self._answers) > REMEMBERED_REQUESTS:
+                self._answers.popitem(last=False)
+        answer = self._answers[request_id]
+        if isinstance(answer, Exception):
+            raise RuntimeError(f"critic_train: request {request_id} failed halfway; it is not repeated") from answer
+        return answer
+
+    def server_save(self, **inputs) -> dict[str, np.ndarray]:
+        """Handler of `critic_save`."""
+        actor_step = inputs.get("actor_step")
+        actor_step = schema.UNKNOWN_STEP if actor_step is None else int(actor_step.reshape(-1)[0])
+        return self._loop.submit(ServerSignal.SAVE, {"actor_step": np.array([actor_step], dtype=np.int64)})
+
+    def server_status(self, **_inputs) -> dict[str, np.ndarray]:
+        """Handler of `critic_status`; answered at once, also during a training request."""
+        values = {"actor_step": self.actor_step, "critic_step": self.step, "saved_critic_step": self.saved_step}
+        return {name: np.array([value], dtype=np.int64) for name, value in values.items()}
+
+    def _recover(self, signal_: ServerSignal) -> None:
+        """Leave what the model was prepared for when an operation failed on all ranks alike."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    # ---- operations: every rank runs them together ----
+
+    @property
+    def control(self) -> ControlGroup:
+        """The group that carries request data; all ranks make it at their first operation."""
+        if self._control is None:
+            self._control = ControlGroup()
+        return self._control
+
+    @contextlib.contextmanager
+    def _prepared(self, prepare: Callable, finish: Callable):
+        """`prepare()` now, `finish()` at the end; after an error `finish` waits until all ranks are known to agree."""
+        prepare()
+        self._finish = finish
+        yield
+        self._finish = None
+        finish()
+
+    def run_inference(self, **inputs) -> dict[str, np.ndarray]:
+        """Score a batch: values float32 [N, S] and, when combined, rewards float32 [N, 1].
+
+        Every rank calls it, rank 0 with `tokens` int64 [N, S] and `sequence_lengths` int64 [N] or [N, 1] (or
+        `sentences`); rank 0 gets the arrays, the others an empty dict.
+        """
+        finish = None
+
+        def prepare():
+            nonlocal finish
+            arrays, finish = self._prepare_inference(inputs)
+            return arrays
+
+        outputs = self._score(self.control.from_rank_zero(prepare))
+        return finish(outputs) if finish else outputs
+
+    def _prepare_inference(self, inputs: dict) -> tuple:
+        """Checked, stripped and padded arrays of an infer request, and the function that undoes it on the outputs."""
+        inputs = process_inputs(inputs, self.tokenize_func)
+        tokens, lengths = inputs["inputs"], inputs["sequence_length"]
+        schema.validate_scoring_inputs(tokens, lengths, self.vocab_size, self.max_length)
+        rows = tokens.shape[0]
+        multiple = calculate_inference_batch_padding_multiple(rows, self.model_forward_micro_batch_size)
+        padded, _extra, width = pad_batch_and_strip_sequence(
+            tokens, lengths, multiple, self.strip_sequence_length_to_multiple
+        )
+        # An empty row still has one position to read a reward from.
+        arrays = {"tokens": padded["inputs"], "sequence_lengths": np.maximum(padded["sequence_length"], 1)}
+
+        def finish(outputs: dict) -> dict:
+            values = outputs["values"][:rows]
+            finished = {"values": np.pad(values, [(0, 0), (0, width - values.shape[1])])}
+            if "rewards" in outputs:
+                finished["rewards"] = outputs["rewards"][:rows]
+            return finished
+
+        return arrays, finish
+
+    def _forward(self, **arrays) -> dict:
+        return self._score(self.control.from_rank_zero(lambda: arrays))
+
+    def _score(self, arrays: dict) -> dict:
+        """Values [N, S] and rewards [N, 1] of a padded batch on rank 0, {} elsewhere; each DP rank scores its rows."""
+        rows = self._local_rows(0, arrays["tokens"].shape[0])
+        tokens, lengths = (torch.from_numpy(arrays[k][rows]).to(get_device()) for k in ("tokens", "sequence_lengths"))
+        outputs = {}
+        with self._prepared(self.model.prepare_for_inference, self.model.finish_inference):
+            if self.combine_rm_and_critic_server:
+                rewards, values = self.model.infer_rm_critic((tokens, lengths))
+                outputs["rewards"] = torch.as_tensor(rewards).reshape(-1, 1)
+            else:
+                values = self.model.infer((tokens, lengths))
+            outputs["values"] = torch.as_tensor(values)
+        return {name: array for name in sorted(outputs) if (array := self._gather_rows(outputs[name])) is not None}
+
+    def _local_rows(self, start: int, count: int) -> slice:
+        """This data-parallel rank's share of `count` rows that begin at `start`."""
+        share = count // self.dp_size
+        return slice(start + self.dp_rank * share, start + (self.dp_rank + 1) * share)
+
+    def _gather_rows(self, tensor: torch.Tensor) -> np.ndarray | None:
+        """The rows of all data-parallel ranks, float32, on rank 0; None elsewhere."""
+        tensor = tensor.detach().float().contiguous()
+        if self.dp_size > 1 and parallel_state.get_data_parallel_src_rank() == 0:
+            shares = gather_tensor(tensor.to(get_device()), 0, parallel_state.get_data_parallel_group())
+            tensor = torch.cat(shares) if shares is not None else None
+        return tensor.cpu().numpy() if self.control.rank == 0 else None
+
+    def _prepare_training(self, inputs: dict) -> dict:
+        """Checked arrays of a train request, with empty rows (mask 0) up to a multiple of the global batch size."""
+        names = ("tokens", "returns", "prev_values", "mask")
+        missing = [name for name in names if inputs.get(name) is None]
+        if missing:
+            raise schema.RequestError(
+                f"critic_train: input tensor '{missing[0]}' is missing; send {', '.join(names)}."
+            )
+        arrays = {name: inputs[name] for name in names}
+        schema.validate_training_inputs(**arrays, vocab_size=self.vocab_size, max_length=self.max_length)
+        return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
+
+    def run_training(self, **inputs) -> dict[str, np.ndarray]:
+        """One optimizer step per `gbs` rows, in order; returns {"loss_mean": float32 [1]}, the mean of their losses.
+
+        Every rank calls it, rank 0 with `tokens` int64 [N, S] and `returns`, `prev_values`, `mask` float32 [N, S-1].
+        Rows that fill up the last global batch have mask 0: they have no weight in the loss.
+        """
+        arrays = self.control.from_rank_zero(lambda: self._prepare_training(inputs))
+        losses = []
+        with self._prepared(self.model.prepare_for_training, self.model.finish_training):
+            for start in range(0, arrays["tokens"].shape[0], self.gbs):
+                rows = self._local_rows(start, self.gbs)
+                losses.append(self._train_step({k: torch.from_numpy(v[rows]) for k, v in arrays.items()}))
+        return {"loss_mean": np.array([np.mean(losses)], dtype=np.float32)}
+
+    def _train_step(self, batch: dict) -> float:
+        """One optimizer step on this rank's rows of a global batch; returns the loss over all of it."""
+        start = time.monotonic()
+        batch = {name: tensor.to(get_device()) for name, tensor in batch.items()}
+        self.optimizer.zero_grad()
+        self.model.prepare_for_training_step()
+        loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=False)
+        self.model.finish_training_step()
+        metrics = {**metrics, "loss": float(loss), "lr": self.optimizer.param_groups[0]["lr"]}
+        grad_norm = optimizer_step(self.optimizer, self.scheduler, self.gradient_clip_val)
+        if grad_norm is not None:
+            metrics["grad_norm"] = float(grad_norm)
+        metrics["step_time"] = time.monotonic() - start
+        self.step += 1
+        self.logger.log_metrics(metrics, step=self.step, prefix="train/")
+        return float(loss)
+
+    def _save(self, **inputs) -> dict[str, np.ndarray]:
+        actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
+        self.save(actor_step=actor_step)
+        return {"status": np.zeros(1, dtype=np.int64)}
+
+    def save(
+        self,
+        extra_candidates: dict | None = None,
+        is_train_end: bool = False,
+        save_top_only: bool = False,
+        actor_step: int = schema.UNKNOWN_STEP,
+    ) -> None:
+        """Write a checkpoint that belongs to `actor_step`; every rank calls it.
+
+        `save_top_only` is accepted for old callers: which checkpoints are kept is the callback's decision.
+        """
+        previous, self.actor_step = self.actor_step, actor_step
+        try:
+            with self._prepared(self.model.prepare_for_training, self.model.finish_training):
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                candidates = {"step": torch.tensor(self.step), **(extra_candidates or {})}
+                self.ckpt_callback.custom_save(
+                    monitor_candidates=candidates, is_train_end=is_train_end, trainer_state=self.state_dict()
+                )
+        except BaseException:
+            self.actor_step = previous
+            raise
+        self.saved_step = self.step

@@ -1,0 +1,392 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The remote critic and the remote reward model as objects of the actor job.
+
+Every rank of the actor holds a client and calls the same methods. Only the rank that owns the data talks to the
+server: the source rank of each model-parallel group for scoring, global rank 0 for training and saving. Every call returns a
+future whose `result()` every rank calls: it brings the answer to all ranks that need it, and a failure, with the
+remote traceback, to all of them.
+"""
+
+import uuid
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from nemo.utils import logging
+
+from nemo_aligner.servers import schema
+from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerRequestError
+from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.device import get_device
+from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.server_utils import FutureResult
+
+# Ranks that wait for another rank's answer hear from it this often, so no collective times out.
+HEARTBEAT_S = 30.0
+
+
+def _await_on_source(pending, src: int, group) -> dict:
+    """The answer that rank `src` waits for, on every rank of `group`.
+
+    Args:
+        pending: `PendingAnswer` on `src`; None elsewhere, or on `src` an exception of the attempt to send.
+        group: process group; None without one (a single process).
+
+    Raises:
+        ServerRequestError: on every rank, with the remote traceback.
+    """
+    alone = group is None or dist.get_world_size(group) == 1
+    is_source = alone or dist.get_rank() == src
+    while True:
+        state, answer = "pending", None
+        if is_source:
+            try:
+                if isinstance(pending, Exception):
+                    raise pending
+                if pending.done(HEARTBEAT_S):
+                    state, answer = "done", pending.result()
+            except (ServerRequestError, UserError) as error:
+                state, answer = "failed", str(error)
+        if not alone:
+            box = [(state, answer)]
+            dist.broadcast_object_list(box, src=src, group=group)
+            state, answer = box[0]
+        if state == "done":
+            return answer
+        if state == "failed":
+            raise ServerRequestError(answer)
+
+
+def get_future_result(future, *keys):
+    """Arrays `keys` of the answer, as tensors on this rank's device, on every rank of the model-parallel group.
+
+    Args:
+        future: `PendingAnswer` on the group's source rank, ignored elsewhere.
+
+    Returns:
+        One tensor, or a list of them for several keys.
+    """
+    src, group = parallel_state.get_model_parallel_src_rank(), parallel_state.get_model_parallel_group()
+    answer = _await_on_source(future, src, group)
+    tensors = [torch.from_numpy(np.array(answer[key])).to(get_device()) for key in keys]
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+class RMCriticFutureResult(FutureResult):
+    """Pending rewards [b] and values [b, S-1] of a rollout micro-batch."""
+
+    def __init__(self, critic_future, rm_future, combine_rm_and_critic_server: bool, og_seq_length: int):
+        self.critic_future = critic_future
+        self.rm_future = rm_future
+        self.combine_rm_and_critic_server = combine_rm_and_critic_server
+        self.og_seq_length = og_seq_length
+
+    def result(self) -> tuple:
+        """(rewards float32 [b], values float32 [b, S-1]) on this rank's device; columns that were not sent are 0."""
+        if self.combine_rm_and_critic_server:
+            rewards, values = get_future_result(self.critic_future, "rewards", "values")
+        else:
+            rewards = get_future_result(self.rm_future, "rewards")
+            values = get_future_result(self.critic_future, "values")
+        values = values[:, : self.og_seq_length - 1]
+        values = torch.nn.functional.pad(values, (0, self.og_seq_length - 1 - values.shape[1]))
+        return rewards.flatten(), values
+
+
+class RMFutureResult(FutureResult):
+    """Pending rewards of a rollout micro-batch."""
+
+    def __init__(self, rm_future):
+        self.rm_future = rm_future
+
+    def result(self) -> torch.Tensor:
+        """Rewards float32 [b, 1] on this rank's device."""
+        return get_future_result(self.rm_future, "rewards")
+
+
+class _RankZeroFuture(FutureResult):
+    """An answer that global rank 0 waits for; `result()` ends on all ranks together. It can be called again."""
+
+    def __init__(self, pending):
+        self._pending = pending
+        self._outcome = None
+
+    def _answer(self) -> dict:
+        if self._outcome is None:
+            try:
+                self._outcome = _await_on_source(self._pending, 0, dist.group.WORLD if dist.is_initialized() else None)
+            except ServerRequestError as error:
+                self._outcome = error
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
+class TrainFuture(_RankZeroFuture):
+    """A pending critic update."""
+
+    def result(self) -> float:
+        """The critic's mean loss over the update."""
+        return float(self._answer()["loss_mean"][0])
+
+
+class SaveFuture(_RankZeroFuture):
+    """A pending critic checkpoint."""
+
+    def result(self) -> int:
+        """0 once the checkpoint is written."""
+        return int(self._answer()["status"][0])
+
+
+def _scoring_payload(rollout_batch: dict, pad_to_length, setting: str) -> dict:
+    """Arrays of an infer request.
+
+    Args:
+        rollout_batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
+        pad_to_length: columns to send, the rest filled with 0; None sends the columns of the longest row.
+    """
+    tokens = rollout_batch["response_tokens"].cpu()
+    lengths = rollout_batch["response_lengths"].cpu().long()
+    if pad_to_length is None:
+        tokens = tokens[:, : int(lengths.max())]
+    elif tokens.shape[1] > pad_to_length:
+        raise UserError(
+            f"a rollout of {tokens.shape[1]} tokens is longer than {setting}.pad_to_length={pad_to_length}. "
+            f"Raise {setting}.pad_to_length (up to the served model's encoder_seq_length) or set it to null, or "
+            "shorten the prompts or length_params.max_length."
+        )
+    else:
+        tokens = torch.nn.functional.pad(tokens, (0, pad_to_length - tokens.shape[1]))
+    return {"tokens": tokens.long().numpy(), "sequence_lengths": lengths[:, None].numpy()}
+
+
+def _gather_rows(tensors: dict) -> dict | None:
+    """Rows of all data-parallel ranks, in rank order, on global rank 0; None elsewhere.
+
+    Args:
+        tensors: name -> [b, width]; every rank of rank 0's data-parallel group calls it. Widths must be equal, b may
+            differ.
+    """
+    group = parallel_state.get_data_parallel_group()
+    size = parallel_state.get_data_parallel_world_size()
+    if size == 1:
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
+    rank = dist.get_rank()
+    device = get_device()
+    rows = torch.zeros(size, dtype=torch.int64, device=device)
+    rows[parallel_state.get_data_parallel_rank()] = next(iter(tensors.values())).shape[0]
+    dist.all_reduce(rows, group=group)
+    most = int(rows.max())
+    gathered = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.to(device)
+        tensor = torch.nn.functional.pad(tensor, (0, 0, 0, most - tensor.shape[0])).contiguous()
+        shares = [torch.empty_like(tensor) for _ in range(size)] if rank == 0 else None
+        dist.gather(tensor, shares, dst=0, group=group)
+        if rank == 0:
+            gathered[name] = torch.cat([share[:count] for share, count in zip(shares, rows.tolist())]).cpu()
+    return gathered if rank == 0 else None
+
+
+def _training_payload(data: dict) -> dict | None:
+    """Arrays of a train request for all data-parallel ranks on global rank 0; None elsewhere.
+
+    Columns after the last response token of the whole batch are not sent. Data: `response_tokens` [b, S]; `returns`,
+    `values` (of the rollout) and `mask` [b, S-1].
+    """
+    if parallel_state.get_data_parallel_src_rank() != 0:
+        return None  # a model-parallel peer of a rank that sends the same rows
+    mask = data["mask"]
+    used = mask.bool().any(dim=0).nonzero()
+    width = torch.tensor([int(used.max()) + 2 if len(used) else 2], dtype=torch.int64, device=get_device())
+    if parallel_state.get_data_parallel_world_size() > 1:
+        dist.all_reduce(width, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+    width = int(width)
+    gathered = _gather_rows(
+        {
+            "tokens": data["response_tokens"][:, :width].long(),
+            "returns": data["returns"][:, : width - 1].float(),
+            "prev_values": data["values"][:, : width - 1].float(),
+            "mask": mask[:, : width - 1].float(),
+        }
+    )
+    return None if gathered is None else {name: tensor.numpy() for name, tensor in gathered.items()}
+
+
+class RemoteGPTRMCriticClient:
+    """The remote critic, with the reward model on the same server or on one of its own.
+
+    Args:
+        cfg: `remote_critic_rm`: `pad_to_length`, `combine_rm_and_critic_server`,
+            `critic.{name.{train,infer,save,status},ip,port}`, `reward_model.{name,ip,port}`, and optionally
+            `init_timeout_s`, `inference_timeout_s`.
+
+    Raises:
+        ServerUnreachableError: no server within `init_timeout_s`; progress is logged while waiting.
+    """
+
+    SETTING = "remote_critic_rm"
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.pad_to_length = cfg.get("pad_to_length", None)
+        self.combine_rm_and_critic_server = cfg.get("combine_rm_and_critic_server", True)
+        self.communicator = _communicator(cfg, self.SETTING)
+        critic = cfg.critic
+        names = critic.get("name", {})
+        self.infer_name = names.get("infer", schema.CRITIC_INFER)
+        self.train_name = names.get("train", schema.CRITIC_TRAIN)
+        self.save_name = names.get("save", schema.CRITIC_SAVE)
+        self.status_name = names.get("status", schema.CRITIC_STATUS)
+        address = (critic.ip, critic.port)
+        servers = dict.fromkeys((self.infer_name, self.train_name, self.save_name), address)
+        endpoints = {
+            self.infer_name: schema.critic_infer_endpoint(self.combine_rm_and_critic_server),
+            self.train_name: schema.critic_train_endpoint(),
+            self.save_name: schema.critic_save_endpoint(),
+        }
+        if not self.combine_rm_and_critic_server:
+            self.rm_name = cfg.reward_model.get("name", schema.REWARD_MODEL)
+            servers[self.rm_name] = (cfg.reward_model.ip, cfg.reward_model.port)
+            endpoints[self.rm_name] = schema.reward_model_endpoint()
+        self.communicator.create_http_communicator_from_dict(servers, endpoints)
+        self.communicator.print_server_dict()
+
+    def infer_rm_critic(self, rollout_batch: dict) -> RMCriticFutureResult:
+        """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b]) to be scored.
+
+        Raises:
+            UserError: on every rank, if S is above `pad_to_length`.
+        """
+        payload = _scoring_payload(rollout_batch, self.pad_to_length, self.SETTING)
+        critic_future = rm_future = None
+        if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
+            if not self.combine_rm_and_critic_server:
+                rm_future = self.communicator.send_data_to_server(self.rm_name, payload)
+            critic_future = self.communicator.send_data_to_server(self.infer_name, payload)
+        return RMCriticFutureResult(
+            critic_future,
+            rm_future,
+            self.combine_rm_and_critic_server,
+            rollout_batch["response_tokens"].shape[1],
+        )
+
+    def train(self, rollout_batch: dict) -> TrainFuture:
+        """Send this rank's rows, together with those of all data-parallel ranks, for a critic update.
+
+        Args:
+            rollout_batch: `response_tokens` int64 [b, S]; `returns`, `values`, `mask` [b, S-1].
+        """
+        payload = _training_payload(rollout_batch)
+
+        def send():
+            request_id = np.array([uuid.uuid4().hex.encode()])
+            return self.communicator.send_data_to_server(
+                self.train_name, {**payload, "request_id": request_id}, batching=False
+            )
+
+        return TrainFuture(self._on_rank_zero(send))
+
+    def save(self, actor_step: int | None = None) -> SaveFuture:
+        """Have the critic write a checkpoint that belongs to `actor_step`."""
+        data = {"dummy_var": np.zeros(1, dtype=np.int64)}
+        if actor_step is not None:
+            data["actor_step"] = np.array([actor_step], dtype=np.int64)
+        return SaveFuture(
+            self._on_rank_zero(lambda: self.communicator.send_data_to_server(self.save_name, data, batching=False))
+        )
+
+    def status(self) -> dict:
+        """{"actor_step", "critic_step", "saved_critic_step"} of the server, on every rank."""
+
+        def ask():
+            if self.status_name not in self.communicator.connections:
+                self.communicator.add_server_by_name(
+                    self.status_name, self.cfg.critic.ip, self.cfg.critic.port, schema.critic_status_endpoint()
+                )
+            data = {"dummy_var": np.zeros(1, dtype=np.int64)}
+            return self.communicator.send_data_to_server(self.status_name, data, batching=False)
+
+        answer = _RankZeroFuture(self._on_rank_zero(ask))._answer()
+        return {name: int(array[0]) for name, array in answer.items()}
+
+    def check_status(self, expected_actor_step: int) -> None:
+        """Refuse to go on unless the critic's weights are those saved at `expected_actor_step` (0: a new run).
+
+        Every rank calls it once, before the first rollout.
+
+        Raises:
+            UserError: on every rank; the message says how to bring the two jobs together.
+        """
+        status = self.status()
+        have, step, saved = status["actor_step"], status["critic_step"], status["saved_critic_step"]
+        where = f"{self.cfg.critic.ip}:{self.cfg.critic.port}"
+        if have == schema.UNKNOWN_STEP and step == saved:
+            logging.warning(
+                f"the critic at {where} does not know which actor step its checkpoint belongs to; "
+                f"going on from actor step {expected_actor_step} without that check"
+            )
+            return
+        if have == expected_actor_step and step == saved:
+            return
+        last = f"the checkpoint of actor step {have}" if have > 0 else "its first weights"
+        moved = f", {step - saved} optimizer step(s) after {last}" if step != saved else f" at {last}"
+        if have == expected_actor_step:
+            remedy = "Restart the critic server: it resumes from that checkpoint, and the pair matches."
+        else:
+            remedy = (
+                f"Let both resume from the same step: the actor from its checkpoint of step {have} and the critic "
+                f"restarted, or both with the checkpoints of actor step {expected_actor_step} "
+                "(exp_manager.resume_from_checkpoint); or start both anew in empty directories."
+            )
+        raise UserError(
+            f"actor and critic do not match: this actor is at step {expected_actor_step}, the critic at {where} "
+            f"is{moved}. {remedy}"
+        )
+
+    def _on_rank_zero(self, send):
+        """`send()` on global rank 0, None elsewhere; an error is kept for `result()`, which all ranks call."""
+        if parallel_state.get_rank() != 0:
+            return None
+        try:
+            return send()
+        except Exception as error:
+            return error if isinstance(error, (ServerRequestError, UserError)) else ServerRequestError(repr(error))
+
+
+class RemoteGPTRMClient:
+    """A remote reward model alone.
+
+    Args:
+        cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}`; `host` and `port` beside them win when given.
+
+    Raises:
+        ServerUnreachableError: no server within `init_timeout_s`; progress is logged while waiting.
+    """
+
+    SETTING = "remote_rm"
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.pad_to_length = cfg.get("pad_to_length", None)
+        self.communicator = _communicator(cfg, self.SETTING)
+        server = cfg.get("reward_model", {})
+        self.rm_name = server.get("name", schema.REWARD_MODEL)
+        host = cfg.get("host", None) or server.get("ip", "localhost")
+        port = cfg.get("port", None) or server.get("port", schema.REWARD_MODEL_PORT)
+        self.communicator.add_server_by_name(self.rm_name, host, port, schema.reward_model_endpoint())
+        self.communicator.print_server_dict()
+
+    def infer_rm(self, rollout_batch: dict) -> RMFutureResult:
+        """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b]) to be scored."""
+        payload = _scoring_payload(rollout_batch, self.pad_to_length, self.SETTING)
+        rm_future = None
+        if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
+            rm_future = self.communicator.send_data_to_server(self.rm_name, payload)
+        return RMFutureResult(rm_future)
+
+
+def _communicator(cfg, setting: str) -> HTTPCommunicator:
+    timeouts = {name: cfg.get(name) for name in ("init_timeout_s", "inference_timeout_s") if cfg.get(name) is not None}
+    return HTTPCommunicator(**timeouts, setting=setting)

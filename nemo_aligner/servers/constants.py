@@ -1,0 +1,22 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Signals by which rank 0 of a server job tells the other ranks what to do next."""
+
+from enum import IntEnum
+
+import torch
+
+
+class ServerSignal(IntEnum):
+    """What every rank of a server job does next. 0 is never used: it is what a rank without an opinion contributes."""
+
+    FORWARD = 1
+    TRAIN = 2
+    INVALID = 3
+    SAVE = 4
+    HEARTBEAT = 5  # nothing to do; keeps idle ranks out of collective time-outs and shows that every rank is alive
+    STOP = 6  # leave the loop; the job ends
+
+    def cuda(self) -> torch.Tensor:
+        """This signal as a one-element int64 tensor on the current CUDA device."""
+        return torch.tensor([self], dtype=torch.int64, device=torch.cuda.current_device())
