@@ -1,0 +1,187 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The quickstart's child processes: started, followed through their metrics file, and never left behind."""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+# A served critic ends its own job (Triton, shared memory, ports) within 15 s of SIGTERM; only then may we kill.
+STOP_SECONDS = 20.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class JobFailed(Exception):
+    """A child process ended with an error; `job` tells which."""
+
+    def __init__(self, job: "Job"):
+        super().__init__(f"{job.name} ended with exit code {job.process.returncode}; its log is {job.log_path}")
+        self.job = job
+
+
+class Interrupted(BaseException):
+    """A signal asked us to stop; not an `Exception`, so that nothing swallows it."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+class Job:
+    """One script of the project in its own process, with its own folder, log file and metrics file."""
+
+    def __init__(self, name: str, command: list[str], folder: Path, env: dict[str, str] | None = None):
+        self.name = name
+        self.command = command
+        self.folder = folder
+        self.log_path = folder.parent / f"{folder.name}.log"
+        self.env = env or {}
+        self.metrics = MetricsTail(folder / "metrics.jsonl")
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder.parent,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **self.env},
+                start_new_session=True,  # Ctrl-C reaches us only; we stop the children in order
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def check(self) -> None:
+        """Raise `JobFailed` if the process has ended with an error."""
+        if self.process.poll() not in (None, 0):
+            raise JobFailed(self)
+
+    def last_lines(self, count: int = 25) -> list[str]:
+        """The end of the log."""
+        text = self.log_path.read_bytes()[-64_000:].decode("utf-8", errors="replace") if self.log_path.exists() else ""
+        return text.replace("\r", "\n").splitlines()[-count:]
+
+    def stop(self) -> None:
+        """SIGTERM to the process, which ends its own children; what is left of its group afterwards is killed."""
+        if self.process is None:
+            return
+        if self.is_running():
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+class Jobs:
+    """Context in which jobs run: signals become `Interrupted`, and whatever way it is left, every child is stopped."""
+
+    def __init__(self):
+        self.started: list[Job] = []
+        self.peak_memory = 0
+        self._old_handlers = {}
+
+    def __enter__(self) -> "Jobs":
+        self._old_handlers = {signum: signal.signal(signum, _interrupt) for signum in SIGNALS}
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        for signum in SIGNALS:  # a second Ctrl-C must not cut the clean-up short; it is bounded by STOP_SECONDS
+            signal.signal(signum, signal.SIG_IGN)
+        # The newest first: an actor should not see its critic vanish.
+        for job in reversed(self.started):
+            job.stop()
+        for signum, handler in self._old_handlers.items():
+            signal.signal(signum, handler)
+
+    def start(self, job: Job) -> None:
+        self.started.append(job)
+        job.start()
+
+    def follow(self, job: Job, on_records, companions: tuple[Job, ...] = (), poll_seconds: float = 0.5) -> None:
+        """Wait for `job`, handing new metrics records to `on_records(records)` (an empty list as a heartbeat).
+
+        Raises:
+            JobFailed: the job failed, or one of the `companions` that it needs ended before it.
+        """
+        next_memory = 0.0
+        while True:
+            running = job.is_running()
+            on_records(job.metrics.poll())
+            if time.monotonic() >= next_memory:
+                self.peak_memory = max(self.peak_memory, tree_memory())
+                next_memory = time.monotonic() + 2.0
+            for companion in companions:
+                if not companion.is_running():
+                    raise JobFailed(companion)
+            job.check()
+            if not running:
+                return
+            time.sleep(poll_seconds)
+
+
+class MetricsTail:
+    """Reads the complete lines that a `metrics.jsonl` has gained since the last call; the file may not exist yet."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._offset = 0
+
+    def poll(self) -> list[dict]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [json.loads(line) for line in complete.splitlines() if line.strip()]
+
+
+def tree_memory() -> int:
+    """Bytes of memory of this process and all below it; shared pages are counted once (PSS) where the system tells."""
+    total = 0
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            info = process.memory_full_info()
+            total += getattr(info, "pss", None) or info.rss
+        except psutil.Error:
+            continue  # it ended between the listing and the question
+    return total
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _interrupt(signum, frame) -> None:
+    raise Interrupted(signum)
+
+
+def _end_with_parent() -> None:
+    """In the child, before exec: ask Linux for SIGTERM when the parent dies, even if it is killed outright."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
