@@ -69,8 +69,11 @@ def use_transformer_engine() -> bool:
 
 
 def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: int) -> int:
-    """Vocabulary size of the embedding table: the next multiple of `multiple` x TP, so that every rank holds equal shards."""
-    multiple *= tensor_model_parallel_size
+    """Rows of the embedding table: the next size that `multiple` and the TP ranks divide.
+
+    NeMo pads to `multiple` x TP; with the least common multiple the table, and so the initial weights, mostly do not depend on TP.
+    """
+    multiple = math.lcm(multiple, tensor_model_parallel_size)
     return math.ceil(vocab_size / multiple) * multiple
 
 
