@@ -54,7 +54,7 @@ _EXP_MANAGER = _keys(  # the fields of nemo.utils.exp_manager.ExpManagerConfig a
 ) | _keys(
     "exp_manager.checkpoint_callback_params",
     """dirpath filename monitor verbose save_last save_top_k mode always_save_nemo save_nemo_on_train_end
-    model_parallel_size prefix postfix save_best_model async_save""",
+    prefix postfix save_best_model async_save""",
 )
 _ARCHITECTURE = _keys(
     "model",
@@ -114,8 +114,8 @@ _CHECKPOINT = {"pretrained_checkpoint.restore_from_path"}
 _ACTOR = (
     _keys(
         "trainer.ppo",
-        """critic_warmup_steps max_epochs max_steps ppo_epochs val_check_interval save_interval gradient_clip_val
-        initial_policy_kl_penalty use_absolute_kl discount_factor gae_lambda normalize_advantages ratio_eps
+        """critic_warmup_steps max_epochs max_steps ppo_epochs run_init_validation val_check_interval save_interval
+        gradient_clip_val initial_policy_kl_penalty use_absolute_kl discount_factor gae_lambda normalize_advantages ratio_eps
         entropy_bonus rollout_batch_seq_length model_gbs model_mbs trt_llm.enable batch_iterator.use_flask""",
     )
     | _keys("remote_critic_rm", "pad_to_length combine_rm_and_critic_server init_timeout_s inference_timeout_s")
@@ -215,6 +215,12 @@ _INERT_COMMON = (
         """filepath save_weights_only auto_insert_metric_name every_n_epochs every_n_train_steps
         train_time_interval save_on_train_epoch_end save_last_n_optim_states""",
         _LIGHTNING,
+    )
+    | _inert(
+        "exp_manager.checkpoint_callback_params",
+        "model_parallel_size",
+        "a checkpoint is one folder for all ranks",
+        ...,
     )
     | _inert("model", "mcore_gpt", "every model here is a Megatron Core model", True)
     | _inert("model", "ub_tp_comm_overlap ub_tp_comm_overlap_cfg ub_tp_comm_overlap_disable_qkv", _TE, None, False)

@@ -3,8 +3,8 @@
 """Configuration: OmegaConf resolvers, and the checks that run before anything expensive does.
 
 A script calls `check_config(cfg, name)` with the user's configuration first, and
-`check_values(cfg, name, complete=True)` once `cfg.model` also holds what the checkpoint says: only then TP, PP and CP are
-known for sure. The rules themselves are plain functions over plain values. Which keys exist stands in
+`check_values(cfg, name, complete=True)` once `cfg.model` also holds what the checkpoint says: only then TP, PP and CP
+are known for sure. The rules themselves are plain functions over plain values. Which keys exist stands in
 `config_schema.py`; defaults stand in `conf/*.yaml`.
 """
 
@@ -27,12 +27,9 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 
 
 def register_resolvers() -> None:
-    """Register `${multiply:a,b}`, `${int_div:a,b}` and `${subtract:a,b}`; may be called any number of times.
-
-    A null factor of `multiply` counts as 1: parallel sizes are null until the checkpoint has named them.
-    """
+    """Register `${multiply:a,b}`, `${int_div:a,b}` and `${subtract:a,b}`; may be called any number of times."""
     resolvers = {
-        "multiply": lambda a, b: (1 if a is None else a) * (1 if b is None else b),
+        "multiply": lambda a, b: a * b,
         "int_div": lambda a, b: a // b,
         "subtract": lambda a, b: a - b,
     }
@@ -79,23 +76,18 @@ def _known_prefixes(config_name: str) -> set[str]:
 def nearest_key(key: str, candidates) -> str | None:
     """The candidate that `key` was probably meant to be.
 
-    In this order: a sibling of similar name, the same name elsewhere, a similar name elsewhere, the closest spelling.
+    In this order: the same name elsewhere, a sibling of similar name, a similar name elsewhere, the closest spelling.
     """
     parent, _, leaf = key.rpartition(".")
-    pairs = [(c.rpartition(".")[0], c.rpartition(".")[2], c) for c in sorted(candidates)]
+    parts = [(*c.rpartition(".")[::2], c) for c in sorted(candidates)]  # (parent, name, whole key)
 
-    def ratio(candidate: str) -> float:
-        return difflib.SequenceMatcher(None, candidate, key).ratio()
-
-    siblings = {name: c for p, name, c in pairs if p == parent}
-    similar = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.75)
-    if similar:
-        return siblings[similar[0]]
-    for cutoff in (1.0, 0.75):
+    def similar(pairs, cutoff: float) -> list[str]:
         names = difflib.get_close_matches(leaf, {name for _, name, _ in pairs}, n=1, cutoff=cutoff)
-        if names:
-            return max((c for _, name, c in pairs if name == names[0]), key=ratio)
-    return max((c for *_, c in pairs), key=ratio, default=None)
+        return [whole for _, name, whole in pairs if name in names]
+
+    siblings = [part for part in parts if part[0] == parent]
+    found = similar(parts, 1.0) or similar(siblings, 0.75) or similar(parts, 0.75) or [whole for *_, whole in parts]
+    return max(found, key=lambda whole: difflib.SequenceMatcher(None, whole, key).ratio(), default=None)
 
 
 def check_keys(tree: Mapping, config_name: str) -> None:
@@ -512,8 +504,9 @@ def check_config(cfg, config_name: str, *, visible_devices: int | None = None, e
     if config_name not in CONFIG_NAMES:
         raise ConfigError(f"config_name={config_name!r} is unknown; use one of {', '.join(CONFIG_NAMES)}.")
     cfg = cfg if OmegaConf.is_config(cfg) else OmegaConf.create(cfg)
-    check_keys(OmegaConf.to_container(cfg, resolve=False), config_name)
-    missing = sorted(OmegaConf.missing_keys(cfg))
+    written = OmegaConf.to_container(cfg, resolve=False)
+    check_keys(written, config_name)
+    missing = [key for key, value in _walk(written, config_name).items() if value == "???"]
     if missing:
         raise ConfigError(f"Not set: {', '.join(missing)}; give a value, for example {missing[0]}=...")
     check_values(cfg, config_name, complete=False, visible_devices=visible_devices, env=env)
@@ -530,7 +523,10 @@ def check_config(cfg, config_name: str, *, visible_devices: int | None = None, e
 
 
 def _resolved(cfg) -> dict:
-    cfg = cfg if OmegaConf.is_config(cfg) else OmegaConf.create(cfg)
+    cfg = cfg.copy() if OmegaConf.is_config(cfg) else OmegaConf.create(cfg)
+    if OmegaConf.select(cfg, "exp_manager.checkpoint_callback_params") is not None:
+        # In old YAML files it refers to sizes that only the checkpoint knows. Nobody reads it.
+        cfg.exp_manager.checkpoint_callback_params.model_parallel_size = None
     try:
         return OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:

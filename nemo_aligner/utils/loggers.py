@@ -3,7 +3,7 @@
 """Where a job's numbers go: Lightning's loggers (TensorBoard, Weights & Biases, ...) and two text files.
 
 `metrics.jsonl` has one line per call of `log_metrics`: `{"step": 3, "time": 1700000000.0, "train/loss": 0.5, ...}`.
-`tables.jsonl`, beside it, has one line per table update, `{"key": ..., "step": ..., "time": ..., "rows": [{...}, ...]}`,
+`tables.jsonl`, beside it, has one line per table update, `{"key": ..., "step": ..., "time": ..., "rows": [{...}]}`,
 with the rows that are new since the last update. Both are appended to, so a resumed job continues the files of the
 first; where it repeats a step, the later line counts. What JSON cannot hold (NaN, infinities) is written as null.
 """

@@ -1,0 +1,75 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+#
+# make quickstart   watch a policy learn, on this machine, in a few minutes
+# make test         every test that runs without a GPU
+# make test-gpu     the tests that need a GPU
+# make lint         ruff, check and format
+# make clean        remove what the targets made (.venv too)
+#
+# Each target makes .venv and installs into it first, and again only when setup.py changes.
+# Variables:
+#   PYTHON     interpreter for the virtual environment, 3.10 to 3.12
+#   TORCH      the torch requirement. A plain package index serves Linux the CUDA build (several GB, runs on a CPU too);
+#              to save the download, name a CPU build your index has (TORCH="torch==2.13.0+cpu") or a wheel file.
+#   PIP_FLAGS  more options for pip, such as an index of your own
+#   ARGS       more arguments for the quickstart, for example ARGS="--seed 1", or for pytest, for example ARGS="-k gae"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP_FLAGS ?=
+ARGS ?=
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help install quickstart test test-gpu lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '4,20s/^# \{0,1\}//p' Makefile
+
+$(RUN):
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: no '$(PYTHON)' on this machine; install Python 3.10, 3.11 or 3.12, or name one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 12) else \
+	  "error: $(PYTHON) is Python %d.%d; this package needs 3.10, 3.11 or 3.12. Name one: make PYTHON=python3.11 ..." % v)'
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "error: $(PYTHON) cannot make virtual environments; install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first and by exact version: otherwise the resolver may pick another build of it.
+$(VENV)/.installed: setup.py | $(RUN)
+	@echo "Installing into $(VENV); the first time takes a few minutes."
+	$(RUN) -m pip install --quiet $(PIP_FLAGS) '$(TORCH)'
+	$(RUN) -m pip install --quiet $(PIP_FLAGS) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(RUN) -m pip install --quiet $(PIP_FLAGS) --editable '.[test,dev]'
+	@touch $@
+
+install: $(VENV)/.installed
+
+quickstart: install
+	$(RUN) examples/quickstart/run.py $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(RUN) -m pytest tests/unit tests/distributed tests/functional $(ARGS)
+
+test-gpu: $(VENV)/.installed-test
+	$(RUN) -m pytest tests/gpu $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

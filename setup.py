@@ -1,0 +1,68 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Package description. Install torch first and by exact version, as `make` does."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+INSTALL_REQUIRES = [
+    "torch>=2.6,<2.14",  # 2.6: needed by NeMo and Megatron Core; 2.13 is what the tests ran with
+    "nemo_toolkit[common]>=3.0.0,<3.1",  # exp_manager, hydra_runner, .nemo; [core] lacks einops
+    "megatron-core>=0.16.1,<0.17",  # 0.17 needs Python 3.12; utils/device.py adapts names of exactly this series
+    "nvidia-pytriton>=0.7.0,<0.8",  # 0.6 lets a remote client execute code
+    "numpy>=1.24,<2",  # with numpy 2 Triton's Python backend hands corrupted tensors to the server
+    "lightning>=2.4,<2.5",  # the series NeMo 3.0 accepts; imported as lightning.pytorch, never pytorch_lightning
+    "hydra-core>=1.3.2,<1.4",  # hydra_runner and the YAML files
+    "omegaconf>=2.3,<2.4",  # hydra's configuration objects
+    "psutil>=5.9",  # Megatron Core needs it without saying so: saving a checkpoint hangs for ever without
+    "transformers>=4.50,<6",  # Hugging Face tokenizers
+    "sentencepiece>=0.2,<1",  # SentencePiece tokenizers, and the quickstart trains one
+    "safetensors>=0.4",  # weights in exchange formats
+    "tensorboard>=2.15",  # default logger
+    "pandas>=2.0",  # tables of sampled prompts and answers
+    "tqdm>=4.65",  # progress bars
+    "rich>=13",  # the quickstart's narrator
+]
+
+EXTRAS_REQUIRE = {
+    # apex is built from source, see the Dockerfile; without it everything runs, a little slower.
+    "gpu": [
+        "transformer-engine[core_cu13,pytorch]>=2.9,<2.12",  # the range megatron-core 0.16 supports
+        "flash-attn>=2.7,<2.9",  # compiled on install: pip install --no-build-isolation
+    ],
+    "test": [
+        "pytest>=8,<10",
+        "pytest-timeout>=2.3,<3",  # a rank that waits for a dead one must not hang the run
+        "torchrl==0.14.1",  # independent oracle for advantages; pinned because a changed oracle proves nothing
+    ],
+    "dev": [
+        "ruff==0.17.5",  # pinned: other versions format differently
+        "pre-commit>=4,<5",
+    ],
+}
+
+setup(
+    name="nemo-aligner-mcore",  # the plain name belongs to NVIDIA's last release
+    version=re.search(r'__version__ = "(.+)"', (ROOT / "nemo_aligner/__init__.py").read_text()).group(1),
+    description="RLHF for Megatron models on today's Megatron Core: the same scripts on a laptop and on a cluster",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["nemo_aligner", "nemo_aligner.*"]),
+    python_requires=">=3.10,<3.13",
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

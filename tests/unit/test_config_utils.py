@@ -1,0 +1,349 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of a configuration: which keys are known, and which values can work together."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_aligner.utils import config_schema
+from nemo_aligner.utils.config_utils import (
+    CONFIG_NAMES,
+    check_accelerator,
+    check_architecture,
+    check_config,
+    check_keys,
+    check_values,
+    count_ranks,
+    data_parallel_size,
+    drop_unset,
+    inert_notes,
+    nearest_key,
+    require_multiple,
+)
+from nemo_aligner.utils.errors import ConfigError, UserError
+
+CONF = Path(__file__).parents[2] / "conf"
+NO_LAUNCHER = {}
+
+
+def load(name, tmp_path, *overrides):
+    """The configuration `name` with what it requires filled in, and dot-list overrides on top."""
+    cfg = OmegaConf.load(CONF / f"{name}.yaml")
+    cfg.pop("defaults", None)
+    model = tmp_path / "model.nemo"
+    model.touch()
+    if name == "gpt_sft":
+        required = [f"model.restore_from_path={model}"]
+        required += [f"model.data.{split}.file_path=data.jsonl" for split in ("train_ds", "validation_ds")]
+    else:
+        required = [f"pretrained_checkpoint.restore_from_path={model}"]
+    cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(required))
+    if name in ("gpt_ppo_actor", "training_rm"):
+        cfg.model.data.data_prefix = {"train": ["a.jsonl"], "validation": ["b.jsonl"], "test": ["b.jsonl"]}
+    return OmegaConf.merge(cfg, OmegaConf.from_dotlist(list(overrides)))
+
+
+def check(name, tmp_path, *overrides, visible_devices=0):
+    return check_config(load(name, tmp_path, *overrides), name, visible_devices=visible_devices, env=NO_LAUNCHER)
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_shipped_defaults_pass_without_a_word(name, tmp_path):
+    assert check(name, tmp_path) == []
+
+
+def test_resolvers():
+    cfg = OmegaConf.create(
+        {
+            "a": 6,
+            "b": 4,
+            "m": "${multiply:${a},${b}}",
+            "d": "${int_div:${a},${b}}",
+            "s": "${subtract:${a},${b}}",
+        }
+    )
+    assert (cfg.m, cfg.d, cfg.s) == (24, 1, 2)
+
+
+# ---- keys
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("trainer.ppo.gae_lamda", "trainer.ppo.gae_lambda"),
+        ("model.ppo.num_rollout_sample", "model.ppo.num_rollout_samples"),
+        ("model.rollout_micro_batch_size", "model.ppo.rollout_micro_batch_size"),
+        ("remote_critic_rm.critic.prot", "remote_critic_rm.critic.port"),
+        ("model.max_lenght", "model.ppo.length_params.max_length"),
+    ],
+)
+def test_unknown_key_is_refused_with_the_nearest_one(key, nearest, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        check("gpt_ppo_actor", tmp_path, f"{key}=1")
+    assert f"{key} (did you mean {nearest}?)" in str(caught.value)
+
+
+def test_all_unknown_keys_come_in_one_error():
+    with pytest.raises(ConfigError, match=r"trainer\.pop .*; model\.ppo\.foo "):
+        check_keys({"trainer": {"pop": {"x": 1, "y": 2}}, "model": {"ppo": {"foo": 1}}}, "gpt_ppo_actor")
+
+
+def test_nearest_key_always_names_something():
+    assert nearest_key("zzz", ["model.seed"]) == "model.seed"
+    assert nearest_key("zzz", []) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("gpt_ppo_actor", "trainer.ppo.flask_server.enable", True),
+        ("gpt_ppo_actor", "trainer.flask_server.enable", True),
+        ("gpt_ppo_actor", "model.ppo.combine_rm_and_critic_server", True),
+        ("gpt_ppo_actor", "model.offload_adam_states", False),
+        ("gpt_ppo_actor", "model.enable_nge", True),
+        ("gpt_ppo_actor", "trainer.ppo.trt_llm.reshard", True),
+        ("gpt_ppo_actor", "trainer.trt_llm.model_type", "llama"),
+        ("gpt_ppo_actor", "trainer.ppo.trt_model_dir", "/elsewhere"),
+        ("gpt_ppo_actor", "model.transformer_engine", True),
+        ("gpt_ppo_actor", "model.nsys_profile.enabled", True),
+        ("gpt_ppo_actor", "model.optim.contiguous_param_buffer", True),
+        ("gpt_ppo_critic", "trainer.ppo.pad_sequence_length_to_multiple", 32),
+        ("gpt_ppo_critic", "model.forward_mbs", 1),
+        ("training_rm", "model.data.train_ds.shuffle", False),
+        ("training_rm", "model.dist_ckpt_load_strictness", "log_all"),
+        ("gpt_sft", "model.data.train_ds.index_mapping_dir", "/somewhere"),
+    ],
+)
+def test_key_without_effect_is_accepted_with_a_note(name, key, value, tmp_path):
+    notes = check(name, tmp_path, f"{key}={value}")
+    assert len(notes) == 1
+    assert notes[0].startswith((key, key.rpartition(".")[0]))
+
+
+def test_notes_are_one_grouped_warning(tmp_path, monkeypatch):
+    import nemo.utils
+
+    said = []
+    monkeypatch.setattr(nemo.utils.logging, "warning", said.append)
+    check("gpt_ppo_actor", tmp_path, "model.enable_nge=True", "trainer.ppo.flask_server.enable=True")
+    assert len(said) == 1
+    assert "model.enable_nge" in said[0] and "trainer.ppo.flask_server" in said[0]
+
+
+def test_tensorrt_llm_request_names_the_engine_that_serves(tmp_path):
+    (note,) = check("gpt_ppo_actor", tmp_path, "trainer.ppo.trt_llm.enable=True")
+    assert "built-in engine" in note
+
+
+def test_null_asks_for_nothing():
+    assert inert_notes({"model": {"transformer_engine": None, "enable_nge": True}}, "gpt_ppo_actor") != []
+    assert inert_notes({"model": {"transformer_engine": None}}, "gpt_ppo_actor") == []
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_no_key_is_both_live_and_inert(name):
+    inert = config_schema.INERT[name]
+    for key in config_schema.LIVE[name]:
+        parts = key.split(".")
+        assert not [p for n in range(1, len(parts) + 1) if (p := ".".join(parts[:n])) in inert], key
+
+
+def test_exp_manager_keys_are_those_of_nemo():
+    from dataclasses import fields
+
+    from nemo.utils.exp_manager import CallbackParams, ExpManagerConfig
+
+    known = config_schema.LIVE["gpt_ppo_actor"] | set(config_schema.INERT["gpt_ppo_actor"])
+    known = {key for key in known if key.startswith("exp_manager.")}
+    ours = {f"exp_manager.{field.name}" for field in fields(ExpManagerConfig)} - {
+        "exp_manager.checkpoint_callback_params"
+    }
+    ours |= {f"exp_manager.checkpoint_callback_params.{field.name}" for field in fields(CallbackParams)}
+    assert known == ours
+
+
+# ---- values
+
+
+def test_require_multiple_names_valid_values():
+    require_multiple("a", 12, {"b": 2, "c": 3})
+    with pytest.raises(ConfigError, match=r"a=13 must be a multiple of 6 \(b=2 x c=3\); use 12 or 18"):
+        require_multiple("a", 13, {"b": 2, "c": 3})
+    with pytest.raises(ConfigError, match="use 6,"):
+        require_multiple("a", 4, {"b": 6})
+    with pytest.raises(ConfigError):
+        require_multiple("a", 0, {"b": 6})
+
+
+def test_data_parallel_size():
+    assert data_parallel_size(16, 2, 2, 2) == 2
+    with pytest.raises(ConfigError, match="= 6 does not divide the 8 ranks"):
+        data_parallel_size(8, 2, 3)
+    with pytest.raises(ConfigError, match="2 does not divide the 1 rank of"):
+        data_parallel_size(1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "visible", "env", "ranks"),
+    [
+        (2, 1, 0, {}, 2),
+        ("2", 3, 0, {}, 6),
+        ([0, 3], 1, 4, {}, 2),
+        ("0,3,4", 1, 8, {}, 3),
+        ("auto", 2, 8, {}, 16),
+        (-1, 1, 0, {}, 1),
+        (1, 1, 0, {"RANK": "0", "WORLD_SIZE": "4"}, 4),  # torchrun decides
+        (2, 1, 0, {"WORLD_SIZE": "4"}, 2),  # a left-over variable does not
+    ],
+)
+def test_count_ranks(devices, nodes, visible, env, ranks):
+    assert count_ranks(devices, nodes, visible, env) == ranks
+
+
+@pytest.mark.parametrize("devices", [0, "many", -3])
+def test_count_ranks_refuses(devices):
+    with pytest.raises(ConfigError, match=r"trainer\.devices="):
+        count_ranks(devices, 1, 0, {})
+
+
+def test_accelerator():
+    check_accelerator("auto", 2, 0)
+    check_accelerator("gpu", 2, 2)
+    with pytest.raises(ConfigError, match=r"trainer\.accelerator=gpu, but PyTorch sees no CUDA.*accelerator=auto"):
+        check_accelerator("gpu", 1, 0)
+    with pytest.raises(ConfigError, match="is 2; set trainer.devices=2"):
+        check_accelerator("auto", 8, 2)
+    with pytest.raises(ConfigError, match="'tpu'"):
+        check_accelerator("tpu", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        (
+            "gpt_ppo_actor",
+            ["model.global_batch_size=5", "model.micro_batch_size=2"],
+            "model.global_batch_size=5 .* use 4 or 6",
+        ),
+        ("gpt_ppo_actor", ["model.ppo.num_rollout_samples=500"], r"rollout_micro_batch_size=8\); use 496 or 504"),
+        ("gpt_ppo_actor", ["model.ppo.num_rollout_samples=72"], r"multiple of 64 \(model.global_batch_size=64\)"),
+        ("gpt_ppo_actor", ["model.ppo.num_val_samples=12"], "model.ppo.num_val_samples=12"),
+        ("gpt_ppo_actor", ["model.ppo.length_params.max_length=4096"], "max_length=4096 leaves no room for a prompt"),
+        ("gpt_ppo_actor", ["model.ppo.length_params.min_length=3000"], "min_length=3000 is above max_length=2048"),
+        ("gpt_ppo_actor", ["remote_critic_rm.pad_to_length=100"], "pad_to_length=100 cannot hold"),
+        ("gpt_ppo_actor", ["remote_critic_rm.critic.port=70000"], "critic.port=70000 is not a TCP port"),
+        (
+            "gpt_ppo_actor",
+            ["model.ppo.loss_reduction=mean"],
+            "loss_reduction='mean' must be one of token, sequence, micro",
+        ),
+        ("gpt_ppo_actor", ["model.ppo.sampling_params.temperature=0.0"], "temperature=0.0 must be above 0"),
+        ("gpt_ppo_actor", ["model.ppo.sampling_params.top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
+        ("gpt_ppo_actor", ["trainer.ppo.gae_lambda=1.5"], "gae_lambda=1.5"),
+        ("gpt_ppo_actor", ["trainer.ppo.ppo_epochs=0"], "ppo_epochs=0 must be at least 1"),
+        ("gpt_ppo_actor", ["trainer.ppo.ppo_epochs=1.5"], "ppo_epochs=1.5 must be a whole number"),
+        ("gpt_ppo_actor", ["trainer.ppo.save_interval=15"], r"save_interval=15 must be a multiple of .*=10"),
+        (
+            "gpt_ppo_actor",
+            ["trainer.ppo.model_gbs=32"],
+            "model_gbs=32 and model.global_batch_size=64 must be the same",
+        ),
+        ("gpt_ppo_actor", ["pretrained_checkpoint.restore_from_path=/no/such.nemo"], "=/no/such.nemo does not exist"),
+        ("gpt_ppo_actor", ["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
+        ("gpt_ppo_actor", ["model.data.data_prefix=null"], "data_prefix is not set; give the data files"),
+        ("gpt_ppo_actor", ["model.tensor_model_parallel_size=2"], "= 2 does not divide the 1 rank of"),
+        ("gpt_ppo_actor", ["model.num_moe_experts=8"], "num_moe_experts=8 would change the model"),
+        ("gpt_ppo_actor", ["trainer.accelerator=gpu"], "no CUDA device"),
+        ("gpt_ppo_actor", ["model.seed=${model.sead}"], "reference that cannot be resolved"),
+        ("gpt_ppo_critic", ["trainer.ppo.port=0"], "port=0 is not a TCP port"),
+        ("gpt_ppo_critic", ["model.reward_standardization.enable=True"], "needs model.reward_standardization.mean"),
+        ("gpt_ppo_critic", ["trainer.ppo.inference_micro_batch_size=[4,0]"], r"inference_micro_batch_size=\[4, 0\]"),
+        ("training_rm", ["model.micro_batch_size=3"], "model.global_batch_size=64 must be a multiple of 3"),
+        ("training_rm", ["pretrained_checkpoint.restore_from_path=null"], "model.num_layers, .* are not set either"),
+        ("gpt_sft", ["model.data.validation_ds.micro_batch_size=3"], "model.data.validation_ds.global_batch_size=128"),
+        ("gpt_sft", ["model.data.train_ds.max_seq_length=5000"], "max_seq_length=5000 is above"),
+        ("gpt_sft", ["model.max_position_embeddings=8"], "set it to 4096"),
+    ],
+)
+def test_bad_values_name_the_value_and_the_remedy(name, overrides, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        check(name, tmp_path, *overrides)
+
+
+def test_required_values_are_named(tmp_path):
+    cfg = load("gpt_sft", tmp_path)
+    cfg.model.data.train_ds.file_path = "???"
+    with pytest.raises(ConfigError, match="Not set: model.data.train_ds.file_path; give a value"):
+        check_config(cfg, "gpt_sft", visible_devices=0, env=NO_LAUNCHER)
+
+
+def test_config_error_is_a_user_error():
+    assert issubclass(ConfigError, UserError) and issubclass(ConfigError, ValueError)
+
+
+def test_data_parallel_size_counts_once_it_is_known(tmp_path):
+    overrides = [
+        "trainer.devices=2",
+        "model.ppo.num_rollout_samples=8",
+        "model.ppo.num_val_samples=8",
+        "model.global_batch_size=8",
+    ]
+    cfg = load("gpt_ppo_actor", tmp_path, *overrides)
+    check_config(cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER)  # TP=2 in the checkpoint would make DP=1
+    with pytest.raises(ConfigError, match="data parallel size=2"):
+        check_values(cfg, "gpt_ppo_actor", complete=True, visible_devices=0, env=NO_LAUNCHER)
+    cfg = load("gpt_ppo_actor", tmp_path, *overrides, "model.tensor_model_parallel_size=2")
+    check_values(cfg, "gpt_ppo_actor", complete=True, visible_devices=0, env=NO_LAUNCHER)
+
+
+def test_a_checkpoints_own_keys_pass_in_silence(tmp_path):
+    cfg = load("gpt_ppo_actor", tmp_path, "model.some_key_of_an_old_checkpoint=1")
+    check_values(cfg, "gpt_ppo_actor", complete=True, visible_devices=0, env=NO_LAUNCHER)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_size": 30}, "model.hidden_size=30 must be a multiple of 4"),
+        ({"num_query_groups": 3}, r"multiple of 3 \(model.num_query_groups=3\)"),
+        ({"tensor_model_parallel_size": 8}, "tensor_model_parallel_size=8"),
+        ({"num_query_groups": 1, "tensor_model_parallel_size": 2}, "model.num_query_groups=1"),
+        ({"pipeline_model_parallel_size": 4}, "model.num_layers=2"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "needs model.pipeline_model_parallel_size"),
+    ],
+)
+def test_architecture(overrides, message):
+    good = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    check_architecture(good)
+    with pytest.raises(ConfigError, match=message):
+        check_architecture(good | overrides)
+
+
+def test_old_yaml_may_refer_to_sizes_that_only_the_checkpoint_knows(tmp_path):
+    old = "${multiply:${model.tensor_model_parallel_size},${model.pipeline_model_parallel_size}}"
+    assert check("gpt_ppo_actor", tmp_path, f"exp_manager.checkpoint_callback_params.model_parallel_size={old}") == []
+
+
+def test_old_command_lines_may_switch_exp_manager_off(tmp_path):
+    assert check("gpt_ppo_actor", tmp_path, "exp_manager=null") == []
+
+
+# ---- null architecture keys
+
+
+def test_drop_unset_keeps_what_was_given(tmp_path):
+    cfg = load("gpt_sft", tmp_path, "model.num_layers=2", "model.tokenizer.library=sentencepiece")
+    model = drop_unset(cfg.model)
+    assert model.num_layers == 2
+    assert dict(model.tokenizer) == {"library": "sentencepiece"}
+    assert "hidden_size" not in model and "tensor_model_parallel_size" not in model
+    assert model.activations_checkpoint_granularity is None  # null means "off" there
+    assert model.precision == "bf16"  # an interpolation to a key outside of `model`
+    assert "hidden_size" in cfg.model  # the argument is left alone
+
+
+def test_drop_unset_drops_an_empty_tokenizer(tmp_path):
+    assert "tokenizer" not in drop_unset(load("gpt_sft", tmp_path).model)

@@ -1,0 +1,121 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The logger in front of many: what reaches the loggers, and what the JSON lines hold."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from nemo_aligner.utils.loggers import CustomLoggerWrapper, is_rank_zero
+
+
+class Recorder:
+    """A logger with some of the methods only."""
+
+    def __init__(self):
+        self.calls = []
+
+    def log_metrics(self, metrics, step=None):
+        self.calls.append(("metrics", metrics, step))
+
+    def log_hyperparams(self, params):
+        self.calls.append(("hyperparams", params))
+
+
+class TableRecorder(Recorder):
+    def log_table(self, key, dataframe, step):
+        self.calls.append(("table", key, len(dataframe), step))
+
+    def finalize(self, status):
+        self.calls.append(("finalize", status))
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_metrics_reach_every_logger_with_the_prefix():
+    first, second = Recorder(), TableRecorder()
+    CustomLoggerWrapper([first, second]).log_metrics({"loss": torch.tensor(0.5)}, step=3, prefix="train/")
+    assert first.calls == second.calls == [("metrics", {"train/loss": 0.5}, 3)]
+
+
+def test_a_logger_without_the_method_is_skipped():
+    plain, rich = Recorder(), TableRecorder()
+    logger = CustomLoggerWrapper([plain, rich])
+    logger.log_table("table/train", pd.DataFrame({"a": [1]}), step=1)
+    logger.log_image("image", [], step=1)
+    logger.log_hyperparams({"lr": 1})
+    logger.finalize()
+    assert plain.calls == [("hyperparams", {"lr": 1})]
+    assert rich.calls == [("table", "table/train", 1, 1), ("hyperparams", {"lr": 1}), ("finalize", "success")]
+
+
+def test_metrics_file(tmp_path):
+    logger = CustomLoggerWrapper(None, tmp_path / "new" / "metrics.jsonl")
+    values = {"a": 1, "b": torch.tensor([2.5]), "c": np.float32(0.5), "d": float("nan"), "e": -float("inf"), "f": None}
+    logger.log_metrics(values, step=7, prefix="x/")
+    (line,) = read(tmp_path / "new" / "metrics.jsonl")
+    assert line.pop("time") > 0
+    assert line == {"step": 7, "x/a": 1, "x/b": 2.5, "x/c": 0.5, "x/d": None, "x/e": None}
+
+
+@pytest.mark.parametrize("value", ["text", torch.zeros(2), np.zeros(2), {"a": 1}])
+def test_only_numbers_are_metrics(value):
+    with pytest.raises(TypeError, match="metric train/loss"):
+        CustomLoggerWrapper([]).log_metrics({"loss": value}, prefix="train/")
+
+
+def test_a_resumed_job_appends_and_a_torn_line_is_cut(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    CustomLoggerWrapper([], path).log_metrics({"a": 1}, step=1)
+    with open(path, "a") as file:
+        file.write('{"step": 2, "a"')  # the job was killed here
+    CustomLoggerWrapper([], path).log_metrics({"a": 2}, step=2)
+    assert [(line["step"], line["a"]) for line in read(path)] == [(1, 1), (2, 2)]
+
+
+def test_tables_hold_each_row_once(tmp_path):
+    logger = CustomLoggerWrapper([], tmp_path / "metrics.jsonl")
+    frame = pd.DataFrame({"step": [0], "prompt": ["é\n"], "reward": [np.float32(0.5)]})
+    logger.log_table("table/val", frame, step=0)
+    frame.loc[1] = [1, "b", float("nan")]
+    logger.log_table("table/val", frame, step=1)
+    logger.log_table("table/val", frame, step=2)  # nothing new
+    logger.log_table("table/val", frame.iloc[:1], step=3)  # a frame that started again
+    lines = read(tmp_path / "tables.jsonl")
+    assert [(line["key"], line["step"]) for line in lines] == [("table/val", 0), ("table/val", 1), ("table/val", 3)]
+    assert lines[0]["rows"] == lines[2]["rows"] == [{"step": 0, "prompt": "é\n", "reward": 0.5}]
+    assert lines[1]["rows"] == [{"step": 1, "prompt": "b", "reward": None}]
+
+
+def test_logging_after_finalize_opens_the_file_again(tmp_path):
+    logger = CustomLoggerWrapper([], tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        logger.log_metrics({"a": step}, step=step)
+        logger.finalize()
+    assert len(read(tmp_path / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("env", "answer"),
+    [
+        ({}, True),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, False),
+        ({"SLURM_PROCID": "1"}, False),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
+    ],
+)
+def test_only_rank_zero_writes(env, answer, monkeypatch, tmp_path):
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert is_rank_zero() is answer
+    CustomLoggerWrapper([], tmp_path / "metrics.jsonl").log_metrics({"a": 1})
+    assert (tmp_path / "metrics.jsonl").exists() is answer
