@@ -203,15 +203,22 @@ def _training_payload(data: dict) -> dict | None:
     if parallel_state.get_data_parallel_world_size() > 1:
         dist.all_reduce(width, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
     width = int(width)
-    gathered = _gather_rows(
-        {
-            "tokens": data["response_tokens"][:, :width].long(),
-            "returns": data["returns"][:, : width - 1].float(),
-            "prev_values": data["values"][:, : width - 1].float(),
-            "mask": mask[:, : width - 1].float(),
-        }
-    )
-    return None if gathered is None else {name: tensor.numpy() for name, tensor in gathered.items()}
+    rows = {
+        "tokens": data["response_tokens"][:, :width].long(),
+        "returns": data["returns"][:, : width - 1].float(),
+        "prev_values": data["values"][:, : width - 1].float(),
+        "mask": mask[:, : width - 1].float(),
+    }
+    if "sample_order" in data:
+        rows["sample_order"] = data["sample_order"][:, None]
+    gathered = _gather_rows(rows)
+    if gathered is None:
+        return None
+    if "sample_order" in gathered:
+        # The critic cuts its global batches from these rows: their order must not depend on the number of actor ranks.
+        order = gathered.pop("sample_order").flatten().argsort()
+        gathered = {name: tensor[order] for name, tensor in gathered.items()}
+    return {name: tensor.numpy() for name, tensor in gathered.items()}
 
 
 class RemoteGPTRMCriticClient:
@@ -276,7 +283,8 @@ class RemoteGPTRMCriticClient:
         """Send this rank's rows, together with those of all data-parallel ranks, for a critic update.
 
         Args:
-            rollout_batch: `response_tokens` int64 [b, S]; `returns`, `values`, `mask` [b, S-1].
+            rollout_batch: `response_tokens` int64 [b, S]; `returns`, `values`, `mask` [b, S-1]; optionally
+                `sample_order` int64 [b], each row's place among the rows of all ranks (else they go in rank order).
         """
         payload = _training_payload(rollout_batch)
 
