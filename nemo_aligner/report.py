@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One self-contained HTML page about a run: `python -m nemo_aligner.report RUN_DIR [--out FILE]`.
 
-Every folder below RUN_DIR with a `metrics.jsonl` is a job (see `utils/loggers.py` for the files). Of each, the page shows
-curves, time per phase, and sampled texts. It works on a job that is still running, and needs no script, font or picture
-from elsewhere. The curves are drawn by the few lines of SVG below rather than by a plotting library: they then follow the
-reader's light or dark theme, stay small, and the report starts at once.
+Every folder below RUN_DIR with a `metrics.jsonl` is a job (see `utils/loggers.py` for the files). Of each, the page
+shows curves, time per phase, and sampled texts. It works on a job that is still running, and needs no script, font or
+picture from elsewhere. The curves are drawn by the few lines of SVG below rather than by a plotting library: they then
+follow the reader's light or dark theme, stay small, and the report starts at once.
 """
 
 import argparse
@@ -229,24 +229,19 @@ def _chart_grid(charts: list[Chart]) -> str:
 
 
 def group_curves(series: dict[str, dict[float, float]]) -> tuple[list[Chart], list[Chart]]:
-    """Charts (title, curves by family): training and validation of one metric together, and apart those that never change."""
-    charts: dict[str, dict[str, dict[float, float]]] = {}
+    """Charts with training and validation of one metric together; second, those whose value never changes."""
+    charts: dict[tuple[str, str], dict[str, dict[float, float]]] = {}
     for key, curve in series.items():
         family, _, metric = key.rpartition("/")
         if family != TIMERS:
-            title = f"{PAIRED_FAMILIES.get(family, family)}/{metric}".strip("/")
-            charts.setdefault(title, {})[family] = curve
+            charts.setdefault((PAIRED_FAMILIES.get(family, family), metric), {})[family] = curve
     moving, constant = [], []
-    for title, curves in charts.items():
-        # The chart of a pair is named after its metric; of a single family, by the full key.
-        shown = (
-            title.rpartition("/")[2]
-            if len(curves) > 1
-            else "/".join(filter(None, (*curves, title.rpartition("/")[2])))
-        )
+    for (_, metric), curves in charts.items():
+        (only_family, *others) = curves
+        title = metric if others or not only_family else f"{only_family}/{metric}"
         values = {value for curve in curves.values() for value in curve.values()}
         points = max(len(curve) for curve in curves.values())
-        (constant if len(values) == 1 and points > 1 else moving).append((shown, curves))
+        (constant if len(values) == 1 and points > 1 else moving).append((title, curves))
     return moving, constant
 
 
@@ -314,7 +309,8 @@ svg text.title { font-size: 13px; font-weight: 600; } svg text.tick { fill: var(
 circle.c1, svg text.c1 { fill: var(--c1); } circle.c2, svg text.c2 { fill: var(--c2); }
 circle.c3, svg text.c3 { fill: var(--c3); } circle.c4, svg text.c4 { fill: var(--c4); }
 table { border-collapse: collapse; }
-td, th { border-bottom: 1px solid var(--line); padding: .3rem .8rem; text-align: left; vertical-align: top; } td { white-space: pre-wrap; overflow-wrap: anywhere; }
+td, th { border-bottom: 1px solid var(--line); padding: .3rem .8rem; text-align: left; vertical-align: top; }
+td { white-space: pre-wrap; overflow-wrap: anywhere; }
 .numbers td + td, .numbers th + th { text-align: right; font-variant-numeric: tabular-nums; }
 .samples { width: 100%; } details { margin: 1rem 0; } summary { cursor: pointer; color: var(--soft); }
 """

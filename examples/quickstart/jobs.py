@@ -16,6 +16,8 @@ import psutil
 
 # A served critic ends its own job (Triton, shared memory, ports) within 15 s of SIGTERM; only then may we kill.
 STOP_SECONDS = 20.0
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_LIBC = ctypes.CDLL(None)  # loaded now: after a fork only the simplest of calls is safe
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -63,11 +65,6 @@ class Job:
 
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
-
-    def check(self) -> None:
-        """Raise `JobFailed` if the process has ended with an error."""
-        if self.process.poll() not in (None, 0):
-            raise JobFailed(self)
 
     def last_lines(self, count: int = 25) -> list[str]:
         """The end of the log."""
@@ -129,12 +126,13 @@ class Jobs:
             if time.monotonic() >= next_memory:
                 self.peak_memory = max(self.peak_memory, tree_memory())
                 next_memory = time.monotonic() + 2.0
-            for companion in companions:
+            if not running and job.process.returncode == 0:
+                return
+            for companion in companions:  # first: when one dies, the job that needs it fails too, with a lesser reason
                 if not companion.is_running():
                     raise JobFailed(companion)
-            job.check()
             if not running:
-                return
+                raise JobFailed(job)
             time.sleep(poll_seconds)
 
 
@@ -183,5 +181,4 @@ def _interrupt(signum, frame) -> None:
 
 def _end_with_parent() -> None:
     """In the child, before exec: ask Linux for SIGTERM when the parent dies, even if it is killed outright."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

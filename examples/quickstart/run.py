@@ -4,8 +4,8 @@
 
     data and tokenizer -> SFT of a tiny GPT -> reward model -> critic server + PPO actor -> what changed
 
-Every phase after the first is one of the project's own scripts in its own process, as on a cluster; `RUN_DIR/<job>.log`
-and `RUN_DIR/<job>/` hold what it wrote. This file only chooses the sizes, starts the jobs, and tells what happens.
+Every phase after the first is one of the project's own scripts in its own process, as on a cluster. What a job wrote
+is in `RUN_DIR/<job>.log` and `RUN_DIR/<job>/`. This file only chooses sizes, starts the jobs, and tells what happens.
 
 Exit code: 0 if the validation reward and the gold score rose clearly (`outcome.py` says what is clear), 1 if not, 2 if
 a job failed or the arguments make no sense, 128 + signal number if it was stopped.

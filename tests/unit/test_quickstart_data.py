@@ -1,0 +1,129 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The quickstart's data set: what is in the files, the gold score by hand, and a tokenizer without surprises."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "quickstart"))
+
+import grammar  # noqa: E402
+import make_data  # noqa: E402
+import run  # noqa: E402
+from gold import gold_score  # noqa: E402
+
+KINDS = ("sft", "pairs", "prompts")
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    make_data.make_data(folder, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(data_dir):
+    from nemo.collections.common.tokenizers import AutoTokenizer
+
+    return AutoTokenizer(pretrained_model_name=str(data_dir / "tokenizer"))
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def prompts_of(data_dir: Path, kind: str, split: str) -> list[str]:
+    found = lines(data_dir / f"{kind}_{split}.jsonl")
+    if kind == "sft":
+        return [line["input"] for line in found]
+    return [line["text"].partition(":")[0] + ":" for line in found]
+
+
+@pytest.mark.parametrize(
+    ("review", "score"),
+    [
+        ("The plot is very superb. I loved the cast.", 1.0),
+        ("The plot is very dull. I hated the cast.", -1.0),
+        ("This is one funny hero. I disliked the pace.", 0.0),
+        ("I LOVED the hero. The cast is moving. This is one weak plot.", 1 / 3),
+        ("superb superb superb superb awful", 0.0),  # repetition gains nothing
+        ("It is set in Oslo.", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_gold_score_by_hand(review, score):
+    assert gold_score(review) == pytest.approx(score)
+
+
+def test_every_opinion_has_one_sentiment_word_of_the_right_kind():
+    rng = random.Random(0)
+    for good in (True, False):
+        assert {gold_score(grammar.opinion(rng, good)) for _ in range(300)} == {1.0 if good else -1.0}
+    assert {gold_score(grammar.fact(rng)) for _ in range(50)} == {0.0}
+    assert not grammar.GOOD_WORDS & grammar.BAD_WORDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_film_of_a_validation_file_is_in_any_training_file(data_dir, kind):
+    validation = set(prompts_of(data_dir, kind, "validation"))
+    for other in KINDS:
+        assert not validation & set(prompts_of(data_dir, other, "train"))
+
+
+def test_thousands_of_distinct_lines(data_dir):
+    for kind in KINDS:
+        for split, size in make_data.SIZES[kind].items():
+            text = (data_dir / f"{kind}_{split}.jsonl").read_text().splitlines()
+            assert len(text) == len(set(text)) == size * (2 if kind == "pairs" else 1)
+    assert make_data.SIZES["sft"]["train"] >= 5000
+
+
+def test_sft_reviews_are_as_often_kind_as_unkind(data_dir):
+    scores = [gold_score(line["output"]) for line in lines(data_dir / "sft_train.jsonl")]
+    assert abs(sum(scores) / len(scores)) < 0.05
+    assert sum(score > 0 for score in scores) == pytest.approx(sum(score < 0 for score in scores), rel=0.1)
+
+
+def test_pairs_are_of_one_film_with_the_kinder_review_first(data_dir):
+    found = [line["text"] for line in lines(data_dir / "pairs_train.jsonl")]
+    for better, worse in zip(found[::2], found[1::2], strict=True):
+        assert better.partition(":")[0] == worse.partition(":")[0]
+        assert gold_score(better.partition(":")[2]) > gold_score(worse.partition(":")[2])
+
+
+def test_the_same_seed_writes_the_same_bytes(data_dir, tmp_path):
+    make_data.make_data(tmp_path / "same", seed=3)
+    make_data.make_data(tmp_path / "other", seed=4)
+    for file in sorted(path.relative_to(data_dir) for path in data_dir.rglob("*") if path.is_file()):
+        assert (tmp_path / "same" / file).read_bytes() == (data_dir / file).read_bytes(), file
+    assert (tmp_path / "other" / "sft_train.jsonl").read_bytes() != (data_dir / "sft_train.jsonl").read_bytes()
+
+
+def test_tokenizer_round_trips_and_prompt_and_answer_meet_at_a_token_boundary(data_dir, tokenizer):
+    for line in lines(data_dir / "sft_train.jsonl")[:500]:
+        prompt, answer = tokenizer.text_to_ids(line["input"]), tokenizer.text_to_ids(" " + line["output"])
+        whole = f"{line['input']} {line['output']}"
+        assert prompt + answer == tokenizer.text_to_ids(whole)
+        assert tokenizer.ids_to_text(prompt + answer) == whole
+    odd = "  Ünïcode 漢字\n\ttabs <x> {y}"
+    assert tokenizer.ids_to_text(tokenizer.text_to_ids(odd)) == odd
+
+
+def test_tokenizer_ends_texts_and_stays_small(tokenizer):
+    assert tokenizer.ids_to_tokens([tokenizer.eos_id]) == [make_data.END_OF_TEXT]
+    assert tokenizer.vocab_size == make_data.VOCAB_SIZE
+    assert make_data.END_OF_TEXT not in tokenizer.text_to_tokens("Red Song, a fable by Weber: I loved it.")
+
+
+def test_texts_fit_the_lengths_of_the_run(data_dir, tokenizer):
+    pairs = [line["text"] for line in lines(data_dir / "pairs_train.jsonl")]
+    answers = [line["output"] for line in lines(data_dir / "sft_train.jsonl")]
+    prompts = [line["text"] for line in lines(data_dir / "prompts_train.jsonl")]
+    assert max(len(tokenizer.text_to_ids(text)) for text in pairs) + 1 <= run.SEQ_LENGTH
+    assert max(len(tokenizer.text_to_ids(" " + text)) for text in answers) + 1 <= run.MAX_ANSWER
+    assert max(len(tokenizer.text_to_ids(text)) for text in prompts) <= run.SEQ_LENGTH - run.MAX_ANSWER
