@@ -150,6 +150,11 @@ def _all_reduce(tensor: Tensor, group, op=dist.ReduceOp.SUM) -> Tensor:
     return tensor
 
 
+def sum_over_dp(tensor: Tensor) -> Tensor:
+    """Sum of a tensor over the data-parallel ranks (all of them call it): what `losses.loss_weights` takes."""
+    return _all_reduce(tensor.clone(), parallel_state.get_data_parallel_group())
+
+
 def masked_global_mean_var(values: Tensor, mask: Tensor, group=None) -> tuple[Tensor, Tensor]:
     """Mean and variance (not Bessel-corrected) over the masked slots of all ranks of `group`.
 
@@ -221,7 +226,7 @@ def run_distributed_inference(inputs: dict | None = None, infer_fn: Callable | N
 
     Args:
         inputs: on rank 0, `inputs` int64 [N, S] and `sequence_length` [N] or [N, 1] (arrays or tensors); else ignored.
-        infer_fn: called as `infer_fn(inputs=(tokens, lengths))` with this rank's share of the rows; returns a tensor, or
+        infer_fn: called as `infer_fn(inputs=(tokens, lengths))` with this rank's rows; returns a tensor, or
             (rewards, values). Give N a multiple of the data-parallel size, so that no rank gets an empty share.
 
     Returns:

@@ -100,8 +100,6 @@ class MegatronGPTModel(ModelPT):
         )
         torch.manual_seed(self.cfg.get("seed", 1234))  # the same initial weights whatever happened before
         self.model = [self._build_chunk(stage) for stage in range(self._num_chunks())]
-        # Only adapters would be trained after `init_peft` (full-parameter training needs nothing).
-        self.use_peft = False
 
     # --- construction ---------------------------------------------------------------------------------------------
 
@@ -192,7 +190,24 @@ class MegatronGPTModel(ModelPT):
         if self.transformer_config.bf16:
             for chunk in self.model:
                 chunk.config.grad_scale_func = optimizer.scale_loss
+        self._optimizer = optimizer
         return optimizer, build_scheduler(optimizer, self.cfg.optim, max_steps)
+
+    def _moves_optimizer(self, wanted: bool) -> bool:
+        # With fp32 weights the optimizer holds the model's own parameters, which inference needs where they are.
+        return wanted and torch.cuda.is_available() and self.transformer_config.bf16 and hasattr(self, "_optimizer")
+
+    def offload_optimizer(self, wanted: bool = True) -> None:
+        """Move Adam's states and main weights to host memory until `onload_optimizer`; nothing without CUDA or bf16."""
+        if self._moves_optimizer(wanted):
+            for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+                part.offload_to_cpu()
+
+    def onload_optimizer(self, wanted: bool = True) -> None:
+        """Bring back what `offload_optimizer` moved; nothing if it is there."""
+        if self._moves_optimizer(wanted):
+            for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+                part.restore_from_cpu()
 
     def prepare_for_training_step(self) -> None:
         """Before the forward-backward pass of one global batch: train mode and empty gradient buffers."""

@@ -1,0 +1,122 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Train a policy with PPO against a critic server (serve_ppo_critic.py) that runs beside this job.
+
+    python train_gpt_ppo_actor.py pretrained_checkpoint.restore_from_path=sft.nemo \
+        "model.data.data_prefix={train: [prompts.jsonl], validation: [val.jsonl], test: [val.jsonl]}" \
+        remote_critic_rm.critic.ip=localhost remote_critic_rm.critic.port=5556
+
+One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. The same
+command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_actor.yaml, docs/config.md.
+"""
+
+from functools import partial
+
+from nemo.core.config import hydra_runner
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.algorithms.ppo import PPOTrainer, compute_max_steps, compute_num_optimizer_steps
+from nemo_aligner.data.nlp.builders import (
+    build_dataloader,
+    build_train_valid_test_rlhf_datasets,
+    collate_with_pad_to_max_batch,
+)
+from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
+from nemo_aligner.utils.batch_iterators import get_batch_iterator_cls
+from nemo_aligner.utils.config_utils import check_config
+from nemo_aligner.utils.timers import Timer
+from nemo_aligner.utils.train_script_utils import (
+    build_checkpoint_callback,
+    build_logger,
+    load_and_override_model_config,
+    load_from_nemo,
+    load_trainer_state,
+    resolve_and_create_trainer,
+    setup_experiment,
+    user_errors_end_the_job,
+)
+from nemo_aligner.utils.trainer_utils import compute_num_steps_per_epoch
+
+
+@hydra_runner(config_path="conf", config_name="gpt_ppo_actor")
+@user_errors_end_the_job
+def main(cfg) -> None:
+    check_config(cfg, "gpt_ppo_actor")
+    cfg.model = load_and_override_model_config(cfg.pretrained_checkpoint.restore_from_path, cfg.model)
+    trainer = resolve_and_create_trainer(cfg, "ppo")
+    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
+    log_dir = setup_experiment(trainer, cfg)
+    logger = build_logger(trainer, log_dir)
+
+    model = load_from_nemo(
+        MegatronGPTActorModel, cfg.model, trainer, restore_path=cfg.pretrained_checkpoint.restore_from_path
+    )
+    model.init_peft(cfg.model.get("peft"))
+    if cfg.trainer.ppo.initial_policy_kl_penalty > 0:
+        model.set_reference_policy()  # before a checkpoint is resumed: the reference stays the model we started from
+
+    train_ds, validation_ds, _ = build_train_valid_test_rlhf_datasets(
+        cfg=cfg.model,
+        data_prefix=cfg.model.data.data_prefix,
+        data_impl=cfg.model.data.data_impl,
+        splits_string=cfg.model.data.splits_string,
+        train_valid_test_num_samples=[-1, -1, -1],
+        seq_length=cfg.model.data.seq_length,
+        seed=cfg.model.seed,
+        tokenizer=model.tokenizer,
+    )
+    ppo = cfg.model.ppo
+    train_dataloader_builder = partial(
+        build_dataloader, cfg, train_ds, mbs=ppo.rollout_micro_batch_size, gbs=ppo.num_rollout_samples, load_gbs=False
+    )
+    val_dataloader_builder = partial(
+        build_dataloader,
+        cfg,
+        validation_ds,
+        mbs=ppo.val_rollout_micro_batch_size,
+        gbs=ppo.num_val_samples,
+        load_gbs=False,
+        use_random_sampler=False,
+    )
+
+    steps_per_epoch = compute_num_steps_per_epoch(train_dataloader_builder(consumed_samples=0).batch_sampler)
+    ppo_steps = compute_max_steps(steps_per_epoch, cfg.trainer.ppo.max_epochs, cfg.trainer.ppo.max_steps)
+    optimizer, scheduler = model.setup_megatron_optimization(
+        max_steps=compute_num_optimizer_steps(
+            ppo_steps, ppo.num_rollout_samples, cfg.model.global_batch_size, cfg.trainer.ppo.ppo_epochs
+        )
+    )
+    ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
+    logger.log_hyperparams(OmegaConf.to_container(cfg))
+
+    rm_critic = RemoteGPTRMCriticClient(cfg.remote_critic_rm)
+    try:
+        ppo_trainer = PPOTrainer(
+            cfg=cfg.trainer.ppo,
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            train_dataloader_builder=train_dataloader_builder,
+            val_dataloader_builder=val_dataloader_builder,
+            collate_fn=collate_with_pad_to_max_batch(
+                ppo.length_params.max_length, model.tokenizer.eos_id, cfg, generate_masks_and_position_ids=False
+            ),
+            rm_critic=rm_critic,
+            batch_iterator_cls=get_batch_iterator_cls(cfg.trainer.ppo.batch_iterator),
+            logger=logger,
+            ckpt_callback=ckpt_callback,
+            run_timer=Timer((cfg.get("exp_manager") or {}).get("max_time_per_run")),
+        )
+        state = load_trainer_state(cfg, ckpt_callback)
+        if state is not None:
+            ppo_trainer.load_state_dict(state)
+        rm_critic.check_status(expected_actor_step=ppo_trainer.step)
+        ppo_trainer.fit()
+    finally:
+        rm_critic.communicator.close()
+
+
+if __name__ == "__main__":
+    main()
