@@ -193,7 +193,7 @@ def actor_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
         "remote_critic_rm.init_timeout_s": 120,
         "trainer.ppo.max_steps": steps,
         "trainer.ppo.max_epochs": 1 + steps * ROLLOUT_SIZE // make_data.SIZES["prompts"]["train"],
-        "++trainer.ppo.run_init_validation": True,
+        "trainer.ppo.run_init_validation": True,
         "trainer.ppo.val_check_interval": max(steps // 5, 1),
         "trainer.ppo.save_interval": steps,
         # Strong, for the reward model is easy to fool: without it the grammar of the answers falls apart.

@@ -358,3 +358,30 @@ def test_folder_of_an_old_run_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run.parse_args(["--run-dir", str(tmp_path)])
     assert f"{tmp_path} is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [1, 50, 200])
+@pytest.mark.parametrize(
+    ("make_job", "config_name"),
+    [
+        (run.sft_job, "gpt_sft"),
+        (run.reward_model_job, "training_rm"),
+        (run.critic_job, "gpt_ppo_critic"),
+        (run.actor_job, "gpt_ppo_actor"),
+    ],
+)
+def test_overrides_are_keys_of_the_configurations_and_have_an_effect(tmp_path, make_job, config_name, steps):
+    from hydra import compose, initialize_config_dir
+
+    from nemo_aligner.utils.config_utils import check_config
+
+    for name in ("sft", "rm"):  # the jobs before
+        checkpoint = tmp_path / "it's a run" / name / "checkpoints" / f"{name}.nemo"
+        checkpoint.parent.mkdir(parents=True)
+        checkpoint.write_text("weights")
+    port = [5556] if make_job in (run.critic_job, run.actor_job) else []
+    job = make_job(tmp_path / "it's a run", 0, steps, *port)
+    with initialize_config_dir(str(QUICKSTART.parents[1] / "conf"), version_base=None):
+        cfg = compose(config_name, overrides=job.command[2:])
+    assert check_config(cfg, config_name, visible_devices=0, env={}) == []  # no notes about keys without effect
+    assert cfg.exp_manager.explicit_log_dir == str(job.folder)
