@@ -34,7 +34,7 @@ def run_ranks(fn, world_size: int, timeout_s: float = 120, *args) -> list:
     """Call `fn(*args)` on `world_size` new processes that share a gloo process group.
 
     Args:
-        fn: module-level function; the process group exists when it is called, so it asks `torch.distributed` for its rank.
+        fn: module-level function; the process group exists when it is called (`torch.distributed` knows the rank).
         world_size: number of processes.
         timeout_s: limit for everything, the start of the interpreters (a few seconds) included.
         args: arguments of `fn`, the same for every rank.
@@ -50,7 +50,9 @@ def run_ranks(fn, world_size: int, timeout_s: float = 120, *args) -> list:
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         folder = Path(folder)
         children = [
-            context.Process(target=_rank_main, args=(fn, rank, world_size, str(folder), timeout_s, args), name=f"rank{rank}")
+            context.Process(
+                target=_rank_main, args=(fn, rank, world_size, str(folder), timeout_s, args), name=f"rank{rank}"
+            )
             for rank in range(world_size)
         ]
         try:
@@ -108,7 +110,9 @@ def _rank_main(fn, rank: int, world_size: int, folder: str, timeout_s: float, ar
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test run takes its ranks along
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

@@ -56,7 +56,9 @@ def test_results_by_rank_and_no_folder_left():
 
 def test_traceback_of_a_failing_rank():
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"(?s)rank1 failed:.*_one_raises_while_the_other_waits.*KeyError: 'planted'"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)rank1 failed:.*_one_raises_while_the_other_waits.*KeyError: 'planted'"
+    ):
         run_ranks(_one_raises_while_the_other_waits, 2, 100)
     assert time.monotonic() - start < 60
 

@@ -1,0 +1,213 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives, global statistics and vocabulary-parallel log-probs on two real gloo ranks.
+
+Each check runs on every rank; what it asserts there comes from inputs that both ranks can compute, so no collective
+under test is its own oracle. One launch serves all checks: starting the interpreters is most of the time.
+"""
+
+import warnings
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.parallel_state import destroy_model_parallel
+
+from nemo_aligner.losses import loss_weights, ppo_actor_loss
+from nemo_aligner.metrics import Max, Mean, Sum, reduce_metrics
+from nemo_aligner.utils import distributed, parallel_state
+from nemo_aligner.utils.timers import Timer
+from nemo_aligner.utils.vocab_parallel import calculate_distributed_entropy, from_parallel_logits_to_logprobs
+from tests.distributed.launcher import run_ranks
+
+BIG = 2**53 + 1  # neither float32 nor float64 can hold it
+
+
+def _collectives():
+    rank, world = dist.get_rank(), dist.group.WORLD
+    parallel_state.initialize()
+
+    # Ragged, int64 beyond float64, a rank without rows, other dtypes, and a non-contiguous piece.
+    local = torch.tensor([[BIG, rank], [2, 3]])[: rank + 1]
+    assert distributed.rebalance_nd_tensor(local, world).tolist() == [[BIG, 0], [BIG, 1], [2, 3]]
+    empty = torch.full((rank, 2, 2), 0.5, dtype=torch.bfloat16)
+    assert distributed.rebalance_nd_tensor(empty, world).equal(torch.full((1, 2, 2), 0.5, dtype=torch.bfloat16))
+    assert distributed.rebalance_nd_tensor(torch.tensor([rank == 0]), world).tolist() == [True, False]
+    transposed = (torch.arange(6.0).reshape(3, 2) + 10 * rank).t()
+    expected = torch.cat([torch.arange(6.0).reshape(3, 2).t(), torch.arange(6.0).reshape(3, 2).t() + 10])
+    assert distributed.rebalance_nd_tensor(transposed, world).equal(expected)
+    try:
+        distributed.rebalance_nd_tensor(torch.zeros(2, 3 + rank), world)
+        raise AssertionError("different widths were accepted")
+    except ValueError as error:
+        assert "[[2, 3], [2, 4]]" in str(error)
+
+    # Broadcast: shape and dtype need not be known; non-contiguous; bool; conversion on request.
+    mine = torch.arange(6).reshape(2, 3).t() + BIG if rank == 1 else None
+    assert distributed.broadcast_tensor(mine, 1, world).equal(torch.arange(6).reshape(2, 3).t() + BIG)
+    flags = torch.tensor([True, False]) if rank == 0 else None
+    assert distributed.broadcast_tensor(flags, 0, world).tolist() == [True, False]
+    half = torch.tensor(1.5, dtype=torch.bfloat16) if rank == 0 else None
+    assert distributed.broadcast_tensor(half, 0, world).item() == 1.5
+    ints = torch.tensor([[1, 2]]) if rank == 0 else None
+    assert distributed.broadcast_2d_tensor(ints, 0, world).dtype == torch.float32
+
+    # Gather to the last rank.
+    pieces = distributed.gather_tensor(torch.tensor([[rank], [BIG]]).t(), 1, world)
+    assert pieces is None if rank == 0 else [p.tolist() for p in pieces] == [[[0, BIG]], [[1, BIG]]]
+
+    # Every rank leads its own model-parallel group here, so each calls.
+    assert distributed.run_if_model_parallel_src(lambda x, y: x + y, 1, y=rank) == 1 + rank
+
+    sums = distributed.all_reduce_dict({"b": 1.0, "a": rank} if rank else {"a": rank, "b": 1.0}, group=world)
+    assert sums == {"a": 1.0, "b": 2.0}
+    assert distributed.all_reduce_dict({"t": rank}, op=dist.ReduceOp.MAX) == {"t": 1.0}
+
+    rows = [torch.tensor([7] * (2 + 3 * rank)), torch.tensor([8])]
+    padded = distributed.pad_tensors_to_max_global_seq_len(rows, pad_value=-1, group=world)
+    assert padded.tolist() == [[7] * (2 + 3 * rank) + [-1] * (3 - 3 * rank), [8, -1, -1, -1, -1]]
+    assert distributed.pad_tensors_to_max_global_seq_len(rows, -1, world, 6).shape == (2, 6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert distributed.pad_tensors_to_max_global_seq_len(rows, -1, world, 4).shape == (2, 5)
+    assert "a sequence of 5 tokens is longer than the 4" in str(caught[0].message)
+
+    # Rank 0's clock decides: the other's has run out already.
+    timer = Timer("00:01:00:00")
+    timer.start_time()
+    if rank == 1:
+        timer._start -= 7200
+    assert not timer.is_finished()
+
+    reduced = reduce_metrics({"mean": Mean(rank, 1 + 3 * rank), "sum": Sum(rank + 1), "max": Max(-rank - 1.0)}, world)
+    assert reduced == {"mean": 0.2, "sum": 3.0, "max": -1.0}
+
+
+def _statistics():
+    rank, world = dist.get_rank(), dist.group.WORLD
+    torch.manual_seed(0)
+    values, mask = 1000 + torch.randn(5, 4), (torch.rand(5, 4) > 0.3).float()
+    share = slice(0, 2) if rank == 0 else slice(2, 5)
+    planted = torch.where(mask.bool(), values, float("nan"))[share]
+    kept = values[mask.bool()].double()
+    mean, var = distributed.masked_global_mean_var(planted, mask[share], world)
+    torch.testing.assert_close(mean, kept.mean().float())
+    torch.testing.assert_close(var, kept.var(unbiased=False).float())
+    normalized = distributed.normalize_tensor(planted, mask[share], world)
+    expected = ((values.double() - kept.mean()) / (kept.var(unbiased=False) + 1e-8).sqrt()).float()
+    torch.testing.assert_close(normalized[mask[share].bool()], expected[share][mask[share].bool()], atol=2e-4, rtol=0)
+
+
+def _data_parallel_inference():
+    parallel_state.initialize()
+    rank = dist.get_rank()
+    tokens = np.arange(12).reshape(4, 3) + BIG
+    inputs = {"inputs": tokens, "sequence_length": np.array([[3], [2], [1], [3]])} if rank == 0 else None
+    seen = []
+
+    def rewards_and_values(inputs):
+        tokens, lengths = inputs
+        seen.append(tokens[:, 0].tolist())
+        return lengths[:, None].float() * 10, (tokens - BIG).float()
+
+    rewards, values = distributed.run_distributed_inference(inputs, rewards_and_values)
+    assert seen == [[[BIG, BIG + 3], [BIG + 6, BIG + 9]][rank]]
+    assert rewards.tolist() == [30, 20, 10, 30] and rewards.dtype == np.float32
+    assert values.tolist() == np.arange(12).reshape(4, 3).tolist()
+    only = distributed.run_distributed_inference(inputs, lambda inputs: inputs[1][:, None].float())
+    assert only.tolist() == [[3], [2], [1], [3]]
+
+
+def _loss_weights_over_ranks():
+    """Each rank's partial sums, summed, are the loss and gradient of the whole batch in one process."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    mask = (torch.rand(5, 6) > 0.5).float()
+    tensors = {name: torch.randn(5, 6) for name in ("logprobs", "prev_logprobs", "advantages")}
+    share = slice(0, 2) if rank == 0 else slice(2, 5)
+
+    def sum_over_dp(tensor):
+        dist.all_reduce(tensor)
+        return tensor
+
+    for reduction in ("token", "sequence"):
+        whole = {**tensors, "logprobs": tensors["logprobs"].clone().requires_grad_()}
+        expected, _ = ppo_actor_loss(**whole, weights=loss_weights(mask, reduction), ratio_eps=0.2)
+        expected.backward()
+        part = {name: tensor[share].clone() for name, tensor in tensors.items()}
+        part["logprobs"].requires_grad_()
+        weights = loss_weights(mask[share], reduction, sum_over_dp=sum_over_dp)
+        loss, metrics = ppo_actor_loss(**part, weights=weights, ratio_eps=0.2)
+        loss.backward()
+        torch.testing.assert_close(sum_over_dp(metrics["loss"]), expected.detach())
+        torch.testing.assert_close(part["logprobs"].grad, whole["logprobs"].grad[share])
+
+
+def _vocabulary_parallel():
+    """Two slices of the vocabulary give the dense result and its gradient, also where a slice is all padding."""
+    rank = dist.get_rank()
+    parallel_state.initialize(tensor_model_parallel_size=2)
+    torch.manual_seed(0)
+    dense = 3 * torch.randn(2, 5, 12)
+    mine = slice(6 * rank, 6 * rank + 6)
+    for vocab_size, temperature in [(12, 1.0), (10, 0.7), (5, 1.3)]:
+        tokens = torch.randint(0, vocab_size, (2, 5))
+        weights = torch.randn(2, 4)
+        x, shard = dense.clone().requires_grad_(), dense[..., mine].clone().requires_grad_()
+        real = x[:, :-1, :vocab_size] / temperature
+        expected = real.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        expected_entropy = torch.distributions.Categorical(logits=real).entropy()
+        (weights * (expected + expected_entropy)).sum().backward()
+        logprobs = from_parallel_logits_to_logprobs(shard, tokens, temperature=temperature, vocab_size=vocab_size)
+        entropy = calculate_distributed_entropy(shard, temperature=temperature, vocab_size=vocab_size)
+        (weights * (logprobs + entropy)).sum().backward()
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(shard.grad, x.grad[..., mine], atol=1e-6, rtol=1e-5)
+
+    # Within one TP group: the first rank speaks for all; int64 is exact by default.
+    value = torch.tensor([[BIG + rank]])
+    assert distributed.broadcast_2d_tensor_within_mp(value).tolist() == [[BIG]]
+    assert distributed.broadcast_2d_tensor_within_mp(value, torch.float32).dtype == torch.float32
+    assert distributed.run_if_model_parallel_src(lambda: "called") == ("called" if rank == 0 else None)
+    assert distributed.broadcast_tensor_within_pp(value).equal(value)  # one stage: nothing to do
+
+
+def _within_pipeline():
+    rank = dist.get_rank()
+    parallel_state.initialize(pipeline_model_parallel_size=2)
+    value = torch.tensor([[BIG + rank]])
+    assert distributed.broadcast_tensor_within_pp(value if rank == 1 else None).tolist() == [[BIG + 1]]
+    assert distributed.broadcast_2d_tensor_within_pp(value, from_last=False).tolist() == [[BIG]]
+
+
+def _each_with_its_own_groups(*checks):
+    for check in checks:
+        check()
+        destroy_model_parallel()
+
+
+def test_on_two_ranks():
+    checks = [_collectives, _statistics, _data_parallel_inference, _loss_weights_over_ranks]
+    run_ranks(_each_with_its_own_groups, 2, 110, *checks, _vocabulary_parallel, _within_pipeline)
+
+
+def test_everything_is_a_no_op_in_one_plain_process():
+    assert not dist.is_initialized()
+    x = torch.tensor([[BIG]])
+    for result in (
+        distributed.rebalance_nd_tensor(x, None),
+        distributed.broadcast_tensor(x, 0, None),
+        distributed.broadcast_2d_tensor_within_mp(x),
+        distributed.broadcast_2d_tensor_within_pp(x),
+        distributed.broadcast_tensor_within_pp(x),
+        distributed.gather_tensor(x, 0, None)[0],
+    ):
+        assert result.equal(x)
+    assert distributed.all_reduce_dict({"a": 1.5}) == {"a": 1.5}
+    assert distributed.run_if_model_parallel_src(lambda: 3) == 3
+    assert [t.tolist() for t in distributed.pad_list([torch.tensor([1]), torch.tensor([2, 3])], 9)] == [[1, 9], [2, 3]]
+    rewards, values = distributed.run_distributed_inference(
+        {"inputs": [[1, 2]], "sequence_length": [2]}, lambda inputs: (inputs[1][:, None].float(), inputs[0].float())
+    )
+    assert rewards.tolist() == [2.0] and values.tolist() == [[1.0, 2.0]]

@@ -1,0 +1,199 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""PPO mathematics against numbers worked by hand, naive Python loops, and trl's PPO trainer."""
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_aligner.utils.distributed import masked_global_mean_var, normalize_tensor
+from nemo_aligner.utils.ppo_utils import (
+    calculate_advantages_and_returns,
+    calculate_entropy,
+    calculate_kl_penalty,
+    calculate_ppo_rewards,
+    calculate_rloo_baseline,
+    create_mask,
+    masked_mean,
+    masked_std,
+    sample_seeds,
+    select_topk,
+)
+
+NAN = float("nan")
+
+
+def close(actual, expected, atol=1e-6):
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=atol, rtol=0)
+
+
+def ragged_batch(seed=0, rows=6, width=9):
+    """values, rewards, mask [rows, width] with masks of different starts and lengths."""
+    torch.manual_seed(seed)
+    prompt = torch.randint(1, 5, (rows,))
+    total = prompt + torch.randint(1, 5, (rows,))
+    values = torch.randn(rows, width)
+    return values, torch.randn(rows, width), create_mask(values, prompt, total)
+
+
+def test_worked_vector():
+    """S=8, P=3, R=6, gamma=1, lambda=.95, beta=.01, scalar reward 2: every number worked by hand."""
+    values = torch.arange(1, 8)[None] / 10
+    prompt, total = torch.tensor([3]), torch.tensor([6])
+    mask = create_mask(values, prompt, total)
+    assert mask.tolist() == [[0, 0, 1, 1, 1, 0, 0]]
+
+    log_probs = torch.tensor([[-0.2, 0.2, -0.2, 0.1, 0.2, -0.2, 0.2]])
+    kl = calculate_kl_penalty(log_probs, torch.zeros(1, 7))
+    close(kl, [[0.2, 0.2, 0.2, 0.1, 0.2, 0.2, 0.2]])
+    close(calculate_kl_penalty(log_probs, torch.zeros(1, 7), use_absolute_kl=False), log_probs)
+
+    rewards = calculate_ppo_rewards(values, torch.tensor([2.0]), total, kl, penalty_factor=0.01)
+    close(rewards[0, 2:5], [-0.002, -0.001, 1.998])
+    advantages, returns = calculate_advantages_and_returns(values, rewards, 1.0, 0.95, mask)
+    close(advantages[0, 2:5], [1.543995, 1.522100, 1.498000])
+    close(returns[0, 2:5], [1.843995, 1.922100, 1.998000])
+
+    mean, var = masked_global_mean_var(advantages, mask)
+    close(mean, 1.521365)
+    close(var, 3.52858e-4, atol=1e-9)
+    # One float32 rounding of 1.52 is 1.2e-7, and is divided by a deviation of 0.019 here: 6e-6.
+    close(normalize_tensor(advantages, mask)[0, 2:5], [1.204691, 0.039123, -1.243827], atol=1e-5)
+
+
+@pytest.mark.parametrize("gamma,lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0)])
+def test_gae_against_a_naive_double_sum(gamma, lam):
+    """A_t = sum_k (gamma lambda)^k delta_{t+k} over the response only, one number at a time in Python."""
+    values, rewards, mask = ragged_batch()
+    advantages, returns = calculate_advantages_and_returns(values, rewards, gamma, lam, mask)
+    for row in range(len(values)):
+        slots = mask[row].nonzero().flatten().tolist()
+        v, r = values[row].tolist(), rewards[row].tolist()
+        for t in slots:
+            expected = 0.0
+            for k in slots:
+                if k >= t:
+                    bootstrap = v[k + 1] if k + 1 in slots else 0.0
+                    expected += (gamma * lam) ** (k - t) * (r[k] + gamma * bootstrap - v[k])
+            assert advantages[row, t].item() == pytest.approx(expected, abs=1e-5)
+            assert returns[row, t].item() == pytest.approx(expected + v[t], abs=1e-5)
+
+
+def test_gae_and_whitening_against_trl():
+    trainer = pytest.importorskip("trl.trainer.ppo_trainer").PPOTrainer
+    values, rewards, mask = ragged_batch(seed=1)
+    config = SimpleNamespace(config=SimpleNamespace(gamma=0.97, lam=0.9, whiten_rewards=False))
+    _, whitened, their_returns = trainer.compute_advantages(config, values, rewards, mask)
+    advantages, returns = calculate_advantages_and_returns(values, rewards, 0.97, 0.9, mask)
+    keep = mask.bool()
+    torch.testing.assert_close(returns[keep], their_returns[keep], atol=1e-6, rtol=0)
+    # trl whitens with the Bessel-corrected variance.
+    n = keep.sum()
+    ours = normalize_tensor(advantages, mask)[keep] * ((n - 1) / n).sqrt()
+    torch.testing.assert_close(ours, whitened[keep], atol=1e-5, rtol=0)
+
+
+def test_nan_outside_the_mask_changes_nothing():
+    values, rewards, mask = ragged_batch(seed=2)
+    planted_values, planted_rewards = (torch.where(mask.bool(), x, NAN) for x in (values, rewards))
+    clean = calculate_advantages_and_returns(values, rewards, 0.99, 0.95, mask)
+    planted = calculate_advantages_and_returns(planted_values, planted_rewards, 0.99, 0.95, mask)
+    for a, b in zip(clean, planted):
+        assert torch.equal(a, b)
+    garbage = torch.where(mask.bool(), clean[0], NAN)
+    for statistic in (
+        masked_mean,
+        masked_std,
+        lambda x, m: masked_mean(x, m, dim=1),
+        lambda x, m: masked_std(x, m, 1),
+    ):
+        assert torch.equal(statistic(clean[0], mask), statistic(garbage, mask))
+    keep = mask.bool()
+    assert torch.equal(normalize_tensor(clean[0], mask)[keep], normalize_tensor(garbage, mask)[keep])
+
+
+def test_gradient_of_masked_statistics_ignores_nan():
+    x = torch.tensor([1.0, 2.0, 4.0, NAN], requires_grad=True)
+    mask = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    (masked_mean(x, mask) + masked_std(x, mask)).backward()
+    clean = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
+    (clean.mean() + clean.std()).backward()
+    torch.testing.assert_close(x.grad, torch.cat([clean.grad, torch.zeros(1)]))
+
+
+def test_masked_statistics_by_rows_and_of_nothing():
+    values, mask = torch.tensor([[1.0, 2.0, 6.0], [5.0, 7.0, 9.0]]), torch.tensor([[1, 0, 1], [0, 0, 0]])
+    assert masked_mean(values, mask, dim=1).tolist() == [3.5, 0.0]
+    assert masked_mean(values, mask).item() == 3.5
+    assert masked_std(values, mask).item() == pytest.approx(math.sqrt(12.5))
+    assert masked_std(values, mask, dim=1).tolist() == pytest.approx([math.sqrt(12.5), 0.0])
+
+
+def test_reward_sits_at_the_last_response_column():
+    values = torch.zeros(3, 5)
+    per_token = calculate_ppo_rewards(values, torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([6, 3, 1]), 0.0)
+    assert per_token.tolist() == [[0, 0, 0, 0, 1], [0, 2, 0, 0, 0], [3, 0, 0, 0, 0]]
+    # A factor of 0 does not read the KL at all.
+    assert calculate_ppo_rewards(values, torch.ones(3), torch.full((3,), 4), values + NAN).isnan().sum() == 0
+
+
+def test_mask_has_as_many_ones_as_response_tokens():
+    prompt, total = torch.tensor([1, 3, 4]), torch.tensor([5, 3, 9])
+    mask = create_mask(torch.empty(3, 8), prompt, total)
+    assert mask.tolist() == [[1, 1, 1, 1, 0, 0, 0, 0], [0] * 8, [0, 0, 0, 1, 1, 1, 1, 1]]
+
+
+def test_entropy():
+    probabilities = torch.tensor([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.2, 0.3, 0.5]]])
+    expected = [math.log(2), 0.0, -(0.2 * math.log(0.2) + 0.3 * math.log(0.3) + 0.5 * math.log(0.5))]
+    close(calculate_entropy(probabilities.log())[0], expected)
+    close(calculate_entropy(probabilities.log(), torch.tensor([[1, 0, 1]])), (expected[0] + expected[2]) / 2)
+
+
+def test_select_topk_against_python_sorting():
+    random.seed(0)
+    prompts = torch.tensor([[7, 7], [1, 2], [7, 7], [1, 2], [7, 7], [0, 9]])
+    rewards = torch.tensor([[0.3], [0.5], [0.9], [-1.0], [0.6], [0.1]])
+    batch = {"prompt_tokens": prompts, "rewards": rewards, "row": torch.arange(6)}
+    assert select_topk(batch, 1)["row"].tolist() == [5, 1, 2]
+    two = select_topk(batch, 2)
+    assert two["row"].tolist() == [5, 3, 1, 4, 2]
+    assert two["rewards"].flatten().tolist() == rewards.flatten()[[5, 3, 1, 4, 2]].tolist()
+    with pytest.raises(ValueError, match="top_n_rollouts=0"):
+        select_topk(batch, 0)
+    with pytest.raises(ValueError, match="rollout 3 is NaN"):
+        select_topk({**batch, "rewards": rewards.index_fill(0, torch.tensor([3]), NAN)})
+
+
+def test_rloo_baseline_by_hand():
+    prompts = torch.tensor([[1], [2], [1], [1], [2]])
+    reward = torch.tensor([1.0, 10.0, 2.0, NAN, 20.0])
+    mask = torch.tensor([1, 1, 1, 0, 0])
+    baseline = calculate_rloo_baseline(prompts, reward, mask)
+    assert baseline.tolist() == [2.0, 10.0, 1.0, 1.5, 10.0]
+
+
+def _python_splitmix64(state):
+    z = (state + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def test_sample_seeds_against_unbounded_integers():
+    assert _python_splitmix64(0) == 0xE220A8397B1DCDAF  # first output of the published generator for seed 0
+    idx = torch.tensor([0, 1, 5, 2**40])
+    for seed, step in [(1234, 0), (0, 7), (2**31 - 1, 10**6)]:
+        state = _python_splitmix64((_python_splitmix64(seed) + step) % 2**64)
+        expected = [_python_splitmix64((state + i) % 2**64) % 2**63 for i in idx.tolist()]
+        assert sample_seeds(seed, step, idx).tolist() == expected
+
+
+def test_sample_seeds_differ_and_do_not_depend_on_the_batch():
+    seeds = [sample_seeds(1, step, torch.arange(1000)) for step in range(3)]
+    assert len(set(torch.cat(seeds).tolist())) == 3000
+    assert sample_seeds(1, 2, torch.tensor([17])).item() == seeds[2][17].item()
+    torch.Generator().manual_seed(int(seeds[0][0]))  # a valid seed
