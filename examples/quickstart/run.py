@@ -13,7 +13,6 @@ a job failed or the arguments make no sense, 128 + signal number if it was stopp
 
 import argparse
 import json
-import os
 import sys
 import time
 from datetime import datetime
@@ -144,7 +143,7 @@ def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
         "model.data.validation_ds.file_path": run_dir / "data" / "sft_validation.jsonl",
         **supervised("trainer.sft", steps),
     }
-    return script_job("SFT", "train_gpt_sft.py", run_dir / "sft", overrides, threads=os.cpu_count())
+    return script_job("SFT", "train_gpt_sft.py", run_dir / "sft", overrides, threads=2)
 
 
 def reward_model_job(run_dir: Path, seed: int, steps: int) -> Job:
@@ -161,7 +160,7 @@ def reward_model_job(run_dir: Path, seed: int, steps: int) -> Job:
         "++model.data.append_eod": True,
         **supervised("trainer.rm", steps),
     }
-    return script_job("Reward model", "train_reward_model.py", run_dir / "rm", overrides, threads=os.cpu_count())
+    return script_job("Reward model", "train_reward_model.py", run_dir / "rm", overrides, threads=2)
 
 
 def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
@@ -251,7 +250,7 @@ def data_prefix(run_dir: Path, kind: str) -> dict:
 
 
 def script_job(name: str, script: str, folder: Path, overrides: dict, threads: int = 1) -> Job:
-    """One of the project's scripts with Hydra overrides. Actor and critic work at once: a core for each."""
+    """One of the project's scripts with Hydra overrides. Actor and critic work at once: a core for each is enough."""
     command = [
         sys.executable,
         str(SCRIPTS / script),
