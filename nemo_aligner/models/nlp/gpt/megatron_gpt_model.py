@@ -213,6 +213,8 @@ class MegatronGPTModel(ModelPT):
         """Before the forward-backward pass of one global batch: train mode and empty gradient buffers."""
         self.set_train()
         for chunk in self.model:
+            # The fp32 optimizer leaves `grad` pointing into the buffer; the next backward would count it twice.
+            chunk.zero_grad(set_to_none=True)
             chunk.zero_grad_buffer()
 
     def finish_training_step(self) -> None:

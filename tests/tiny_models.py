@@ -1,0 +1,49 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of tiny models for tests: one like GPT-2, one like Llama."""
+
+from omegaconf import DictConfig, OmegaConf
+
+GPT2_LIKE = {
+    "normalization": "layernorm",
+    "activation": "gelu",
+    "position_embedding_type": "learned_absolute",
+    "bias": True,
+    "share_embeddings_and_output_weights": True,
+}
+LLAMA_LIKE = {
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "bias": False,
+    "num_query_groups": 2,
+    "share_embeddings_and_output_weights": False,
+}
+ARCHITECTURES = {"gpt2": GPT2_LIKE, "llama": LLAMA_LIKE}
+
+
+def tiny_config(tokenizer_dir: str, architecture: str = "llama", **overrides) -> DictConfig:
+    """Model configuration: 2 layers, width 32, 4 heads, 48 positions, an optimizer; fp32."""
+    config = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_attention_heads": 4,
+        "encoder_seq_length": 48,
+        "max_position_embeddings": 48,
+        "init_method_std": 0.1,
+        "seed": 7,
+        "precision": 32,
+        "micro_batch_size": 1,
+        "global_batch_size": 4,
+        "tokenizer": {"library": "huggingface", "type": tokenizer_dir},
+        "optim": {
+            "name": "distributed_fused_adam",
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "betas": [0.9, 0.98],
+            "sched": {"name": "CosineAnnealing", "warmup_steps": 2, "constant_steps": 0, "min_lr": 1e-4},
+        },
+        **ARCHITECTURES[architecture],
+    }
+    return OmegaConf.merge(OmegaConf.create(config), OmegaConf.create(overrides))

@@ -1,0 +1,291 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The GPT on Megatron Core against Hugging Face's implementations, its optimizer, schedule, .nemo files and checkpoints."""
+
+import math
+import tarfile
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.utils import nemo_archive
+from nemo_aligner.utils.checkpointing import MARKER, CheckpointCallback, complete_checkpoints, format_name
+from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.megatron_steps import forward_backward, forward_collect
+from nemo_aligner.utils.train_utils import learning_rate, optimizer_step
+from tests.tiny_models import tiny_config
+
+TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2, 1]])
+
+
+def split_qkv(weight, groups, heads, head_size):
+    """Megatron interleaves q, k, v by query group; returns the three as other libraries hold them."""
+    per_group = heads // groups
+    grouped = weight.view(groups, per_group + 2, head_size, *weight.shape[1:])
+    parts = grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1]
+    return [part.reshape(-1, *weight.shape[1:]) for part in parts]
+
+
+def as_llama(weights, cfg, vocab):
+    hf = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=cfg.hidden_size,
+            intermediate_size=cfg.ffn_hidden_size,
+            num_hidden_layers=cfg.num_layers,
+            num_attention_heads=cfg.num_attention_heads,
+            num_key_value_heads=cfg.num_query_groups,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            tie_word_embeddings=False,
+        )
+    )
+    mapped = {
+        "model.embed_tokens.weight": weights["embedding.word_embeddings.weight"],
+        "model.norm.weight": weights["decoder.final_layernorm.weight"],
+        "lm_head.weight": weights["output_layer.weight"],
+    }
+    for i in range(cfg.num_layers):
+        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
+        q, k, v = split_qkv(weights[ours + "self_attention.linear_qkv.weight"], 2, 4, 8)
+        gate, up = weights[ours + "mlp.linear_fc1.weight"].chunk(2)
+        mapped |= {
+            theirs + "self_attn.q_proj.weight": q,
+            theirs + "self_attn.k_proj.weight": k,
+            theirs + "self_attn.v_proj.weight": v,
+            theirs + "self_attn.o_proj.weight": weights[ours + "self_attention.linear_proj.weight"],
+            theirs + "mlp.gate_proj.weight": gate,
+            theirs + "mlp.up_proj.weight": up,
+            theirs + "mlp.down_proj.weight": weights[ours + "mlp.linear_fc2.weight"],
+            theirs + "input_layernorm.weight": weights[ours + "input_layernorm.weight"],
+            theirs + "post_attention_layernorm.weight": weights[ours + "pre_mlp_layernorm.weight"],
+        }
+    hf.load_state_dict(mapped)
+    return hf.eval()
+
+
+def as_gpt2(weights, cfg, vocab):
+    hf = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=vocab,
+            n_positions=cfg.max_position_embeddings,
+            n_embd=cfg.hidden_size,
+            n_layer=cfg.num_layers,
+            n_head=cfg.num_attention_heads,
+            n_inner=cfg.ffn_hidden_size,
+            activation_function="gelu",
+        )
+    )
+    mapped = {
+        "transformer.wte.weight": weights["embedding.word_embeddings.weight"],
+        "lm_head.weight": weights["embedding.word_embeddings.weight"],
+        "transformer.wpe.weight": weights["embedding.position_embeddings.weight"],
+    }
+    for kind in ("weight", "bias"):
+        mapped[f"transformer.ln_f.{kind}"] = weights[f"decoder.final_layernorm.{kind}"]
+        for i in range(cfg.num_layers):
+            ours, theirs = f"decoder.layers.{i}.", f"transformer.h.{i}."
+            qkv = torch.cat(split_qkv(weights[ours + f"self_attention.linear_qkv.{kind}"], 4, 4, 8))
+            mapped |= {
+                theirs + f"ln_1.{kind}": weights[ours + f"input_layernorm.{kind}"],
+                theirs + f"ln_2.{kind}": weights[ours + f"pre_mlp_layernorm.{kind}"],
+                # GPT-2 stores its matrices transposed
+                theirs + f"attn.c_attn.{kind}": qkv.T,
+                theirs + f"attn.c_proj.{kind}": weights[ours + f"self_attention.linear_proj.{kind}"].T,
+                theirs + f"mlp.c_fc.{kind}": weights[ours + f"mlp.linear_fc1.{kind}"].T,
+                theirs + f"mlp.c_proj.{kind}": weights[ours + f"mlp.linear_fc2.{kind}"].T,
+            }
+    hf.load_state_dict(mapped)
+    return hf.eval()
+
+
+def logits_of(model, tokens, micro_batch_size=2):
+    return forward_collect(
+        model.model, {"tokens": tokens}, micro_batch_size=micro_batch_size, output_fn=lambda output, _: output
+    )
+
+
+def share_of_loss(logits, batch):
+    """This micro-batch's share of the mean cross-entropy over a global batch of two rows."""
+    losses = torch.nn.functional.cross_entropy(
+        logits[:, :-1].float().transpose(1, 2), batch["tokens"][:, 1:], reduction="sum"
+    )
+    loss = losses / TOKENS[:, 1:].numel()
+    return loss, {"loss": loss}
+
+
+def train_step(model, optimizer, scheduler, micro_batch_size=1):
+    model.prepare_for_training_step()
+    metrics = forward_backward(
+        model.model, {"tokens": TOKENS}, micro_batch_size=micro_batch_size, loss_fn=share_of_loss
+    )
+    return metrics["loss"], optimizer_step(optimizer, scheduler, 1.0)
+
+
+@pytest.mark.parametrize("architecture, as_hf", [("llama", as_llama), ("gpt2", as_gpt2)])
+def test_logits_equal_hugging_face(tiny_tokenizer_dir, architecture, as_hf):
+    cfg = tiny_config(tiny_tokenizer_dir, architecture)
+    model = MegatronGPTModel(cfg)
+    model.set_eval()
+    weights = {k: v.clone() for k, v in model.unwrapped()[0].state_dict().items() if isinstance(v, torch.Tensor)}
+    with torch.no_grad():
+        expected = as_hf(weights, cfg, model.padded_vocab_size)(TOKENS).logits
+    torch.testing.assert_close(logits_of(model, TOKENS), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_micro_batches_do_not_change_loss_or_gradient(tiny_tokenizer_dir):
+    results = []
+    for micro_batch_size in (1, 2):
+        model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
+        optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
+        results.append(train_step(model, optimizer, scheduler, micro_batch_size))
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+def test_rows_that_no_micro_batch_divides(tiny_tokenizer_dir):
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
+    model.set_eval()
+    tokens = TOKENS.repeat(2, 1)[:3]
+    torch.testing.assert_close(logits_of(model, tokens, 2), logits_of(model, tokens, 3), atol=1e-6, rtol=1e-5)
+    with pytest.raises(UserError, match="3 samples.*micro_batch_size=2"):
+        forward_backward(model.model, {"tokens": tokens}, micro_batch_size=2, loss_fn=share_of_loss)
+
+
+def test_learning_rate_warms_up_anneals_and_holds(tiny_tokenizer_dir):
+    cfg = tiny_config(
+        tiny_tokenizer_dir,
+        optim={"lr": 1.0, "sched": {"warmup_steps": 4, "constant_steps": 5, "min_lr": 0.1}},
+    )
+    model = MegatronGPTModel(cfg)
+    optimizer, scheduler = model.setup_megatron_optimization(max_steps=19)
+    rates = []
+    for _ in range(19):
+        rates.append(learning_rate(optimizer))
+        scheduler.step(1)
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])  # the first update is not wasted
+    by_hand = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * i / 10)) for i in range(10)]
+    assert rates[4:14] == pytest.approx(by_hand)
+    assert rates[14:] == pytest.approx([0.1] * 5)
+
+
+def test_job_shorter_than_its_constant_phase_still_anneals(tiny_tokenizer_dir):
+    cfg = tiny_config(tiny_tokenizer_dir, optim={"lr": 1.0, "sched": {"warmup_steps": 1, "constant_steps": 1000}})
+    model = MegatronGPTModel(cfg)
+    optimizer, scheduler = model.setup_megatron_optimization(max_steps=11)
+    for _ in range(6):
+        scheduler.step(1)
+    assert 0.4 < learning_rate(optimizer) < 0.7
+
+
+@pytest.mark.parametrize("optimizer_name", ["distributed_fused_adam", "adamw"])
+@pytest.mark.parametrize("precision", [32, "bf16"])
+def test_resumed_job_continues_to_the_same_bits(tiny_tokenizer_dir, tmp_path, optimizer_name, precision):
+    cfg = tiny_config(tiny_tokenizer_dir, precision=precision, optim={"name": optimizer_name})
+
+    def start():
+        model = MegatronGPTModel(cfg)
+        optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
+        return CheckpointCallback(tmp_path, model, optimizer, scheduler, name="x"), (model, optimizer, scheduler)
+
+    callback, parts = start()
+    for _ in range(2):
+        train_step(*parts)
+    callback.custom_save({"step": 2}, trainer_state={"step": 2, "consumed_samples": 4})
+    uninterrupted = [train_step(*parts) for _ in range(3)]
+
+    callback, parts = start()
+    assert callback.load_latest() == {"step": 2, "consumed_samples": 4}
+    assert [train_step(*parts) for _ in range(3)] == uninterrupted
+
+
+def test_checkpoints_keep_the_best_and_the_last(tiny_tokenizer_dir, tmp_path):
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
+    optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
+    callback = CheckpointCallback(
+        tmp_path, model, optimizer, scheduler, name="x", filename="c-{step}", monitor="val", save_top_k=1, mode="max"
+    )
+    for step, value in enumerate([0.1, 0.9, 0.3, 0.2]):
+        callback.custom_save({"step": step, "val": value})
+    assert sorted(path.name for path in callback.root.iterdir()) == ["c-step=1", "c-step=3"]
+
+    # A checkpoint that was cut off while it was written is not resumed from.
+    (callback.root / "c-step=3" / MARKER).unlink()
+    assert [path.name for path, _ in complete_checkpoints(callback.root)] == ["c-step=1"]
+    assert callback.latest().name == "c-step=1"
+
+
+def test_checkpoint_names():
+    template = "gpt-{step}-{val_rewards:.3f}-{missing}"
+    assert format_name(template, {"step": 10.0, "val_rewards": 0.81249}) == "gpt-step=10-val_rewards=0.812-missing=nan"
+
+
+@pytest.mark.parametrize("as_directory", [False, True])
+def test_nemo_file_holds_weights_config_and_tokenizer(tiny_tokenizer_dir, tmp_path, as_directory):
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, seed=11))
+    model.set_eval()
+    path = tmp_path / ("folder" if as_directory else "model.nemo")
+    model.save_to(str(path))
+    assert path.is_dir() == as_directory and not list(tmp_path.glob("*.writing"))
+    if not as_directory:
+        names = tarfile.open(path).getnames()
+        assert "./model_config.yaml" in names and any("model_weights" in name for name in names)
+
+    config = nemo_archive.read_config(path)
+    assert config.tokenizer.type != tiny_tokenizer_dir  # the tokenizer inside is used, not the original folder
+    config.seed = 12  # other initial weights
+    restored = MegatronGPTModel.restore_from(path, override_config_path=config)
+    restored.set_eval()
+    assert restored.tokenizer.text_to_ids("the film") == model.tokenizer.text_to_ids("the film")
+    assert torch.equal(logits_of(restored, TOKENS), logits_of(model, TOKENS))
+
+
+def test_sentencepiece_tokenizer_travels_too(tiny_sentencepiece_model, tmp_path):
+    cfg = tiny_config("", tokenizer={"library": "sentencepiece", "model": tiny_sentencepiece_model})
+    model = MegatronGPTModel(cfg)
+    model.save_to(str(tmp_path / "m.nemo"))
+    restored = MegatronGPTModel.restore_from(tmp_path / "m.nemo")
+    assert restored.tokenizer.text_to_ids("the film was") == model.tokenizer.text_to_ids("the film was")
+
+
+def test_swapped_weights_come_back_bit_equal(tiny_tokenizer_dir):
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
+    model.set_eval()
+    reference = model.weights_to_cpu()
+    before = logits_of(model, TOKENS)
+    optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
+    train_step(model, optimizer, scheduler)
+    model.set_eval()
+    trained = logits_of(model, TOKENS)
+    assert not torch.equal(trained, before)
+    with model.swapped_weights(reference):
+        assert torch.equal(logits_of(model, TOKENS), before)
+    assert torch.equal(logits_of(model, TOKENS), trained)
+
+
+def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
+    with pytest.raises(UserError, match="nowhere.nemo does not exist"):
+        MegatronGPTModel.restore_from(tmp_path / "nowhere.nemo")
+    (tmp_path / "text.nemo").write_text("not a tar file")
+    with pytest.raises(UserError, match="not a tar file"):
+        MegatronGPTModel.restore_from(tmp_path / "text.nemo")
+    for overrides, message in [
+        ({"activation": "gleu"}, "activation='gleu'"),
+        ({"normalization": "batchnorm"}, "normalization='batchnorm'"),
+        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
+        ({"tensor_model_parallel_size": 2}, "does not divide the 1 rank"),
+        ({"tokenizer": {"type": "/nowhere"}}, "tokenizer.type=/nowhere does not exist"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **overrides))
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
+    model.save_to(str(tmp_path / "m.nemo"))
+    other = nemo_archive.read_config(tmp_path / "m.nemo")
+    other.num_layers, other.bias = 3, True
+    with pytest.raises(UserError, match="m.nemo"):
+        MegatronGPTModel.restore_from(tmp_path / "m.nemo", override_config_path=other)
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, optim={"name": "sgd"}))
+    with pytest.raises(ConfigError, match="model.optim.name='sgd'"):
+        model.setup_megatron_optimization(max_steps=1)
