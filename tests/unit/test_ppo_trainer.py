@@ -213,7 +213,7 @@ def test_ppo_epochs_pass_over_the_rollout_in_other_orders():
     for batches in passes:
         assert sorted(batch_rows(batches[0]) + batch_rows(batches[1])) == whole
     assert list(map(batch_rows, passes[0])) == list(map(batch_rows, once.model.batches))
-    assert len({tuple(batch_rows(batches[0])) for batches in passes}) > 1
+    assert len({tuple(batch_rows(batches[0])) for batches in passes}) == 3
     # Rows stay whole: with their tokens travel their own advantages.
     advantage = {tuple(row.tolist()): a for b in passes[0] for row, a in zip(b["response_tokens"], b["advantages"])}
     for batch in thrice.model.batches:
@@ -260,6 +260,25 @@ def test_text_and_batches_do_not_depend_on_the_micro_batch():
     for a, b in zip(one.model.batches, four.model.batches, strict=True):
         torch.testing.assert_close(a["response_tokens"], b["response_tokens"], rtol=0, atol=0)
         torch.testing.assert_close(a["advantages"], b["advantages"], rtol=0, atol=0)
+
+
+def test_epochs_with_the_projects_own_sampler_and_a_remainder():
+    # 24 prompts in rollouts of 10: two steps per epoch, the rest of four is left out, and each rollout is whole.
+    from types import SimpleNamespace
+
+    from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
+    from nemo_aligner.utils.batch_iterators import DefaultBatchIterator
+
+    def builder(consumed_samples):
+        sampler = MegatronPretrainingRandomSampler(NUM_PROMPTS, consumed_samples, 2, 0, 1, global_batch_size=10)
+        return SimpleNamespace(batch_sampler=sampler, dataset=ppo_fakes.Prompts())
+
+    trainer = make_trainer(builder=builder, max_epochs=3, model_gbs=5)
+    trainer.batch_iterator_cls = DefaultBatchIterator
+    trainer.fit()
+    assert trainer.state_dict() == {"step": 6, "consumed_samples": 60, "epoch": 3, "ppo_optimization_step": 12}
+    assert trainer.logger.series("train_rollouts/rollout_size") == [(step, 10) for step in range(6)]
+    assert trainer.logger.series("train_rollouts/epoch") == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 3), (5, 3)]
 
 
 @pytest.mark.parametrize(
