@@ -35,13 +35,13 @@ EXTRAS_REQUIRE = {
         "flash-attn>=2.7,<2.9",  # compiled on install: pip install --no-build-isolation
     ],
     "test": [
-        "pytest>=8,<10",
+        "pytest>=8,<10",  # the test runner
         "pytest-timeout>=2.3,<3",  # a rank that waits for a dead one must not hang the run
         "torchrl==0.14.1",  # independent oracle for advantages; pinned because a changed oracle proves nothing
     ],
     "dev": [
         "ruff==0.17.5",  # pinned: other versions format differently
-        "pre-commit>=4,<5",
+        "pre-commit>=4,<5",  # runs ruff before each commit
     ],
 }
 

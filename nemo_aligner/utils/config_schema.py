@@ -115,8 +115,9 @@ _ACTOR = (
     _keys(
         "trainer.ppo",
         """critic_warmup_steps max_epochs max_steps ppo_epochs run_init_validation val_check_interval save_interval
-        gradient_clip_val initial_policy_kl_penalty use_absolute_kl discount_factor gae_lambda normalize_advantages ratio_eps
-        entropy_bonus rollout_batch_seq_length model_gbs model_mbs trt_llm.enable batch_iterator.use_flask""",
+        gradient_clip_val initial_policy_kl_penalty use_absolute_kl discount_factor gae_lambda
+        normalize_advantages ratio_eps entropy_bonus rollout_batch_seq_length model_gbs model_mbs trt_llm.enable
+        trt_llm.reshard batch_iterator.use_flask""",
     )
     | _keys("remote_critic_rm", "pad_to_length combine_rm_and_critic_server init_timeout_s inference_timeout_s")
     | _keys("remote_critic_rm.reward_model", "name ip port")
@@ -125,7 +126,7 @@ _ACTOR = (
         "model.ppo",
         f"""rollout_micro_batch_size num_rollout_samples forward_micro_batch_size val_rollout_micro_batch_size
         num_val_samples offload_adam_states entropy_bonus ratio_eps loss_reduction {_SAMPLING}
-        length_params.max_length length_params.min_length trt_llm.enable""",
+        length_params.max_length length_params.min_length trt_llm.enable trt_llm.reshard""",
     )
 )
 _CRITIC = _keys(
@@ -139,7 +140,7 @@ _RM = _keys(
     limit_train_batches limit_val_batches gradient_clip_val""",
 )
 _SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length min_seq_length drop_last label_key
-    add_eos add_sep add_bos truncation_field truncation_method prompt_template hf_dataset"""
+    add_eos add_sep add_bos truncation_field truncation_method prompt_template hf_dataset pad_to_max_length"""
 _SFT = (
     {"name"}
     | _keys(
@@ -290,7 +291,6 @@ INERT = {
         f"{section}.trt_llm.{key}": Inert(_TRT, neutral if section == "trainer.ppo" else (...,))
         for section in ("trainer.ppo", "model.ppo")  # the second refers to the first
         for key, neutral in {
-            "reshard": (False,),
             "model_type": ("llama", "gptj", "gptnext", "gemma", "falcon"),
             "unload_engine_train": (False,),
             "max_input_len": (...,),  # derived from other keys: never worth a warning
@@ -347,7 +347,6 @@ INERT = {
             "packed_sequence": (False,),
             "packed_sequence_return_cu_seqlen": (),
             "tokens_to_generate": (),
-            "pad_to_max_length": (False,),
             "virtual_tokens": (),
         }.items()
     },

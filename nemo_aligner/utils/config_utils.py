@@ -9,6 +9,7 @@ are known for sure. The rules themselves are plain functions over plain values. 
 """
 
 import difflib
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -64,6 +65,7 @@ def drop_unset(model_cfg: DictConfig) -> DictConfig:
 # ---- keys --------------------------------------------------------------------------------
 
 
+@functools.cache
 def _known_prefixes(config_name: str) -> set[str]:
     """Every known key with all its parents."""
     prefixes = set()
@@ -421,6 +423,7 @@ def check_values(cfg, config_name: str, *, complete: bool, visible_devices: int 
     """Refuse values that cannot work, alone or together.
 
     Args:
+        cfg: `DictConfig`, or a dict without references.
         complete: True once `cfg.model` holds the checkpoint's values too. Before that, checks that need the data
             parallel size run only if the parallel sizes are given.
         visible_devices: GPUs of this machine; None asks PyTorch.
@@ -509,9 +512,8 @@ def check_config(cfg, config_name: str, *, visible_devices: int | None = None, e
     missing = [key for key, value in _walk(written, config_name).items() if value == "???"]
     if missing:
         raise ConfigError(f"Not set: {', '.join(missing)}; give a value, for example {missing[0]}=...")
-    check_values(cfg, config_name, complete=False, visible_devices=visible_devices, env=env)
-
     tree = _resolved(cfg)
+    check_values(tree, config_name, complete=False, visible_devices=visible_devices, env=env)
     notes = inert_notes(tree, config_name)
     if _Values(tree).get("trainer.ppo.trt_llm.enable"):
         notes.append("trainer.ppo.trt_llm.enable=True: TensorRT-LLM is gone; the built-in engine serves instead")
@@ -523,7 +525,10 @@ def check_config(cfg, config_name: str, *, visible_devices: int | None = None, e
 
 
 def _resolved(cfg) -> dict:
-    cfg = cfg.copy() if OmegaConf.is_config(cfg) else OmegaConf.create(cfg)
+    """Plain nested dict of a `DictConfig`; a dict is taken as it is."""
+    if not OmegaConf.is_config(cfg):
+        return cfg
+    cfg = cfg.copy()
     if OmegaConf.select(cfg, "exp_manager.checkpoint_callback_params") is not None:
         # In old YAML files it refers to sizes that only the checkpoint knows. Nobody reads it.
         cfg.exp_manager.checkpoint_callback_params.model_parallel_size = None

@@ -104,7 +104,7 @@ def test_nearest_key_always_names_something():
         ("gpt_ppo_actor", "model.ppo.combine_rm_and_critic_server", True),
         ("gpt_ppo_actor", "model.offload_adam_states", False),
         ("gpt_ppo_actor", "model.enable_nge", True),
-        ("gpt_ppo_actor", "trainer.ppo.trt_llm.reshard", True),
+        ("gpt_ppo_actor", "trainer.ppo.trt_llm.unload_engine_train", True),
         ("gpt_ppo_actor", "trainer.trt_llm.model_type", "llama"),
         ("gpt_ppo_actor", "trainer.ppo.trt_model_dir", "/elsewhere"),
         ("gpt_ppo_actor", "model.transformer_engine", True),
