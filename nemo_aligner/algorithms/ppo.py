@@ -395,7 +395,7 @@ class PPOTrainer:
 
                 critic_update = self.rm_critic.train(data)
                 with self.timer("train_time"):
-                    loss, train_metrics = self.run_training(self._global_batches(data))
+                    _, train_metrics = self.run_training(self._global_batches(data))
                 with self.timer("critic_train_wait"):
                     train_metrics["critic_loss"] = self._finish_critic_update(critic_update)
                 self._log_timings(timings | self._consume_timings())
