@@ -96,10 +96,15 @@ def test_weights_refuse_what_cannot_be():
         loss_weights(torch.ones(3, 2), "microbatch", 2)
 
 
-def test_token_counts_above_float32_precision():
-    """2**24 + 1 tokens over all ranks: float32 cannot hold the count."""
-    weights = loss_weights(torch.ones(1, 1), "token", sum_over_dp=lambda x: x + 2**24)
-    assert weights.item() == pytest.approx(1 / (2**24 + 1), rel=1e-7)
+def test_counts_travel_in_a_type_that_holds_them():
+    """2**24 + 1 tokens over all ranks: float32 would lose the last one."""
+
+    def sum_over_dp(count):
+        assert (count + 2**24).item() == 2**24 + 1
+        return count
+
+    for reduction in ("token", "sequence", "microbatch"):
+        loss_weights(torch.ones(1, 1), reduction, 1, sum_over_dp=sum_over_dp)
 
 
 def test_actor_loss_against_a_naive_loop():
