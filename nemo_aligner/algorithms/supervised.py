@@ -1,0 +1,227 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Training on labelled data: supervised fine-tuning and reward models.
+
+`SupervisedTrainer.fit` is the loop; what the loss is, the model knows (`SupervisedInterface`). One step is one
+optimizer update on one global batch. Metrics at step k describe the weights after k updates, so the training loss at k
+and a validation at k belong to the same weights.
+"""
+
+from collections.abc import Iterator
+
+from nemo.utils import logging
+from tqdm import tqdm
+
+from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
+from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.timers import ScopedTimer
+from nemo_aligner.utils.train_utils import learning_rate, optimizer_step
+from nemo_aligner.utils.trainer_utils import check_progress, compute_limit_batches, compute_num_steps_per_epoch
+
+POSTFIX_KEYS = ("train_loss", "val_loss")
+
+
+class SupervisedTrainer:
+    """Runs the steps, validates, logs and saves.
+
+    Args:
+        cfg: `trainer.sft` or `trainer.rm`: `max_epochs`, `max_steps` (below 0: no limit), `val_check_interval` (steps;
+            a float is a fraction of an epoch), `save_interval`, `limit_train_batches`, `limit_val_batches`,
+            `gradient_clip_val`.
+        model: a `SupervisedInterface`; `model.cfg.global_batch_size` is read.
+        optimizer, scheduler: see `train_utils.optimizer_step`.
+        train_dataloader: yields this rank's share of each global batch (`builders.build_dataloader`).
+        val_dataloader: the same for validation; or a dict of them by key, of which `validation` is the one that
+            checkpoints are ranked by; or None.
+        test_dataloader: is run through once at the end of training, under `test/`; or None.
+        logger: `CustomLoggerWrapper`.
+        ckpt_callback: `CheckpointCallback`.
+        run_timer: wall-clock limit of this job (`timers.Timer`).
+        run_init_validation: validate before the first step too.
+
+    Attributes:
+        step: optimizer updates done.
+        consumed_samples: samples of all ranks that they used; it alone says where in the data a resumed job goes on.
+    """
+
+    def __init__(
+        self,
+        cfg,
+        model,
+        optimizer,
+        scheduler,
+        train_dataloader,
+        val_dataloader,
+        test_dataloader,
+        logger,
+        ckpt_callback,
+        run_timer,
+        run_init_validation=False,
+    ):
+        self.cfg = cfg
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.train_dataloader = train_dataloader
+        self.val_dataloaders = val_dataloader if isinstance(val_dataloader, dict) else {"validation": val_dataloader}
+        self.val_dataloaders = {key: loader for key, loader in self.val_dataloaders.items() if loader is not None}
+        self.test_dataloader = test_dataloader
+        self.logger = logger
+        self.ckpt_callback = ckpt_callback
+        self.run_timer = run_timer
+        self.run_init_validation = run_init_validation
+        self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
+
+        self.step = 0
+        self.consumed_samples = 0
+        sampler = train_dataloader.batch_sampler
+        self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler, cfg.get("limit_train_batches", 1.0))
+        if self.num_steps_per_epoch == 0:
+            raise ConfigError(f"limit_train_batches={cfg.get('limit_train_batches')} leaves no batch to train on.")
+        self.limit_val_batches = cfg.get("limit_val_batches", 1.0) if self.val_dataloaders else 0
+        self.val_check_interval = cfg.get("val_check_interval", -1)
+        if isinstance(self.val_check_interval, float):
+            self.val_check_interval = compute_limit_batches(self.num_steps_per_epoch, self.val_check_interval)
+        self.save_interval = cfg.get("save_interval", -1)
+        self.set_max_steps()
+        self._check_progress(run_time_exceeded=False)  # intervals that do not go together are an error at start
+        epochs = -(-self.max_steps // self.num_steps_per_epoch)
+        if epochs > 1 and not isinstance(sampler, MegatronPretrainingRandomBatchSampler):
+            raise ConfigError(
+                f"{epochs} epochs need a random sampler (trainer.rm.train_random_sampler=True, or shuffle=True in the"
+                f" SFT data section): the sampler in use, {type(sampler).__name__}, makes one pass. Or set"
+                " max_epochs=1."
+            )
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return self.step // self.num_steps_per_epoch
+
+    def set_max_steps(self) -> None:
+        """`max_steps` of this run: all epochs, or fewer steps if the configuration says so."""
+        max_epochs, max_steps = self.cfg.get("max_epochs", 1), self.cfg.get("max_steps", -1)
+        max_steps = -1 if max_steps is None else max_steps
+        if max_epochs is None and max_steps < 0:
+            raise ConfigError("max_epochs=null needs max_steps: one of them must say when training ends.")
+        limits = [] if max_epochs is None else [self.num_steps_per_epoch * max_epochs]
+        self.max_steps = min(limits + ([max_steps] if max_steps >= 0 else []))
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def fit(self) -> None:
+        """Train until `max_steps` or until the time is over; all ranks call it together."""
+        self.run_timer.start_time()
+        if self.step >= self.max_steps:
+            logging.info(f"step {self.step} of {self.max_steps}: training is already complete.")
+            return
+        if self.run_init_validation and self.step == 0 and self.val_dataloaders:
+            self.run_validation()
+
+        batches = self._train_batches()
+        val_metrics = {}
+        with self._progress_bar() as progress:
+            while self.step < self.max_steps:
+                train_metrics = self.train_single_step(next(batches))
+                self.logger.log_metrics(train_metrics, step=self.step, prefix="train/")
+                self.step += 1
+
+                run_time_exceeded = self.run_timer.is_finished()
+                run_val, save_model, is_train_end = self._check_progress(run_time_exceeded)
+                if run_val:
+                    val_metrics = self.run_validation()
+                candidates = _prefixed("train_", train_metrics) | _prefixed("val_", val_metrics)
+                progress.set_postfix({key: f"{candidates[key]:.4g}" for key in POSTFIX_KEYS if key in candidates})
+                progress.update()
+                if save_model:
+                    self.save(candidates, is_train_end=is_train_end)
+                if run_time_exceeded:
+                    logging.info(f"time limit reached at step {self.step} of {self.max_steps}; run it again to go on.")
+                    break
+            else:
+                if self.test_dataloader is not None:
+                    self.logger.log_metrics(self._validate(self.test_dataloader), step=self.step, prefix="test/")
+        self.logger.finalize()
+
+    def train_single_step(self, batch) -> dict[str, float]:
+        """One optimizer update on this rank's share of a global batch; returns its metrics."""
+        with self.timer("step_time"):
+            lr = learning_rate(self.optimizer)
+            self.optimizer.zero_grad()
+            self.model.prepare_for_training_step()
+            loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=False)
+            self.model.finish_training_step()
+            grad_norm = optimizer_step(self.optimizer, self.scheduler, self.cfg.get("gradient_clip_val"))
+        self.consumed_samples += self.model.cfg.global_batch_size
+        metrics = metrics | {"loss": loss, "lr": lr} | self.timer.consume_durations()
+        metrics |= {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
+        return metrics if grad_norm is None else metrics | {"grad_norm": grad_norm}
+
+    def run_validation(self) -> dict[str, float]:
+        """Validate on every validation set and log; returns the metrics of the one that checkpoints are ranked by."""
+        results = {}
+        with self.timer("validation_time"):
+            for key, dataloader in self.val_dataloaders.items():
+                results[key] = self._validate(dataloader)
+                self.logger.log_metrics(results[key], step=self.step, prefix=f"{key}/")
+        self.logger.log_metrics(self.timer.consume_durations(), step=self.step, prefix="timers/")
+        return results.get("validation", {})
+
+    def _validate(self, dataloader) -> dict[str, float]:
+        """Means over the batches, weighted by their metric `weights` (valid samples) where the model gives it."""
+        sums, total = {}, 0.0
+        limit = compute_limit_batches(len(dataloader), self.cfg.get("limit_val_batches", 1.0))
+        for _, batch in zip(range(limit), dataloader, strict=False):
+            self.model.prepare_for_validation_step()
+            loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=True)
+            self.model.finish_validation_step()
+            metrics = metrics | {"loss": loss}
+            weight = float(metrics.pop("weights", 1.0))
+            total += weight
+            for key, value in metrics.items() if weight else ():  # a batch of empty slots has no values
+                sums[key] = sums.get(key, 0.0) + weight * float(value)
+        return {key: value / total for key, value in sums.items()}
+
+    def _train_batches(self) -> Iterator[dict]:
+        """Endless: from where `consumed_samples` says, epoch after epoch."""
+        while True:
+            # A loader with workers runs ahead of the training, so the position is told, not taken from the sampler.
+            self.train_dataloader.batch_sampler.consumed_samples = started_at = self.consumed_samples
+            yield from self.train_dataloader
+            if self.consumed_samples == started_at:
+                raise UserError(
+                    f"no training data left after {started_at} samples, at step {self.step} of {self.max_steps}: the"
+                    f" data set or the batch size has changed since the checkpoint."
+                )
+
+    def _check_progress(self, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
+        intervals = self.val_check_interval, self.save_interval
+        return check_progress(self.step, self.max_steps, *intervals, self.limit_val_batches, run_time_exceeded)
+
+    def _progress_bar(self):
+        quiet = parallel_state.get_rank() != 0
+        return tqdm(total=self.max_steps, initial=self.step, desc="Training steps", disable=quiet, dynamic_ncols=True)
+
+    # ---------------------------------------------------------------------------------------- checkpoint, resume
+
+    def save(self, extra_candidates=None, is_train_end=False) -> None:
+        """Save a checkpoint; all ranks call it. `extra_candidates`: metrics that checkpoints may be ranked by."""
+        self.ckpt_callback.custom_save(
+            monitor_candidates=(extra_candidates or {}) | self.state_dict(),
+            is_train_end=is_train_end,
+            trainer_state=self.state_dict(),
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "consumed_samples": self.consumed_samples, "epoch": self.epoch}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on from `state_dict()` of an earlier job: the next batch is the one that it would have had next."""
+        self.step = int(state_dict["step"])
+        self.consumed_samples = int(state_dict["consumed_samples"])
+        self.set_max_steps()
+
+
+def _prefixed(prefix: str, metrics: dict) -> dict:
+    return {f"{prefix}{key}": value for key, value in metrics.items()}

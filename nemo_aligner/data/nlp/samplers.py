@@ -1,0 +1,178 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Batch samplers: which data-parallel rank sees which dataset index, and when.
+
+| yields                       | random, multi-epoch                     | in order (validation)             |
+|------------------------------|-----------------------------------------|-----------------------------------|
+| micro-batches                | `MegatronPretrainingRandomSampler`      | `MegatronPretrainingSampler`      |
+| its share of a global batch  | `MegatronPretrainingRandomBatchSampler` | `MegatronPretrainingBatchSampler` |
+
+Where a pass starts is decided by `consumed_samples` alone (samples seen by all ranks together since step 0), so a
+resumed job goes on with exactly the batches that the killed one would have had next. A pass holds whole global batches
+only: what is left over at the end of an epoch is dropped, or, in order and on request, filled up with the index -1 (a
+slot without data).
+
+The random samplers draw from a generator of their own, never from the global one, which belongs to the training.
+"""
+
+import math
+
+import torch
+from nemo.utils import logging
+
+from nemo_aligner.utils.errors import ConfigError, UserError
+
+
+class _BatchSampler:
+    """Sizes, checks and counters that the four samplers share.
+
+    Args:
+        total_samples: size of the dataset.
+        consumed_samples: samples consumed by all ranks since the start of training.
+        micro_batch_size, global_batch_size: sizes per rank and micro-batch, and over all ranks; a global batch is one
+            micro-batch per rank if the latter is not given.
+        drop_last: leave out the samples that do not fill a global batch.
+        pad_samples_to_global_batch_size: with `drop_last=False`, fill the last global batch with the index -1.
+        seed: of the permutations (random samplers only).
+    """
+
+    yields_micro_batches: bool
+    is_random: bool
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        drop_last: bool = True,
+        global_batch_size: int | None = None,
+        pad_samples_to_global_batch_size: bool = False,
+        seed: int = 0,
+    ):
+        step = micro_batch_size * data_parallel_size
+        global_batch_size = step if global_batch_size is None else global_batch_size
+        if total_samples <= 0:
+            raise UserError(f"the dataset has {total_samples} samples: there is nothing to sample from.")
+        if consumed_samples < 0:
+            raise UserError(f"consumed_samples={consumed_samples}: it counts from 0.")
+        if micro_batch_size <= 0 or global_batch_size <= 0 or global_batch_size % step:
+            raise ConfigError(
+                f"the global batch size {global_batch_size} (model.global_batch_size, or num_rollout_samples /"
+                f" num_val_samples for rollouts) is not a multiple of {step} = micro batch size {micro_batch_size}"
+                " (model.micro_batch_size, or rollout_micro_batch_size / val_rollout_micro_batch_size for rollouts) x"
+                f" {data_parallel_size} data-parallel rank(s). Change one of them."
+            )
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(f"data_parallel_rank={data_parallel_rank} of {data_parallel_size} ranks")
+        if drop_last and total_samples < global_batch_size:
+            raise UserError(
+                f"the dataset has {total_samples} samples, fewer than one global batch of {global_batch_size}"
+                " (model.global_batch_size, or num_rollout_samples / num_val_samples for rollouts). Give more data or"
+                f" lower the batch size."
+            )
+        if not drop_last and self.is_random:
+            raise ConfigError("drop_last=False needs a sampler in order: random ones drop the rest of an epoch.")
+        if not drop_last and not pad_samples_to_global_batch_size and total_samples % global_batch_size:
+            raise ConfigError(
+                f"drop_last=False with {total_samples} samples leaves a global batch of {global_batch_size}"
+                " incomplete, and ranks with unequal work: set pad_samples_to_global_batch_size=True (empty slots are"
+                " masked)."
+            )
+        if consumed_samples % global_batch_size:
+            logging.warning(
+                f"consumed_samples={consumed_samples} is not a multiple of the global batch size {global_batch_size}"
+                f" (was it changed on resume?): sampling goes on at the next multiple."
+            )
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = global_batch_size
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_size = data_parallel_size
+        self.drop_last = drop_last
+        self.seed = seed
+        batches = total_samples / global_batch_size
+        self.samples_per_epoch = global_batch_size * (math.floor(batches) if drop_last else math.ceil(batches))
+
+    def _position(self) -> tuple[int, int]:
+        """(epoch, samples of it that are consumed, a multiple of the global batch size)."""
+        batches = math.ceil(self.consumed_samples / self.global_batch_size)
+        epoch, done = divmod(batches, self.samples_per_epoch // self.global_batch_size)
+        return epoch, done * self.global_batch_size
+
+    @property
+    def _local_batch_size(self) -> int:
+        """Indices in one yielded batch."""
+        if self.yields_micro_batches:
+            return self.micro_batch_size
+        return self.global_batch_size // self.data_parallel_size
+
+    def __len__(self) -> int:
+        """Batches that a pass started now would yield."""
+        return self._samples_left() // (self._local_batch_size * self.data_parallel_size)
+
+
+class _RandomSampler(_BatchSampler):
+    """Each rank permutes a contiguous part of the dataset of its own; the permutation is seeded with `seed + epoch`.
+
+    One pass ends with the epoch; the next starts the following epoch.
+    """
+
+    is_random = True
+
+    def _samples_left(self) -> int:
+        return self.samples_per_epoch - self._position()[1]
+
+    def __iter__(self):
+        epoch, done = self._position()
+        step = self.micro_batch_size * self.data_parallel_size
+        bucket_size = self.total_samples // step * self.micro_batch_size
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(bucket_size, generator=generator) + self.data_parallel_rank * bucket_size
+        # The tail of the permutation beyond the last global batch is left out: other samples in each epoch.
+        order = order[done // self.data_parallel_size : self.samples_per_epoch // self.data_parallel_size]
+        for batch in order.split(self._local_batch_size):
+            self.consumed_samples += len(batch) * self.data_parallel_size
+            yield batch.tolist()
+
+
+class _InOrderSampler(_BatchSampler):
+    """The dataset's own order, one pass in total; a new iteration starts again at `consumed_samples`."""
+
+    is_random = False
+
+    def _samples_left(self) -> int:
+        epoch, done = self._position()
+        return self.samples_per_epoch - done if epoch == 0 else 0
+
+    def __iter__(self):
+        size, ranks, rank = self._local_batch_size, self.data_parallel_size, self.data_parallel_rank
+        for start in range(self.samples_per_epoch - self._samples_left(), self.samples_per_epoch, size * ranks):
+            batch = [index if index < self.total_samples else -1 for index in range(start, start + size * ranks)]
+            yield batch[rank * size : (rank + 1) * size] if self.yields_micro_batches else batch[rank::ranks]
+
+
+class MegatronPretrainingRandomSampler(_RandomSampler):
+    """Micro-batches of this rank in random order."""
+
+    yields_micro_batches = True
+
+
+class MegatronPretrainingRandomBatchSampler(_RandomSampler):
+    """This rank's share of each global batch, in random order."""
+
+    yields_micro_batches = False
+
+
+class MegatronPretrainingSampler(_InOrderSampler):
+    """Micro-batches of this rank in the dataset's order: rank r has the r-th of each DP neighbouring ones."""
+
+    yields_micro_batches = True
+
+
+class MegatronPretrainingBatchSampler(_InOrderSampler):
+    """This rank's share of each global batch in the dataset's order: every DP-th sample."""
+
+    yields_micro_batches = False

@@ -1,0 +1,53 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The work queue on two ranks: each micro-batch once, and more of them for the rank that is faster."""
+
+import time
+
+import torch.distributed as dist
+
+from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
+from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.batch_iterators import StoreBatchIterator
+from tests.distributed.launcher import run_ranks
+
+
+def _rollouts(tensor_parallel_size, slow_rank):
+    """The dataset indices that this rank gets in each of two rollouts of 8 micro-batches; one rank is slow."""
+    parallel_state.initialize(tensor_model_parallel_size=tensor_parallel_size)
+    sampler = MegatronPretrainingRandomSampler(
+        total_samples=32,
+        consumed_samples=0,
+        micro_batch_size=2,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        global_batch_size=16,
+    )
+    sampler_iter, rollouts = iter(sampler), []
+    for _rollout in range(2):
+        num_microbatches = 8 // parallel_state.get_data_parallel_world_size()
+        queue = StoreBatchIterator(sampler_iter, num_microbatches, range(32), list)
+        dist.barrier()
+        rollouts.append([])
+        for batch in queue:
+            rollouts[-1].append(batch)
+            time.sleep(0.3 if dist.get_rank() == slow_rank else 0.02)
+    return rollouts
+
+
+def test_data_parallel_ranks_share_the_work():
+    fast, slow = run_ranks(_rollouts, 2, 100, 1, 1)
+    indices = []
+    for mine, other in zip(fast, slow, strict=True):
+        assert len(mine) + len(other) == 8 and all(len(batch) == 2 for batch in mine + other)
+        assert len(mine) > len(other)
+        indices.append(sorted(sum(mine + other, [])))
+        assert len(set(indices[-1])) == 16
+    assert sorted(sum(indices, [])) == list(range(32))
+
+
+def test_ranks_of_one_model_get_the_same_batches():
+    first, second = run_ranks(_rollouts, 2, 100, 2, None)
+    assert first == second
+    assert [len(rollout) for rollout in first] == [8, 8]
+    assert sorted(sum(first[0] + first[1], [])) == list(range(32))

@@ -1,0 +1,129 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers against naive loops: what all ranks together see, how a pass resumes, and which sizes are refused."""
+
+import itertools
+
+import pytest
+import torch
+
+from nemo_aligner.data.nlp.samplers import (
+    MegatronPretrainingBatchSampler,
+    MegatronPretrainingRandomBatchSampler,
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+)
+from nemo_aligner.utils.errors import ConfigError, UserError
+
+RANDOM = [MegatronPretrainingRandomSampler, MegatronPretrainingRandomBatchSampler]
+IN_ORDER = [MegatronPretrainingSampler, MegatronPretrainingBatchSampler]
+
+
+def make(cls, total, consumed=0, mbs=2, gbs=8, rank=0, dp=2, **kwargs):
+    return cls(
+        total_samples=total,
+        consumed_samples=consumed,
+        micro_batch_size=mbs,
+        global_batch_size=gbs,
+        data_parallel_rank=rank,
+        data_parallel_size=dp,
+        **kwargs,
+    )
+
+
+def naive_random(total, consumed, mbs, gbs, rank, dp, seed):
+    """This rank's indices for the rest of an epoch, written down from the definition."""
+    per_epoch = total // gbs * gbs
+    bucket = total // (mbs * dp) * mbs
+    generator = torch.Generator()
+    generator.manual_seed(seed + consumed // per_epoch)
+    order = torch.randperm(bucket, generator=generator).tolist()
+    return [rank * bucket + order[i] for i in range(consumed % per_epoch // dp, per_epoch // dp)]
+
+
+@pytest.mark.parametrize("cls", RANDOM)
+@pytest.mark.parametrize("total,consumed,dp", [(24, 0, 1), (24, 16, 2), (29, 40, 2), (31, 0, 4)])
+def test_random_order_is_the_naive_one(cls, total, consumed, dp):
+    for rank in range(dp):
+        batches = list(make(cls, total, consumed, rank=rank, dp=dp, seed=7))
+        assert {len(batch) for batch in batches} == {2 if cls is MegatronPretrainingRandomSampler else 8 // dp}
+        assert list(itertools.chain(*batches)) == naive_random(total, consumed, 2, 8, rank, dp, 7)
+
+
+@pytest.mark.parametrize("cls", RANDOM + IN_ORDER)
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_all_ranks_together_see_each_sample_once(cls, dp):
+    seen = [i for rank in range(dp) for batch in make(cls, 32, rank=rank, dp=dp) for i in batch]
+    assert sorted(seen) == list(range(32))
+
+
+@pytest.mark.parametrize("cls", RANDOM)
+def test_an_epoch_that_does_not_divide_has_whole_global_batches_only(cls):
+    for rank in range(2):
+        sampler = make(cls, 29, rank=rank)
+        for epoch in range(3):
+            assert sampler.consumed_samples == 24 * epoch
+            indices = list(itertools.chain(*sampler))
+            assert len(indices) == len(set(indices)) == 12
+    left_out = [set(range(28)) - set(itertools.chain(*make(cls, 29, 24 * epoch, dp=1))) for epoch in range(5)]
+    assert len(set(map(frozenset, left_out))) > 1  # not always the same samples
+
+
+@pytest.mark.parametrize("cls", RANDOM)
+def test_resume_gives_the_batches_of_the_uninterrupted_run(cls):
+    sampler = make(cls, 29, rank=1, seed=3)
+    positions, batches = [], []
+    for _epoch in range(2):
+        for batch in sampler:
+            batches.append(batch)
+            positions.append(sampler.consumed_samples)
+    for count, position in enumerate(positions[:-1], start=1):
+        if position % 8 == 0:
+            assert next(iter(make(cls, 29, position, rank=1, seed=3))) == batches[count]
+            assert len(make(cls, 29, position, rank=1, seed=3)) == len(list(make(cls, 29, position, rank=1, seed=3)))
+
+
+def test_epochs_and_seeds_shuffle_differently_and_leave_the_global_generator_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    orders = [
+        list(make(MegatronPretrainingRandomBatchSampler, 64, consumed, dp=1, seed=seed))
+        for consumed, seed in [(0, 1), (64, 1), (0, 9)]
+    ]
+    assert orders[0] != orders[1] and orders[0] != orders[2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_in_order_and_padded():
+    assert list(make(MegatronPretrainingSampler, 17, rank=1)) == [[2, 3], [6, 7], [10, 11], [14, 15]]
+    assert list(make(MegatronPretrainingBatchSampler, 17, rank=1)) == [[1, 3, 5, 7], [9, 11, 13, 15]]
+    padded = {"drop_last": False, "pad_samples_to_global_batch_size": True}
+    assert list(make(MegatronPretrainingSampler, 11, rank=0, **padded)) == [[0, 1], [4, 5], [8, 9], [-1, -1]]
+    assert list(make(MegatronPretrainingSampler, 11, rank=1, **padded)) == [[2, 3], [6, 7], [10, -1], [-1, -1]]
+    sampler = make(MegatronPretrainingBatchSampler, 11, rank=1, **padded)
+    assert list(sampler) == list(sampler) == [[1, 3, 5, 7], [9, -1, -1, -1]] and len(sampler) == 2
+    assert list(make(MegatronPretrainingBatchSampler, 3, rank=1, **padded)) == [[1, -1, -1, -1]]
+    assert list(make(MegatronPretrainingBatchSampler, 16, consumed=8)) == [[8, 10, 12, 14]]
+    assert list(make(MegatronPretrainingBatchSampler, 16, consumed=16)) == []
+
+
+def test_a_changed_batch_size_goes_on_at_the_next_whole_batch():
+    sampler = make(MegatronPretrainingRandomBatchSampler, 32, consumed=12, dp=1)
+    assert list(sampler) == list(make(MegatronPretrainingRandomBatchSampler, 32, consumed=16, dp=1))
+
+
+def test_refusals_name_values_and_keys():
+    with pytest.raises(
+        ConfigError, match=r"global batch size 10 .*num_rollout_samples.* multiple of 4 .*size 2 .*x 2 "
+    ):
+        make(MegatronPretrainingRandomSampler, 32, gbs=10)
+    with pytest.raises(UserError, match="7 samples, fewer than one global batch of 8"):
+        make(MegatronPretrainingRandomSampler, 7)
+    with pytest.raises(UserError, match="0 samples"):
+        make(MegatronPretrainingSampler, 0)
+    with pytest.raises(ConfigError, match="pad_samples_to_global_batch_size=True"):
+        make(MegatronPretrainingSampler, 11, drop_last=False)
+    with pytest.raises(ConfigError, match="drop_last=False"):
+        make(MegatronPretrainingRandomSampler, 16, drop_last=False)
+    with pytest.raises(UserError, match="consumed_samples=-1"):
+        make(MegatronPretrainingRandomSampler, 16, consumed=-1)
