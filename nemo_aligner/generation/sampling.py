@@ -1,0 +1,133 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to the next token: pure functions of plain tensors, which know no ranks and no model.
+
+b rows, V ids of the vocabulary (padding ids are cut off before). A forbidden id has the logit -inf.
+
+Randomness is one uniform number for each (sample, position), taken from the sample's own stream, and a token is drawn
+by inverting the cumulative distribution: it depends on the row's logits and on its seed, never on its neighbours.
+"""
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.utils.ppo_utils import _splitmix64
+
+_GOLDEN_GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number: SplitMix64's step
+
+
+def sample_uniforms(sample_seeds: Tensor, max_length: int) -> Tensor:
+    """The random numbers of each sample's stream, one per generated token.
+
+    SplitMix64, a counter-based generator: all 64 bits of the seed count, a longer stream starts like a shorter one,
+    and every device gives the same numbers.
+
+    Args:
+        sample_seeds: int64 `[b]`.
+        max_length: numbers per row.
+
+    Returns:
+        float64 `[b, max_length]` in [0, 1).
+    """
+    steps = torch.arange(max_length, device=sample_seeds.device) * _GOLDEN_GAMMA
+    bits = _splitmix64(_splitmix64(sample_seeds.long()).unsqueeze(1) + steps)
+    return ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53
+
+
+def seen_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
+    """bool `[b, vocab_size]`: True where the id is among the first `lengths` `[b]` columns of `tokens` `[b, W]`."""
+    valid = torch.arange(tokens.size(1), device=tokens.device) < lengths.unsqueeze(1)
+    seen = torch.zeros(tokens.size(0), vocab_size + 1, dtype=torch.bool, device=tokens.device)
+    return seen.scatter_(1, torch.where(valid, tokens, vocab_size), True)[:, :vocab_size]
+
+
+def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make ids less likely that the row already holds (Keskar et al. 2019, CTRL, section 4.1).
+
+    Args:
+        logits: `[b, V]`.
+        seen: bool `[b, V]`, True for ids in the prompt or among the generated tokens.
+        penalty: positive logits are divided by it, negative ones multiplied; 1 changes nothing.
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def forbid_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> Tensor:
+    """`logits` `[b, V]` with -inf at `token_ids` `[n]` in those rows where `rows` (bool `[b]`) is True."""
+    columns = torch.zeros(logits.size(1), dtype=torch.bool, device=logits.device)
+    columns[token_ids] = True
+    return logits.masked_fill(rows.unsqueeze(1) & columns, float("-inf"))
+
+
+def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
+    """Forbid all but the k likeliest ids of each row of `logits` `[b, V]`; ids that tie with the k-th stay."""
+    if top_k >= logits.size(1):
+        return logits
+    threshold = logits.topk(top_k, dim=1).values[:, -1:]
+    return logits.masked_fill(logits < threshold, float("-inf"))
+
+
+def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
+    """Nucleus sampling (Holtzman et al. 2020): keep the fewest likeliest ids whose probabilities reach `top_p`.
+
+    An id stays if the likelier ones together are below `top_p`, so at least one does.
+    """
+    ordered, order = logits.sort(dim=1, descending=True, stable=True)
+    probabilities = ordered.softmax(dim=1).double()
+    before = probabilities.cumsum(dim=1) - probabilities
+    forbidden = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, before >= top_p)
+    return logits.masked_fill(forbidden, float("-inf"))
+
+
+def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """The id, int64 `[b]`, where the cumulative probability of `logits` `[b, V]` passes `uniforms` (float64 `[b]`)."""
+    cumulative = logits.softmax(dim=1).double().cumsum(dim=1)
+    total = cumulative[:, -1:]
+    # Below the total even after rounding: an id of probability zero is never reached.
+    target = torch.minimum(uniforms.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.size(1) - 1)
+
+
+def choose_tokens(
+    logits: Tensor,
+    *,
+    uniforms: Tensor | None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    seen: Tensor | None = None,
+    end_token_ids: Tensor | None = None,
+    too_short: Tensor | None = None,
+) -> Tensor:
+    """Next token of each row.
+
+    Order: repetition penalty, temperature, minimum length, top-k, top-p, then the draw.
+
+    Args:
+        logits: float32 `[b, V]`.
+        uniforms: float64 `[b]` in [0, 1); None takes the likeliest id, whatever temperature, top-k and top-p are.
+        top_k: ids to keep; 0 keeps all.
+        top_p: probability to keep; 1 keeps all.
+        seen: bool `[b, V]`, True for ids that the row holds; needed if `repetition_penalty` is not 1.
+        end_token_ids: int64 `[n]`, ids that rows with `too_short` (bool `[b]`) must not take.
+
+    Returns:
+        int64 `[b]`; -1 for a row whose logits are not finite.
+    """
+    if repetition_penalty != 1.0:
+        logits = apply_repetition_penalty(logits, seen, repetition_penalty)
+    if too_short is not None:
+        logits = forbid_tokens(logits, end_token_ids, too_short)
+    finite = logits.amax(dim=1).isfinite()  # a NaN anywhere in the row is its maximum
+    if uniforms is None:
+        tokens = logits.argmax(dim=1)
+    else:
+        if temperature != 1.0:
+            logits = logits / temperature
+        if top_k > 0:
+            logits = keep_top_k(logits, top_k)
+        if top_p < 1.0:
+            logits = keep_top_p(logits, top_p)
+        tokens = invert_cdf(logits, uniforms)
+    return torch.where(finite, tokens, -1)
