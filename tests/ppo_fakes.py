@@ -215,6 +215,9 @@ class FakeLogger:
     def log_table(self, key, dataframe, step):
         self.tables.append((key, step, dataframe.to_dict("records")))
 
+    def log_samples(self, name, rows, step):
+        self.tables.append((name, step, rows))
+
     def finalize(self):
         self.finalized += 1
 

@@ -93,8 +93,6 @@ class PPORolloutBatch(UserDict):
         """The rows of all DP ranks, in the order of the ranks, on every rank; all ranks call it."""
         gathered = type(self)()
         for key, tensor in sorted(self.data.items()):
-            if parallel_state.is_trt_llm_reshard():  # every pipeline stage generated samples of its own
-                tensor = rebalance_nd_tensor(tensor, group=parallel_state.get_pipeline_model_parallel_group())
             gathered[key] = rebalance_nd_tensor(tensor, group=parallel_state.get_data_parallel_group())
         return gathered
 
@@ -186,7 +184,7 @@ def compute_num_optimizer_steps(
 
 
 def sample_rows(rollout_batch, tokenizer, num_rows: int) -> list[dict]:
-    """Prompt, response and reward of the first samples, as text."""
+    """Prompt and response of the first samples as text, with reward and whether the response ended by itself."""
     rows = []
     for i in range(min(num_rows, len(rollout_batch["rewards"]))):
         tokens = rollout_batch["response_tokens"][i].tolist()
@@ -196,6 +194,7 @@ def sample_rows(rollout_batch, tokenizer, num_rows: int) -> list[dict]:
                 "prompt": tokenizer.ids_to_text(tokens[:prompt_length]),
                 "response": tokenizer.ids_to_text(tokens[prompt_length:length]),
                 "reward": rollout_batch["rewards"][i].item(),
+                "is_end": bool(rollout_batch["is_end"][i]),
             }
         )
     return rows
@@ -305,7 +304,8 @@ class PPOTrainer:
             rm_critic: critic and reward model; its methods return futures and are called by all ranks.
             batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to an iterable of inference
                 batches.
-            logger: `log_metrics(metrics, step, prefix)`, `log_table(key, dataframe, step)`, `finalize()`.
+            logger: `log_metrics(metrics, step, prefix)`, `log_table(key, dataframe, step)`, `log_samples(name, rows,
+                step)`, `finalize()`.
             ckpt_callback: `custom_save(monitor_candidates, is_train_end, trainer_state)`.
             run_timer: `start_time()`, `is_finished()`: the wall-clock limit of this run.
 
@@ -334,7 +334,6 @@ class PPOTrainer:
         self.ppo_epochs = int(cfg.get("ppo_epochs", 1))
         self.critic_warmup_steps = int(cfg.get("critic_warmup_steps", 0))
         self.compute_init_policy_kl = cfg.initial_policy_kl_penalty > 0
-        self.trtllm_reshard = bool("trt_llm" in cfg and cfg.trt_llm.enable and cfg.trt_llm.reshard)
 
         sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
         self.num_rollout_samples = sampler.global_batch_size
@@ -445,11 +444,10 @@ class PPOTrainer:
         `sample_order` int64 `[B]`; `is_end` bool `[B]`; `rewards` f32 `[B]`; `values`, `logprobs` and, with a KL
         penalty, `init_logprobs` f32 `[B, S-1]`. A validation needs rewards only, so nothing else is computed for it.
         """
-        with self._reshard_region():
-            rollouts, futures = self._generate(dataloader_builder, consumed_samples, sampling_step)
-            eos_id = self.model.tokenizer.eos_id
-            min_width = None if is_validation else self.cfg.rollout_batch_seq_length
-            rollout = PPORolloutBatch.from_rollout_batches(rollouts, eos_id, min_width).gather_and_balance_globally()
+        rollouts, futures = self._generate(dataloader_builder, consumed_samples, sampling_step)
+        eos_id = self.model.tokenizer.eos_id
+        min_width = None if is_validation else self.cfg.rollout_batch_seq_length
+        rollout = PPORolloutBatch.from_rollout_batches(rollouts, eos_id, min_width).gather_and_balance_globally()
         # The order in which ranks delivered depends on their number; the order of the dataset does not. Rows with the
         # same index have the same prompt and random stream, so their order is of no matter.
         order = rollout["idx"].argsort(stable=True)
@@ -457,7 +455,7 @@ class PPOTrainer:
 
         local = None if is_validation else self._compute_logprobs(rollout)
 
-        with self._reshard_region(), self.timer("critic_wait"):
+        with self.timer("critic_wait"):
             scores = [dict(zip(("rewards", "values"), future.result(), strict=True)) for future in futures]
             if is_validation:
                 scores = [{"rewards": score["rewards"]} for score in scores]
@@ -468,7 +466,7 @@ class PPOTrainer:
 
         metrics = compute_rollout_metrics(rollout)
         metrics["table"] = sample_rows(
-            rollout, self.model.tokenizer, VAL_TABLE_ROWS if is_validation else TRAIN_TABLE_ROWS
+            rollout, self.model.tokenizer, len(rollout["idx"]) if is_validation else TRAIN_TABLE_ROWS
         )
         if local is not None:
             local.update(self._local_rows(scores))
@@ -708,9 +706,6 @@ class PPOTrainer:
         with self.timer("finish_inference"):
             self.model.finish_inference()
 
-    def _reshard_region(self):
-        return parallel_state.trt_llm_reshard_region() if self.trtllm_reshard else contextlib.nullcontext()
-
     def _check_progress(self, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
         return check_progress(
             self.step,
@@ -740,7 +735,9 @@ class PPOTrainer:
     def _log_validation(self) -> dict:
         with self.timer("validation_time"):
             metrics = self.run_validation()
-        self.val_df = _append_rows(self.val_df, self.step, metrics.pop("table"))
+        samples = metrics.pop("table")
+        self.logger.log_samples("val_samples", samples, step=self.step)
+        self.val_df = _append_rows(self.val_df, self.step, samples[:VAL_TABLE_ROWS])
         self.logger.log_metrics(metrics, step=self.step, prefix="val_rollouts/")
         self.logger.log_table(key="table/val_rollouts", dataframe=self.val_df, step=self.step)
         timings = self._consume_timings()

@@ -31,6 +31,7 @@ class CustomLoggerWrapper:
         if metrics_file is not None and is_rank_zero():
             path = Path(metrics_file)
             self._files = {"metrics": _JsonLines(path), "tables": _JsonLines(path.with_name("tables.jsonl"))}
+            self._folder = path.parent
 
     def log_hyperparams(self, params) -> None:
         """Hand the job's configuration to every logger."""
@@ -59,6 +60,14 @@ class CustomLoggerWrapper:
         if len(new):
             rows = [{str(name): _plain(value) for name, value in row.items()} for row in new.to_dict("records")]
             self._write("tables", {"key": key, "step": step, "time": time.time(), "rows": rows})
+
+    def log_samples(self, name: str, rows: list[dict], step: int | None = None) -> None:
+        """Append all `rows` to `<name>.jsonl` beside the metrics, one line each; too many for a table of the loggers."""
+        if not self._files:
+            return
+        file = self._files.setdefault(name, _JsonLines(self._folder / f"{name}.jsonl"))
+        for row in rows:
+            file.write({"step": step, **row})
 
     def log_image(self, key: str, images: list, step: int | None = None) -> None:
         """Log images with the loggers that can."""

@@ -4,13 +4,8 @@
 
 Without an initialised process group every question has the answer of a single process (rank 0, size 1, group None), so
 trainers and math can run in a plain Python process.
-
-With the *reshard region* on, a model whose pipeline stages hold the whole model during generation is seen as more data
-parallel ranks: the model-parallel group becomes the tensor-parallel one and DP becomes DP x PP. The built-in generation
-engine decodes on the pipeline itself, so the region changes nothing there; the names are kept for scripts that use them.
 """
 
-import contextlib
 import os
 from datetime import timedelta
 
@@ -23,9 +18,6 @@ adapt_megatron_core()
 
 from megatron.core import parallel_state as _mcore  # noqa: E402  (the adaptation comes first)
 from megatron.core import tensor_parallel as _tensor_parallel  # noqa: E402
-
-_reshard_enabled = False
-_reshard_region = False
 
 
 def is_initialized() -> bool:
@@ -102,24 +94,16 @@ def get_world_size() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
-def _is_reshard() -> bool:
-    return _reshard_enabled and _reshard_region
-
-
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
     if not is_initialized():
         return 1
-    size = _mcore.get_data_parallel_world_size(with_context_parallel=with_context_parallel)
-    return size * _mcore.get_pipeline_model_parallel_world_size() if _is_reshard() else size
+    return _mcore.get_data_parallel_world_size(with_context_parallel=with_context_parallel)
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     if not is_initialized():
         return 0
-    rank = _mcore.get_data_parallel_rank(with_context_parallel=with_context_parallel)
-    if _is_reshard():
-        rank += _mcore.get_data_parallel_world_size() * _mcore.get_pipeline_model_parallel_rank()
-    return rank
+    return _mcore.get_data_parallel_rank(with_context_parallel=with_context_parallel)
 
 
 def get_data_parallel_group(with_context_parallel: bool = False):
@@ -134,7 +118,7 @@ def get_data_parallel_src_rank() -> int:
 def get_model_parallel_group():
     if not is_initialized():
         return None
-    return _mcore.get_tensor_model_parallel_group() if _is_reshard() else _mcore.get_model_parallel_group()
+    return _mcore.get_model_parallel_group()
 
 
 def get_model_parallel_src_rank() -> int:
@@ -165,9 +149,7 @@ def get_pipeline_model_parallel_group():
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    if not is_initialized() or _is_reshard():
-        return 1
-    return _mcore.get_pipeline_model_parallel_world_size()
+    return _mcore.get_pipeline_model_parallel_world_size() if is_initialized() else 1
 
 
 def get_pipeline_model_parallel_rank() -> int:
@@ -192,29 +174,3 @@ def is_pipeline_last_stage() -> bool:
 
 def get_context_parallel_world_size() -> int:
     return _mcore.get_context_parallel_world_size() if is_initialized() else 1
-
-
-def enable_trt_llm_reshard_calls() -> None:
-    """Switch the reshard region's meaning on (see the module docstring)."""
-    global _reshard_enabled
-    _reshard_enabled = True
-
-
-def disable_trt_llm_reshard_calls() -> None:
-    global _reshard_enabled
-    _reshard_enabled = False
-
-
-def is_trt_llm_reshard() -> bool:
-    return _is_reshard()
-
-
-@contextlib.contextmanager
-def trt_llm_reshard_region():
-    """Inside, ranks of one pipeline count as data-parallel ranks, if resharding is enabled."""
-    global _reshard_region
-    previous, _reshard_region = _reshard_region, True
-    try:
-        yield
-    finally:
-        _reshard_region = previous
