@@ -141,7 +141,9 @@ class SupervisedTrainer:
                     break
             else:
                 if self.test_dataloader is not None:
-                    self.logger.log_metrics(self._validate(self.test_dataloader), step=self.step, prefix="test/")
+                    self.logger.log_metrics(
+                        self._validate(self.test_dataloader, limit_batches=None), step=self.step, prefix="test/"
+                    )
         self.logger.finalize()
 
     def train_single_step(self, batch) -> dict[str, float]:
@@ -163,15 +165,15 @@ class SupervisedTrainer:
         results = {}
         with self.timer("validation_time"):
             for key, dataloader in self.val_dataloaders.items():
-                results[key] = self._validate(dataloader)
+                results[key] = self._validate(dataloader, self.limit_val_batches)
                 self.logger.log_metrics(results[key], step=self.step, prefix=f"{key}/")
         self.logger.log_metrics(self.timer.consume_durations(), step=self.step, prefix="timers/")
         return results.get("validation", {})
 
-    def _validate(self, dataloader) -> dict[str, float]:
+    def _validate(self, dataloader, limit_batches) -> dict[str, float]:
         """Means over the batches, weighted by their metric `weights` (valid samples) where the model gives it."""
         sums, total = {}, 0.0
-        limit = compute_limit_batches(len(dataloader), self.cfg.get("limit_val_batches", 1.0))
+        limit = compute_limit_batches(len(dataloader), limit_batches)
         for _, batch in zip(range(limit), dataloader, strict=False):
             self.model.prepare_for_validation_step()
             loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=True)

@@ -1,0 +1,351 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Datasets, builders and collate functions on real tokenizers, and every complaint about bad data files."""
+
+import json
+
+import pytest
+import torch
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.data.nlp.builders import (
+    build_dataloader,
+    build_sft_dataset,
+    build_train_valid_test_rlhf_datasets,
+    build_train_valid_test_rm_datasets,
+    collate_with_pad_to_max_batch,
+)
+from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset, SFTDataset
+from nemo_aligner.utils.errors import ConfigError, UserError
+
+
+def write(path, records):
+    path.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    def make(items, name="data.jsonl"):
+        return write(tmp_path / name, [{"text": item} for item in items])
+
+    return make
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """Messages of the warnings so far."""
+    messages = []
+    monkeypatch.setattr(logging, "warning", lambda message, *_args, **_kwargs: messages.append(message))
+    return messages
+
+
+def model_cfg(**overrides):
+    cfg = {"seed": 1, "data": {"seq_length": 32, "num_workers": 0}, "ppo": {"length_params": {"max_length": 12}}}
+    return OmegaConf.merge(cfg, overrides)
+
+
+def build(function, data_prefix, tokenizer, cfg=None, splits=None, samples=(-1, -1, -1), seq_length=32, impl="jsonl"):
+    cfg = model_cfg() if cfg is None else cfg
+    prefix = OmegaConf.create(data_prefix) if isinstance(data_prefix, dict | list) else data_prefix
+    return function(
+        cfg=cfg,
+        data_prefix=prefix,
+        data_impl=impl,
+        splits_string=splits,
+        train_valid_test_num_samples=list(samples),
+        seq_length=seq_length,
+        seed=1,
+        tokenizer=tokenizer,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_are_the_raw_text(texts, tiny_tokenizer):
+    prompts = ["the film", "a dull plot — naïve? 日本", " spaces  kept\n"]
+    dataset = RLHFDataset([texts(prompts)], tiny_tokenizer, 40)
+    assert len(dataset) == 3
+    for index, prompt in enumerate(prompts):
+        item = dataset[index]
+        assert tiny_tokenizer.ids_to_text(item["text"].tolist()) == prompt
+        assert item["length"] == len(item["text"]) == len(tiny_tokenizer.text_to_ids(prompt))
+        assert (item["idx"], item["loss_multiplier"]) == (index, 1.0)
+    assert (dataset[-1]["idx"], dataset[-1]["loss_multiplier"]) == (-1, 0.0)
+    with_end = RLHFDataset([texts(prompts)], tiny_tokenizer, 40, data_cfg={"append_eod": True})
+    assert with_end[0]["text"].tolist() == dataset[0]["text"].tolist() + [tiny_tokenizer.eos_id]
+
+
+def test_files_follow_one_another_and_blank_lines_do_not_count(tmp_path, texts, tiny_tokenizer):
+    second = tmp_path / "second.jsonl"
+    second.write_bytes(b'\n{"text": "c\xc3\xa9"}\r\n   \n{"text": "d"}')  # no newline at the end
+    dataset = RLHFDataset([texts(["a", "b"]), second, texts(["e"], "third.jsonl")], tiny_tokenizer, 40)
+    found = [tiny_tokenizer.ids_to_text(dataset[i]["text"].tolist()) for i in range(len(dataset))]
+    assert found == ["a", "b", "cé", "d", "e"]
+
+
+def test_limit_is_sequence_length_less_answer_and_long_prompts_are_replaced(texts, tiny_tokenizer, warnings):
+    def of_length(tokens):  # the tokenizer has no merges of '#'
+        return "#" * tokens
+
+    path = texts([of_length(20), of_length(21), of_length(30), of_length(5), of_length(22)])
+    train, validation, test = build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer)
+    assert validation is None and test is None
+    assert [train[i]["length"].item() for i in range(5)] == [20, 5, 5, 5, 20]  # the last is followed by the first
+    assert [train[i]["loss_multiplier"].item() for i in range(5)] == [1, 0, 0, 1, 0]
+    assert [train[i]["idx"].item() for i in range(5)] == [0, 1, 2, 3, 4]
+    (message,) = warnings
+    assert "train data: 3 of 5 prompts are longer than 20 tokens" in message and "longest has 30" in message
+    assert "seq_length=32" in message and "model.ppo.length_params.max_length=12" in message
+
+
+def test_no_prompt_fits(texts, tiny_tokenizer):
+    path = texts(["#" * 25, "#" * 99])
+    with pytest.raises(UserError, match=r"(?s)all 2 prompts are longer than 20 tokens.*longest has 99 tokens"):
+        build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer)
+    cfg = model_cfg(ppo={"length_params": {"max_length": 32}})
+    with pytest.raises(ConfigError, match="no room for prompts: the limit is 0 .*max_length=32"):
+        build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer, cfg)
+
+
+def test_collate_prompts(texts, tiny_tokenizer):
+    dataset = RLHFDataset([texts(["#" * 3, "#" * 5, "#" * 50])], tiny_tokenizer, 10)
+    cfg = OmegaConf.create({"model": model_cfg()})
+    eos = tiny_tokenizer.eos_id
+    batch = collate_with_pad_to_max_batch(4, eos, cfg, generate_masks_and_position_ids=False)([dataset[1], dataset[0]])
+    assert set(batch) == {"text", "length", "loss_multiplier", "idx"}
+    assert batch["text"].shape == (2, 9) and batch["text"].dtype == torch.int64
+    mark = tiny_tokenizer.text_to_ids("#")
+    assert batch["text"].tolist() == [mark * 5 + [eos] * 4, mark * 3 + [eos] * 6]
+    assert batch["length"].tolist() == [5, 3] and batch["idx"].tolist() == [1, 0]
+    assert batch["loss_multiplier"].dtype == torch.float32
+    batch = collate_with_pad_to_max_batch(4, eos, cfg)([dataset[0], dataset[2]])
+    assert batch["loss_multiplier"].tolist() == [1.0, 0.0] and batch["loss_mask"].sum(1).tolist() == [7.0, 0.0]
+    assert batch["position_ids"].tolist() == [list(range(7))] * 2
+    mask = batch["attention_mask"]
+    assert mask.shape == (1, 1, 7, 7) and all(mask[0, 0, i, j] == (j > i) for i in range(7) for j in range(7))
+
+
+# ------------------------------------------------------------------------------------------------------- pairs
+
+
+def test_pairs(texts, tiny_tokenizer, warnings):
+    lengths = [3, 4, 9, 2, 2, 3, 1, 12, 8, 8]  # pairs 1 and 3 have a text of more than 8 tokens
+    path = texts([chr(ord("A") + i) * n for i, n in enumerate(lengths)])
+    dataset = RewardModelDataset([path], tiny_tokenizer, 8)
+    assert len(dataset) == 3
+    assert "2 of 5 pairs are left out" in warnings[0] and "longest has 12" in warnings[0]
+    for index, (chosen, rejected) in enumerate([("AAA", "BBBB"), ("EE", "FFF"), ("I" * 8, "J" * 8)]):
+        item = dataset[index]
+        for name, text in (("chosen", chosen), ("rejected", rejected)):
+            ids = tiny_tokenizer.text_to_ids(text)
+            assert item[f"{name}_length"] == len(ids)
+            assert item[name].tolist() == ids + [tiny_tokenizer.eos_id] * (8 - len(ids))
+        assert item["loss_mask"].sum() == max(len(chosen), len(rejected))
+        assert item["position_ids"].tolist() == list(range(8)) and item["idx"] == index
+    assert dataset[-1]["loss_mask"].sum() == 0
+    assert dataset[-1]["chosen"].tolist() == dataset[0]["chosen"].tolist()
+
+
+def test_bad_pairs(texts, tiny_tokenizer):
+    odd = texts(["a", "b", "c"])
+    with pytest.raises(UserError, match=r"data.jsonl has 3 lines, an odd number"):
+        RewardModelDataset([odd], tiny_tokenizer, 8)
+    with pytest.raises(UserError, match="one.jsonl has 1 lines"):  # two odd files do not make an even one
+        RewardModelDataset([texts(["a"], "one.jsonl"), odd], tiny_tokenizer, 8)
+    with pytest.raises(UserError, match="all 1 pairs have a text longer than seq_length=8 tokens; the longest has 9"):
+        RewardModelDataset([texts(["#" * 9, "a"])], tiny_tokenizer, 8)
+
+
+# --------------------------------------------------------------------------------------------------------- SFT
+
+
+def sft_cfg(path, **overrides):
+    return OmegaConf.merge({"file_path": path, "max_seq_length": 64}, overrides)
+
+
+def test_sft_learns_the_answer_and_the_end(tmp_path, tiny_tokenizer):
+    path = write(tmp_path / "sft.jsonl", [{"input": "Review: bad", "output": "sad"}, {"input": "I", "output": "a b"}])
+    dataset = build_sft_dataset(sft_cfg(path), tiny_tokenizer, is_chat=False)
+    eos = tiny_tokenizer.eos_id
+    batch = dataset.collate_fn([dataset[0], dataset[1]])
+    assert {key: tuple(value.shape) for key, value in batch.items()} == dict.fromkeys(
+        ("tokens", "labels", "loss_mask", "position_ids"), (2, 16)
+    )
+    for row, (prompt, answer) in enumerate([("Review: bad", " sad"), ("I", " a b")]):
+        prompt, answer = tiny_tokenizer.text_to_ids(prompt), tiny_tokenizer.text_to_ids(answer) + [eos]
+        tokens = prompt + answer
+        assert batch["tokens"][row].tolist() == tokens + [eos] * (16 - len(tokens))
+        assert batch["labels"][row].tolist() == tokens[1:] + [eos] * (17 - len(tokens))
+        assert batch["labels"][row][batch["loss_mask"][row].bool()].tolist() == answer
+        assert batch["position_ids"][row].tolist() == list(range(16))
+    everything = build_sft_dataset(sft_cfg(path), tiny_tokenizer, is_chat=False, answer_only_loss=False)
+    assert everything.collate_fn([everything[0]])["loss_mask"].sum() == len(everything[0]["tokens"]) - 1
+    empty_slot = dataset.collate_fn([dataset[-1], dataset[0]])
+    assert empty_slot["loss_mask"][0].sum() == 0 and empty_slot["loss_mask"][1].sum() > 0
+    plain = build_sft_dataset(sft_cfg(path, add_eos=False, pad_to_max_length=True), tiny_tokenizer, is_chat=False)
+    assert plain[0]["tokens"] == dataset[0]["tokens"][:-1]
+    assert plain.collate_fn([plain[0]])["tokens"].shape == (1, 64)
+    assert len(build_sft_dataset(sft_cfg(path), tiny_tokenizer, num_samples=1, is_chat=False)) == 1
+
+
+def test_sft_template_with_more_fields(tmp_path, tiny_tokenizer):
+    path = write(tmp_path / "sft.jsonl", [{"who": "me", "q": "", "a": "yes"}])
+    cfg = sft_cfg(path, prompt_template="User {who}: {q}\nAnswer:{a}", label_key="a", truncation_field="q")
+    item = build_sft_dataset(cfg, tiny_tokenizer, is_chat=False)[0]
+    assert tiny_tokenizer.ids_to_text(item["tokens"][:-1]) == "User me: \nAnswer:yes"
+    assert tiny_tokenizer.ids_to_text(item["tokens"][item["answer_start"] : -1]) == "yes"
+
+
+def test_sft_prompt_is_tokenized_as_ppo_does(tmp_path, tiny_tokenizer, tiny_sentencepiece_model):
+    from nemo.collections.common.tokenizers import SentencePieceTokenizer
+
+    for tokenizer in (tiny_tokenizer, SentencePieceTokenizer(tiny_sentencepiece_model)):
+        path = write(tmp_path / "sft.jsonl", [{"input": "the film was", "output": "a joy"}])
+        item = build_sft_dataset(sft_cfg(path), tokenizer, is_chat=False)[0]
+        assert item["tokens"][: item["answer_start"]] == tokenizer.text_to_ids("the film was")
+        assert tokenizer.ids_to_text(item["tokens"][:-1]) == "the film was a joy"
+
+
+def test_sft_truncation(tmp_path, tiny_tokenizer, warnings):
+    records = [
+        {"input": "ABCDEFGH", "output": "xy"},
+        {"input": "A", "output": "#" * 30},
+        {"input": "A", "output": "x"},
+    ]
+    path = write(tmp_path / "sft.jsonl", records)
+
+    def text(index, **overrides):
+        cfg = sft_cfg(path, prompt_template="{input}{output}", max_seq_length=8, **overrides)
+        dataset = build_sft_dataset(cfg, tiny_tokenizer, is_chat=False)
+        return tiny_tokenizer.tokenizer.decode(dataset[index]["tokens"])  # shows the end token
+
+    assert text(0) == "ABCDExy<|endoftext|>"
+    assert text(0, truncation_method="left") == "DEFGHxy<|endoftext|>"
+    assert text(1) == "#" * 8  # the prompt is gone, and the answer has lost its end: nothing says that it ends here
+    assert text(0, truncation_field="") == "ABCDEFGH"
+    assert (
+        "2 of 3 examples are longer than max_seq_length=8" in warnings[0] and "0 of them keep nothing" in warnings[0]
+    )
+    assert "1 of them keep nothing of the answer" in warnings[-1]
+
+
+def test_sft_refusals(tmp_path, tiny_tokenizer):
+    path = write(tmp_path / "sft.jsonl", [{"input": "ABCDEFGH", "output": "xy"}])
+    cases = [
+        ({"prompt_template": "{output} {input}"}, "must end with the answer, {output}"),
+        ({"truncation_field": "context"}, "truncation_field='context' is not a field"),
+        ({"truncation_method": "middle"}, "'middle'"),
+        ({"max_seq_length": 5, "truncation_field": None}, "in all 1 examples the prompt alone fills max_seq_length=5"),
+        ({"hf_dataset": True}, "hf_dataset=True"),
+        ({"file_path": None}, "file_path .* is not set"),
+        ({"label_key": "answer", "prompt_template": "{input}{answer}"}, "line 1: field 'answer' is missing"),
+    ]
+    for overrides, message in cases:
+        with pytest.raises(UserError, match=message):
+            build_sft_dataset(sft_cfg(path, **overrides), tiny_tokenizer, is_chat=False)
+    with pytest.raises(ConfigError, match="model.data.chat=True"):
+        build_sft_dataset(sft_cfg(path), tiny_tokenizer)
+
+
+# ------------------------------------------------------------------------------------------------- bad files
+
+
+def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
+    good = json.dumps({"text": "fine"})
+    cases = [
+        ([good, "", '{"text": "broken'], "bad.jsonl, line 3: not valid JSON"),
+        ([good, "[1, 2]"], "bad.jsonl, line 2: a JSON object is needed, not list"),
+        ([good, '{"txt": "a", "b": 1}'], r"bad.jsonl, line 2: field 'text' is missing; the line has \['b', 'txt'\]"),
+        (['{"text": 7}'], "bad.jsonl, line 1: field 'text' must be text, not int"),
+        (['{"text": " "}'], "bad.jsonl, line 1: field 'text' is empty"),
+        ([""], "bad.jsonl is empty"),
+    ]
+    for lines, message in cases:
+        path = write(tmp_path / "bad.jsonl", lines)
+        for cls in (RLHFDataset, RewardModelDataset):
+            with pytest.raises(UserError, match=message):
+                cls([path], tiny_tokenizer, 20)
+    (tmp_path / "bad.jsonl").write_bytes(good.encode() + b'\n{"text": "\xff"}\n')
+    with pytest.raises(UserError, match="bad.jsonl, line 2: not valid JSON .*utf-8"):
+        SFTDataset([tmp_path / "bad.jsonl"], tiny_tokenizer, 20, "{text}", "text", truncation_field="")
+    with pytest.raises(UserError, match="missing.jsonl does not exist"):
+        RLHFDataset([tmp_path / "missing.jsonl"], tiny_tokenizer, 20)
+    with pytest.raises(UserError, match="does not exist .it is a folder"):
+        RLHFDataset([tmp_path], tiny_tokenizer, 20)
+
+
+# --------------------------------------------------------------------------------------------------- builders
+
+
+def prompts_of(dataset, tokenizer):
+    return [tokenizer.ids_to_text(dataset[i]["text"].tolist()) for i in range(len(dataset))]
+
+
+def test_one_file_is_split(texts, tiny_tokenizer):
+    names = [f"prompt {i}" for i in range(10)]
+    for prefix in (texts(names), [texts(names)]):
+        parts = build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, splits="8,1,1")
+        assert [prompts_of(part, tiny_tokenizer) for part in parts] == [names[:8], names[8:9], names[9:]]
+    train, validation, test = build(
+        build_train_valid_test_rlhf_datasets, texts(names), tiny_tokenizer, splits="50/50", samples=(3, 99, -1)
+    )
+    assert prompts_of(train, tiny_tokenizer) == names[:3] and len(validation) == 5 and test is None
+    pairs = build(build_train_valid_test_rm_datasets, texts(names), tiny_tokenizer, splits="60,40,0")
+    assert [part and len(part) for part in pairs] == [3, 2, None]
+    assert tiny_tokenizer.ids_to_text(pairs[1][0]["rejected"][: pairs[1][0]["rejected_length"]].tolist()) == names[7]
+    with pytest.raises(ConfigError, match="model.data.splits_string="):
+        build(build_train_valid_test_rlhf_datasets, texts(names), tiny_tokenizer)
+    with pytest.raises(ConfigError, match="three weights are needed"):
+        build(build_train_valid_test_rlhf_datasets, texts(names), tiny_tokenizer, splits="a,b")
+
+
+def test_a_replaced_prompt_of_one_part_does_not_come_from_another(texts, tiny_tokenizer):
+    path = texts(["short", "#" * 30, "also short", "other"])
+    train, validation, _ = build(build_train_valid_test_rlhf_datasets, path, tiny_tokenizer, splits="50,50,0")
+    assert prompts_of(train, tiny_tokenizer) == ["short", "short"]
+    with pytest.raises(UserError, match="all 1 prompts"):
+        build(build_train_valid_test_rlhf_datasets, path, tiny_tokenizer, splits="25,25,50")
+
+
+def test_several_validation_sets(texts, tiny_tokenizer):
+    prefix = {"train": texts(["a"]), "validation": [texts(["b"], "v")], "validation_hard": texts(["c", "d"], "h")}
+    train, validation, test = build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer)
+    assert prompts_of(train, tiny_tokenizer) == ["a"] and test is None
+    assert {key: len(part) for key, part in validation.items()} == {"validation": 1, "validation_hard": 2}
+    prefix.pop("validation_hard")
+    assert len(build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer)[1]) == 1
+
+
+def test_data_prefix_refusals(texts, tiny_tokenizer):
+    path = texts(["a"])
+    cases = [
+        (None, {}, "data_prefix is not set"),
+        ({"validation": [path]}, {}, "it needs train"),
+        ({"train": [path], "valid": [path]}, {}, "keys train, valid"),
+        ({"train": [0.5, path, 0.5, path]}, {}, "number 0.5.*blending weights are not supported"),
+        ({"train": [path]}, {"impl": "mmap"}, "data_impl=mmap: only jsonl"),
+    ]
+    for prefix, options, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, **options)
+
+
+def test_dataloader_resumes_and_leaves_the_global_generator_alone(texts, tiny_tokenizer):
+    dataset = RLHFDataset([texts([f"prompt {i}" for i in range(20)])], tiny_tokenizer, 20)
+    cfg = OmegaConf.create({"model": model_cfg()})
+    collate_fn = collate_with_pad_to_max_batch(2, tiny_tokenizer.eos_id, cfg, False)
+
+    def batches(consumed, **options):
+        loader = build_dataloader(cfg, dataset, consumed, 2, 8, collate_fn=collate_fn, **options)
+        return [batch["idx"].tolist() for batch in loader]
+
+    before = torch.get_rng_state()
+    assert batches(8, load_gbs=False) == batches(0, load_gbs=False)[4:]
+    assert [i for b in batches(0) for i in b] == [i for b in batches(0, load_gbs=False) for i in b]
+    assert batches(0, use_random_sampler=False) == [list(range(8)), list(range(8, 16))]
+    padded = batches(0, use_random_sampler=False, drop_last=False, pad_samples_to_global_batch_size=True)
+    assert padded[-1] == [16, 17, 18, 19, -1, -1, -1, -1]
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,259 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`SupervisedTrainer` driven by a fake model: y = w * x on real samplers, in milliseconds."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_aligner.data.nlp.builders import build_dataloader
+from nemo_aligner.utils.errors import ConfigError, UserError
+
+GBS = 4
+
+
+class FakeModel:
+    """Loss: mean of (w - index)^2; records what it is asked to do."""
+
+    def __init__(self):
+        self.cfg = OmegaConf.create({"global_batch_size": GBS})
+        self.weight = 0.0
+        self.gradient = None
+        self.batches, self.calls = [], []
+
+    def get_loss_and_metrics(self, batch, forward_only):
+        valid = batch[batch >= 0].double()
+        self.calls.append("forward" if forward_only else "backward")
+        if not forward_only:
+            self.batches.append(batch.tolist())
+            self.gradient = (2 * (self.weight - valid)).mean().item()
+        loss = ((self.weight - valid) ** 2).mean().item() if len(valid) else float("nan")
+        return loss, {"acc": valid.mean().item() if len(valid) else float("nan"), "weights": float(len(valid))}
+
+    def __getattr__(self, name):
+        if name.startswith(("prepare_for_", "finish_")):
+            return lambda: self.calls.append(name)
+        raise AttributeError(name)
+
+
+class FakeOptimizer:
+    """Plain gradient descent, and its own schedule: the learning rate falls with every step."""
+
+    def __init__(self, model):
+        self.model = model
+        self.param_groups = [{"lr": 0.1}]
+        self.config = SimpleNamespace(clip_grad=None)
+        self.clips = []
+
+    def zero_grad(self):
+        self.model.calls.append("zero_grad")
+        self.model.gradient = None
+
+    def step(self, increment=None):
+        if increment is not None:  # as the scheduler
+            self.param_groups[0]["lr"] *= 0.9
+            return None
+        self.model.calls.append("step")
+        self.clips.append(self.config.clip_grad)
+        self.model.weight -= self.param_groups[0]["lr"] * self.model.gradient
+        return True, abs(self.model.gradient), None
+
+
+class FakeLogger:
+    def __init__(self):
+        self.rows, self.is_final = [], False
+
+    def log_metrics(self, metrics, step=None, prefix=""):
+        self.rows.append((prefix, step, metrics))
+
+    def finalize(self):
+        self.is_final = True
+
+    def of(self, prefix):
+        return {step: metrics for p, step, metrics in self.rows if p == prefix}
+
+
+class FakeCheckpoints:
+    """Keeps copies of everything that a checkpoint would hold."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer, self.saves = model, optimizer, []
+
+    def custom_save(self, monitor_candidates, is_train_end, trainer_state):
+        model = (self.model.weight, self.optimizer.param_groups[0]["lr"])
+        self.saves.append(
+            SimpleNamespace(candidates=monitor_candidates, end=is_train_end, state=trainer_state, model=model)
+        )
+
+
+class FakeTimer:
+    def __init__(self, checks=None):
+        self.starts, self.checks = 0, checks
+
+    def start_time(self):
+        self.starts += 1
+
+    def is_finished(self):
+        if self.checks is not None:
+            self.checks -= 1
+        return self.checks == 0
+
+
+def dataloader(size, random=True, consumed=0, workers=0, drop_last=True):
+    cfg = OmegaConf.create({"model": {"seed": 5, "data": {"num_workers": workers}}})
+    return build_dataloader(
+        cfg,
+        Numbers(size),
+        consumed,
+        2,
+        GBS,
+        drop_last=drop_last,
+        pad_samples_to_global_batch_size=not drop_last,
+        use_random_sampler=random,
+    )
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+
+def make(train=None, val=None, test=None, timer=None, run_init_validation=False, **cfg):
+    defaults = {
+        "max_epochs": 2,
+        "max_steps": -1,
+        "val_check_interval": 2,
+        "save_interval": 4,
+        "gradient_clip_val": 1.5,
+    }
+    cfg = OmegaConf.create(defaults | {"limit_train_batches": 1.0, "limit_val_batches": 1.0} | cfg)
+    model = FakeModel()
+    optimizer = FakeOptimizer(model)
+    return SupervisedTrainer(
+        cfg=cfg,
+        model=model,
+        optimizer=optimizer,
+        scheduler=optimizer,
+        train_dataloader=dataloader(22) if train is None else train,
+        val_dataloader=val,
+        test_dataloader=test,
+        logger=FakeLogger(),
+        ckpt_callback=FakeCheckpoints(model, optimizer),
+        run_timer=timer or FakeTimer(),
+        run_init_validation=run_init_validation,
+    )
+
+
+def test_training_is_the_naive_loop():
+    trainer = make()
+    trainer.fit()
+    # The same by hand: two epochs of five batches each.
+    weight, lr = 0.0, 0.1
+    sampler = iter(dataloader(22).batch_sampler), iter(dataloader(22, consumed=20).batch_sampler)
+    batches = [*sampler[0], *sampler[1]]
+    assert trainer.model.batches == batches and len(batches) == 10
+    for step, batch in enumerate(batches):
+        row = trainer.logger.of("train/")[step]
+        gradient = sum(2 * (weight - x) for x in batch) / GBS
+        assert row["loss"] == pytest.approx(sum((weight - x) ** 2 for x in batch) / GBS)
+        assert row["lr"] == pytest.approx(lr) and row["grad_norm"] == pytest.approx(abs(gradient))
+        assert (row["consumed_samples"], row["epoch"]) == (GBS * (step + 1), 1 + step // 5)
+        assert row["step_time"] >= 0
+        weight, lr = weight - lr * gradient, lr * 0.9
+    assert trainer.model.weight == pytest.approx(weight)
+    assert set(trainer.optimizer.clips) == {1.5}
+    step_calls = ["zero_grad", "prepare_for_training_step", "backward", "finish_training_step", "step"]
+    assert trainer.model.calls == step_calls * 10
+    assert trainer.logger.is_final and trainer.run_timer.starts == 1
+    assert (trainer.step, trainer.consumed_samples, trainer.epoch) == (10, 40, 2)
+
+
+def test_validation_is_weighted_and_monitored():
+    loader = dataloader(6, random=False, drop_last=False)  # batches of four and of two samples
+    trainer = make(val={"validation": loader, "validation_hard": dataloader(4, random=False)}, max_epochs=1)
+    trainer.fit()
+    assert set(trainer.logger.of("validation/")) == {2, 4, 5} == set(trainer.logger.of("validation_hard/"))
+    last = trainer.logger.of("validation/")[5]
+    assert set(last) == {"loss", "acc"}
+    assert last["acc"] == pytest.approx(2.5) and trainer.logger.of("validation_hard/")[5]["acc"] == pytest.approx(1.5)
+    assert last["loss"] == pytest.approx(sum((trainer.model.weight - x) ** 2 for x in range(6)) / 6)
+    assert trainer.logger.of("timers/")[5]["validation_time"] >= 0
+    middle, end = trainer.ckpt_callback.saves
+    assert (middle.end, end.end) == (False, True)
+    assert middle.state == {"step": 4, "consumed_samples": 16, "epoch": 0}
+    assert end.candidates["val_loss"] == last["loss"] and end.candidates["step"] == 5
+    assert end.candidates["train_loss"] == trainer.logger.of("train/")[4]["loss"]
+    assert "prepare_for_validation_step" in trainer.model.calls and "finish_validation_step" in trainer.model.calls
+
+
+def test_a_batch_of_empty_slots_does_not_spoil_the_mean():
+    trainer = make()
+    metrics = trainer._validate([torch.tensor([1, 2]), torch.tensor([-1, -1])], None)
+    assert metrics["acc"] == 1.5
+
+
+def test_limits_intervals_and_final_test():
+    loaders = {"val": dataloader(20, random=False), "test": dataloader(8, random=False)}
+    trainer = make(**loaders, limit_train_batches=3, limit_val_batches=1, val_check_interval=0.7, save_interval=-1)
+    trainer.run_init_validation = True
+    assert (trainer.num_steps_per_epoch, trainer.max_steps, trainer.val_check_interval) == (3, 6, 2)
+    trainer.fit()
+    assert set(trainer.logger.of("validation/")) == {0, 2, 4, 6} and set(trainer.logger.of("test/")) == {6}
+    assert trainer.logger.of("validation/")[0]["acc"] == 1.5  # the first batch alone
+    assert trainer.logger.of("test/")[6]["acc"] == 3.5  # all of it
+    assert not trainer.ckpt_callback.saves
+    assert len(make(max_steps=3).model.batches) == 0 and make(max_steps=3).max_steps == 3
+    assert make(max_epochs=None, max_steps=7).max_steps == 7
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_equals_the_uninterrupted_run(workers):
+    whole = make(train=dataloader(22, workers=workers), save_interval=2)
+    whole.fit()
+    for save in whole.ckpt_callback.saves[:-1]:
+        resumed = make(train=dataloader(22, consumed=0, workers=workers), save_interval=2)
+        resumed.load_state_dict(copy.deepcopy(save.state))
+        resumed.model.weight, resumed.optimizer.param_groups[0]["lr"] = save.model
+        resumed.fit()
+        assert resumed.model.batches == whole.model.batches[save.state["step"] :]
+        assert resumed.model.weight == whole.model.weight
+        assert resumed.state_dict() == whole.state_dict()
+        if workers:
+            break
+
+
+def test_time_limit_saves_and_stops_without_the_end():
+    trainer = make(timer=FakeTimer(checks=3), val=dataloader(4, random=False))
+    trainer.fit()
+    (save,) = trainer.ckpt_callback.saves
+    assert trainer.step == 3 and not save.end and "val_loss" in save.candidates
+    trainer = make()
+    trainer.load_state_dict({"step": 10, "consumed_samples": 40, "epoch": 2})
+    trainer.fit()  # already complete
+    assert not trainer.model.batches and not trainer.ckpt_callback.saves
+
+
+def test_refusals():
+    with pytest.raises(ConfigError, match="2 epochs need a random sampler"):
+        make(train=dataloader(22, random=False))
+    assert make(train=dataloader(22, random=False), max_epochs=1).max_steps == 5
+    with pytest.raises(ConfigError, match="max_epochs=null needs max_steps"):
+        make(max_epochs=None)
+    with pytest.raises(ConfigError, match="save_interval=3 is not a multiple of val_check_interval=2"):
+        make(val=dataloader(4, random=False), save_interval=3)
+    with pytest.raises(ConfigError, match="leaves no batch"):
+        make(limit_train_batches=0)
+    trainer = make(train=dataloader(22, random=False), max_epochs=1)
+    trainer.load_state_dict({"step": 3, "consumed_samples": 20, "epoch": 0})
+    with pytest.raises(UserError, match="no training data left after 20 samples"):
+        trainer.fit()
