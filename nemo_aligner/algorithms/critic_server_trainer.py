@@ -50,6 +50,8 @@ class CriticServerTrainer:
         model_forward_micro_batch_size: rows of one forward pass per data-parallel rank.
     """
 
+    failure_grace_s = 30.0  # after one rank failed, how long the others may take to fail likewise
+
     def __init__(
         self,
         cfg: DictConfig,
@@ -137,6 +139,7 @@ class CriticServerTrainer:
             after_failure=self._recover,
             batcher=batcher,
             control=self.control,
+            failure_grace_s=self.failure_grace_s,
         )
         self._loop.run()
 

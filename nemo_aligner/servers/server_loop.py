@@ -18,6 +18,7 @@ ranks fail, the process groups cannot be trusted any more: the client gets the t
 import concurrent.futures
 import contextlib
 import datetime
+import gc
 import glob
 import os
 import queue
@@ -32,6 +33,7 @@ import traceback
 from dataclasses import dataclass, field
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from nemo.utils import logging
@@ -193,17 +195,30 @@ class TritonHost:
         """Stop Triton, remove its workspace and shared memory; a second call waits for the first and does nothing."""
         with self._lock:
             if self._triton is not None:
+                gc.freeze()  # PyTriton collects garbage once per endpoint, half a second each with torch loaded
                 try:
                     self._triton.stop()
                 except Exception:
                     logging.warning(f"stopping Triton: {traceback.format_exc()}")
+                gc.unfreeze()
                 self._triton = None
-            if self._directory is not None:
-                shutil.rmtree(self._directory, ignore_errors=True)
-                self._directory = None
-            for leftover in glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*"):  # PyTriton's own spelling
-                with contextlib.suppress(OSError):
-                    os.unlink(leftover)
+            self._clean()
+
+    def kill(self) -> None:
+        """As `stop`, for a process that is about to end and cannot wait for Triton: kill it."""
+        for process in psutil.Process().children(recursive=True):
+            if "triton" in process.name():
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        self._clean()
+
+    def _clean(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+        for leftover in glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*"):  # PyTriton's own spelling
+            with contextlib.suppress(OSError):
+                os.unlink(leftover)
 
 
 class _JobStore:
@@ -259,7 +274,7 @@ class ServerLoop:
         batcher: dict,
         control: ControlGroup,
         heartbeat_s: float = 1.0,
-        stop_grace_s: float = 6.0,
+        stop_grace_s: float = 5.0,
         failure_grace_s: float = 30.0,
     ):
         self.name, self.endpoints, self.operations, self.after_failure = name, endpoints, operations, after_failure
@@ -367,7 +382,7 @@ class ServerLoop:
         except Exception as error:
             kind = type(error).__name__
             text = f"[rank {self.rank}] {traceback.format_exc()}"
-            logging.error(f"{self.name}: {signal_.name} failed on rank {self.rank}:\n{text}")
+            self._complain(f"{signal_.name} failed:\n{text}")
             with contextlib.suppress(Exception):
                 self._store.put("failure", text)  # for a rank that never reaches the next line
         outcomes = self.control.gather_objects((kind, text))
@@ -385,13 +400,20 @@ class ServerLoop:
             raise ServerJobError(
                 f"{signal_.name} failed on some ranks only; the process groups cannot be trusted any more:\n{texts}"
             )
-        self.after_failure(signal_)
         if self.rank == 0:
             self._store.delete("failure")
         self.control.gather_objects(None)  # no rank starts the next operation while the note is still there
         self._failure_deadline = None
         if job:
             job.fail(error)
+        self.after_failure(signal_)
+
+    def _complain(self, text: str) -> None:
+        text = f"{self.name}, rank {self.rank}: {text}"
+        if self.rank == 0:
+            logging.error(text)
+        else:
+            print(text, file=sys.stderr, flush=True)  # NeMo's logger speaks on rank 0 only
 
     def _fail_all(self, error: Exception) -> None:
         """Refuse new requests and answer all waiting ones with `error`."""
@@ -405,7 +427,12 @@ class ServerLoop:
 
     def _close(self, failed: bool) -> None:
         """Remove what this rank holds outside the process; rank 0 first when the job failed."""
-        guard = threading.Timer(12.0 if failed else 8.0, os._exit, [int(failed)])  # if Triton itself hangs
+
+        def give_up():
+            self._triton.kill()
+            os._exit(int(failed))
+
+        guard = threading.Timer(12.0 if failed else 8.0, give_up)  # Triton itself hangs
         guard.daemon = True
         guard.start()
         if self.rank == 0:
@@ -485,7 +512,7 @@ class ServerLoop:
 
     def _abandon(self, code: int, why: str) -> None:
         """End this process although its main thread is still busy."""
-        (logging.error if code else logging.warning)(f"{self.name}, rank {self.rank}: {why}")
+        self._complain(why)
         if self.rank == 0:
             error = ServerStoppingError(why) if code == 0 else OperationFailedError(why)
             self._fail_all(error)

@@ -112,7 +112,8 @@ class _RankZeroFuture(FutureResult):
         self._pending = pending
         self._outcome = None
 
-    def _answer(self) -> dict:
+    def result(self):
+        """The answer, by tensor name."""
         if self._outcome is None:
             try:
                 self._outcome = _await_on_source(self._pending, 0, dist.group.WORLD if dist.is_initialized() else None)
@@ -128,7 +129,7 @@ class TrainFuture(_RankZeroFuture):
 
     def result(self) -> float:
         """The critic's mean loss over the update."""
-        return float(self._answer()["loss_mean"][0])
+        return float(super().result()["loss_mean"][0])
 
 
 class SaveFuture(_RankZeroFuture):
@@ -136,7 +137,7 @@ class SaveFuture(_RankZeroFuture):
 
     def result(self) -> int:
         """0 once the checkpoint is written."""
-        return int(self._answer()["status"][0])
+        return int(super().result()["status"][0])
 
 
 def _scoring_payload(rollout_batch: dict, pad_to_length, setting: str) -> dict:
@@ -316,7 +317,7 @@ class RemoteGPTRMCriticClient:
             data = {"dummy_var": np.zeros(1, dtype=np.int64)}
             return self.communicator.send_data_to_server(self.status_name, data, batching=False)
 
-        answer = _RankZeroFuture(self._on_rank_zero(ask))._answer()
+        answer = _RankZeroFuture(self._on_rank_zero(ask)).result()
         return {name: int(array[0]) for name, array in answer.items()}
 
     def check_status(self, expected_actor_step: int) -> None:

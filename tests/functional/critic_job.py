@@ -1,0 +1,333 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A critic server job around a small torch model, for tests: the process that runs, and the handle that a test holds.
+
+The model is real (it scores, learns and saves) but takes no time to build, so that these tests are about the server.
+Some token ids make it misbehave on purpose, on the ranks that get them.
+"""
+
+import glob
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+VOCAB, WIDTH = 32, 8
+# Ids that make the model raise (a rank without it then waits for the others in a collective), or sleep for a minute.
+RAISE, SLEEP = 30, 28
+
+
+def build_model():
+    """The critic and reward model, the same in every process."""
+    import torch
+
+    class TinyCritic(torch.nn.Module):
+        """Value at t from the mean embedding of tokens <= t; reward from the last token. Padding changes nothing."""
+
+        cfg = {"encoder_seq_length": 64}
+
+        def __init__(self):
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            self.embedding = torch.nn.Parameter(torch.randn(VOCAB, WIDTH, generator=generator))
+            self.value = torch.nn.Parameter(torch.randn(WIDTH, generator=generator))
+            self.register_buffer("reward", torch.randn(VOCAB, generator=generator))
+            self.prepared = None
+            self.vocabulary = VOCAB
+            self.tokenizer = type("Tokenizer", (), {"vocab_size": VOCAB})
+
+        def forward(self, tokens):
+            positions = torch.arange(1, tokens.shape[1] + 1)[None, :, None]
+            return (self.embedding[tokens].cumsum(1) / positions) @ self.value
+
+        def misbehave(self, tokens):
+            if (tokens == SLEEP).any():
+                time.sleep(60)
+            if (tokens == RAISE).any():
+                raise ArithmeticError("the model met a token it cannot stand")
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()
+
+        def switch(self, before, after):
+            assert self.prepared == before, f"prepared for {self.prepared}, expected {before}"
+            self.prepared = after
+
+        def prepare_for_inference(self):
+            self.switch(None, "inference")
+
+        def finish_inference(self):
+            self.switch("inference", None)
+
+        def prepare_for_training(self):
+            self.switch(None, "training")
+
+        def finish_training(self):
+            if self.prepared == "step":  # the step was given up
+                self.prepared = "training"
+            self.switch("training", None)
+
+        def prepare_for_training_step(self):
+            self.switch("training", "step")
+
+        def finish_training_step(self):
+            self.switch("step", "training")
+            from nemo_aligner.utils import parallel_state
+
+            if parallel_state.get_data_parallel_world_size() > 1:
+                for parameter in self.parameters():
+                    torch.distributed.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+
+        @torch.no_grad()
+        def infer(self, inputs):
+            assert self.prepared == "inference"
+            tokens, _lengths = inputs
+            self.misbehave(tokens)
+            return self(tokens)
+
+        @torch.no_grad()
+        def infer_rm_critic(self, inputs):
+            tokens, lengths = inputs
+            values = self.infer(inputs)
+            return self.reward[tokens.gather(1, lengths[:, None] - 1)], values
+
+        def get_loss_and_metrics(self, batch, forward_only=False):
+            """Squared error averaged over the response tokens of the global batch; empty slots may hold NaN."""
+            assert self.prepared == "step"
+            from nemo_aligner.utils import parallel_state
+
+            self.misbehave(batch["tokens"])
+            mask = batch["mask"]
+            count = mask.sum()
+            if parallel_state.get_data_parallel_world_size() > 1:
+                torch.distributed.all_reduce(count, group=parallel_state.get_data_parallel_group())
+            errors = torch.where(mask > 0, self(batch["tokens"])[:, :-1] - batch["returns"], 0.0) ** 2
+            loss = errors.sum() / count
+            loss.backward()
+            loss = loss.detach().clone()
+            if parallel_state.get_data_parallel_world_size() > 1:
+                torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+            return float(loss), {}
+
+    return TinyCritic()
+
+
+def build_optimizer(model):
+    """(optimizer, scheduler) with the interface of Megatron's: SGD with a fixed rate."""
+    import torch
+
+    class Optimizer(torch.optim.SGD):
+        config = type("Config", (), {"clip_grad": 0.0})()
+
+        def step(self):
+            super().step()
+            return True, 1.0, None
+
+    class Scheduler:
+        def step(self, increment):
+            pass
+
+    return Optimizer([model.embedding, model.value], lr=0.1), Scheduler()
+
+
+def main() -> None:
+    """One rank of the job. Settings come as JSON in the first argument."""
+    settings = json.loads(sys.argv[1])
+    import numpy as np
+    from omegaconf import OmegaConf
+
+    from nemo_aligner.utils import parallel_state
+
+    parallel_state.initialize(tensor_model_parallel_size=settings["tp"])
+
+    from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+
+    class Logger:
+        def log_metrics(self, metrics, step, prefix):
+            if parallel_state.get_rank() == 0:
+                with open(settings["metrics"], "a") as file:
+                    file.write(json.dumps({"step": step, **{prefix + k: v for k, v in metrics.items()}}) + "\n")
+
+    class Checkpoint:
+        def custom_save(self, monitor_candidates, is_train_end, trainer_state):
+            if parallel_state.get_rank() == 0:
+                Path(settings["checkpoint"]).write_text(json.dumps(trainer_state))
+
+    def tokenize(sentences):
+        rows = [list(text.encode())[:8] for text in sentences]
+        tokens = np.array([[b % VOCAB for b in row] + [0] * (8 - len(row)) for row in rows])
+        return tokens, np.array([len(row) for row in rows])
+
+    model = build_model()
+    optimizer, scheduler = build_optimizer(model)
+    trainer = CriticServerTrainer(
+        cfg=OmegaConf.create(settings["cfg"]),
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        logger=Logger(),
+        ckpt_callback=Checkpoint(),
+        tokenize_func=tokenize,
+        gbs=settings["gbs"],
+        model_forward_micro_batch_size=2,
+    )
+    if os.path.exists(settings["checkpoint"]):
+        trainer.load_state_dict(json.loads(Path(settings["checkpoint"]).read_text()))
+    trainer.failure_grace_s = 3.0
+    trainer.run_server()
+    parallel_state.destroy()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class CriticJob:
+    """A running job. Use it in a `with` block: leaving it ends whatever is left.
+
+    Args:
+        ranks: number of processes.
+        tp: tensor-parallel size (the rest is data-parallel).
+        launcher: "torchrun", or "direct" for processes that only share environment variables, as SLURM starts them.
+        combined: the server also gives rewards.
+    """
+
+    def __init__(self, ranks=1, tp=1, launcher="direct", combined=True, gbs=4, **cfg):
+        self.directory = Path(tempfile.mkdtemp(prefix="cj_", dir="/tmp"))
+        (self.directory / "t").mkdir()
+        self.port = free_port()
+        self.ranks = ranks
+        settings = {
+            "tp": tp,
+            "gbs": gbs,
+            "metrics": str(self.directory / "metrics.jsonl"),
+            "checkpoint": str(self.directory / "checkpoint.json"),
+            "cfg": {
+                "host": "127.0.0.1",
+                "port": self.port,
+                "combine_rm_and_critic_server": combined,
+                "inference_micro_batch_size": 2,
+                "gradient_clip_val": None,
+                **cfg,
+            },
+        }
+        root = Path(__file__).resolve().parents[2]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(root),
+            "TMPDIR": str(self.directory / "t"),
+            "PYTHONUNBUFFERED": "1",
+        }
+        script = [__file__, json.dumps(settings)]
+        self.log_path = self.directory / "log.txt"
+        log = open(self.log_path, "w")
+        common = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        if launcher == "torchrun":
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+            command += [f"--master_port={free_port()}"]
+            self.processes = [subprocess.Popen(command + script, env=environment, **common)]
+        else:
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+            self.processes = [
+                subprocess.Popen(
+                    [sys.executable] + script,
+                    env={**environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    **common,
+                )
+                for rank in range(ranks)
+            ]
+        log.close()
+        self._family = {}
+        self._shared_memory = set()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        import psutil
+
+        self.look_around()
+        for process in [*self._family.values(), *(psutil.Process(p.pid) for p in self.processes if p.poll() is None)]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        for process in self.processes:
+            process.wait(10)
+        subprocess.run(["rm", "-rf", str(self.directory)], check=True)
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_until_serving(self, limit_s=90):
+        """Return once all endpoints answer."""
+        deadline = time.monotonic() + limit_s
+        while "serving critic_infer" not in self.log():
+            if any(process.poll() is not None for process in self.processes) or time.monotonic() > deadline:
+                raise AssertionError(f"the server did not come up:\n{self.log()}")
+            time.sleep(0.2)
+        self.look_around()
+        return self
+
+    def rank_pids(self) -> list:
+        """Process ids of the ranks, in rank order."""
+        import psutil
+
+        if len(self.processes) == self.ranks:
+            return [process.pid for process in self.processes]
+        ranks = {}
+        for child in psutil.Process(self.processes[0].pid).children():
+            ranks[int(child.environ()["RANK"])] = child.pid
+        return [ranks[rank] for rank in range(self.ranks)]
+
+    def look_around(self) -> None:
+        """Note the processes of the job and the shared memory they have mapped."""
+        import psutil
+
+        for process in self.processes:
+            try:
+                root = psutil.Process(process.pid)
+                for member in [root, *root.children(recursive=True)]:
+                    self._family[member.pid] = member
+                    for mapping in member.memory_maps():
+                        if mapping.path.startswith("/dev/shm/"):
+                            self._shared_memory.add(mapping.path.removesuffix(" (deleted)"))
+            except psutil.Error:
+                pass
+
+    def wait_for_exit(self, limit_s=15) -> list:
+        """Exit codes of the processes that were started; fails if one takes longer."""
+        deadline = time.monotonic() + limit_s
+        while any(process.poll() is None for process in self.processes):
+            assert time.monotonic() < deadline, f"still running after {limit_s} s:\n{self.log()}"
+            time.sleep(0.05)
+        return [process.returncode for process in self.processes]
+
+    def assert_nothing_left(self) -> None:
+        """No process, no port, no shared memory, no workspace."""
+        alive = [process for process in self._family.values() if process.is_running() and process.status() != "zombie"]
+        deadline = time.monotonic() + 2  # a process that has just been told to end
+        while alive and time.monotonic() < deadline:
+            time.sleep(0.1)
+            alive = [process for process in alive if process.is_running() and process.status() != "zombie"]
+        assert not alive, alive
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", self.port))
+        left = [path for path in self._shared_memory if os.path.exists(path)]
+        assert not left, left
+        assert not glob.glob(str(self.directory / "t" / "triton_*"))
+
+    def signal_rank(self, rank: int, number=signal.SIGTERM) -> None:
+        os.kill(self.rank_pids()[rank], number)
+
+
+if __name__ == "__main__":
+    main()

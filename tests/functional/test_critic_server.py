@@ -1,0 +1,415 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The critic server as a job of its own: real Triton processes, one and two ranks, clients on one and two ranks.
+
+Expected numbers come from the same small model run here, in one process, with plain torch on unpadded rows.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.servers.http_communicator import ServerRequestError, ServerUnreachableError
+from nemo_aligner.utils.errors import UserError
+from tests.distributed.launcher import run_ranks
+from tests.functional.critic_job import RAISE, SLEEP, CriticJob, build_model
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),  # said of time-outs that are larger
+]
+STOP_LIMIT_S = 15
+
+
+def expected_scores(model, tokens, lengths):
+    """(rewards [N], values [N, S]) row by row; values after a row's end are those of its padding."""
+    with torch.no_grad():
+        rewards = torch.stack([model.reward[row[length - 1]] for row, length in zip(tokens, lengths)])
+        return rewards, torch.cat([model(row[None]) for row in tokens])
+
+
+def expected_update(model, data, gbs):
+    """Mean loss of plain SGD steps on `model` (changed in place), each over the response tokens of `gbs` rows."""
+    losses = []
+    for start in range(0, len(data["tokens"]), gbs):
+        rows = slice(start, start + gbs)
+        mask = data["mask"][rows].bool()
+        errors = model(data["tokens"][rows])[:, :-1][mask] - data["returns"][rows][mask]
+        loss = (errors**2).mean()
+        gradients = torch.autograd.grad(loss, [model.embedding, model.value])
+        with torch.no_grad():
+            model.embedding -= 0.1 * gradients[0]
+            model.value -= 0.1 * gradients[1]
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
+
+
+def make_training_data(rows, width, seed=0):
+    """Ragged responses; slots outside the mask hold NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 28, (rows, width), generator=generator)
+    mask = torch.zeros(rows, width - 1)
+    for row in range(rows):
+        mask[row, 1 : 2 + (row * 3) % (width - 2)] = 1
+    nan = torch.full((rows, width - 1), float("nan"))
+    returns = torch.where(mask > 0, torch.randn(rows, width - 1, generator=generator), nan)
+    return {"tokens": tokens, "returns": returns, "prev_values": returns.clone(), "mask": mask}
+
+
+class Raw:
+    """A client without any of our checks, one per test."""
+
+    def __init__(self, job):
+        from pytriton.client import ModelClient
+
+        self._make = lambda name: ModelClient(
+            f"http://127.0.0.1:{job.port}", name, init_timeout_s=20, inference_timeout_s=30
+        )
+
+    def __call__(self, endpoint, **arrays):
+        with self._make(endpoint) as client:
+            arrays = {name: np.asarray(array) for name, array in arrays.items()}
+            return (client.infer_batch if endpoint == "critic_infer" else client.infer_sample)(**arrays)
+
+
+def client_config(job, **changes):
+    return OmegaConf.create(
+        {
+            "pad_to_length": None,
+            "combine_rm_and_critic_server": True,
+            "init_timeout_s": 20,
+            "inference_timeout_s": 30,
+            "critic": {"ip": "127.0.0.1", "port": job if isinstance(job, int) else job.port},
+            "reward_model": {"ip": "127.0.0.1", "port": 1},
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def job():
+    with CriticJob(ranks=1) as job:
+        yield job.wait_until_serving()
+
+
+@pytest.fixture(scope="module")
+def mirror():
+    """The served model as this process knows it: tests that train the server train it too."""
+    return build_model()
+
+
+def assert_serving(raw, model):
+    tokens = torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7], [8, 9, 0, 0]])
+    lengths = torch.tensor([3, 4, 2])
+    answer = raw("critic_infer", tokens=tokens, sequence_lengths=lengths[:, None])
+    rewards, values = expected_scores(model, tokens, lengths)
+    assert answer["values"].dtype == answer["rewards"].dtype == np.float32
+    np.testing.assert_allclose(answer["values"], values.numpy(), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(answer["rewards"], rewards[:, None].numpy(), rtol=1e-6)
+
+
+# ---- one rank ----
+
+
+def test_scores_equal_a_direct_call(job, mirror):
+    raw = Raw(job)
+    assert_serving(raw, mirror)
+    answer = raw("critic_infer", sentences=[[b"abc"], [b"de"]])
+    tokens = torch.tensor([[1, 2, 3, 0, 0, 0, 0, 0], [4, 5, 0, 0, 0, 0, 0, 0]])
+    rewards, values = expected_scores(mirror, tokens, torch.tensor([3, 2]))
+    np.testing.assert_allclose(answer["values"], values.numpy(), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(answer["rewards"], rewards[:, None].numpy(), rtol=1e-6)
+
+
+def test_training_equals_direct_steps_and_is_applied_once(job, mirror):
+    raw = Raw(job)
+    data = make_training_data(rows=6, width=9)  # two optimizer steps of 4 rows, the second with two empty rows
+    request = {**{k: v.numpy() for k, v in data.items()}, "request_id": [b"update-1"]}
+    answer = raw("critic_train", **request)
+    loss = expected_update(mirror, data, gbs=4)
+    assert answer["loss_mean"].dtype == np.float32 and answer["loss_mean"].shape == (1,)
+    np.testing.assert_allclose(answer["loss_mean"][0], loss, rtol=1e-5)
+    assert_serving(raw, mirror)
+
+    again = raw("critic_train", **request)
+    assert again["loss_mean"] == answer["loss_mean"]
+    assert_serving(raw, mirror)  # nothing was applied twice
+    lines = [json.loads(line) for line in (job.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert set(lines[0]) == {"step", "train/loss", "train/lr", "train/grad_norm", "train/step_time"}
+    np.testing.assert_allclose(np.mean([line["train/loss"] for line in lines]), loss, rtol=1e-5)
+
+
+def test_save_and_status(job):
+    raw = Raw(job)
+    status = raw("critic_status", dummy_var=[0])
+    assert {name: int(value[0]) for name, value in status.items()} == {
+        "actor_step": 0,
+        "critic_step": 2,
+        "saved_critic_step": 0,
+    }
+    answer = raw("critic_save", dummy_var=[0], actor_step=[3])
+    assert answer["status"].tolist() == [0] and answer["status"].dtype == np.int64
+    assert json.loads((job.directory / "checkpoint.json").read_text()) == {"step": 2, "actor_step": 3}
+    status = raw("critic_status", dummy_var=[0])
+    assert all(value.dtype == np.int64 for value in status.values())
+    assert {name: int(value[0]) for name, value in status.items()} == {
+        "actor_step": 3,
+        "critic_step": 2,
+        "saved_critic_step": 2,
+    }
+
+
+TRAIN = {name: tensor.nan_to_num().numpy() for name, tensor in make_training_data(2, 5).items()}
+INFER = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1), 5)}
+
+
+@pytest.mark.parametrize(
+    "endpoint, request_, words",
+    [
+        ("critic_infer", {**INFER, "tokns": INFER["tokens"]}, ["tokns"]),
+        ("critic_infer", {**INFER, "tokens": INFER["tokens"].astype(np.int32)}, ["tokens", "INT64", "INT32"]),
+        ("critic_infer", {**INFER, "tokens": np.ones((2, 5, 1), np.int64)}, ["tokens", "[-1,-1]", "[2,5,1]"]),
+        ("critic_infer", {"tokens": INFER["tokens"]}, ["'sequence_lengths' is missing"]),
+        ("critic_infer", {**INFER, "sequence_lengths": np.full((2, 1), 6)}, ["'sequence_lengths' holds 6", "[1, 5]"]),
+        ("critic_infer", {**INFER, "tokens": np.full((2, 5), 99)}, ["the id 99", "[0, 32)"]),
+        ("critic_train", {**TRAIN, "rewards": TRAIN["mask"]}, ["rewards"]),
+        ("critic_train", {k: v for k, v in TRAIN.items() if k != "mask"}, ["mask"]),
+        ("critic_train", {**TRAIN, "returns": TRAIN["returns"].astype(np.float64)}, ["returns", "FP32", "FP64"]),
+        ("critic_train", {**TRAIN, "tokens": np.ones(5, np.int64)}, ["tokens", "[-1,-1]", "[5]"]),
+        ("critic_train", {**TRAIN, "mask": np.ones((2, 5), np.float32)}, ["'mask' has shape [2, 5]", "[2, 4]"]),
+        ("critic_save", {"dummy": np.zeros(1, np.int64)}, ["dummy"]),
+        ("critic_save", {"dummy_var": np.zeros(1, np.float32)}, ["dummy_var", "INT64", "FP32"]),
+        ("critic_save", {"dummy_var": np.zeros(2, np.int64)}, ["dummy_var", "[1]", "[2]"]),
+        ("critic_status", {"dummy_var": np.zeros(1, np.float32)}, ["dummy_var", "INT64", "FP32"]),
+    ],
+)
+def test_wrong_requests_are_refused_and_the_server_goes_on(job, mirror, endpoint, request_, words):
+    from pytriton.client.exceptions import PyTritonClientInferenceServerError
+
+    raw = Raw(job)
+    with pytest.raises(PyTritonClientInferenceServerError) as caught:
+        raw(endpoint, **request_)
+    for word in words:
+        assert word in str(caught.value)
+    assert_serving(raw, mirror)
+
+
+def test_an_error_of_the_model_comes_back_with_its_traceback(job, mirror):
+    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
+
+    client = RemoteGPTRMCriticClient(client_config(job))
+    try:
+        tokens = torch.full((2, 5), RAISE)
+        rollout = {"response_tokens": tokens, "response_lengths": torch.tensor([5, 5])}
+        data = make_training_data(2, 5)
+        training = {"response_tokens": tokens, "values": data["prev_values"], **data}
+        for future in (client.infer_rm_critic(rollout), client.train(training)):
+            with pytest.raises(ServerRequestError) as caught:
+                future.result()
+            assert "critic_job.py" in str(caught.value) and "cannot stand" in str(caught.value)
+    finally:
+        client.communicator.close()
+    assert_serving(Raw(job), mirror)
+
+
+def test_client_checks_before_it_sends(job):
+    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
+
+    client = RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
+    try:
+        rollout = {"response_tokens": torch.ones(2, 9).long(), "response_lengths": torch.tensor([9, 9])}
+        with pytest.raises(UserError, match="9 tokens.*remote_critic_rm.pad_to_length=8"):
+            client.infer_rm_critic(rollout)
+        client.check_status(3)
+        with pytest.raises(UserError, match="actor is at step 5.*checkpoint of actor step 3"):
+            client.check_status(5)
+    finally:
+        client.communicator.close()
+    assert not [t for t in threading.enumerate() if "_worker" in t.name and t.is_alive()]
+
+
+def test_wrong_endpoint_name_and_wrong_port(job):
+    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
+
+    start = time.monotonic()
+    with pytest.raises(ServerUnreachableError, match="127.0.0.1:1 after 1 s.*init_timeout_s"):
+        RemoteGPTRMCriticClient(client_config(1, init_timeout_s=1))
+    assert time.monotonic() - start < 3
+    config = client_config(job, init_timeout_s=1)
+    config.critic.name = {"infer": "critic_inference"}
+    with pytest.raises(ServerUnreachableError, match="a server answers, but 'critic_inference' is not ready"):
+        RemoteGPTRMCriticClient(config)
+
+
+def two_rank_client(port, tp):
+    """On each rank: what the client's calls return or raise."""
+    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.utils import parallel_state
+
+    parallel_state.initialize(tensor_model_parallel_size=tp)
+    rank = parallel_state.get_data_parallel_rank()
+    client = RemoteGPTRMCriticClient(client_config(port))
+    tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]]) + rank
+    rewards, values = client.infer_rm_critic(
+        {"response_tokens": tokens, "response_lengths": torch.tensor([3, 4])}
+    ).result()
+    data = make_training_data(6, 9, seed=1)
+    rows = slice(0, 6) if tp == 2 else slice(0, 4) if rank == 0 else slice(4, 6)  # shares may be uneven
+    data = {name: tensor[rows] for name, tensor in data.items()}
+    loss = client.train({"response_tokens": data["tokens"], "values": data["prev_values"], **data}).result()
+    status = client.save(actor_step=7).result()
+    client.check_status(7)
+    errors = []
+    bad = {"response_tokens": torch.full((1, 4), RAISE if rank == 0 else 1), "response_lengths": torch.tensor([4])}
+    future = client.infer_rm_critic(bad)
+    try:
+        future.result()
+        errors.append("")
+    except ServerRequestError as error:
+        errors.append(str(error))
+    data["response_tokens"] = torch.full_like(data["tokens"], RAISE)
+    try:
+        client.train({**data, "values": data["prev_values"]}).result()
+    except ServerRequestError as error:
+        errors.append(str(error))
+    try:
+        client.check_status(8)
+    except UserError as error:
+        errors.append(str(error))
+    client.communicator.close()
+    return rewards, values, loss, status, errors
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_clients_of_two_ranks(job, mirror, tp):
+    """Scores reach every rank, training rows are gathered, a remote error is raised on all with its traceback."""
+    results = run_ranks(two_rank_client, 2, 100, job.port, tp)
+    for rank, (rewards, values, _loss, _status, _errors) in enumerate(results):
+        tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]]) + (rank if tp == 1 else 0)
+        want_rewards, want_values = expected_scores(mirror, tokens, torch.tensor([3, 4]))
+        torch.testing.assert_close(rewards, want_rewards)
+        want_values = want_values[:, :-1].clone()
+        want_values[:, 4:] = 0  # columns after the longest row are not sent
+        torch.testing.assert_close(values, want_values)
+    loss = expected_update(mirror, make_training_data(6, 9, seed=1), gbs=4)
+    for _rewards, _values, got_loss, status, errors in results:
+        assert got_loss == pytest.approx(loss, rel=1e-5) and status == 0
+        infer_error, train_error, status_error = errors
+        assert "cannot stand" in train_error and "Traceback" in train_error
+        assert "actor is at step 8" in status_error
+    assert "cannot stand" in results[0][4][0]
+    if tp == 2:  # both ranks belong to one model-parallel group
+        assert "cannot stand" in results[1][4][0]
+    assert_serving(Raw(job), mirror)
+
+
+def test_sigint_ends_the_job_clean(job):
+    """Last of this job's tests: with a client connected, and after all the errors above."""
+    raw = Raw(job)
+    with raw._make("critic_infer") as client:
+        client.infer_batch(**INFER)
+        job.look_around()
+        job.signal_rank(0, signal.SIGINT)
+        assert job.wait_for_exit(STOP_LIMIT_S) == [0]
+    job.assert_nothing_left()
+
+
+# ---- two ranks ----
+
+
+def in_background(function, **arguments):
+    """Start `function` on a thread; returns a list that will hold its exception, and the thread."""
+    errors = []
+
+    def run():
+        try:
+            function(**arguments)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return errors, thread
+
+
+def test_two_data_parallel_ranks_under_torchrun():
+    """Numbers, an error that all ranks share, then SIGTERM to rank 1 in the middle of an update."""
+    model = build_model()
+    with CriticJob(ranks=2, launcher="torchrun") as job:
+        raw = Raw(job.wait_until_serving())
+        assert_serving(raw, model)  # 3 rows are padded to 4
+        data = make_training_data(rows=10, width=9)
+        answer = raw("critic_train", **{name: tensor.numpy() for name, tensor in data.items()})
+        np.testing.assert_allclose(answer["loss_mean"][0], expected_update(model, data, gbs=4), rtol=1e-5)
+        assert_serving(raw, model)
+
+        bad = {**data, "tokens": torch.full_like(data["tokens"], RAISE)}
+        with pytest.raises(Exception, match=r"(?s)\[rank 0\].*cannot stand.*\[rank 1\].*cannot stand"):
+            raw("critic_train", **{name: tensor.numpy() for name, tensor in bad.items()})
+        assert_serving(raw, model)
+
+        slow = {**data, "tokens": torch.full_like(data["tokens"], SLEEP)}
+        errors, thread = in_background(raw, endpoint="critic_train", **{k: v.numpy() for k, v in slow.items()})
+        time.sleep(1.5)
+        job.look_around()
+        job.signal_rank(1)
+        assert job.wait_for_exit(STOP_LIMIT_S) == [0]
+        thread.join(10)
+        assert errors and "did not end" in str(errors[0])
+        job.assert_nothing_left()
+
+
+def test_two_tensor_parallel_ranks_with_a_separate_reward_model():
+    """The critic alone answers values only; then SIGTERM to rank 1 alone, idle, without a launcher above the ranks."""
+    model = build_model()
+    with CriticJob(ranks=2, tp=2, combined=False) as job:
+        raw = Raw(job.wait_until_serving())
+        for rows in (2, 3):
+            tokens = torch.arange(1, 1 + rows * 5).reshape(rows, 5)
+            answer = raw("critic_infer", tokens=tokens, sequence_lengths=np.full((rows, 1), 5))
+            assert set(answer) == {"values"}
+            _rewards, values = expected_scores(model, tokens, [5] * rows)
+            np.testing.assert_allclose(answer["values"], values.numpy(), rtol=1e-6, atol=1e-6)
+        job.look_around()
+        job.signal_rank(1)
+        assert job.wait_for_exit(STOP_LIMIT_S) == [0, 0]
+        job.assert_nothing_left()
+
+
+def test_a_rank_that_fails_alone_ends_the_job_and_tells_the_client():
+    with CriticJob(ranks=2) as job:
+        raw = Raw(job.wait_until_serving())
+        job.look_around()
+        tokens = np.ones((4, 5), np.int64)
+        tokens[3] = RAISE  # a row of rank 1; rank 0 waits for it in a collective
+        with pytest.raises(Exception, match=r"(?s)\[rank 1\].*cannot stand"):
+            raw("critic_infer", tokens=tokens, sequence_lengths=np.full((4, 1), 5))
+        codes = job.wait_for_exit(30)
+        assert all(codes), codes
+        job.assert_nothing_left()
+
+
+def test_strange_port_is_refused_at_start():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with CriticJob(ranks=1, port=taken.getsockname()[1]) as job:
+            codes = job.wait_for_exit(60)
+            assert codes != [0]
+            assert "Set another port (trainer.ppo.port" in job.log()
+
+
+def test_workspaces_are_not_in_the_home_folder():
+    home = Path(os.path.expanduser("~/.cache/pytriton"))
+    assert not list(home.glob("workspace_*"))

@@ -1,0 +1,138 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The wire format: what a request may look like, and what the error says when it does not."""
+
+import numpy as np
+import pytest
+
+from nemo_aligner.servers import schema
+from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.utils.errors import UserError
+
+
+def training_request(rows=2, width=5):
+    return {
+        "tokens": np.ones((rows, width), np.int64),
+        "returns": np.zeros((rows, width - 1), np.float32),
+        "prev_values": np.zeros((rows, width - 1), np.float32),
+        "mask": np.ones((rows, width - 1), np.float32),
+    }
+
+
+def scoring_request(rows=2, width=5):
+    return {"tokens": np.ones((rows, width), np.int64), "sequence_lengths": np.full((rows, 1), width, np.int64)}
+
+
+def table(specs):
+    return [
+        (s.name, np.dtype(s.dtype).name if s.dtype is not np.bytes_ else "bytes", s.shape, s.optional) for s in specs
+    ]
+
+
+def test_endpoints_are_those_of_the_protocol():
+    scoring = [
+        ("sentences", "bytes", (-1,), True),
+        ("tokens", "int64", (-1,), True),
+        ("sequence_lengths", "int64", (-1,), True),
+    ]
+    combined, alone = schema.critic_infer_endpoint(True), schema.critic_infer_endpoint(False)
+    assert combined.name == alone.name == "critic_infer" and combined.batching
+    assert table(combined.inputs) == table(alone.inputs) == scoring
+    assert table(combined.outputs) == [("values", "float32", (-1,), False), ("rewards", "float32", (-1,), False)]
+    assert table(alone.outputs) == [("values", "float32", (-1,), False)]
+
+    train = schema.critic_train_endpoint()
+    assert train.name == "critic_train" and not train.batching
+    assert table(train.inputs) == [
+        ("tokens", "int64", (-1, -1), False),
+        ("returns", "float32", (-1, -1), False),
+        ("prev_values", "float32", (-1, -1), False),
+        ("mask", "float32", (-1, -1), False),
+        ("request_id", "bytes", (1,), True),
+    ]
+    assert table(train.outputs) == [("loss_mean", "float32", (1,), False)]
+
+    save = schema.critic_save_endpoint()
+    assert save.name == "critic_save" and not save.batching
+    assert table(save.inputs) == [("dummy_var", "int64", (1,), False), ("actor_step", "int64", (1,), True)]
+    assert table(save.outputs) == [("status", "int64", (1,), False)]
+
+    reward = schema.reward_model_endpoint()
+    assert reward.name == "reward_model" and table(reward.inputs) == scoring
+    assert table(reward.outputs) == [("rewards", "float32", (1,), False)]
+
+
+def test_signals_keep_their_numbers():
+    assert [ServerSignal.FORWARD, ServerSignal.TRAIN, ServerSignal.INVALID, ServerSignal.SAVE] == [1, 2, 3, 4]
+    assert max(ServerSignal) == ServerSignal.STOP  # ranks agree on the largest signal, and STOP must win
+
+
+def test_good_requests_pass():
+    schema.validate_request(schema.critic_train_endpoint(), training_request())
+    schema.validate_request(schema.critic_train_endpoint(), {**training_request(), "request_id": np.array([b"abc"])})
+    schema.validate_request(schema.critic_infer_endpoint(True), scoring_request())
+    schema.validate_request(schema.critic_infer_endpoint(True), {"sentences": np.array([[b"a"], [b"bc"]])})
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"tokns": np.ones((2, 5), np.int64)}, ["tokns", "tokens: int64"]),
+        ({"mask": None}, ["mask", "missing"]),
+        ({"tokens": np.ones((2, 5), np.int32)}, ["tokens", "int32", "int64"]),
+        ({"returns": np.ones((2, 4), np.float64)}, ["returns", "float64", "float32"]),
+        ({"tokens": np.ones(5, np.int64)}, ["tokens", "[5]", "['any', 'any']"]),
+        ({"mask": [[1.0]]}, ["mask", "list", "numpy"]),
+    ],
+)
+def test_wrong_training_requests_name_the_tensor_and_the_remedy(change, words):
+    request = {name: value for name, value in {**training_request(), **change}.items() if value is not None}
+    with pytest.raises(UserError) as caught:
+        schema.validate_request(schema.critic_train_endpoint(), request)
+    for word in [*words, "critic_train"]:
+        assert word in str(caught.value)
+
+
+def test_rows_of_a_scoring_request_must_agree():
+    request = {**scoring_request(), "sequence_lengths": np.full((3, 1), 5, np.int64)}
+    with pytest.raises(UserError, match="different numbers of rows.*'tokens': \\[2, 5\\]"):
+        schema.validate_request(schema.critic_infer_endpoint(True), request)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"tokens": np.full((2, 5), 32, np.int64)}, ["id 32", "[0, 32)"]),
+        ({"tokens": np.full((2, 5), -1, np.int64)}, ["id -1"]),
+        ({"tokens": np.ones((2, 9), np.int64)}, ["9 columns", "at most 8"]),
+        ({"returns": np.zeros((2, 5), np.float32)}, ["'returns' has shape [2, 5]", "[2, 4]"]),
+        ({"mask": np.full((2, 4), 0.5, np.float32)}, ["'mask'", "0 and 1"]),
+        (
+            {"returns": np.array([[0, 0, 0, 0], [0, np.nan, 0, 0]], np.float32)},
+            ["'returns' is nan", "row 1, column 1"],
+        ),
+    ],
+)
+def test_content_of_a_training_request(change, words):
+    with pytest.raises(UserError) as caught:
+        schema.validate_training_inputs(**{**training_request(), **change}, vocab_size=32, max_length=8)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_nan_is_allowed_where_the_mask_is_zero():
+    request = training_request()
+    request["returns"][0, 2] = np.nan
+    request["mask"][0, 2] = 0
+    schema.validate_training_inputs(**request, vocab_size=32, max_length=8)
+
+
+@pytest.mark.parametrize(
+    "lengths, words",
+    [([[5]], ["'sequence_lengths'", "2 rows"]), ([[5], [0]], ["holds 0"]), ([[5], [6]], ["holds 6", "[1, 5]"])],
+)
+def test_content_of_a_scoring_request(lengths, words):
+    with pytest.raises(UserError) as caught:
+        schema.validate_scoring_inputs(np.ones((2, 5), np.int64), np.array(lengths), vocab_size=32, max_length=8)
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,141 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding and padding of requests, Triton's needs, and the client's errors that need no server."""
+
+import os
+import socket
+import sysconfig
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_aligner.servers import http_communicator
+from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
+from nemo_aligner.utils import parallel_state, server_utils
+from nemo_aligner.utils.errors import UserError
+
+
+def test_decode_bytes_ndarray():
+    array = np.array([["Grüße".encode()], [b"b"]], dtype=object)
+    assert server_utils.decode_bytes_ndarray(array).tolist() == ["Grüße", "b"]
+
+
+def test_lock_method_serialises_callers():
+    class Counter:
+        def __init__(self):
+            self.lock = threading.Lock()
+            self.inside = self.most = 0
+
+        @server_utils.lock_method("self.lock")
+        def enter(self):
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            time.sleep(0.01)
+            self.inside -= 1
+
+    counter = Counter()
+    threads = [threading.Thread(target=counter.enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counter.most == 1
+
+
+def test_pad_input():
+    assert server_utils.pad_input(np.array([[1, 2], [3, 4], [5, 6]]), 2, pad_value=9) == (
+        [[1, 2], [3, 4], [5, 6], [9, 9]],
+        1,
+    )
+    assert server_utils.pad_input([7], 3) == ([7, 0, 0], 2)
+    assert server_utils.pad_input(["a", "b"], 2, "") == (["a", "b"], 0)
+    assert server_utils.pad_input(None, 4) == (None, 0)
+
+
+@pytest.mark.parametrize("rows, dp, expected", [(3, 2, 2), (8, 2, 2), (9, 2, 8), (1, 1, 1), (5, 1, 4)])
+def test_padding_multiple(monkeypatch, rows, dp, expected):
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: dp)
+    assert server_utils.calculate_inference_batch_padding_multiple(rows, 4) == expected
+
+
+def test_process_inputs_prefers_sentences():
+    inputs = {
+        "sentences": np.array([[b"ab"]]),
+        "tokens": np.array([[9]]),
+        "sequence_lengths": np.array([[1]]),
+    }
+    out = server_utils.process_inputs(inputs, lambda texts: (torch.tensor([[len(texts[0]), 0]]), [1]))
+    assert out["inputs"].tolist() == [[2, 0]] and out["sequence_length"].tolist() == [1]
+    del inputs["sentences"]
+    out = server_utils.process_inputs(inputs, None)
+    assert out["inputs"].tolist() == [[9]] and out["sequence_length"].tolist() == [1]
+    with pytest.raises(UserError, match="'sequence_lengths' is missing"):
+        server_utils.process_inputs({"tokens": np.array([[9]])}, None)
+
+
+@pytest.mark.parametrize("strip, width", [(None, 8), (4, 4), (3, 3), (16, 8)])
+def test_pad_batch_and_strip_sequence(strip, width):
+    tokens = np.arange(24).reshape(3, 8)
+    out, added, old_width = server_utils.pad_batch_and_strip_sequence(tokens, np.array([3, 2, 1]), 4, strip)
+    assert out["inputs"].shape == (4, width) and added == 1 and old_width == 8
+    assert (out["inputs"][:3] == tokens[:, :width]).all() and (out["inputs"][3] == 0).all()
+    assert out["sequence_length"].tolist() == [3, 2, 1, 0]
+
+
+def test_triton_environment_gets_the_library_path_once(monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
+    server_utils.prepare_triton_environment()
+    server_utils.prepare_triton_environment()
+    paths = os.environ["LD_LIBRARY_PATH"].split(":")
+    assert paths == [server_utils.find_libpython(), "/somewhere"]
+    assert os.path.exists(os.path.join(paths[0], sysconfig.get_config_var("INSTSONAME")))
+
+
+def test_triton_environment_refuses_numpy_2(monkeypatch):
+    monkeypatch.setattr(np, "__version__", "2.1.0")
+    with pytest.raises(UserError, match="numpy 2.1.0.*pip install 'numpy<2'"):
+        server_utils.prepare_triton_environment()
+
+
+def test_triton_environment_refuses_a_python_without_shared_library(monkeypatch):
+    monkeypatch.setattr(server_utils, "find_libpython", lambda: None)
+    with pytest.raises(UserError, match="libpython.*--enable-shared"):
+        server_utils.prepare_triton_environment()
+
+
+def test_a_taken_port_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"127.0.0.1:{port}.*trainer.ppo.port"):
+            server_utils.check_port_is_free("127.0.0.1", port)
+    server_utils.check_port_is_free("127.0.0.1", port)
+
+
+def test_wrong_port_is_one_clear_error_in_time(monkeypatch):
+    lines = []
+    monkeypatch.setattr(http_communicator.logging, "info", lines.append)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    communicator = HTTPCommunicator(init_timeout_s=2.5, progress_interval_s=0.5)
+    start = time.monotonic()
+    with pytest.raises(ServerUnreachableError) as caught:
+        communicator.create_http_communicator_from_dict({"critic_infer": ("127.0.0.1", port)})
+    assert time.monotonic() - start < 3.5
+    assert isinstance(caught.value, UserError)
+    for word in ("critic_infer", f"127.0.0.1:{port}", "2 s", "remote_critic_rm.init_timeout_s"):
+        assert word in str(caught.value)
+    assert len(lines) >= 3 and all(f"127.0.0.1:{port}" in line and "critic_infer" in line for line in lines)
+
+
+def test_closing_says_so(monkeypatch):
+    lines = []
+    monkeypatch.setattr(http_communicator.logging, "info", lines.append)
+    with HTTPCommunicator():
+        pass
+    assert any("Cleaning up communicator" in line for line in lines)
