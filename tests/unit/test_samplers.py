@@ -31,14 +31,18 @@ def make(cls, total, consumed=0, mbs=2, gbs=8, rank=0, dp=2, **kwargs):
     )
 
 
-def naive_random(total, consumed, mbs, gbs, rank, dp, seed):
+def naive_random(total, consumed, gbs, rank, dp, seed):
     """This rank's indices for the rest of an epoch, written down from the definition."""
     per_epoch = total // gbs * gbs
-    bucket = total // (mbs * dp) * mbs
     generator = torch.Generator()
     generator.manual_seed(seed + consumed // per_epoch)
-    order = torch.randperm(bucket, generator=generator).tolist()
-    return [rank * bucket + order[i] for i in range(consumed % per_epoch // dp, per_epoch // dp)]
+    order = torch.randperm(total, generator=generator).tolist()
+    mine = []
+    for start in range(consumed % per_epoch, per_epoch, gbs):
+        for place in range(gbs):
+            if place // (gbs // dp) == rank:
+                mine.append(order[start + place])
+    return mine
 
 
 @pytest.mark.parametrize("cls", RANDOM)
@@ -47,7 +51,17 @@ def test_random_order_is_the_naive_one(cls, total, consumed, dp):
     for rank in range(dp):
         batches = list(make(cls, total, consumed, rank=rank, dp=dp, seed=7))
         assert {len(batch) for batch in batches} == {2 if cls is MegatronPretrainingRandomSampler else 8 // dp}
-        assert list(itertools.chain(*batches)) == naive_random(total, consumed, 2, 8, rank, dp, 7)
+        assert list(itertools.chain(*batches)) == naive_random(total, consumed, 8, rank, dp, 7)
+
+
+@pytest.mark.parametrize("cls", RANDOM)
+def test_global_batches_depend_neither_on_ranks_nor_on_micro_batches(cls):
+    def global_batches(mbs, dp):
+        shares = [list(itertools.chain(*make(cls, 29, mbs=mbs, rank=rank, dp=dp))) for rank in range(dp)]
+        per_rank = 8 // dp
+        return [{i for share in shares for i in share[k * per_rank : (k + 1) * per_rank]} for k in range(3)]
+
+    assert global_batches(1, 1) == global_batches(4, 2) == global_batches(2, 4)
 
 
 @pytest.mark.parametrize("cls", RANDOM + IN_ORDER)
@@ -65,7 +79,7 @@ def test_an_epoch_that_does_not_divide_has_whole_global_batches_only(cls):
             assert sampler.consumed_samples == 24 * epoch
             indices = list(itertools.chain(*sampler))
             assert len(indices) == len(set(indices)) == 12
-    left_out = [set(range(28)) - set(itertools.chain(*make(cls, 29, 24 * epoch, dp=1))) for epoch in range(5)]
+    left_out = [set(range(29)) - set(itertools.chain(*make(cls, 29, 24 * epoch, dp=1))) for epoch in range(5)]
     assert len(set(map(frozenset, left_out))) > 1  # not always the same samples
 
 

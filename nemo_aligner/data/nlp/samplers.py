@@ -115,7 +115,10 @@ class _BatchSampler:
 
 
 class _RandomSampler(_BatchSampler):
-    """Each rank permutes a contiguous part of the dataset of its own; the permutation is seeded with `seed + epoch`.
+    """One permutation of the dataset per epoch, seeded with `seed + epoch`, cut into global batches.
+
+    Each rank takes a share of every global batch, so the samples of a global batch depend neither on the number of ranks
+    nor on the micro-batch size. (NeMo permutes a part of the dataset per rank, which makes them depend on both.)
 
     One pass ends with the epoch; the next starts the following epoch.
     """
@@ -127,15 +130,13 @@ class _RandomSampler(_BatchSampler):
 
     def __iter__(self):
         epoch, done = self._position()
-        step = self.micro_batch_size * self.data_parallel_size
-        bucket_size = self.total_samples // step * self.micro_batch_size
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        order = torch.randperm(bucket_size, generator=generator) + self.data_parallel_rank * bucket_size
+        order = torch.randperm(self.total_samples, generator=torch.Generator().manual_seed(self.seed + epoch))
         # The tail of the permutation beyond the last global batch is left out: other samples in each epoch.
-        order = order[done // self.data_parallel_size : self.samples_per_epoch // self.data_parallel_size]
-        for batch in order.split(self._local_batch_size):
-            self.consumed_samples += len(batch) * self.data_parallel_size
-            yield batch.tolist()
+        for global_batch in order[done : self.samples_per_epoch].split(self.global_batch_size):
+            share = global_batch.chunk(self.data_parallel_size)[self.data_parallel_rank]
+            for batch in share.split(self._local_batch_size):
+                self.consumed_samples += len(batch) * self.data_parallel_size
+                yield batch.tolist()
 
 
 class _InOrderSampler(_BatchSampler):
