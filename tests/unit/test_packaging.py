@@ -147,7 +147,7 @@ def test_schema_knows_every_key_of_the_yaml_file(name, configs):
 @pytest.mark.parametrize("name", CONFIG_NAMES)
 def test_documentation_names_every_key_of_the_yaml_file(name, configs):
     code = re.findall(r"`([^`]+)`", (ROOT / "docs/config.md").read_text())
-    documented = {word for span in code for word in re.findall(r"[\w.]+", span)}
+    documented = {word.strip(".") for span in code for word in re.findall(r"[\w.]+", span)}
     for key in leaves(OmegaConf.to_container(configs[name], resolve=False)):
         parts = key.split(".")
         # The key itself, its last parts, or a section above it that is explained as a whole.
