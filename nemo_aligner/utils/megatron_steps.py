@@ -84,7 +84,7 @@ def _run_schedule(model_chunks, batch: Batch, micro_batch_size: int, consume, mo
     )
 
 
-def _broadcast_from_last_stage(value):
+def broadcast_from_last_stage(value):
     """`value` (any object) of the last pipeline stage, on every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return value
@@ -148,7 +148,7 @@ def forward_backward(
     values = torch.stack([totals[key] for key in keys]) if keys else torch.zeros(0, device=get_device())
     if keys and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
         torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return _broadcast_from_last_stage(dict(zip(keys, values.tolist(), strict=True)))
+    return broadcast_from_last_stage(dict(zip(keys, values.tolist(), strict=True)))
 
 
 @torch.no_grad()
@@ -179,7 +179,7 @@ def forward_collect(
     )
     collected = torch.cat(outputs)[:rows] if parallel_state.is_pipeline_last_stage() else None
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        shape_and_type = _broadcast_from_last_stage(None if collected is None else (collected.shape, collected.dtype))
+        shape_and_type = broadcast_from_last_stage(None if collected is None else (collected.shape, collected.dtype))
         if collected is None:
             collected = torch.empty(shape_and_type[0], dtype=shape_and_type[1], device=get_device())
         collected = collected.contiguous()

@@ -2,12 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the launch scripts share: processes, Lightning trainer, experiment folder, configuration of a loaded model, resume."""
 
+import contextlib
 import copy
+import ctypes
+import functools
+import signal
+import subprocess
+import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from nemo.utils import logging
 from nemo.utils.exp_manager import exp_manager as nemo_exp_manager
@@ -17,7 +25,61 @@ from nemo_aligner.utils import nemo_archive
 from nemo_aligner.utils.checkpointing import CheckpointCallback
 from nemo_aligner.utils.device import get_backend
 from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.loggers import CustomLoggerWrapper
+from nemo_aligner.utils.loggers import CustomLoggerWrapper, is_rank_zero
+from nemo_aligner.utils.trainer_utils import compute_num_steps_per_epoch
+
+# Processes of this node that Lightning's launcher has started from this one.
+_children: list[subprocess.Popen] = []
+# After an error: how long another process may take to fail for the same reason.
+_FAILURE_GRACE_S = 5.0
+# After the work: how long another process may take to end.
+_EXIT_GRACE_S = 60.0
+
+
+def user_errors_end_the_job(main):
+    """Decorator of a script's `main`: every process of the job ends with it, in success and in failure.
+
+    A `UserError` is printed as one message, by rank 0 if all ranks have it, without a traceback; the exit code is 1.
+    Any other error keeps its traceback. Either way the processes that `launch_processes` started are not left behind.
+    """
+
+    @functools.wraps(main)
+    def run(*args, **kwargs):
+        try:
+            result = main(*args, **kwargs)
+        except UserError as error:
+            if not is_rank_zero():
+                time.sleep(_FAILURE_GRACE_S / 2)  # rank 0 ends this process if it has failed too
+            print(f"\nERROR: {error}", file=sys.stderr, flush=True)
+            _end_children(0.0)
+            raise SystemExit(1) from None
+        except BaseException:
+            _end_children(_FAILURE_GRACE_S)
+            raise
+        if not _end_children(_EXIT_GRACE_S):
+            raise SystemExit(1)
+        return result
+
+    return run
+
+
+def _end_children(grace_s: float) -> bool:
+    """Wait `grace_s` for the children, then kill what is left; True if all of them ended well by themselves."""
+    deadline = time.monotonic() + grace_s
+    for child in _children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(deadline - time.monotonic(), 0.0))
+    alive = [child for child in _children if child.poll() is None]
+    for child in alive:
+        child.kill()
+        child.wait()
+    return not alive and all(child.returncode == 0 for child in _children)
+
+
+def _end_with_parent() -> None:
+    """In a process that Lightning's launcher started: end when rank 0 is killed, instead of waiting for it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str) -> Trainer:
@@ -51,12 +113,20 @@ def launch_processes(trainer: Trainer | None) -> None:
 
     Under torchrun and SLURM the processes exist already; with plain `python` Lightning's launcher starts this script again,
     once per further device. Without a trainer, or with the group in place, nothing happens.
+
+    When a process of a node started in this way dies, the others end within seconds: Lightning watches the children,
+    and they end with their parent.
     """
     if trainer is None or torch.distributed.is_initialized():
         return
     strategy = trainer.strategy
     if strategy.launcher is not None:
         strategy.launcher.launch(lambda: None, trainer=trainer)
+        _children.extend(getattr(strategy.launcher, "procs", []))
+        # Lightning's own environment means that a process of local rank 0 has started the others.
+        environment = strategy.cluster_environment
+        if isinstance(environment, LightningEnvironment) and environment.local_rank() > 0:
+            _end_with_parent()
     strategy.setup_environment()
 
 
@@ -99,6 +169,22 @@ def build_checkpoint_callback(cfg: DictConfig, log_dir: Path, model, optimizer, 
         name=cfg.exp_manager.get("name") or "model",
         **{key: params[key] for key in accepted if key in params},
     )
+
+
+def supervised_max_steps(trainer_cfg: DictConfig, train_dataloader) -> int:
+    """Optimizer updates of a job with `trainer.sft` or `trainer.rm`: the horizon of its learning rate.
+
+    Raises:
+        ConfigError: neither epochs nor steps say when training ends.
+    """
+    max_epochs, max_steps = trainer_cfg.get("max_epochs", 1), trainer_cfg.get("max_steps", -1)
+    limits = [] if max_steps is None or max_steps < 0 else [max_steps]
+    if max_epochs is not None:
+        limit_batches = trainer_cfg.get("limit_train_batches", 1.0)
+        limits.append(max_epochs * compute_num_steps_per_epoch(train_dataloader.batch_sampler, limit_batches))
+    if not limits:
+        raise ConfigError("max_epochs=null needs max_steps: one of them must say when training ends.")
+    return min(limits)
 
 
 def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict | None:

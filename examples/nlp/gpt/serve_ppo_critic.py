@@ -1,0 +1,71 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Serve the critic of a PPO job, and with `trainer.ppo.combine_rm_and_critic_server=True` its reward model too.
+
+    python serve_ppo_critic.py pretrained_checkpoint.restore_from_path=reward_model.nemo trainer.ppo.port=5556
+
+Both start from the reward model. The server runs until SIGTERM or SIGINT; the actor (train_gpt_ppo_actor.py) has it
+trained and saved. One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
+srun work as well. The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys:
+conf/gpt_ppo_critic.yaml, docs/config.md.
+"""
+
+from nemo.core.config import hydra_runner
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
+from nemo_aligner.utils.config_utils import check_config, check_values, drop_unset
+from nemo_aligner.utils.train_script_utils import (
+    build_checkpoint_callback,
+    build_logger,
+    load_and_override_model_config,
+    load_from_nemo,
+    load_trainer_state,
+    resolve_and_create_trainer,
+    setup_experiment,
+    user_errors_end_the_job,
+)
+
+
+@hydra_runner(config_path="conf", config_name="gpt_ppo_critic")
+@user_errors_end_the_job
+def main(cfg) -> None:
+    check_config(cfg, "gpt_ppo_critic")
+    reward_model_class(cfg.model.reward_model_type)  # only what can be trained can be served
+    restore_path = cfg.pretrained_checkpoint.restore_from_path
+    cfg.model = load_and_override_model_config(restore_path, drop_unset(cfg.model))
+    check_values(cfg, "gpt_ppo_critic", complete=True)
+    trainer = resolve_and_create_trainer(cfg, "ppo")
+    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
+    log_dir = setup_experiment(trainer, cfg)
+    logger = build_logger(trainer, log_dir)
+
+    model = load_from_nemo(MegatronGPTCriticModel, cfg.model, trainer, restore_path=restore_path)
+    if cfg.trainer.ppo.combine_rm_and_critic_server:
+        model.set_reward_model()  # before a checkpoint is resumed: the reward model stays what we started from
+
+    optimizer, scheduler = model.setup_megatron_optimization(max_steps=cfg.trainer.ppo.max_steps)
+    ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
+    logger.log_hyperparams(OmegaConf.to_container(cfg))
+    critic_trainer = CriticServerTrainer(
+        cfg=cfg.trainer.ppo,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        logger=logger,
+        ckpt_callback=ckpt_callback,
+        tokenize_func=model.tokenize,
+        gbs=cfg.model.global_batch_size,
+        model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
+    )
+    state = load_trainer_state(cfg, ckpt_callback)
+    if state is not None:
+        critic_trainer.load_state_dict(state)
+    critic_trainer.run_server()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning on prompts with answers, lines `{"input": ..., "output": ...}`; only the answers are learned.
+
+    python train_gpt_sft.py model.restore_from_path=base.nemo \
+        model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
+
+Without `model.restore_from_path` a model is trained from random weights; then the architecture must be given. One
+process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. The same
+command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml, docs/config.md.
+"""
+
+from nemo.core.config import hydra_runner
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.utils.config_utils import check_config, check_values, drop_unset
+from nemo_aligner.utils.timers import Timer
+from nemo_aligner.utils.train_script_utils import (
+    build_checkpoint_callback,
+    build_logger,
+    load_and_override_model_config,
+    load_from_nemo,
+    load_trainer_state,
+    resolve_and_create_trainer,
+    setup_experiment,
+    supervised_max_steps,
+    user_errors_end_the_job,
+)
+
+
+@hydra_runner(config_path="conf", config_name="gpt_sft")
+@user_errors_end_the_job
+def main(cfg) -> None:
+    check_config(cfg, "gpt_sft")
+    base = cfg.model.restore_from_path
+    cfg.model = drop_unset(cfg.model) if base is None else load_and_override_model_config(base, drop_unset(cfg.model))
+    check_values(cfg, "gpt_sft", complete=True)
+    trainer = resolve_and_create_trainer(cfg, "sft")
+    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
+    log_dir = setup_experiment(trainer, cfg)
+    logger = build_logger(trainer, log_dir)
+
+    if base is None:
+        model = GPTSFTModel(cfg.model, trainer)
+    else:
+        model = load_from_nemo(GPTSFTModel, cfg.model, trainer, restore_path=base)
+
+    data = cfg.model.data
+    train_ds, validation_ds = (
+        build_sft_dataset(
+            section, model.tokenizer, answer_only_loss=cfg.model.answer_only_loss, is_chat=data.get("chat", False)
+        )
+        for section in (data.train_ds, data.validation_ds)
+    )
+    train_dataloader = build_dataloader(
+        cfg,
+        train_ds,
+        consumed_samples=0,
+        mbs=cfg.model.micro_batch_size,
+        gbs=cfg.model.global_batch_size,
+        collate_fn=train_ds.collate_fn,
+        use_random_sampler=data.train_ds.shuffle,
+    )
+    val_dataloader = build_dataloader(
+        cfg,
+        validation_ds,
+        consumed_samples=0,
+        mbs=cfg.model.micro_batch_size,
+        gbs=data.validation_ds.global_batch_size,
+        drop_last=data.validation_ds.drop_last,
+        pad_samples_to_global_batch_size=not data.validation_ds.drop_last,
+        collate_fn=validation_ds.collate_fn,
+        use_random_sampler=data.validation_ds.shuffle,
+    )
+
+    optimizer, scheduler = model.setup_megatron_optimization(
+        max_steps=supervised_max_steps(cfg.trainer.sft, train_dataloader)
+    )
+    ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
+    logger.log_hyperparams(OmegaConf.to_container(cfg))
+    sft_trainer = SupervisedTrainer(
+        cfg=cfg.trainer.sft,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        train_dataloader=train_dataloader,
+        val_dataloader=val_dataloader,
+        test_dataloader=None,
+        logger=logger,
+        ckpt_callback=ckpt_callback,
+        run_timer=Timer(cfg.exp_manager.get("max_time_per_run")),
+    )
+    state = load_trainer_state(cfg, ckpt_callback)
+    if state is not None:
+        sft_trainer.load_state_dict(state)
+    sft_trainer.fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The roles that a model can play. Trainers and servers know models through these classes only.
+
+Every method is a collective: all ranks of the job call it together, the ranks of one tensor x pipeline parallel group
+with the same rows, each data-parallel rank with its own. Results are on every rank of the group that computed them.
+"""
+
+from abc import ABC, abstractmethod
+
+
+class SupervisedInterface(ABC):
+    """A model that learns from batches: one call of `get_loss_and_metrics` per optimizer update."""
+
+    @abstractmethod
+    def get_loss_and_metrics(self, batch: dict, forward_only: bool) -> tuple[float, dict[str, float]]:
+        """Loss of a global batch, and its gradient unless `forward_only`.
+
+        Args:
+            batch: this data-parallel rank's rows of the global batch; cut into micro-batches by the model.
+            forward_only: compute no gradient (validation).
+
+        Returns:
+            The loss and the metrics over the whole global batch: Python numbers, equal on all ranks.
+        """
+
+    @abstractmethod
+    def prepare_for_training_step(self) -> None:
+        """Called before the `get_loss_and_metrics` of an update."""
+
+    @abstractmethod
+    def finish_training_step(self) -> None:
+        """Called after it, before the optimizer steps."""
+
+    def prepare_for_validation_step(self) -> None:  # noqa: B027  (optional)
+        """Called before a `get_loss_and_metrics` with `forward_only`."""
+
+    def finish_validation_step(self) -> None:  # noqa: B027
+        """Called after it."""
+
+
+class Inferrable(ABC):
+    """A model that answers requests, between `prepare_for_inference` and `finish_inference`."""
+
+    @abstractmethod
+    def prepare_for_inference(self) -> None:
+        """Enter inference: no dropout, and memory that only training needs may be given back."""
+
+    @abstractmethod
+    def infer(self, *args, **kwargs):
+        """Outputs for this data-parallel rank's inputs; what they are is said by the model."""
+
+    @abstractmethod
+    def finish_inference(self) -> None:
+        """Leave inference."""
+
+
+class CriticModelInterface(SupervisedInterface, Inferrable):
+    """A critic that is trained, and asked for values, in turns."""
+
+    @abstractmethod
+    def prepare_for_training(self) -> None:
+        """Called before a series of updates and before a checkpoint is written."""
+
+    @abstractmethod
+    def finish_training(self) -> None:
+        """Called after it."""
+
+    @abstractmethod
+    def infer_rm_critic(self, *args, **kwargs):
+        """(rewards, values) of the same sequences, in this order."""
+
+
+class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
+    """A policy: it generates (`infer`) and is trained, in turns."""
+
+    @abstractmethod
+    def prepare_for_training(self) -> None:
+        """Called before a series of updates and before a checkpoint is written."""
+
+    @abstractmethod
+    def finish_training(self) -> None:
+        """Called after it."""
+
+    def get_init_policy_logprobs(self, response_tokens):
+        """Log-probs [B, S-1] of the tokens under the policy that training started from, if the model keeps it."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no reference policy.")

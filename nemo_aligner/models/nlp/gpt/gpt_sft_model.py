@@ -1,0 +1,49 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`GPTSFTModel`: supervised fine-tuning, the language-model loss on the answers."""
+
+from nemo_aligner.losses import loss_weights, sft_loss
+from nemo_aligner.models.alignable_interface import SupervisedInterface
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.utils.device import get_device
+from nemo_aligner.utils.distributed import sum_over_dp
+from nemo_aligner.utils.megatron_steps import forward_backward
+from nemo_aligner.utils.vocab_parallel import from_parallel_logits_to_logprobs
+
+
+class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
+    """Learns to give the answers of a data set. Its loss is the mean over all answer tokens of the global batch."""
+
+    def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
+        """Negative log-likelihood of a global batch, and its gradient unless `forward_only`; all ranks call it.
+
+        Args:
+            batch: `tokens`, `labels` int64 [B, S] (the token that follows), `loss_mask` [B, S], non-zero where the
+                label counts.
+
+        Returns:
+            The loss, and `loss` and `weights` (number of tokens that count) over the global batch.
+        """
+        mask = batch["loss_mask"].to(get_device())
+        rows = {
+            "tokens": batch["tokens"],
+            "labels": batch["labels"],
+            "weights": loss_weights(mask, sum_over_dp=sum_over_dp),
+        }
+
+        def loss_fn(logits, rows):
+            logprobs = from_parallel_logits_to_logprobs(
+                logits,
+                rows["labels"],
+                inference_only=forward_only,
+                ignore_last=False,
+                # As in sampling: the padding of the vocabulary is no token.
+                vocab_size=self.tokenizer.vocab_size,
+            )
+            return sft_loss(logprobs=logprobs, weights=rows["weights"])
+
+        metrics = forward_backward(
+            self.model, rows, micro_batch_size=self.cfg.micro_batch_size, loss_fn=loss_fn, forward_only=forward_only
+        )
+        metrics["weights"] = float(sum_over_dp(mask.ne(0).sum()))
+        return metrics["loss"], metrics

@@ -1,0 +1,207 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`MegatronGPTRewardModel`: learns from pairs which text is better, then gives any text a reward.
+
+Notation: B pairs (or N texts) on this data-parallel rank, S padded length.
+"""
+
+import math
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from nemo_aligner.losses import loss_weights, preference_loss
+from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
+from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.utils.device import get_device
+from nemo_aligner.utils.distributed import sum_over_dp
+from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.megatron_steps import broadcast_from_last_stage, forward_backward, forward_collect
+
+HEAD_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+
+
+class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
+    """Reward model for binary preferences.
+
+    Args:
+        cfg: model configuration; beside the architecture it reads `force_head_dtype` (never narrower than the model),
+            `output_sequence`, `use_avg_pool`, `regression.{num_attributes, merge_attributes, attribute_weights}`,
+            `reward_standardization.{enable, mean, std}` and `forward_micro_batch_size`.
+        trainer: Lightning trainer.
+    """
+
+    def __init__(self, cfg: DictConfig, trainer=None):
+        super().__init__(cfg, trainer=trainer)
+        self.has_trained_head = False
+        self.forward_micro_batch_size = self.cfg.get("forward_micro_batch_size", None) or self.cfg.get(
+            "micro_batch_size", 1
+        )
+        standardization = self.cfg.get("reward_standardization") or {}
+        self.reward_mean_std = None
+        if standardization.get("enable", False):
+            mean, std = standardization.get("mean"), standardization.get("std")
+            if mean is None or not std or std <= 0:
+                raise ConfigError(
+                    f"model.reward_standardization.enable=True with mean={mean}, std={std}; give both, std above 0."
+                )
+            self.reward_mean_std = (mean, std)
+
+    @classmethod
+    def fresh_weights(cls) -> tuple[str, ...]:
+        """A language model's checkpoint has no reward head."""
+        return ("rm_head.",)
+
+    def load_nemo_weights(self, restore_path, *args, **kwargs) -> None:
+        """As the base class; notes in `has_trained_head` whether the head's weights came along."""
+        super().load_nemo_weights(restore_path, *args, **kwargs)
+        self.has_trained_head = broadcast_from_last_stage(self.has_trained_head)
+
+    def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
+        super().load_sharded_weights(loaded, strict=strict)
+        self.has_trained_head = any(name.startswith("model.rm_head.") for chunk in loaded.values() for name in chunk)
+
+    def module_provider(self, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> GPTRewardModel:
+        name = str(self.cfg.get("force_head_dtype", None) or "float32")
+        if name not in HEAD_DTYPES:
+            raise ConfigError(f"model.force_head_dtype={name!r} is not supported; use float32 or bfloat16.")
+        regression = self.cfg.get("regression") or {}
+        attributes_weights = regression.get("attribute_weights", None)
+        return GPTRewardModel(
+            transformer_layer_spec=build_layer_spec(self.transformer_config, vp_stage),
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            output_sequence=self.cfg.get("output_sequence", False),
+            use_avg_pool=self.cfg.get("use_avg_pool", False),
+            head_dtype=torch.promote_types(HEAD_DTYPES[name], self.transformer_config.params_dtype),
+            head_seed=self.cfg.get("seed", 1234),
+            num_attributes=regression.get("num_attributes", 1),
+            merge_attributes=regression.get("merge_attributes", False),
+            attributes_weights=list(attributes_weights) if attributes_weights is not None else None,
+            **self.module_args(),
+        )
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
+        """Bradley-Terry loss of a global batch of pairs, and its gradient unless `forward_only`; all ranks call it.
+
+        Args:
+            batch: a `PairBatch`: `chosen`, `rejected` int64 [B, S], `chosen_length`, `rejected_length` int64 [B],
+                `loss_mask` [B, S], all zero where a pair must not count.
+
+        Returns:
+            The loss and, over the pairs that count: `loss`, `acc` (share in the right order), `weights` (their number),
+            `rewards_{chosen,rejected,all}_mean` and `rewards_all_std`.
+        """
+        valid = batch["loss_mask"].ne(0).any(dim=-1).float()
+        lengths = _interleave(batch["chosen_length"], batch["rejected_length"])
+        width = int(lengths.max())  # what is behind the longest text is padding
+        rows = {
+            "tokens": _interleave(batch["chosen"], batch["rejected"])[:, :width],
+            "lengths": lengths,
+            # The same weight for both texts of a pair.
+            "weights": loss_weights(valid.to(get_device()), sum_over_dp=sum_over_dp).repeat_interleave(2),
+        }
+
+        def loss_fn(rewards, rows):
+            chosen, rejected = rewards.reshape(-1, 2).unbind(-1)
+            weights = rows["weights"][0::2]
+            loss, metrics = preference_loss(rewards_chosen=chosen, rewards_rejected=rejected, weights=weights)
+            chosen, rejected = (torch.where(weights != 0, x.detach(), 0.0) for x in (chosen, rejected))
+            metrics["rewards_chosen_mean"] = (weights * chosen).sum()
+            metrics["rewards_rejected_mean"] = (weights * rejected).sum()
+            metrics["rewards_square_mean"] = (weights * (chosen.square() + rejected.square())).sum() / 2
+            return loss, metrics
+
+        metrics = forward_backward(
+            self.model,
+            rows,
+            micro_batch_size=2 * self.cfg.micro_batch_size,
+            loss_fn=loss_fn,
+            forward_only=forward_only,
+            model_inputs=("lengths",),
+        )
+        mean = (metrics["rewards_chosen_mean"] + metrics["rewards_rejected_mean"]) / 2
+        metrics["rewards_all_mean"] = mean
+        metrics["rewards_all_std"] = math.sqrt(max(metrics.pop("rewards_square_mean") - mean**2, 0.0))
+        metrics["weights"] = float(sum_over_dp(valid.sum().to(get_device())))
+        return metrics["loss"], metrics
+
+    # --- inference ------------------------------------------------------------------------------------------------
+
+    def prepare_for_inference(self) -> None:
+        self.set_eval()
+
+    def finish_inference(self) -> None:
+        self.set_train()
+
+    def infer(self, inputs, add_BOS: bool = False, add_EOS: bool = False) -> Tensor:
+        """Rewards (or, with `output_sequence`, values of every position); a TP x PP group calls it with the same rows.
+
+        Args:
+            inputs: list of str, or (tokens int64 [N, S], lengths int64 [N] or [N, 1]) with lengths from 1 to S.
+            add_BOS, add_EOS: put these tokens around each str.
+
+        Returns:
+            float32 on `get_device()`: [N, 1], [N, A] with several attributes, or [N, S].
+
+        Raises:
+            UserError: a text without tokens or longer than `encoder_seq_length`, or a length out of range.
+        """
+        tokens, lengths = inputs if isinstance(inputs, tuple) else self.tokenize(inputs, add_BOS, add_EOS)
+        tokens, lengths = tokens.to(get_device()), lengths.to(get_device()).reshape(-1)
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        if shortest < 1 or longest > tokens.size(1):
+            raise UserError(
+                f"sequence lengths from {shortest} to {longest} for {tokens.size(1)} token columns; a length counts "
+                "the tokens of a row without its padding, and is at least 1."
+            )
+        outputs = forward_collect(
+            self.model,
+            {"tokens": tokens, "lengths": lengths},
+            micro_batch_size=self.forward_micro_batch_size,
+            output_fn=lambda output, _: self._standardize(output.float()),
+            model_inputs=("lengths",),
+        )
+        return outputs
+
+    def _standardize(self, rewards: Tensor) -> Tensor:
+        if self.reward_mean_std is None:
+            return rewards
+        mean, std = self.reward_mean_std
+        return (rewards - mean) / std
+
+    def tokenize(self, sentences: list[str], add_BOS: bool = False, add_EOS: bool = False) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [N, longest], padded with eos, and lengths int64 [N], of N texts; nothing is cut off.
+
+        Raises:
+            UserError: a text without tokens, or longer than `encoder_seq_length`.
+        """
+        tokenizer, limit = self.tokenizer, self.cfg.encoder_seq_length
+        rows = []
+        for number, sentence in enumerate(sentences):
+            row = [tokenizer.bos_id] * add_BOS + tokenizer.text_to_ids(sentence) + [tokenizer.eos_id] * add_EOS
+            if not 1 <= len(row) <= limit:
+                raise UserError(
+                    f"text {number} has {len(row)} tokens; a reward model reads 1 to model.encoder_seq_length={limit}."
+                )
+            rows.append(row)
+        width = max(map(len, rows))
+        tokens = torch.tensor([row + [tokenizer.eos_id] * (width - len(row)) for row in rows], dtype=torch.int64)
+        return tokens, torch.tensor([len(row) for row in rows], dtype=torch.int64)
+
+
+def _interleave(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """[2B, ...]: each pair's two rows next to each other, so that every micro-batch holds whole pairs."""
+    return torch.stack([chosen, rejected], dim=1).flatten(0, 1)
