@@ -117,8 +117,8 @@ class _BatchSampler:
 class _RandomSampler(_BatchSampler):
     """One permutation of the dataset per epoch, seeded with `seed + epoch`, cut into global batches.
 
-    Each rank takes a share of every global batch, so the samples of a global batch depend neither on the number of ranks
-    nor on the micro-batch size. (NeMo permutes a part of the dataset per rank, which makes them depend on both.)
+    Each rank takes a share of every global batch, so the samples of a global batch depend neither on the number of
+    ranks nor on the micro-batch size. (NeMo permutes a part of the dataset per rank, so they depend on both.)
 
     One pass ends with the epoch; the next starts the following epoch.
     """
