@@ -20,7 +20,9 @@ INSTALL_REQUIRES = [
     "omegaconf>=2.3,<2.4",  # hydra's configuration objects
     "psutil>=5.9",  # Megatron Core needs it without saying so: saving a checkpoint hangs for ever without
     "transformers>=4.50,<6",  # Hugging Face tokenizers
-    "sentencepiece>=0.2,<1",  # SentencePiece tokenizers, and the quickstart trains one
+    "sentencepiece>=0.2,<1",  # SentencePiece tokenizers
+    "tokenizers>=0.20",  # the quickstart trains a byte-level BPE
+    "pyarrow<26",  # 26 refuses numpy 1, and with it NeMo's and trl's use of datasets
     "safetensors>=0.4",  # weights in exchange formats
     "tensorboard>=2.15",  # default logger
     "pandas>=2.0",  # tables of sampled prompts and answers
@@ -37,7 +39,7 @@ EXTRAS_REQUIRE = {
     "test": [
         "pytest>=8,<10",  # the test runner
         "pytest-timeout>=2.3,<3",  # a rank that waits for a dead one must not hang the run
-        "torchrl==0.14.1",  # independent oracle for advantages; pinned because a changed oracle proves nothing
+        "trl==0.11.4",  # independent oracle for GAE and losses; pinned because a changed oracle proves nothing
     ],
     "dev": [
         "ruff==0.17.5",  # pinned: other versions format differently

@@ -335,6 +335,7 @@ class PPOTrainer:
         self.critic_warmup_steps = int(cfg.get("critic_warmup_steps", 0))
         self.compute_init_policy_kl = cfg.initial_policy_kl_penalty > 0
 
+        val_dataloader_builder(consumed_samples=0)  # sizes that do not fit are refused now, not after the first steps
         sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
         self.num_rollout_samples = sampler.global_batch_size
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.utils import nemo_archive
 from nemo_aligner.utils.checkpointing import CheckpointCallback
+from nemo_aligner.utils.config_utils import drop_unset
 from nemo_aligner.utils.device import get_backend
 from nemo_aligner.utils.errors import ConfigError, UserError
 from nemo_aligner.utils.loggers import CustomLoggerWrapper, is_rank_zero
@@ -227,12 +228,7 @@ def load_and_override_model_config(restore_path, model_cfg_to_overwrite: DictCon
             base.pop("nemo_version", None)
     OmegaConf.set_struct(base, False)
     # A null in the script's configuration means "as in the checkpoint" for what describes the network.
-    given = OmegaConf.to_container(overwrite, resolve=True)
-    architecture_nulls = [key for key, value in given.items() if value is None and base.get(key) is not None]
-    for key in architecture_nulls:
-        del given[key]
-    if isinstance(given.get("tokenizer"), dict):
-        given["tokenizer"] = {k: v for k, v in given["tokenizer"].items() if v is not None}
+    given = OmegaConf.to_container(drop_unset(overwrite), resolve=True)
     return OmegaConf.merge(base, given)
 
 

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
-from nemo_aligner.utils.config_utils import check_config, check_values, drop_unset
+from nemo_aligner.utils.config_utils import check_config, check_values
 from nemo_aligner.utils.train_script_utils import (
     build_checkpoint_callback,
     build_logger,
@@ -36,7 +36,7 @@ def main(cfg) -> None:
     check_config(cfg, "gpt_ppo_critic")
     reward_model_class(cfg.model.reward_model_type)  # only what can be trained can be served
     restore_path = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = load_and_override_model_config(restore_path, drop_unset(cfg.model))
+    cfg.model = load_and_override_model_config(restore_path, cfg.model)
     check_values(cfg, "gpt_ppo_critic", complete=True)
     trainer = resolve_and_create_trainer(cfg, "ppo")
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")

@@ -25,7 +25,7 @@ from nemo_aligner.data.nlp.builders import (
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
 from nemo_aligner.utils.batch_iterators import get_batch_iterator_cls
-from nemo_aligner.utils.config_utils import check_config
+from nemo_aligner.utils.config_utils import check_config, check_values
 from nemo_aligner.utils.timers import Timer
 from nemo_aligner.utils.train_script_utils import (
     build_checkpoint_callback,
@@ -45,6 +45,7 @@ from nemo_aligner.utils.trainer_utils import compute_num_steps_per_epoch
 def main(cfg) -> None:
     check_config(cfg, "gpt_ppo_actor")
     cfg.model = load_and_override_model_config(cfg.pretrained_checkpoint.restore_from_path, cfg.model)
+    check_values(cfg, "gpt_ppo_actor", complete=True)  # again, now with what the checkpoint says
     trainer = resolve_and_create_trainer(cfg, "ppo")
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
     log_dir = setup_experiment(trainer, cfg)

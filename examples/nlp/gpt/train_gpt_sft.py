@@ -6,8 +6,8 @@
         model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
 
 Without `model.restore_from_path` a model is trained from random weights; then the architecture must be given. One
-process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. The same
-command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml, docs/config.md.
+process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. The
+same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml, docs/config.md.
 """
 
 from nemo.core.config import hydra_runner
@@ -37,7 +37,7 @@ from nemo_aligner.utils.train_script_utils import (
 def main(cfg) -> None:
     check_config(cfg, "gpt_sft")
     base = cfg.model.restore_from_path
-    cfg.model = drop_unset(cfg.model) if base is None else load_and_override_model_config(base, drop_unset(cfg.model))
+    cfg.model = drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
     check_values(cfg, "gpt_sft", complete=True)
     trainer = resolve_and_create_trainer(cfg, "sft")
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")

@@ -39,7 +39,7 @@ def main(cfg) -> None:
     check_config(cfg, "training_rm")
     model_class = reward_model_class(cfg.model.reward_model_type)
     base = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = drop_unset(cfg.model) if base is None else load_and_override_model_config(base, drop_unset(cfg.model))
+    cfg.model = drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
     check_values(cfg, "training_rm", complete=True)
     trainer = resolve_and_create_trainer(cfg, "rm")
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
