@@ -7,7 +7,8 @@
 
 Without `model.restore_from_path` a model is trained from random weights; then the architecture must be given. One
 process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. The
-same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml, docs/config.md.
+same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml,
+docs/config.md.
 """
 
 from nemo.core.config import hydra_runner

@@ -125,7 +125,7 @@ class RewardModelHead(RowParallelLinear):
 
 
 class GPTRewardModel(GPTModel):
-    """GPT with a `RewardModelHead`, `rm_head`, on the last pipeline stage, and no output layer to share embeddings with.
+    """GPT with a `RewardModelHead`, `rm_head`, on the last pipeline stage; embeddings are never shared.
 
     Args:
         config, and all that is not named here: as `GPTModel`'s.

@@ -101,7 +101,7 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
                 `loss_mask` [B, S], all zero where a pair must not count.
 
         Returns:
-            The loss and, over the pairs that count: `loss`, `acc` (share in the right order), `weights` (their number),
+            The loss and, over the pairs that count: `loss`, `acc` (share in the right order), `weights` (how many),
             `rewards_{chosen,rejected,all}_mean` and `rewards_all_std`.
         """
         valid = batch["loss_mask"].ne(0).any(dim=-1).float()
