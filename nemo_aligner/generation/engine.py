@@ -18,8 +18,6 @@ from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.errors import ConfigError, UserError
 from nemo_aligner.utils.text_generation_utils import EndConditions, GenerationParams
 
-# Megatron's own groups: `nemo_aligner.utils.parallel_state` answers otherwise inside the reshard region.
-from megatron.core import parallel_state as mcore_groups  # isort: skip
 from megatron.core.inference.contexts import StaticInferenceContext  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
@@ -153,11 +151,9 @@ class MegatronGenerator(TextGenerator):
         rows, width = tokens.shape
         start = context.sequence_len_offset
         positions = torch.arange(start, start + width, device=tokens.device).expand_as(tokens)
-        group = mcore_groups.get_pipeline_model_parallel_group()
-        ranks, stage = (
-            torch.distributed.get_process_group_ranks(group),
-            torch.distributed.get_group_rank(group, torch.distributed.get_rank()),
-        )
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        ranks = torch.distributed.get_process_group_ranks(group)
         for chunk, module in zip(self.model, unwrap_model(self.model), strict=True):
             if not module.pre_process:
                 shape, dtype = (width, rows, module.config.hidden_size), module.config.pipeline_dtype
@@ -172,11 +168,11 @@ class MegatronGenerator(TextGenerator):
 
     def _share(self, tokens: Tensor | None, logprobs: Tensor | None, rows: "_Rows") -> tuple[Tensor, Tensor | None]:
         """Choices of the first tensor-parallel rank of the last stage, on every rank of the model."""
-        group = mcore_groups.get_model_parallel_group()
+        group = parallel_state.get_model_parallel_group()
         ranks = torch.distributed.get_process_group_ranks(group)
         if len(ranks) == 1:
             return tokens, logprobs
-        source = ranks[-mcore_groups.get_tensor_model_parallel_world_size()]
+        source = ranks[-parallel_state.get_tensor_model_parallel_world_size()]
         if tokens is None:
             tokens = torch.empty(rows.tokens.size(0), dtype=torch.int64, device=rows.tokens.device)
         torch.distributed.broadcast(tokens, src=source, group=group)
@@ -307,7 +303,7 @@ class _Rows:
 
 @contextlib.contextmanager
 def decoding_mode(model: list[torch.nn.Module]):
-    """Inside, the chunks are in evaluation mode and do not split the sequence over TP ranks (a token has no halves)."""
+    """Inside, the chunks are in evaluation mode and do not split the sequence over TP ranks."""
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
     modules = [module for chunk in model for module in chunk.modules()]
     owners = modules + list({id(m.config): m.config for m in modules if hasattr(m, "config")}.values())

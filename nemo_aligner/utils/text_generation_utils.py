@@ -146,11 +146,12 @@ class EndConditions:
 
     def _single_token_ids(self, text: str) -> list[int]:
         """Ids of `text` if it is one token where it follows other text (and where it stands alone), else nothing."""
-        before, both = self.tokenizer.text_to_ids("a"), self.tokenizer.text_to_ids("a" + text)
-        if both[:-1] != before:
-            return []
-        alone = self.tokenizer.text_to_ids(text)
-        return [both[-1]] + (alone if len(alone) == 1 else [])
+        for prefix in "a1>":  # one of them will not merge with the text into other tokens
+            before, both = self.tokenizer.text_to_ids(prefix), self.tokenizer.text_to_ids(prefix + text)
+            if both[:-1] == before:
+                alone = self.tokenizer.text_to_ids(text)
+                return [both[-1]] + (alone if len(alone) == 1 else [])
+        return []
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.ids_to_text(ids, **self._decode_options)

@@ -1,0 +1,92 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Text generation spelled out, as an oracle: one row at a time, the whole text through the model for each token.
+
+It shares nothing with `nemo_aligner.generation` but the definition of the random stream, which it computes on its own.
+"""
+
+import math
+
+import torch
+
+MASK = 2**64 - 1
+
+
+def splitmix64(state: int) -> int:
+    """Output of SplitMix64 at `state`, in Python's integers (constants of Steele, Lea and Flood, 2014)."""
+    z = (state + 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def naive_uniform(seed: int, step: int) -> float:
+    """The random number of the stream `seed` at `step`."""
+    return (splitmix64((splitmix64(seed & MASK) + step * 0x9E3779B97F4A7C15) & MASK) >> 11) / 2**53
+
+
+def naive_probabilities(logits, text, temperature=1.0, top_k=0, top_p=1.0, penalty=1.0, forbidden=()) -> list[float]:
+    """Probabilities of the next id after the ids `text`."""
+    logits = list(logits)
+    for token in set(text):
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    for token in forbidden:
+        logits[token] = -math.inf
+    logits = [x / temperature for x in logits]
+    if top_k:
+        smallest = sorted(logits, reverse=True)[min(top_k, len(logits)) - 1]
+        logits = [x if x >= smallest else -math.inf for x in logits]
+    most = max(logits)
+    weights = [math.exp(x - most) for x in logits]
+    probabilities = [w / sum(weights) for w in weights]
+    kept, total = set(), 0.0
+    for token in sorted(range(len(logits)), key=lambda t: (-probabilities[t], t)):
+        if total >= top_p:
+            break
+        kept.add(token)
+        total += probabilities[token]
+    return [p / total if token in kept else 0.0 for token, p in enumerate(probabilities)]
+
+
+def naive_draw(probabilities, uniform: float) -> int:
+    """First id whose cumulative probability exceeds `uniform`."""
+    total, token = 0.0, 0
+    for token, probability in enumerate(probabilities):
+        total += probability
+        if total > uniform:
+            return token
+    return max(t for t, p in enumerate(probabilities) if p > 0)
+
+
+@torch.no_grad()
+def naive_generate(model, prompt: list[int], seed: int, params, limit: int = 10**9) -> tuple[list[int], bool]:
+    """The ids of prompt and response, and whether the response ended by itself.
+
+    Args:
+        model: `MegatronGPTModel` of one rank.
+        params: `GenerationParams`. An end string of one token means that token; others are sought in the whole text.
+        limit: longest text.
+    """
+    eos, vocab = model.tokenizer.eos_id, model.tokenizer.vocab_size
+    text = list(prompt)
+    encoded = {end: model.tokenizer.text_to_ids(end) for end in params.end_strings}
+    end_ids = [eos] + [ids[0] for ids in encoded.values() if len(ids) == 1]
+    end_texts = tuple(end for end, ids in encoded.items() if len(ids) > 1)
+    model.set_eval()
+    for step in range(params.max_length):
+        if len(text) >= limit:
+            break
+        positions = torch.arange(len(text)).unsqueeze(0)
+        logits = model.model[0](torch.tensor([text]), positions, None)[0, -1].float().tolist()[:vocab]
+        shape = dict(penalty=params.repetition_penalty, forbidden=end_ids if step < params.min_length else [])
+        if params.use_greedy:
+            probabilities = naive_probabilities(logits, text, **shape)
+            token = probabilities.index(max(probabilities))
+        else:
+            shape |= dict(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+            token = naive_draw(naive_probabilities(logits, text, **shape), naive_uniform(seed, step))
+        text.append(token)
+        decoded = model.tokenizer.ids_to_text(text)
+        if step >= params.min_length and (token in end_ids or decoded.endswith(end_texts)):
+            return text, True
+    return text, False

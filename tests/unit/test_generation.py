@@ -1,0 +1,366 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The decoding engine against generation one row and one full forward pass at a time; end conditions; parameters."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.generation import GenerationParams, MegatronGenerator
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.text_generation_utils import EndConditions, tokenize_batch, verify_is_valid_and_clamp_range_
+from tests.naive_generation import naive_generate
+from tests.tiny_models import tiny_config
+
+ROWS = 12
+LIMIT = 48  # positions of the tiny models
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def model(request, tiny_tokenizer_dir):
+    """A tiny model with large weights, so that its texts are varied; most of the vocabulary table is padding."""
+    return MegatronGPTModel(tiny_config(tiny_tokenizer_dir, request.param, init_method_std=0.4))
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_tokenizer_dir):
+    return MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4))
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_tokenizer):
+    """Ragged prompts of 1 to 9 tokens, with rubbish in the padding; lengths; seeds."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([3, 1, 9, 4, 4, 7, 2, 9, 1, 5, 8, 6])
+    tokens = torch.randint(0, tiny_tokenizer.vocab_size - 1, (ROWS, 9), generator=generator)
+    tokens[torch.arange(9) >= lengths.unsqueeze(1)] = 10**6
+    return tokens, lengths, torch.arange(100, 100 + ROWS)
+
+
+def generator_of(model):
+    return MegatronGenerator(model.model, model.tokenizer, max_sequence_length=model.cfg.encoder_seq_length)
+
+
+def texts(output):
+    """Ids of each row without the padding."""
+    pairs = zip(output.response_tokens.tolist(), output.response_lengths.tolist(), strict=True)
+    return [row[:length] for row, length in pairs]
+
+
+def check_against_naive(model, prompts, params):
+    tokens, lengths, seeds = prompts
+    output = generator_of(model).generate(tokens, lengths, seeds, params)
+    naive = [
+        naive_generate(model, row[:length], seed, params, LIMIT)
+        for row, length, seed in zip(tokens.tolist(), lengths.tolist(), seeds.tolist(), strict=True)
+    ]
+    assert texts(output) == [text for text, _ in naive]
+    assert output.is_end.tolist() == [ended for _, ended in naive]
+    assert output.response_tokens.size(1) == output.response_lengths.max()
+    padding = torch.arange(output.response_tokens.size(1)) >= output.response_lengths.unsqueeze(1)
+    assert (output.response_tokens[padding] == model.tokenizer.eos_id).all()
+    return output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(use_greedy=True),
+        dict(temperature=1.5),
+        dict(use_greedy=True, repetition_penalty=1.8),
+        dict(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, min_length=3, end_strings=("e", " the")),
+    ],
+)
+def test_decoding_equals_full_forward_passes(model, prompts, options):
+    check_against_naive(model, prompts, GenerationParams(max_length=16, **options))
+
+
+def test_rows_that_end_early_leave_the_others_alone(llama, prompts):
+    # So many characters end a text that half of the batch is done again and again.
+    ends = tuple("abcdefghijklmnopqrstuvwxyz .,:;") + ("th", "he", "in")
+    output = check_against_naive(llama, prompts, GenerationParams(max_length=30, temperature=3.0, end_strings=ends))
+    assert ROWS / 2 < output.is_end.sum() and (output.response_lengths - prompts[1]).unique().numel() > 4
+
+
+@pytest.mark.parametrize("options", [dict(use_greedy=True), dict(temperature=1.2, top_p=0.95)])
+def test_text_does_not_depend_on_the_batch(model, prompts, options):
+    tokens, lengths, seeds = prompts
+    params = GenerationParams(max_length=16, repetition_penalty=1.1, end_strings=("e",), **options)
+    generator = generator_of(model)
+    expected = texts(generator.generate(tokens, lengths, seeds, params))
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
+    for size in (1, 5, ROWS):
+        for rows in order.split(size):
+            output = generator.generate(tokens[rows], lengths[rows], seeds[rows], params)
+            assert texts(output) == [expected[row] for row in rows.tolist()]
+
+
+def test_seeds_make_texts_differ_and_repeat(llama, prompts):
+    tokens, lengths, seeds = (x[:1].expand(ROWS, *x.shape[1:]) for x in prompts)
+    generator, params = generator_of(llama), GenerationParams(max_length=16)
+    same = texts(generator.generate(tokens, lengths, seeds, params))
+    assert all(text == same[0] for text in same)
+    different = texts(generator.generate(tokens, lengths, torch.arange(ROWS), params))
+    assert len({tuple(text) for text in different}) == ROWS
+
+
+def test_repetition_penalty_makes_repetition_rare(llama, prompts):
+    tokens, lengths, seeds = prompts
+
+    def distinct(penalty):
+        params = GenerationParams(max_length=30, use_greedy=True, repetition_penalty=penalty)
+        return sum(
+            len(set(text)) / len(text) for text in texts(generator_of(llama).generate(tokens, lengths, seeds, params))
+        )
+
+    # A penalty beyond all bounds rules repetition out; it must see the prompt and the response.
+    assert distinct(1.0) < distinct(1.5) and distinct(1e6) == pytest.approx(ROWS, abs=0.5)
+
+
+def test_longest_and_shortest_responses(llama, prompts):
+    tokens, lengths, seeds = prompts
+    generator = generator_of(llama)
+    one = generator.generate(tokens, lengths, seeds, GenerationParams(max_length=1))
+    assert (one.response_lengths - lengths).tolist() == [1] * ROWS
+    eos = llama.tokenizer.eos_id
+    tokens, lengths, seeds = tokens.repeat(10, 1), lengths.repeat(10), torch.arange(10 * ROWS)
+    free, held = (
+        generator.generate(tokens, lengths, seeds, GenerationParams(max_length=30, min_length=n, temperature=8.0))
+        for n in (0, 25)
+    )
+    assert ((free.response_lengths - lengths)[free.is_end] <= 25).any() and held.is_end.any()
+    assert ((held.response_lengths - lengths) > 25).all()
+    assert (held.response_lengths - lengths).max() == 30
+    for output in (free, held):
+        for text, length, ended in zip(texts(output), lengths.tolist(), output.is_end.tolist(), strict=True):
+            assert (text[-1] == eos) == ended and eos not in text[length:-1]
+
+
+def test_ids_beyond_the_vocabulary_are_never_generated(llama, prompts):
+    tokens, lengths, seeds = prompts
+    assert llama.padded_vocab_size > llama.tokenizer.vocab_size
+    output = generator_of(llama).generate(tokens, lengths, seeds, GenerationParams(max_length=30, temperature=1e4))
+    assert output.response_tokens.max() < llama.tokenizer.vocab_size
+
+
+def test_a_response_ends_with_a_string_of_several_tokens(llama, prompts):
+    tokens, lengths, seeds = prompts
+    generator = generator_of(llama)
+    free = texts(generator.generate(tokens, lengths, seeds, GenerationParams(max_length=24, temperature=1.5)))
+    # Three tokens in the middle of some response that decode to plain text.
+    decode = llama.tokenizer.ids_to_text
+    start, row = next(
+        (i, row)
+        for row in range(ROWS)
+        for i in range(int(lengths[row]) + 4, len(free[row]) - 5)
+        if "\ufffd" not in decode(free[row][i : i + 3]) and decode(free[row][i : i + 3]).strip()
+    )
+    end = decode(free[row][start : start + 3])
+    output = check_against_naive(
+        llama, prompts, GenerationParams(max_length=24, temperature=1.5, end_strings=(end, "<never>"))
+    )
+    assert output.is_end[row] and output.response_lengths[row] <= start + 3
+    assert decode(texts(output)[row]).endswith(end)
+
+
+def test_log_probs_are_those_of_the_full_vocabulary(model, prompts):
+    tokens, lengths, seeds = prompts
+    params = GenerationParams(
+        max_length=12, temperature=0.7, top_k=30, end_strings=("e",), repetition_penalty=1.3, return_logprobs=True
+    )
+    output = generator_of(model).generate(tokens, lengths, seeds, params)
+    assert output.logprobs.shape == (ROWS, output.response_tokens.size(1) - 1)
+    model.set_eval()
+    for row, text in enumerate(texts(output)):
+        ids = torch.tensor([text])
+        with torch.no_grad():
+            logits = model.model[0](ids, torch.arange(len(text)).unsqueeze(0), None)[
+                0, :, : model.tokenizer.vocab_size
+            ]
+        expected = torch.zeros(output.logprobs.size(1))
+        for column in range(int(lengths[row]) - 1, len(text) - 1):
+            expected[column] = (logits[column] / 0.7).log_softmax(-1)[text[column + 1]]
+        torch.testing.assert_close(output.logprobs[row], expected, atol=2e-5, rtol=1e-5)
+
+
+def test_the_text_stops_at_the_last_position(llama, prompts):
+    # 48 positions; a learned position embedding of 20 limits the text as well.
+    tokens, lengths, seeds = prompts
+    output = generator_of(llama).generate(tokens, lengths, seeds, GenerationParams(max_length=100, use_greedy=True))
+    assert output.response_lengths.max() == LIMIT
+    assert not output.is_end[output.response_lengths == LIMIT].any()
+
+
+def test_learned_positions_limit_the_text(tiny_tokenizer_dir, prompts):
+    tokens, lengths, seeds = prompts
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2", max_position_embeddings=20))
+    output = generator_of(model).generate(tokens, lengths, seeds, GenerationParams(max_length=40, use_greedy=True))
+    assert output.response_lengths.max() == 20
+
+
+def test_bf16_generates_and_the_model_can_train_afterwards(tiny_tokenizer_dir, prompts):
+    tokens, lengths, seeds = prompts
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4, precision="bf16"))
+    model.set_train()
+    params = GenerationParams(max_length=10, use_greedy=True)
+    generator = generator_of(model)
+    first = generator.generate(tokens, lengths, seeds, params)
+    assert all(chunk.training for chunk in model.model)
+    assert texts(generator.generate(tokens, lengths, seeds, params)) == texts(first)
+    positions = torch.arange(first.response_tokens.size(1)).expand_as(first.response_tokens)
+    model.model[0](first.response_tokens, positions, None).sum().backward()
+
+
+def test_a_model_with_dropout_generates_without(tiny_tokenizer_dir, prompts):
+    tokens, lengths, seeds = prompts
+    dropout = dict(hidden_dropout=0.5, attention_dropout=0.5)
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4, **dropout))
+    model.set_train()
+    runs = [
+        texts(generator_of(model).generate(tokens, lengths, seeds, GenerationParams(max_length=8, use_greedy=True)))
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "tokens, length, message",
+    [
+        ([[1, 2, 3]], 0, "row 0 is empty"),
+        ([[1, 2, 3]], 4, "length of 4 exceeds the width of the prompts, 3"),
+        ([[1] * 50], 48, "a prompt of 48 tokens (row 0) leaves no room for a response within the 48 positions"),
+        ([[1, 300, 3]], 2, "holds the id 300, outside the tokenizer's vocabulary of"),
+    ],
+)
+def test_prompts_that_cannot_be_answered(llama, tokens, length, message):
+    with pytest.raises(UserError) as error:
+        generator_of(llama).generate(
+            torch.tensor(tokens), torch.tensor([length]), torch.tensor([0]), GenerationParams(max_length=4)
+        )
+    assert message in str(error.value)
+
+
+def test_weights_that_are_not_finite_are_reported(tiny_tokenizer_dir, prompts):
+    tokens, lengths, seeds = prompts
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama"))
+    next(model.model[0].parameters()).data.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="logits at position 0 are not finite"):
+        generator_of(model).generate(tokens, lengths, seeds, GenerationParams(max_length=4))
+
+
+# --- end conditions ---------------------------------------------------------------------------------------------
+
+
+def ids_of(tokenizer, text):
+    """(tokens [1, S], position of the last one [1])."""
+    ids = tokenizer.text_to_ids(text)
+    return torch.tensor([ids]), torch.tensor([len(ids) - 1])
+
+
+def test_end_strings_are_found_at_the_end_only(tiny_tokenizer):
+    end = EndConditions(tiny_tokenizer, ["Human:", "\n\n", "é!"])
+    for text, expected in [
+        ("the film Human:", True),
+        ("the film Human: ", False),
+        ("Human: the film", False),
+        ("bright\n\n", True),
+        ("bright\n", False),
+        ("a café!", True),
+        ("a caf!", False),
+    ]:
+        assert end.ended(*ids_of(tiny_tokenizer, text)).item() is expected, text
+
+
+def test_end_conditions_look_only_at_the_rows_they_are_asked_for(tiny_tokenizer):
+    tokens, last = ids_of(tiny_tokenizer, "the film Human:")
+    end = EndConditions(tiny_tokenizer, ["Human:"])
+    rows = torch.tensor([True, False, True])
+    assert end.ended(tokens.expand(3, -1), last.expand(3), rows).tolist() == [True, False, True]
+    eos = torch.full((3, 1), tiny_tokenizer.eos_id)
+    assert end.ended(eos, torch.zeros(3, dtype=torch.int64), rows).tolist() == [True, False, True]
+
+
+def test_special_tokens_end_a_text_as_one_token(tiny_tokenizer):
+    end = EndConditions(tiny_tokenizer, ["<|endoftext|>"])
+    assert end.token_ids == [tiny_tokenizer.eos_id] and end.strings == ()
+    spelled = torch.tensor([[tiny_tokenizer.text_to_ids(c)[0] for c in "<|endoftext|>"]])
+    assert end.ended(spelled, torch.tensor([12])).tolist() == [False]
+
+
+def test_end_strings_with_sentencepiece(tiny_sentencepiece_model):
+    from nemo.collections.common.tokenizers import SentencePieceTokenizer
+
+    tokenizer = SentencePieceTokenizer(tiny_sentencepiece_model)
+    end = EndConditions(tokenizer, ["<extra_id_1>", "Answer:", "."])
+    assert end.token_ids[0] == tokenizer.eos_id
+    for text, expected in [
+        ("a sad film <extra_id_1>", True),
+        ("the film. Answer:", True),
+        ("the film.", True),
+        ("a film", False),
+        ("Answer: a", False),
+    ]:
+        assert end.ended(*ids_of(tokenizer, text)).item() is expected, text
+
+
+def test_valid_responses(tiny_tokenizer):
+    eos, vocab = tiny_tokenizer.eos_id, tiny_tokenizer.vocab_size
+    tokens = torch.tensor([[5, 6, eos, eos], [5, 6, 7, 8], [5, vocab, eos, eos], [-42, 6, eos, eos]])
+    valid = verify_is_valid_and_clamp_range_(tokens, torch.tensor([3, 4, 3, 3]), None, tiny_tokenizer)
+    assert valid.tolist() == [True, False, False, False]
+    assert tokens.tolist()[2:] == [[5, vocab - 1, eos, eos], [0, 6, eos, eos]]
+
+
+def test_tokenize_batch(tiny_tokenizer):
+    eos = tiny_tokenizer.eos_id
+    short, long = tiny_tokenizer.text_to_ids("ab"), tiny_tokenizer.text_to_ids("xyz" * 9)
+    tokens, lengths = tokenize_batch(["ab", "xyz" * 9, ""], tiny_tokenizer, 6, add_EOS=True)
+    assert tokens[0].tolist() == short + [eos] * (6 - len(short)) and tokens[1].tolist() == long[:6]
+    assert tokens[2].tolist() == [eos] * 6 and lengths.tolist() == [len(short) + 1, 6, 1]
+    with pytest.raises(UserError, match="no bos token"):
+        tokenize_batch(["ab"], tiny_tokenizer, 6, add_BOS=True)
+
+
+# --- parameters -------------------------------------------------------------------------------------------------
+
+
+def test_parameters_from_the_configuration():
+    length = OmegaConf.create({"max_length": 20, "min_length": 1})
+    sampling = OmegaConf.create(
+        {"use_greedy": False, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.2}
+        | {"add_BOS": False, "all_probs": False, "compute_logprob": False, "end_strings": ["<|endoftext|>", "x"]}
+    )
+    assert GenerationParams.from_config(length, sampling) == GenerationParams(
+        max_length=20,
+        min_length=1,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        repetition_penalty=1.2,
+        end_strings=("<|endoftext|>", "x"),
+    )
+    assert GenerationParams.from_config({"max_length": 5}, {}) == GenerationParams(max_length=5)
+
+
+@pytest.mark.parametrize(
+    "length, sampling, message",
+    [
+        ({}, {}, "length_params.max_length is missing"),
+        ({"max_length": 0}, {}, "length_params.max_length=0 must be at least 1"),
+        ({"max_length": 5.5}, {}, "length_params.max_length=5.5 must be an integer"),
+        ({"max_length": 5, "min_length": 6}, {}, "min_length=6 must be between 0 and max_length=5"),
+        ({"max_length": 5}, {"temperature": 0}, "temperature=0.0 must be above 0 (for the likeliest token"),
+        ({"max_length": 5}, {"temperature": "warm"}, "temperature='warm' must be a number"),
+        ({"max_length": 5}, {"top_k": -1}, "top_k=-1 must be at least 0"),
+        ({"max_length": 5}, {"top_p": 0}, "top_p=0.0 must be above 0 and at most 1"),
+        ({"max_length": 5}, {"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
+        ({"max_length": 5}, {"repetition_penalty": 0}, "repetition_penalty=0.0 must be above 0"),
+        ({"max_length": 5}, {"end_strings": "stop"}, "end_strings='stop' must be a list: ['stop']"),
+        ({"max_length": 5}, {"end_strings": [""]}, "end_strings=[''] must hold non-empty texts"),
+    ],
+)
+def test_parameters_that_cannot_work(length, sampling, message):
+    with pytest.raises(ConfigError) as error:
+        GenerationParams.from_config(length, sampling)
+    assert message in str(error.value)
