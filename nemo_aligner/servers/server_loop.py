@@ -159,6 +159,7 @@ class TritonHost:
                     http_port=self.port,
                     allow_grpc=False,
                     allow_metrics=False,
+                    exit_timeout_secs=10,  # if this process is killed in the middle of a request
                     log_file=log_file,
                 ),
                 workspace=os.path.join(self._directory, "w"),
@@ -333,6 +334,11 @@ class ServerLoop:
             if self._stop_reason is None:
                 self._fail_all(ServerJobError(f"{self.name} failed: {error}"))
                 self._close(failed=True)
+                if isinstance(error, dist.DistBackendError) or "closed by peer" in str(error):
+                    raise ServerJobError(
+                        f"{self.name}, rank {self.rank}: another rank of this job has ended; look for the first error "
+                        "in its log (killed for memory?). The same command resumes from the last checkpoint."
+                    ) from error
                 raise
             # Ranks leave one by one after a stop request: what breaks then is not a failure.
             logging.info(f"{self.name}, rank {self.rank}: interrupted by the stop request ({error})")
@@ -463,6 +469,7 @@ class ServerLoop:
         if threading.current_thread() is threading.main_thread():
             previous = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)}
             old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=self._forget_signals)
         self._watching.set()
         thread = threading.Thread(target=self._watch, args=(read_end,), daemon=True, name=f"{self.name}-watcher")
         thread.start()
@@ -478,6 +485,14 @@ class ServerLoop:
                         signal.signal(number, handler)
             os.close(read_end)
             os.close(write_end)
+
+    def _forget_signals(self) -> None:
+        """In a forked child (checkpoint writers): SIGTERM ends the child again, and does not reach our watcher."""
+        if self._watching.is_set():
+            with contextlib.suppress(ValueError):
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _watch(self, read_end: int) -> None:
         store_errors = 0

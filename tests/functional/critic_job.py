@@ -8,6 +8,7 @@ Some token ids make it misbehave on purpose, on the ranks that get them.
 
 import glob
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -154,6 +155,13 @@ def main() -> None:
 
     class Checkpoint:
         def custom_save(self, monitor_candidates, is_train_end, trainer_state):
+            # A forked writer that is terminated must die of it, and the server must not take it for its own signal.
+            writer = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            writer.start()
+            time.sleep(0.2)
+            writer.terminate()
+            writer.join(10)
+            assert writer.exitcode == -signal.SIGTERM, writer.exitcode
             if parallel_state.get_rank() == 0:
                 Path(settings["checkpoint"]).write_text(json.dumps(trainer_state))
 
