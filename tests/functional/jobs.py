@@ -1,0 +1,103 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The project's own scripts as child processes of a test: with a time limit, and with nothing left behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "examples" / "nlp" / "gpt"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class ScriptJob:
+    """One script with Hydra overrides. Use it in a `with` block: leaving it kills whatever is left.
+
+    Args:
+        script: file name in examples/nlp/gpt.
+        log: path of its output.
+        overrides: `key=value` arguments.
+        ranks: processes on this machine.
+        launcher: "python" (the script starts its other processes itself) or "torchrun".
+    """
+
+    def __init__(self, script: str, log: Path, overrides: list[str], ranks: int = 1, launcher: str = "python"):
+        self.log_path = log
+        command = [sys.executable]
+        if launcher == "torchrun":
+            command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
+        command += [str(SCRIPTS / script), f"trainer.devices={ranks}", *overrides]
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, env=environment, cwd=log.parent, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._family: dict[int, psutil.Process] = {}
+
+    def __enter__(self) -> "ScriptJob":
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self._look_around()
+        for process in self._family.values():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.process.wait(10)
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def _look_around(self) -> None:
+        try:
+            process = psutil.Process(self.process.pid)
+            for member in [process, *process.children(recursive=True)]:
+                self._family[member.pid] = member
+        except psutil.NoSuchProcess:
+            pass
+
+    def wait(self, timeout_s: float = 150.0) -> int:
+        """Exit code of the job."""
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            self._look_around()
+            assert time.monotonic() < deadline, f"no end after {timeout_s} s:\n{self.log[-3000:]}"
+            time.sleep(0.2)
+        return self.process.returncode
+
+    def stop(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM, as a scheduler sends it; returns the exit code."""
+        self._look_around()
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait(timeout_s)
+
+    def leftovers(self) -> list[psutil.Process]:
+        """Processes of the job that are still alive."""
+        return [p for p in self._family.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def read_metrics(folder: Path, key: str) -> list[float]:
+    """Values of one metric in the order of steps; of a step that was logged twice the later one."""
+    values = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if key in record:
+            values[record["step"]] = record[key]
+    return [values[step] for step in sorted(values)]

@@ -1,0 +1,220 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""PPO from end to end: the real actor script against the real critic server, in their own processes, at several splits."""
+
+import json
+
+import pytest
+
+from tests.functional.jobs import ScriptJob, free_port, read_metrics
+from tests.tiny_models import tiny_config
+
+PROMPTS = ["the film", "a dull plot and", "I loved the music", "Review: the story is", "the first scene", "a long evening"]
+# What must not depend on how the work is split. Log-probs, values and rewards go through sums of another order, so the
+# numbers agree to rounding, which three updates make a little larger.
+COMPARED = [
+    "train_rollouts/rewards",
+    "train_rollouts/init_policy_kl",
+    "train_rollouts/values_mean",
+    "train_rollouts/returns_std",
+    "train_rollouts/advantages_std",
+    "train_rollouts/response_lengths",
+    "train_optim/loss",
+    "train_optim/critic_loss",
+    "train_optim/grad_norm",
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, tiny_tokenizer_dir):
+    """A policy and a reward model (random weights) as .nemo files, and prompts."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+
+    folder = tmp_path_factory.mktemp("ppo")
+    policy = tiny_config(tiny_tokenizer_dir, seed=3)
+    MegatronGPTModel(policy).save_to(str(folder / "policy.nemo"))
+    reward = tiny_config(tiny_tokenizer_dir, seed=4, output_sequence=False, force_head_dtype="float32")
+    MegatronGPTRewardModel(reward).save_to(str(folder / "rm.nemo"))
+    with (folder / "prompts.jsonl").open("w") as file:
+        for i in range(48):
+            file.write(json.dumps({"text": f"{PROMPTS[i % len(PROMPTS)]} {i}"}) + "\n")
+    return folder
+
+
+def critic(inputs, folder, port, ranks=1, launcher="python", *extra):
+    folder.mkdir(exist_ok=True)
+    return ScriptJob(
+        "serve_ppo_critic.py",
+        folder / "critic.log",
+        [
+            "trainer.accelerator=cpu",
+            "trainer.precision=32",
+            "trainer.ppo.host=127.0.0.1",
+            f"trainer.ppo.port={port}",
+            "trainer.ppo.max_steps=100",
+            f"pretrained_checkpoint.restore_from_path={inputs}/rm.nemo",
+            f"exp_manager.explicit_log_dir={folder}/critic",
+            "model.encoder_seq_length=48",
+            "model.micro_batch_size=2",
+            "model.global_batch_size=4",
+            "model.optim.lr=1e-3",
+            "model.optim.sched.warmup_steps=1",
+            *extra,
+        ],
+        ranks,
+        launcher,
+    )
+
+
+def actor(inputs, folder, port, ranks=1, launcher="python", *extra):
+    prompts = f"[{inputs}/prompts.jsonl]"
+    return ScriptJob(
+        "train_gpt_ppo_actor.py",
+        folder / "actor.log",
+        [
+            "trainer.accelerator=cpu",
+            "trainer.precision=32",
+            "trainer.ppo.max_steps=3",
+            "trainer.ppo.val_check_interval=3",
+            "trainer.ppo.initial_policy_kl_penalty=0.05",
+            f"remote_critic_rm.critic.port={port}",
+            "remote_critic_rm.critic.ip=127.0.0.1",
+            "remote_critic_rm.init_timeout_s=90",
+            f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
+            f"exp_manager.explicit_log_dir={folder}/actor",
+            "model.encoder_seq_length=48",
+            "model.micro_batch_size=2",
+            "model.global_batch_size=4",
+            "model.optim.lr=1e-3",
+            "model.optim.sched.warmup_steps=1",
+            "model.ppo.num_rollout_samples=8",
+            "model.ppo.rollout_micro_batch_size=4",
+            "model.ppo.num_val_samples=4",
+            "model.ppo.val_rollout_micro_batch_size=2",
+            "model.ppo.length_params.max_length=12",
+            # Random weights rarely end a text; a comma ends one often enough to have both kinds.
+            'model.ppo.sampling_params.end_strings=["a","e","t"]',
+            f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
+            *extra,
+        ],
+        ranks,
+        launcher,
+    )
+
+
+def assert_ended_well(job, code):
+    assert code == 0, job.log[-4000:]
+    assert not job.leftovers()
+
+
+@pytest.fixture(scope="module")
+def single(inputs):
+    """Metrics folder of three steps with one rank each; the critic is stopped as a scheduler would."""
+    folder, port = inputs / "single", free_port()
+    with critic(inputs, folder, port) as server, actor(inputs, folder, port) as job:
+        assert_ended_well(job, job.wait())
+        assert_ended_well(server, server.stop())
+    return folder
+
+
+def test_a_run_learns_saves_and_starts_at_kl_zero(single):
+    kl = read_metrics(single / "actor", "train_rollouts/init_policy_kl")
+    assert kl[0] == 0.0 and kl[1] > 0.0
+    assert read_metrics(single / "actor", "train_optim/ppo_ratio")[0] == pytest.approx(1.0, abs=1e-5)
+    assert len(read_metrics(single / "actor", "train_optim/loss")) == 6  # two updates per rollout
+    assert len(read_metrics(single / "critic", "train/loss")) == 6
+    ended = read_metrics(single / "actor", "train_rollouts/fraction_of_samples_properly_ended")
+    assert any(0 < fraction < 1 for fraction in ended)  # both kinds of samples occurred
+    names = sorted(path.name for path in (single / "actor" / "checkpoints").iterdir())
+    assert any(name.startswith("megatron_gpt-step=3") for name in names) and "megatron_gpt_ppo_actor.nemo" in names
+    samples = [json.loads(line) for line in (single / "actor" / "val_samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4 and set(samples[0]) >= {"step", "prompt", "response", "reward", "is_end"}
+
+
+@pytest.mark.parametrize(
+    "critic_split, actor_split",
+    [
+        (("python", 2, 1), ("torchrun", 2, 2)),  # critic DP2, actor TP2
+        (("torchrun", 2, 2), ("python", 2, 1)),  # critic TP2, actor DP2
+    ],
+    ids=["critic-dp2-actor-tp2", "critic-tp2-actor-dp2"],
+)
+def test_any_split_gives_the_same_numbers(inputs, single, critic_split, actor_split):
+    folder, port = inputs / f"split-{critic_split[0]}", free_port()
+    (critic_launcher, critic_ranks, critic_tp), (actor_launcher, actor_ranks, actor_tp) = critic_split, actor_split
+    with (
+        critic(
+            inputs, folder, port, critic_ranks, critic_launcher, f"++model.tensor_model_parallel_size={critic_tp}"
+        ) as server,
+        actor(
+            inputs, folder, port, actor_ranks, actor_launcher, f"++model.tensor_model_parallel_size={actor_tp}"
+        ) as job,
+    ):
+        assert_ended_well(job, job.wait(240))
+        assert_ended_well(server, server.stop())
+    for key in COMPARED:
+        expected, values = read_metrics(single / "actor", key), read_metrics(folder / "actor", key)
+        assert values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
+    texts = [
+        [(row["prompt"], row["response"]) for row in map(json.loads, (run / "actor/val_samples.jsonl").open())]
+        for run in (single, folder)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, single, tmp_path):
+    """Two steps, then the same commands with four: as four uninterrupted ones. Then an actor without its critic."""
+    runs = {}
+    for name, limits in (("whole", [4]), ("parts", [2, 4])):
+        for limit in limits:
+            folder, port = tmp_path / name, free_port()
+            extra = [
+                f"trainer.ppo.max_steps={limit}",
+                "trainer.ppo.val_check_interval=2",
+                "model.optim.sched.name=constant",
+            ]
+            with (
+                critic(inputs, folder, port, 1, "python", "model.optim.sched.name=constant") as server,
+                actor(inputs, folder, port, 1, "python", *extra) as job,
+            ):
+                assert_ended_well(job, job.wait())
+                assert_ended_well(server, server.stop())
+        runs[name] = folder
+    for key in COMPARED:
+        whole, parts = (read_metrics(runs[name] / "actor", key) for name in ("whole", "parts"))
+        assert parts == whole, key  # to the bit
+
+    port = free_port()
+    with critic(inputs, tmp_path / "fresh", port) as server:
+        with actor(inputs, runs["parts"], port, 1, "python", "trainer.ppo.max_steps=6") as job:
+            assert job.wait() == 1
+            assert "actor and critic do not match: this actor is at step 4" in job.log
+        assert_ended_well(server, server.stop())
+
+
+def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):
+    (tmp_path / "run").mkdir()
+    port = free_port()
+    with actor(inputs, tmp_path / "run", port, 1, "python", "remote_critic_rm.init_timeout_s=3") as job:
+        assert job.wait(90) == 1
+        assert f"127.0.0.1:{port}" in job.log and "init_timeout_s" in job.log and "Traceback" not in job.log
+        assert not job.leftovers()
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("pretrained_checkpoint.restore_from_path=/nowhere/x.nemo", ["/nowhere/x.nemo", "does not exist"]),
+        ("model.ppo.num_rollout_samples=9", ["num_rollout_samples=9"]),
+        ("model.ppo.rollout_micro_batchsize=4", ["rollout_micro_batchsize", "rollout_micro_batch_size"]),
+    ],
+)
+def test_bad_input_ends_the_actor_with_one_message(inputs, tmp_path, override, words):
+    key = override.split("=")[0]
+    if "batchsize" in key:
+        override = "+" + override
+    with actor(inputs, tmp_path, free_port(), 1, "python", override) as job:
+        assert job.wait(60) == 1
+        assert all(word in job.log for word in words), job.log[-2000:]
+        assert "Traceback" not in job.log
