@@ -14,7 +14,8 @@ from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.errors import ConfigError
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # isort: skip
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides  # isort: skip
+from megatron.core.optimizer.optimizer_config import ParamKey  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
 DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
@@ -38,9 +39,9 @@ def wrap_with_ddp(model_chunks: list, optim_cfg) -> list:
     wrapped = []
     for index, chunk in enumerate(model_chunks):
         config = chunk.config
-        wrapped.append(
-            DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0 or not overlap)
-        )
+        # Without overlap a bucket is all weights of one dtype anyway, and each must be communicated by itself: gloo
+        # mixes up the bytes of buckets of two dtypes (a bf16 model with an fp32 head) when they are sent as one.
+        wrapped.append(DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=overlap and index > 0))
     config = wrapped[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if overlap:
@@ -66,6 +67,18 @@ def _start_native_adam(optimizer) -> None:
                 }
 
 
+def _parameter_groups(model_chunks: list, config: OptimizerConfig) -> dict:
+    """Megatron's own groups (no weight decay on biases and norms), and groups apart for weights of another dtype.
+
+    In a group of two dtypes the distributed optimizer saves and loads the states of one weight as those of another.
+    The learning rate that makes the groups differ is the common one.
+    """
+    for chunk in model_chunks:
+        for parameter in chunk.parameters():
+            parameter.has_own_dtype = parameter.dtype is not config.params_dtype
+    return {**get_standard_config_overrides(config), ParamKey(attr="has_own_dtype"): {"max_lr": config.lr}}
+
+
 def build_optimizer(model_chunks: list, optim_cfg, dtype: torch.dtype):
     """Megatron's optimizer over DDP-wrapped chunks; all ranks call it.
 
@@ -88,7 +101,7 @@ def build_optimizer(model_chunks: list, optim_cfg, dtype: torch.dtype):
         use_distributed_optimizer=optim_cfg.name in DISTRIBUTED_OPTIMIZERS,
         clip_grad=0.0,  # set per step from the trainer's gradient_clip_val
     )
-    optimizer = get_megatron_optimizer(config, model_chunks)
+    optimizer = get_megatron_optimizer(config, model_chunks, config_overrides=_parameter_groups(model_chunks, config))
     _start_native_adam(optimizer)
     return optimizer
 
