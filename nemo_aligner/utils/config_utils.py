@@ -313,10 +313,8 @@ def _check_actor(values: _Values, dp: dict[str, int]) -> None:
     _check_same(v, "trainer.ppo.model_gbs", "model.global_batch_size")
     _check_same(v, "trainer.ppo.model_mbs", "model.micro_batch_size")
     _divides(v, ppo + "num_rollout_samples", ppo + "rollout_micro_batch_size", dp=dp)
-    _divides(v, ppo + "num_rollout_samples", ppo + "forward_micro_batch_size", dp=dp)
     _divides(v, ppo + "num_rollout_samples", "model.global_batch_size", dp={})
     _divides(v, ppo + "num_val_samples", ppo + "val_rollout_micro_batch_size", dp=dp)
-    _divides(v, ppo + "num_val_samples", ppo + "forward_micro_batch_size", dp=dp)
 
     longest = v.whole(ppo + "length_params.max_length", 1)
     shortest = v.whole(ppo + "length_params.min_length", 0)

@@ -150,7 +150,18 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
         options.max_time_per_run = None
         options.seconds_to_sleep = 0
         options.pop("checkpoint_callback_params", None)
-    return Path(nemo_exp_manager(trainer, options))
+    log_dir = Path(nemo_exp_manager(trainer, options))
+    if is_rank_zero():
+        _keep_json_lines(log_dir)
+    return log_dir
+
+
+def _keep_json_lines(log_dir: Path) -> None:
+    """`exp_manager` moves the files of a former run to `run_<n>`; the JSON lines come back, for a resumed job continues them."""
+    runs = sorted(log_dir.glob("run_*"), key=lambda run: int(run.name.removeprefix("run_")))
+    for file in runs[-1].glob("*.jsonl") if runs else ():
+        if not (log_dir / file.name).exists():
+            file.rename(log_dir / file.name)
 
 
 def build_logger(trainer: Trainer, log_dir: Path) -> CustomLoggerWrapper:

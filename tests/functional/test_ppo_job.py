@@ -9,6 +9,8 @@ import pytest
 from tests.functional.jobs import ScriptJob, free_port, read_metrics
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.timeout(600)  # several processes of ten seconds' start each; their own limits are shorter
+
 PROMPTS = ["the film", "a dull plot and", "I loved the music", "Review: the story is", "the first scene", "a long evening"]
 # What must not depend on how the work is split. Log-probs, values and rewards go through sums of another order, so the
 # numbers agree to rounding, which three updates make a little larger.
