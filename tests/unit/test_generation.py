@@ -9,7 +9,9 @@ from omegaconf import OmegaConf
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.megatron_steps import forward_backward
 from nemo_aligner.utils.text_generation_utils import EndConditions, tokenize_batch, verify_is_valid_and_clamp_range_
+from nemo_aligner.utils.train_utils import optimizer_step
 from tests.naive_generation import naive_generate
 from tests.tiny_models import tiny_config
 
@@ -185,7 +187,6 @@ def test_log_probs_are_those_of_the_full_vocabulary(model, prompts):
 
 
 def test_the_text_stops_at_the_last_position(llama, prompts):
-    # 48 positions; a learned position embedding of 20 limits the text as well.
     tokens, lengths, seeds = prompts
     output = generator_of(llama).generate(tokens, lengths, seeds, GenerationParams(max_length=100, use_greedy=True))
     assert output.response_lengths.max() == LIMIT
@@ -210,6 +211,31 @@ def test_bf16_generates_and_the_model_can_train_afterwards(tiny_tokenizer_dir, p
     assert texts(generator.generate(tokens, lengths, seeds, params)) == texts(first)
     positions = torch.arange(first.response_tokens.size(1)).expand_as(first.response_tokens)
     model.model[0](first.response_tokens, positions, None).sum().backward()
+
+
+def test_texts_follow_the_weights_through_training(tiny_tokenizer_dir, prompts):
+    # The engine is built before the optimizer wraps the model and moves its weights into buffers.
+    tokens, lengths, seeds = prompts
+    overrides = {"init_method_std": 0.4, "optim": {"lr": 0.5, "sched": {"warmup_steps": 0}}}
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **overrides))
+    generator, params = generator_of(model), GenerationParams(max_length=8, temperature=0.9)
+    before = texts(generator.generate(tokens, lengths, seeds, params))
+    optimizer, scheduler = model.setup_megatron_optimization(10)
+    optimizer.zero_grad()
+    model.prepare_for_training_step()
+
+    def loss_fn(logits, batch):
+        loss = logits.float().logsumexp(-1).mean()
+        return loss, {"loss": loss}
+
+    forward_backward(model.model, {"tokens": tokens[:, :1]}, micro_batch_size=ROWS, loss_fn=loss_fn)
+    optimizer_step(optimizer, scheduler, None)
+    after = texts(generator.generate(tokens, lengths, seeds, params))
+    assert after != before
+    naive = [
+        naive_generate(model, tokens[i, : lengths[i]].tolist(), int(seeds[i]), params, LIMIT)[0] for i in range(ROWS)
+    ]
+    assert after == naive
 
 
 def test_a_model_with_dropout_generates_without(tiny_tokenizer_dir, prompts):
