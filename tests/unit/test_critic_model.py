@@ -1,0 +1,167 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The critic: values against plain torch, the swap with the reward model to the bit, its loss against a loop over tokens."""
+
+import pytest
+import torch
+
+from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel, StateDictState
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.train_script_utils import load_from_nemo
+from nemo_aligner.utils.train_utils import optimizer_step
+from tests.tiny_models import tiny_config
+
+TOKENS = torch.randint(0, 290, (4, 8), generator=torch.Generator().manual_seed(0))
+LENGTHS = torch.tensor([8, 3, 6, 1])
+
+
+@pytest.fixture(scope="module")
+def reward_model_file(tiny_tokenizer_dir, tmp_path_factory):
+    path = tmp_path_factory.mktemp("rm") / "rm.nemo"
+    MegatronGPTRewardModel(tiny_config(tiny_tokenizer_dir, seed=3)).save_to(str(path))
+    return path
+
+
+def make_critic(tiny_tokenizer_dir, reward_model_file, **overrides):
+    cfg = tiny_config(tiny_tokenizer_dir, output_sequence=True, loss_clip_val=0.2, **overrides)
+    return load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=reward_model_file)
+
+
+def train_batch(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(4, 7)
+    mask[0, 2:7], mask[1, 1:2], mask[2, 3:5] = 1, 1, 1  # the last row does not count
+    return {
+        "tokens": TOKENS,
+        "returns": torch.randn(4, 7, generator=generator),
+        "prev_values": 0.3 * torch.randn(4, 7, generator=generator),
+        "mask": mask,
+    }
+
+
+def train_step(model, optimizer, scheduler):
+    model.prepare_for_training()
+    optimizer.zero_grad()
+    model.prepare_for_training_step()
+    loss, _ = model.get_loss_and_metrics(train_batch(), forward_only=False)
+    model.finish_training_step()
+    norm = optimizer_step(optimizer, scheduler, 1.0)
+    model.finish_training()
+    return loss, norm
+
+
+def weights_of(model):
+    return {name: tensor.detach().clone() for name, tensor in model.unwrapped()[0].named_parameters()}
+
+
+def assert_same_weights(model, expected):
+    for name, tensor in model.unwrapped()[0].named_parameters():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_value_of_a_position_is_the_reward_of_the_text_up_to_it(tiny_tokenizer_dir, reward_model_file):
+    critic = make_critic(tiny_tokenizer_dir, reward_model_file, forward_micro_batch_size=3)
+    values = critic.infer((TOKENS, LENGTHS))
+    assert values.shape == (4, 8)
+    reward_model = load_from_nemo(
+        MegatronGPTRewardModel, tiny_config(tiny_tokenizer_dir), None, restore_path=reward_model_file
+    )
+    for t in range(8):
+        rewards = reward_model.infer((TOKENS[:, : t + 1], torch.full((4,), t + 1)))
+        torch.testing.assert_close(values[:, t], rewards[:, 0])
+
+
+@pytest.mark.parametrize("precision", [32, "bf16"])
+def test_swapping_disturbs_neither_weights_nor_training(tiny_tokenizer_dir, reward_model_file, precision):
+    critics = [make_critic(tiny_tokenizer_dir, reward_model_file, precision=precision) for _ in range(2)]
+    swapping, undisturbed = critics
+    swapping.set_reward_model()
+    inputs = (TOKENS, LENGTHS)
+    swapping.prepare_for_inference()
+    rewards, values = swapping.infer_rm_critic(inputs)
+    swapping.finish_inference()
+    assert rewards.shape == (4,) and values.shape == (4, 8)
+    torch.testing.assert_close(rewards, values[torch.arange(4), LENGTHS - 1], rtol=1e-5, atol=1e-6)
+
+    (optimizer, scheduler), (other_optimizer, other_scheduler) = (c.setup_megatron_optimization(10) for c in critics)
+    copies = set()
+    for _ in range(3):
+        assert train_step(swapping, optimizer, scheduler) == train_step(undisturbed, other_optimizer, other_scheduler)
+        trained = weights_of(undisturbed)
+        assert_same_weights(swapping, trained)
+        moves = []
+        swapping.load_cpu_weights = lambda w: (moves.append(1), MegatronGPTCriticModel.load_cpu_weights(swapping, w))
+        for resident in (StateDictState.REWARD, StateDictState.CRITIC, StateDictState.REWARD):
+            again, values = swapping.infer_rm_critic(inputs)
+            assert swapping.loaded_state_dict is resident
+            assert torch.equal(again, rewards)  # the reward model never changes
+            assert torch.equal(values, undisturbed.infer(inputs))
+        assert len(moves) == 3  # one copy of weights per call
+        copies.add(next(iter(swapping.critic_state_dict_cpu.values())).data_ptr())
+    assert len(copies) == 1  # the host buffers persist
+    swapping.prepare_for_training()
+    assert_same_weights(swapping, trained)
+
+
+def test_saving_while_the_reward_model_is_resident_saves_the_critic(tiny_tokenizer_dir, reward_model_file, tmp_path):
+    critic = make_critic(tiny_tokenizer_dir, reward_model_file)
+    critic.set_reward_model()
+    train_step(critic, *critic.setup_megatron_optimization(10))
+    trained = weights_of(critic)
+    critic.infer_rm_critic((TOKENS, LENGTHS))
+    assert critic.loaded_state_dict is StateDictState.REWARD
+    critic.save_to(str(tmp_path / "critic.nemo"))
+    assert_same_weights(make_critic(tiny_tokenizer_dir, tmp_path / "critic.nemo"), trained)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_loss_and_gradient_equal_a_loop_over_tokens(
+    tiny_tokenizer_dir, reward_model_file, reduction, micro_batch_size
+):
+    batch = train_batch()
+    standard = {"enable": True, "mean": 0.1, "std": 2.0}
+    overrides = dict(reward_standardization=standard, loss_reduction=reduction)
+    plain = make_critic(tiny_tokenizer_dir, reward_model_file, **overrides).unwrapped()[0]
+    row_means, losses = [], []
+    for i in range(3):
+        row = []
+        values = (plain(TOKENS[i : i + 1], torch.arange(8)[None], None)[0] - 0.1) / 2.0
+        for t in batch["mask"][i].nonzero().flatten().tolist():
+            previous, ret = batch["prev_values"][i, t], batch["returns"][i, t]
+            clipped = max(min(values[t], previous + 0.2), previous - 0.2)
+            row.append(max((values[t] - ret) ** 2, (clipped - ret) ** 2) / 2)
+        losses += row
+        row_means.append(sum(row) / len(row))
+    expected = sum(losses) / len(losses) if reduction == "token" else sum(row_means) / 3
+    expected.backward()
+
+    batch["returns"][3] = batch["prev_values"][0, 0] = float("nan")  # outside the mask anything may stand
+    critic = make_critic(tiny_tokenizer_dir, reward_model_file, micro_batch_size=micro_batch_size, **overrides)
+    critic.setup_megatron_optimization(10)
+    critic.prepare_for_training_step()
+    loss, metrics = critic.get_loss_and_metrics(batch, forward_only=False)
+    assert loss == metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    for (name, parameter), ours in zip(plain.named_parameters(), critic.unwrapped()[0].parameters(), strict=True):
+        torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_an_empty_mask_gives_loss_zero_and_gradient_zero(tiny_tokenizer_dir, reward_model_file):
+    critic = make_critic(tiny_tokenizer_dir, reward_model_file)
+    critic.setup_megatron_optimization(10)
+    critic.prepare_for_training_step()
+    batch = train_batch()
+    loss, _ = critic.get_loss_and_metrics({**batch, "mask": torch.zeros_like(batch["mask"])}, forward_only=False)
+    assert loss == 0.0
+    assert all(not parameter.main_grad.any() for parameter in critic.unwrapped()[0].parameters())
+
+
+def test_a_checkpoint_without_a_head_cannot_serve_rewards(tiny_tokenizer_dir, tmp_path):
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "lm.nemo"))
+    critic = make_critic(tiny_tokenizer_dir, tmp_path / "lm.nemo")
+    with pytest.raises(UserError, match="no reward head.*combine_rm_and_critic_server=False"):
+        critic.set_reward_model()
+    with pytest.raises(RuntimeError, match="set_reward_model"):
+        critic.infer_rm_critic((TOKENS, LENGTHS))

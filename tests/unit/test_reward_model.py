@@ -1,0 +1,225 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The reward model against plain torch on its own hidden states, and its loss against a loop over pairs."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
+from nemo_aligner.utils.checkpointing import CheckpointCallback
+from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.train_script_utils import load_from_nemo
+from nemo_aligner.utils.train_utils import optimizer_step
+from tests.tiny_models import tiny_config
+
+LENGTHS = torch.tensor([9, 1, 5, 7, 3])
+
+
+def random_tokens(rows, width=9, seed=0):
+    return torch.randint(0, 290, (rows, width), generator=torch.Generator().manual_seed(seed))
+
+
+def make_model(tokenizer_dir, **overrides):
+    return MegatronGPTRewardModel(tiny_config(tokenizer_dir, **overrides))
+
+
+def head_of(model):
+    return model.unwrapped()[-1].rm_head
+
+
+def hidden_states(model, tokens):
+    """[B, S, H]: what the decoder hands to the head, computed row by row without padding of others."""
+    seen = []
+    module = model.unwrapped()[-1]
+    hook = module.decoder.register_forward_hook(lambda _module, _inputs, output: seen.append(output.detach()))
+    for row in tokens:
+        module(row[None], torch.arange(len(row))[None], None, lengths=torch.tensor([len(row)]))
+    hook.remove()
+    return torch.cat(seen, dim=1).transpose(0, 1).float()
+
+
+def pair_batch(width=9, seed=1):
+    """Four pairs; the third does not count."""
+    lengths = torch.tensor([[9, 4], [6, 8], [3, 5], [7, 7]])
+    mask = torch.ones(4, width)
+    mask[2] = 0
+    chosen, rejected = random_tokens(4, width, seed), random_tokens(4, width, seed + 1)
+    return {
+        "chosen": chosen,
+        "rejected": rejected,
+        "chosen_length": lengths[:, 0],
+        "rejected_length": lengths[:, 1],
+        "loss_mask": mask,
+    }
+
+
+@pytest.mark.parametrize("use_avg_pool", [False, True])
+def test_rewards_are_the_head_on_the_last_token_or_on_the_mean(tiny_tokenizer_dir, use_avg_pool):
+    model = make_model(tiny_tokenizer_dir, use_avg_pool=use_avg_pool, forward_micro_batch_size=2)
+    tokens, head = random_tokens(5), head_of(model)
+    expected = []
+    for row, length in zip(hidden_states(model, tokens), LENGTHS, strict=True):
+        vector = row[:length].mean(0) if use_avg_pool else row[length - 1]
+        expected.append(vector @ head.weight.detach()[0] + head.bias.detach()[0])
+    rewards = model.infer((tokens, LENGTHS))
+    assert rewards.shape == (5, 1) and rewards.dtype == torch.float32
+    torch.testing.assert_close(rewards.flatten(), torch.stack(expected))
+    junk = tokens.clone()
+    junk[torch.arange(9) >= LENGTHS[:, None]] = 5
+    torch.testing.assert_close(model.infer((junk, LENGTHS[:, None])), rewards)
+
+
+def test_attributes_and_their_merging(tiny_tokenizer_dir):
+    weights = [0.5, -1.0, 2.0]
+    apart = make_model(tiny_tokenizer_dir, regression={"num_attributes": 3})
+    merged = make_model(
+        tiny_tokenizer_dir, regression={"num_attributes": 3, "merge_attributes": True, "attribute_weights": weights}
+    )
+    values = make_model(tiny_tokenizer_dir, regression={"num_attributes": 3}, output_sequence=True)
+    inputs = (random_tokens(5), LENGTHS)
+    attributes = apart.infer(inputs)
+    assert attributes.shape == (5, 3)
+    torch.testing.assert_close(merged.infer(inputs), (attributes * torch.tensor(weights)).sum(-1, keepdim=True))
+    last = values.infer(inputs)[torch.arange(5), LENGTHS - 1]  # by default the attributes' mean
+    torch.testing.assert_close(last, attributes.mean(-1))
+
+
+def test_texts_and_their_limits(tiny_tokenizer_dir):
+    model = make_model(tiny_tokenizer_dir)
+    ids, eos = model.tokenizer.text_to_ids, model.tokenizer.eos_id
+    texts = ["a dull plot", "I loved the music; the story is warm"]
+    rewards = model.infer(texts, add_EOS=True)
+    for text, reward in zip(texts, rewards, strict=True):
+        row = torch.tensor([ids(text) + [eos]])
+        torch.testing.assert_close(model.infer((row, torch.tensor([row.size(1)])))[0], reward)
+    with pytest.raises(UserError, match=r"text 1 has \d+ tokens; .*encoder_seq_length=48"):
+        model.infer(["short", "xyz " * 40])
+    with pytest.raises(UserError, match="text 0 has 0 tokens"):
+        model.infer([""])
+    with pytest.raises(UserError, match="from 1 to 12 for 9 token columns"):
+        model.infer((random_tokens(2), torch.tensor([1, 12])))
+
+
+def test_standardization(tiny_tokenizer_dir):
+    inputs = (random_tokens(5), LENGTHS)
+    raw = make_model(tiny_tokenizer_dir).infer(inputs)
+    standard = {"enable": True, "mean": 2.0, "std": 0.5}
+    scaled = make_model(tiny_tokenizer_dir, reward_standardization=standard).infer(inputs)
+    torch.testing.assert_close(scaled, (raw - 2.0) / 0.5)
+    with pytest.raises(ConfigError, match="std=None"):
+        make_model(tiny_tokenizer_dir, reward_standardization={"enable": True, "mean": 0.0})
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_loss_metrics_and_gradient_equal_a_loop_over_pairs(tiny_tokenizer_dir, micro_batch_size):
+    batch = pair_batch()
+    plain = make_model(tiny_tokenizer_dir).unwrapped()[0]
+    losses, rewards = [], []
+    for i in (0, 1, 3):
+        pair = []
+        for kind in ("chosen", "rejected"):
+            length = int(batch[f"{kind}_length"][i])
+            row = batch[kind][i : i + 1, :length]
+            pair.append(plain(row, torch.arange(length)[None], None, lengths=torch.tensor([length])).squeeze())
+        losses.append(-torch.log(1 / (1 + torch.exp(pair[1] - pair[0]))))
+        rewards.append(pair)
+    expected = sum(losses) / 3
+    expected.backward()
+
+    model = make_model(tiny_tokenizer_dir, micro_batch_size=micro_batch_size)
+    model.setup_megatron_optimization(10)
+    model.prepare_for_training_step()
+    loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
+    flat = [float(reward) for pair in rewards for reward in pair]
+    mean = sum(flat) / 6
+    assert loss == pytest.approx(expected.item(), rel=1e-5) and metrics["loss"] == loss
+    assert metrics["acc"] == pytest.approx(sum(c > r for c, r in rewards).item() / 3)
+    assert metrics["weights"] == 3
+    assert metrics["rewards_chosen_mean"] == pytest.approx(sum(flat[0::2]) / 3, rel=1e-4)
+    assert metrics["rewards_rejected_mean"] == pytest.approx(sum(flat[1::2]) / 3, rel=1e-4)
+    assert metrics["rewards_all_mean"] == pytest.approx(mean, rel=1e-4)
+    assert metrics["rewards_all_std"] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in flat) / 6), rel=1e-3)
+    for (name, parameter), ours in zip(plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True):
+        torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+    model.set_eval()
+    assert model.get_loss_and_metrics(batch, forward_only=True)[0] == pytest.approx(loss, rel=1e-6)
+
+
+def test_head_starts_the_same_whatever_was_drawn_before(tiny_tokenizer_dir):
+    one = head_of(make_model(tiny_tokenizer_dir)).weight
+    deep = head_of(make_model(tiny_tokenizer_dir, num_layers=4, init_method_std=0.1)).weight
+    other = head_of(make_model(tiny_tokenizer_dir, seed=8)).weight
+    assert torch.equal(one, deep) and not torch.equal(one, other)
+    assert 0.02 < one.std() < 0.3
+
+
+def train_steps(model, optimizer, scheduler, steps):
+    results = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.prepare_for_training_step()
+        loss, _ = model.get_loss_and_metrics(pair_batch(), forward_only=False)
+        results.append((loss, optimizer_step(optimizer, scheduler, 1.0)))
+    return results
+
+
+def test_fp32_head_of_a_bf16_model_trains_and_resumes(tiny_tokenizer_dir, tmp_path):
+    """The distributed optimizer, with weights of two dtypes, does what the plain one does, and goes on after a restart."""
+    runs = {}
+    for name in ("adamw", "distributed_fused_adam"):
+        model = make_model(tiny_tokenizer_dir, precision="bf16", optim={"name": name})
+        assert head_of(model).weight.dtype == torch.float32
+        assert model.unwrapped()[0].embedding.word_embeddings.weight.dtype == torch.bfloat16
+        optimizer, scheduler = model.setup_megatron_optimization(10)
+        before = head_of(model).weight.detach().clone()
+        runs[name] = train_steps(model, optimizer, scheduler, 3)
+        assert (head_of(model).weight - before).abs().max() <= 4e-3  # three Adam steps of at most the learning rate
+    for ours, theirs in zip(runs["distributed_fused_adam"], runs["adamw"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert runs["adamw"][2][0] < runs["adamw"][0][0]
+
+    CheckpointCallback(tmp_path, model, optimizer, scheduler, name="rm", save_nemo_on_train_end=False).custom_save(
+        {}, trainer_state={"step": 3}
+    )
+    expected = train_steps(model, optimizer, scheduler, 2)
+    again = make_model(tiny_tokenizer_dir, precision="bf16", seed=9)
+    optimizer, scheduler = again.setup_megatron_optimization(10)
+    assert CheckpointCallback(tmp_path, again, optimizer, scheduler, name="rm").load_latest() == {"step": 3}
+    assert train_steps(again, optimizer, scheduler, 2) == expected
+
+
+def test_a_language_model_becomes_a_reward_model_and_a_reward_model_keeps_its_head(tiny_tokenizer_dir, tmp_path):
+    cfg = tiny_config(tiny_tokenizer_dir, architecture="gpt2", seed=3)
+    language_model = MegatronGPTModel(cfg)
+    language_model.save_to(str(tmp_path / "lm.nemo"))
+    other_seed = tiny_config(tiny_tokenizer_dir, architecture="gpt2", seed=5)
+    fresh = load_from_nemo(MegatronGPTRewardModel, other_seed, None, restore_path=tmp_path / "lm.nemo")
+    assert not fresh.has_trained_head
+    trunk = dict(language_model.unwrapped()[0].named_parameters())
+    for name, parameter in fresh.unwrapped()[0].named_parameters():
+        assert name.startswith("rm_head.") or torch.equal(parameter, trunk[name]), name
+    assert {name for name, _ in fresh.unwrapped()[0].named_parameters()} - set(trunk) == {
+        "rm_head.weight",
+        "rm_head.bias",
+    }
+    with torch.no_grad():
+        head_of(fresh).weight.add_(1.0)
+    fresh.save_to(str(tmp_path / "rm.nemo"))
+    kept = load_from_nemo(MegatronGPTRewardModel, other_seed, None, restore_path=tmp_path / "rm.nemo")
+    assert kept.has_trained_head and torch.equal(head_of(kept).weight, head_of(fresh).weight)
+    dropped = load_from_nemo(
+        MegatronGPTRewardModel, other_seed, None, restore_path=tmp_path / "rm.nemo", load_base_model_only=True
+    )
+    assert not dropped.has_trained_head
+    torch.testing.assert_close(head_of(dropped).weight, head_of(fresh).weight - 1.0)
+
+
+@pytest.mark.parametrize("name", ["regression", "ranking"])
+def test_other_kinds_of_reward_model_are_refused(name):
+    with pytest.raises(ConfigError, match=f"reward_model_type='{name}' is not supported; use binary_ranking"):
+        reward_model_class(name)
+    assert reward_model_class("binary_ranking") is MegatronGPTRewardModel

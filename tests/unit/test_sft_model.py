@@ -1,0 +1,54 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning: the loss and its gradient against a loop over the answers' tokens."""
+
+import json
+
+import pytest
+import torch
+
+from nemo_aligner.data.nlp.builders import build_sft_dataset
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from tests.tiny_models import tiny_config
+
+LINES = [("the film", "was a joy"), ("a dull", "plot"), ("I loved the music", "and the story is warm"), ("x", "y")]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory, tiny_tokenizer):
+    path = tmp_path_factory.mktemp("sft") / "data.jsonl"
+    path.write_text("".join(json.dumps({"input": i, "output": o}) + "\n" for i, o in LINES))
+    return build_sft_dataset({"file_path": str(path), "max_seq_length": 48}, tiny_tokenizer, is_chat=False)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_loss_and_gradient_equal_a_loop_over_answer_tokens(
+    tiny_tokenizer_dir, tiny_tokenizer, dataset, architecture, micro_batch_size
+):
+    # The last slot of the batch is empty.
+    batch = dataset.collate_fn([dataset[0], dataset[1], dataset[2], dataset[-1]])
+    cfg = tiny_config(tiny_tokenizer_dir, architecture=architecture, micro_batch_size=micro_batch_size)
+    vocab = tiny_tokenizer.vocab_size
+    plain = GPTSFTModel(cfg).unwrapped()[0]
+    terms = []
+    for prompt, answer in LINES[:3]:
+        prompt = tiny_tokenizer.text_to_ids(prompt)
+        ids = prompt + tiny_tokenizer.text_to_ids(" " + answer) + [tiny_tokenizer.eos_id]
+        logits = plain(torch.tensor([ids]), torch.arange(len(ids))[None], None)[0, :, :vocab]
+        for t in range(len(prompt), len(ids)):
+            terms.append(-torch.log_softmax(logits[t - 1], -1)[ids[t]])
+    expected = sum(terms) / len(terms)
+    expected.backward()
+
+    model = GPTSFTModel(cfg)
+    model.setup_megatron_optimization(10)
+    model.prepare_for_training_step()
+    loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
+    assert loss == metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["weights"] == len(terms)
+    for (name, parameter), ours in zip(plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True):
+        torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+    model.prepare_for_validation_step()
+    assert model.get_loss_and_metrics(batch, forward_only=True)[0] == pytest.approx(loss, rel=1e-6)
+    model.finish_validation_step()
