@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The critic: values against plain torch, the swap with the reward model to the bit, its loss against a loop over tokens."""
+"""The critic: values against plain torch, the swap with the reward model to the bit, its loss against a loop over
+tokens.
+"""
 
 import pytest
 import torch

@@ -168,7 +168,9 @@ def train_steps(model, optimizer, scheduler, steps):
 
 
 def test_fp32_head_of_a_bf16_model_trains_and_resumes(tiny_tokenizer_dir, tmp_path):
-    """The distributed optimizer, with weights of two dtypes, does what the plain one does, and goes on after a restart."""
+    """The distributed optimizer, with weights of two dtypes, does what the plain one does, and goes on after a
+    restart.
+    """
     runs = {}
     for name in ("adamw", "distributed_fused_adam"):
         model = make_model(tiny_tokenizer_dir, precision="bf16", optim={"name": name})
