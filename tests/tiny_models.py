@@ -19,6 +19,24 @@ LLAMA_LIKE = {
     "num_query_groups": 2,
     "share_embeddings_and_output_weights": False,
 }
+# A section `model.ppo`
+PPO = {
+    "entropy_bonus": 0.01,
+    "ratio_eps": 0.2,
+    "loss_reduction": "token",
+    "forward_micro_batch_size": 2,
+    "offload_adam_states": True,
+    "length_params": {"max_length": 16, "min_length": 1},
+    "sampling_params": {
+        "use_greedy": False,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "repetition_penalty": 1.0,
+        "add_BOS": False,
+        "end_strings": [],
+    },
+}
 ARCHITECTURES = {"gpt2": GPT2_LIKE, "llama": LLAMA_LIKE}
 
 

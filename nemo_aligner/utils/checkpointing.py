@@ -8,8 +8,8 @@
         state.json           counters of the trainer, monitored metrics, number of the save
         COMPLETE             written last; a directory without it is ignored and removed
 
-A checkpoint is written under a temporary name and renamed when it is complete, and only then are old ones removed. Nothing is
-ever read out of a file name.
+A checkpoint is written under a temporary name and renamed when it is complete, and only then are old ones removed.
+Nothing is ever read out of a file name.
 """
 
 import json
@@ -37,7 +37,9 @@ def _barrier() -> None:
 
 
 def format_name(template: str, metrics: dict[str, float]) -> str:
-    """`"gpt-{step}-{val_rewards:.3f}"` -> `"gpt-step=10-val_rewards=0.812"`; a metric that is not there reads `nan`."""
+    """`"gpt-{step}-{val_rewards:.3f}"` -> `"gpt-step=10-val_rewards=0.812"`; a metric that is not there reads
+    `nan`.
+    """
 
     def fill(match):
         key, spec = match.group(1), match.group(2) or ""
@@ -90,8 +92,8 @@ class CheckpointCallback:
         optimizer, scheduler: from `model.setup_megatron_optimization`.
         name: name of the final `.nemo`.
         filename: template of the directory names (`{metric}` or `{metric:format}`).
-        monitor, mode, save_top_k: keep the `save_top_k` checkpoints with the best `monitor` ("max" or "min") beside the last
-            one; -1 keeps all, 0 keeps the last alone.
+        monitor, mode, save_top_k: keep the `save_top_k` checkpoints with the best `monitor` ("max" or "min") beside
+            the last one; -1 keeps all, 0 keeps the last alone.
         save_nemo_on_train_end, always_save_nemo: write `<name>.nemo` at the end of training, or with every checkpoint.
     """
 
@@ -135,7 +137,9 @@ class CheckpointCallback:
     def _as_numbers(metrics: dict) -> dict[str, float]:
         return {key: float(value) for key, value in metrics.items()}
 
-    def custom_save(self, monitor_candidates: dict, is_train_end: bool = False, trainer_state: dict | None = None) -> Path:
+    def custom_save(
+        self, monitor_candidates: dict, is_train_end: bool = False, trainer_state: dict | None = None
+    ) -> Path:
         """Write a checkpoint, then remove the ones that are neither among the best nor the last; all ranks call it.
 
         Args:
@@ -201,10 +205,12 @@ class CheckpointCallback:
         return found[-1][0] if found else None
 
     def load_latest(self, resume_from=None) -> dict | None:
-        """Load the checkpoint to resume from into model, optimizer, schedule and random-number generators; all ranks call it.
+        """Load the checkpoint to resume from into model, optimizer, schedule and random-number generators; all ranks
+        call it.
 
         Args:
-            resume_from: a checkpoint directory (`exp_manager.resume_from_checkpoint`); default the newest complete one.
+            resume_from: a checkpoint directory (`exp_manager.resume_from_checkpoint`); default the newest complete
+            one.
 
         Returns:
             The trainer's counters, or None if there is no checkpoint.
@@ -228,8 +234,8 @@ class CheckpointCallback:
             _set_rng_state(torch.load(rng_files[parallel_state.get_rank()], weights_only=False))
         else:
             logging.warning(
-                f"{folder} was saved by {len(rng_files)} rank(s), this job has {parallel_state.get_world_size()}: dropout "
-                "will draw other numbers than in an uninterrupted run."
+                f"{folder} was saved by {len(rng_files)} rank(s), this job has {parallel_state.get_world_size()}: "
+                "dropout will draw other numbers than in an uninterrupted run."
             )
         logging.info(f"resumed from {folder}")
         return stored["trainer"]

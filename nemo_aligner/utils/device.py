@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which device and which communication backend this process uses, and what Megatron Core needs to run without CUDA.
 
-On a machine with CUDA `adapt_megatron_core()` does nothing at all. Without CUDA it touches the names listed in `TOUCHED`,
-each with its reason: Megatron Core names the device "cuda" in a few places where it means "the device of this process".
-Nothing else in the project changes Megatron Core's behaviour.
+On a machine with CUDA `adapt_megatron_core()` does nothing at all. Without CUDA it touches the names listed in
+`TOUCHED`, each with its reason: Megatron Core names the device "cuda" in a few places where it means "the device of
+this process". Nothing else in the project changes Megatron Core's behaviour.
 """
 
 import functools
@@ -29,7 +29,11 @@ def get_backend() -> str:
 
 # (module, dotted name, reason). The constants of these functions say "cuda" literally; they are rewritten to "cpu".
 REMAPPED_CONSTANTS = [
-    ("megatron.core.pipeline_parallel.schedules", "forward_backward_no_pipelining", "token counter allocated on 'cuda'"),
+    (
+        "megatron.core.pipeline_parallel.schedules",
+        "forward_backward_no_pipelining",
+        "token counter allocated on 'cuda'",
+    ),
     (
         "megatron.core.pipeline_parallel.schedules",
         "forward_backward_pipelining_without_interleaving",
@@ -70,7 +74,11 @@ REMAPPED_CONSTANTS = [
 # (module, dotted name, reason). Replaced by a CPU equivalent in `_replacements`.
 REPLACED = [
     ("torch.cuda", "current_device", "Megatron Core allocates on the 'current device' everywhere"),
-    ("torch.cuda", "synchronize", "called after pipeline communication and around checkpoints; the CPU has no streams"),
+    (
+        "torch.cuda",
+        "synchronize",
+        "called after pipeline communication and around checkpoints; the CPU has no streams",
+    ),
     ("torch.cuda", "get_rng_state", "random-number tracker of tensor parallelism"),
     ("torch.cuda", "manual_seed", "random-number tracker of tensor parallelism"),
     ("torch", "Tensor.cuda", "broadcast_data and checkpoint exchange move tensors to 'the device' with it"),
@@ -79,7 +87,7 @@ REPLACED = [
     (
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer._set_main_param_and_optimizer_states",
-        "native Adam: loads in place into leaves that require a gradient, and asks for a 'step' the checkpoint has not",
+        "native Adam: loads in place into leaves that need a gradient, and asks for a 'step' the checkpoint lacks",
     ),
     (
         "megatron.core.optimizer.distrib_optimizer",
@@ -116,7 +124,8 @@ def _resolve(module_name: str, dotted: str):
         return owner, name, getattr(owner, name)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{module_name}.{dotted} is needed to run Megatron Core without CUDA, but this release of megatron-core does "
+            f"{module_name}.{dotted} is needed to run Megatron Core without CUDA, but this release of megatron-core "
+            "does "
             "not have it. Install the megatron-core release that setup.py names."
         ) from error
 
@@ -164,7 +173,7 @@ def _replacements():
     }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def adapt_megatron_core() -> None:
     """Make Megatron Core usable in a process without CUDA; does nothing where CUDA is.
 

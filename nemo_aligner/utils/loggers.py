@@ -62,7 +62,9 @@ class CustomLoggerWrapper:
             self._write("tables", {"key": key, "step": step, "time": time.time(), "rows": rows})
 
     def log_samples(self, name: str, rows: list[dict], step: int | None = None) -> None:
-        """Append all `rows` to `<name>.jsonl` beside the metrics, one line each; too many for a table of the loggers."""
+        """Append all `rows` to `<name>.jsonl` beside the metrics, one line each; too many for a table of the
+        loggers.
+        """
         if not self._files:
             return
         file = self._files.setdefault(name, _JsonLines(self._folder / f"{name}.jsonl"))

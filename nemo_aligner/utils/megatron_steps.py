@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place that calls Megatron's forward-backward schedule.
 
-A batch is a dict of tensors whose rows are this data-parallel rank's samples; `tokens` (int64 `[B, S]`, right-padded) is
-required. It is cut into micro-batches of `micro_batch_size` consecutive rows. The model is called as
-`model(tokens, position_ids, attention_mask=None, ...)`: the mask is causal, which with right padding is all that is needed.
+A batch is a dict of tensors whose rows are this data-parallel rank's samples; `tokens` (int64 `[B, S]`, right-padded)
+is required. It is cut into micro-batches of `micro_batch_size` consecutive rows. The model is called as
+`model(tokens, position_ids, attention_mask=None, ...)`: the mask is causal, which with right padding is all that is
+needed.
 
-Scaling. A loss function returns this micro-batch's *share* of the loss of the global batch (see `nemo_aligner.losses`).
-Megatron divides by the number of micro-batches and averages gradients over data-parallel ranks, so the share is multiplied
-by both: the gradient is that of the sum of all shares, whatever the split.
+Scaling. A loss function returns this micro-batch's *share* of the loss of the global batch (see
+`nemo_aligner.losses`). Megatron divides by the number of micro-batches and averages gradients over data-parallel
+ranks, so the share is multiplied by both: the gradient is that of the sum of all shares, whatever the split.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,8 +17,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.errors import UserError
 from nemo_aligner.utils.device import get_device
+from nemo_aligner.utils.errors import UserError
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.utils import get_model_config  # isort: skip
@@ -113,8 +114,8 @@ def forward_backward(
         model_chunks: the model of this pipeline stage (more than one with virtual pipelining).
         batch: this rank's rows; `tokens` int64 `[B, S]` and what `loss_fn` needs.
         micro_batch_size: rows per forward pass; must divide B.
-        loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are partial sums over the
-            global batch. `output` is `[b, S, V / TP]` logits of a language model or what the model's head returns.
+        loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are partial sums over
+            the global batch. `output` is `[b, S, V / TP]` logits of a language model or what the model's head returns.
         model_inputs: further keys of the batch that are handed to the model by name.
 
     Returns:
@@ -126,7 +127,8 @@ def forward_backward(
     rows = batch["tokens"].size(0)
     if rows % micro_batch_size:
         raise UserError(
-            f"{rows} samples per data-parallel rank are not divisible by model.micro_batch_size={micro_batch_size}; change "
+            f"{rows} samples per data-parallel rank are not divisible by model.micro_batch_size={micro_batch_size}; "
+            "change "
             "model.global_batch_size or model.micro_batch_size."
         )
     scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()
@@ -175,7 +177,12 @@ def forward_collect(
     if missing:
         batch = {key: torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]) for key, value in batch.items()}
     outputs = _run_schedule(
-        model_chunks, batch, micro_batch_size, lambda output, mb: output_fn(output, mb), model_inputs, forward_only=True
+        model_chunks,
+        batch,
+        micro_batch_size,
+        lambda output, mb: output_fn(output, mb),
+        model_inputs,
+        forward_only=True,
     )
     collected = torch.cat(outputs)[:rows] if parallel_state.is_pipeline_last_stage() else None
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:

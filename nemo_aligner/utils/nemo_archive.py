@@ -6,7 +6,8 @@
     <tokenizer files>     SentencePiece model, or a directory of a Hugging Face tokenizer
     model_weights/        weights as a Megatron Core distributed checkpoint, loadable at any TP / PP / DP
 
-Weights are never unpacked where they are not needed: reading the configuration or the tokenizer touches those members only.
+Weights are never unpacked where they are not needed: reading the configuration or the tokenizer touches those members
+only.
 """
 
 import atexit
@@ -25,7 +26,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.utils import dist_ckpt, parallel_state
 from nemo_aligner.utils.errors import UserError
-
 
 CONFIG_FILE = "model_config.yaml"
 WEIGHTS_FOLDER = "model_weights"
@@ -62,7 +62,7 @@ def _member_name(member: tarfile.TarInfo) -> str:
     return member.name.removeprefix("./")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _unpack_small_members(path: Path) -> Path:
     """Everything but the weights, unpacked once per process into a folder that lives as long as the process."""
     if path.is_dir():

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer and learning-rate schedule from NeMo's `model.optim` keys, built from Megatron Core's own parts.
 
-The schedule counts optimizer updates. CosineAnnealing is: linear warm-up over `warmup_steps` updates, cosine from `lr` to
-`min_lr` until `max_steps - constant_steps`, then `min_lr` (in a job too short for that, without the constant phase). The first update already has a rate above zero (`lr / (warmup + 1)`);
-NeMo's has exactly zero, which wastes the first rollout.
+The schedule counts optimizer updates. CosineAnnealing is: linear warm-up over `warmup_steps` updates, cosine from
+`lr` to `min_lr` until `max_steps - constant_steps`, then `min_lr` (in a job too short for that, without the constant
+phase). The first update already has a rate above zero (`lr / (warmup + 1)`); NeMo's has exactly zero, which wastes
+the first rollout.
 """
 
 import torch
@@ -13,8 +14,10 @@ from nemo.utils import logging
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.errors import ConfigError
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # isort: skip
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides  # isort: skip
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
+from megatron.core.distributed import finalize_model_grads  # isort: skip
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer import get_standard_config_overrides  # isort: skip
 from megatron.core.optimizer.optimizer_config import ParamKey  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 

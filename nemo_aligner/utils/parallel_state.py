@@ -53,7 +53,8 @@ def initialize(
     if world_size % model_size:
         raise ConfigError(
             f"tensor_model_parallel_size={tensor_model_parallel_size} x pipeline_model_parallel_size="
-            f"{pipeline_model_parallel_size} x context_parallel_size={context_parallel_size} = {model_size} does not divide "
+            f"{pipeline_model_parallel_size} x context_parallel_size={context_parallel_size} = {model_size} does not "
+            "divide "
             f"the {world_size} rank(s) of this job. Change trainer.devices / trainer.num_nodes or the parallel sizes."
         )
     if not _mcore.is_initialized():

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the launch scripts share: processes, Lightning trainer, experiment folder, configuration of a loaded model, resume."""
+"""What the launch scripts share: processes, Lightning trainer, experiment folder, configuration of a loaded model,
+resume.
+"""
 
 import contextlib
 import copy
@@ -95,7 +97,9 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str) -> Trainer
     options = {k: v for k, v in OmegaConf.to_container(cfg.trainer).items() if k != pop_trainer_key}
     accelerator = options.pop("accelerator", "auto")
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"trainer.accelerator={accelerator}, but this machine has no CUDA; set trainer.accelerator=auto.")
+        raise ConfigError(
+            f"trainer.accelerator={accelerator}, but this machine has no CUDA; set trainer.accelerator=auto."
+        )
     options["precision"] = "bf16-true" if "bf16" in str(options.get("precision", 32)) else "32-true"
     for not_lightnings in ("max_time", "max_epochs", "max_steps"):
         options.pop(not_lightnings, None)
@@ -112,8 +116,8 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str) -> Trainer
 def launch_processes(trainer: Trainer | None) -> None:
     """Start the other processes of this node, if nobody else did, and join the process group; every rank calls it.
 
-    Under torchrun and SLURM the processes exist already; with plain `python` Lightning's launcher starts this script again,
-    once per further device. Without a trainer, or with the group in place, nothing happens.
+    Under torchrun and SLURM the processes exist already; with plain `python` Lightning's launcher starts this script
+    again, once per further device. Without a trainer, or with the group in place, nothing happens.
 
     When a process of a node started in this way dies, the others end within seconds: Lightning watches the children,
     and they end with their parent.
@@ -132,8 +136,8 @@ def launch_processes(trainer: Trainer | None) -> None:
 
 
 def init_distributed(trainer: Trainer, model=None, use_te: bool = False) -> None:
-    """Process group of this job (NeMo-Aligner's name). Models do it themselves on construction; `model` and `use_te` need
-    nothing more."""
+    """Process group of this job (NeMo-Aligner's name). Models do it themselves on construction; `model` and `use_te`
+    need nothing more."""
     launch_processes(trainer)
 
 
@@ -157,7 +161,9 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
 
 
 def _keep_json_lines(log_dir: Path) -> None:
-    """`exp_manager` moves the files of a former run to `run_<n>`; the JSON lines come back, for a resumed job continues them."""
+    """`exp_manager` moves the files of a former run to `run_<n>`; the JSON lines come back, for a resumed job
+    continues them.
+    """
     runs = sorted(log_dir.glob("run_*"), key=lambda run: int(run.name.removeprefix("run_")))
     for file in runs[-1].glob("*.jsonl") if runs else ():
         if not (log_dir / file.name).exists():
@@ -222,14 +228,14 @@ def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> di
 def load_and_override_model_config(restore_path, model_cfg_to_overwrite: DictConfig, remove_meta_info: bool = True):
     """Configuration of the model in a `.nemo`, with the values of `model_cfg_to_overwrite` over it.
 
-    `overwrite_base_config.<key>=True` drops the base's section `<key>` before, instead of merging into it. Where the tokenizer
-    is not given, the file's own is used.
+    `overwrite_base_config.<key>=True` drops the base's section `<key>` before, instead of merging into it. Where the
+    tokenizer is not given, the file's own is used.
     """
     base = nemo_archive.read_config(nemo_archive.check_restore_path(restore_path))
     overwrite = model_cfg_to_overwrite
     with open_dict(base):
         for section, keys in (overwrite.get("overwrite_base_config") or {}).items():
-            for key, drop in (keys.items() if isinstance(keys, DictConfig | dict) else [(None, keys)]):
+            for key, drop in keys.items() if isinstance(keys, DictConfig | dict) else [(None, keys)]:
                 if drop and key is None:
                     base.pop(section, None)
                 elif drop and section in base and base[section] is not None:
@@ -253,12 +259,13 @@ def load_from_nemo(
     load_base_model_only: bool = False,
     return_updated_cfg: bool = False,
 ):
-    """Build `cls` from `model_cfg` (merged over the file's own by the caller) with the weights of a `.nemo`; all ranks call it.
+    """Build `cls` from `model_cfg` (merged over the file's own by the caller) with the weights of a `.nemo`; all
+    ranks call it.
 
     Args:
         modify_config_fn: `(file_cfg, model_cfg) -> cfg`, NeMo-Aligner's hook for the last word on the configuration.
-        load_base_model_only: leave weights that `cls.fresh_weights()` names (heads) at their initial values even if the
-            file has them.
+        load_base_model_only: leave weights that `cls.fresh_weights()` names (heads) at their initial values even if
+            the file has them.
         return_updated_cfg: return `(model, cfg)`.
 
     Raises:
@@ -274,7 +281,10 @@ def load_from_nemo(
     cfg.pop("target", None)
     model = cls(cfg, trainer=trainer)
     model.load_nemo_weights(
-        restore_path, strict=strict, missing_ok=cls.fresh_weights(), skip=cls.fresh_weights() if load_base_model_only else ()
+        restore_path,
+        strict=strict,
+        missing_ok=cls.fresh_weights(),
+        skip=cls.fresh_weights() if load_base_model_only else (),
     )
     logging.info(f"{cls.__name__} restored from {restore_path}")
     return (model, cfg) if return_updated_cfg else model

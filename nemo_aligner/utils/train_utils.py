@@ -24,7 +24,8 @@ def optimizer_step(optimizer, scheduler, clip_val: float | None) -> float | None
     succeeded, grad_norm, _num_zeros = optimizer.step()
     if not succeeded or (grad_norm is not None and not math.isfinite(grad_norm)):
         raise RuntimeError(
-            f"the gradient norm is {grad_norm}: the update would destroy the weights. Lower model.optim.lr or check the data."
+            f"the gradient norm is {grad_norm}: the update would destroy the weights. Lower model.optim.lr or check "
+            "the data."
         )
     scheduler.step(increment=1)
     return grad_norm

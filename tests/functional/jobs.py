@@ -35,7 +35,7 @@ class ScriptJob:
     """
 
     def __init__(self, script: str, log: Path, overrides: list[str], ranks: int = 1, launcher: str = "python"):
-        self.log_path = log
+        self.log_path, self.launcher, self.stopped = log, launcher, False
         command = [sys.executable]
         if launcher == "torchrun":
             command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
@@ -85,6 +85,7 @@ class ScriptJob:
     def stop(self, timeout_s: float = 20.0) -> int:
         """SIGTERM, as a scheduler sends it; returns the exit code."""
         self._look_around()
+        self.stopped = True
         self.process.send_signal(signal.SIGTERM)
         return self.wait(timeout_s)
 

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO from end to end: the real actor script against the real critic server, in their own processes, at several splits."""
+"""PPO from end to end: the real actor script against the real critic server, in their own processes, at several
+splits.
+"""
 
 import json
 
@@ -11,7 +13,14 @@ from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.timeout(600)  # several processes of ten seconds' start each; their own limits are shorter
 
-PROMPTS = ["the film", "a dull plot and", "I loved the music", "Review: the story is", "the first scene", "a long evening"]
+PROMPTS = [
+    "the film",
+    "a dull plot and",
+    "I loved the music",
+    "Review: the story is",
+    "the first scene",
+    "a long evening",
+]
 # What must not depend on how the work is split. Log-probs, values and rewards go through sums of another order, so the
 # numbers agree to rounding, which three updates make a little larger.
 COMPARED = [
@@ -106,7 +115,8 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):
 
 
 def assert_ended_well(job, code):
-    assert code == 0, job.log[-4000:]
+    # torchrun itself reports a SIGTERM with exit code 1, however well its workers ended.
+    assert code == 0 or (job.launcher == "torchrun" and job.stopped), job.log[-4000:]
     assert not job.leftovers()
 
 

@@ -94,7 +94,10 @@ def test_swapping_disturbs_neither_weights_nor_training(tiny_tokenizer_dir, rewa
         trained = weights_of(undisturbed)
         assert_same_weights(swapping, trained)
         moves = []
-        swapping.load_cpu_weights = lambda w: (moves.append(1), MegatronGPTCriticModel.load_cpu_weights(swapping, w))
+        swapping.load_cpu_weights = lambda w, moves=moves: (
+            moves.append(1),
+            MegatronGPTCriticModel.load_cpu_weights(swapping, w),
+        )
         for resident in (StateDictState.REWARD, StateDictState.CRITIC, StateDictState.REWARD):
             again, values = swapping.infer_rm_critic(inputs)
             assert swapping.loaded_state_dict is resident

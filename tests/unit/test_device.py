@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The adaptation of Megatron Core to machines without CUDA: complete, and with a clear error when a release moves a name."""
+"""The adaptation of Megatron Core to machines without CUDA: complete, and with a clear error when a release moves a
+name.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,9 @@ def test_remapped_functions_name_no_cuda_device():
         function = getattr(function, "__func__", function)
         constants = list(function.__code__.co_consts)
         constants += [inner for constant in constants if isinstance(constant, tuple) for inner in constant]
-        assert not {"cuda", "torch.cuda.FloatTensor", "torch.cuda.HalfTensor"} & {c for c in constants if isinstance(c, str)}, name
+        assert not {"cuda", "torch.cuda.FloatTensor", "torch.cuda.HalfTensor"} & {
+            c for c in constants if isinstance(c, str)
+        }, name
 
 
 def test_constants_are_rewritten_and_nothing_else():

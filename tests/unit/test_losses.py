@@ -129,6 +129,7 @@ def test_actor_loss_against_a_naive_loop():
 
 def test_ppo_losses_and_gradients_against_trl():
     from trl.trainer.ppo_trainer import PPOTrainer as trainer
+
     b = batch(seed=3)
     config = SimpleNamespace(cliprange=0.2, cliprange_value=0.2, vf_coef=1.0, ratio_threshold=1e9)
     theirs = [b.logprobs.clone().requires_grad_(), b.values.clone().requires_grad_()]

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT on Megatron Core against Hugging Face's implementations, its optimizer, schedule, .nemo files and checkpoints."""
+"""The GPT on Megatron Core against Hugging Face's implementations, its optimizer, schedule, .nemo files and
+checkpoints.
+"""
 
 import math
 import tarfile

@@ -84,6 +84,7 @@ def test_gae_against_a_naive_double_sum(gamma, lam):
 
 def test_gae_and_whitening_against_trl():
     from trl.trainer.ppo_trainer import PPOTrainer as trainer
+
     values, rewards, mask = ragged_batch(seed=1)
     config = SimpleNamespace(config=SimpleNamespace(gamma=0.97, lam=0.9, whiten_rewards=False))
     _, whitened, their_returns = trainer.compute_advantages(config, values, rewards, mask)

@@ -79,6 +79,7 @@ def test_numerical_gradients(chunked):
 
 def test_against_trl():
     from trl import core
+
     logits, tokens = inputs(seed=1)
     expected = core.logprobs_from_logits(logits[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(from_parallel_logits_to_logprobs(logits, tokens), expected, atol=1e-6, rtol=1e-6)

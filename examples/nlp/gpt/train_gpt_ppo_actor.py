@@ -6,8 +6,9 @@
         "model.data.data_prefix={train: [prompts.jsonl], validation: [val.jsonl], test: [val.jsonl]}" \
         remote_critic_rm.critic.ip=localhost remote_critic_rm.critic.port=5556
 
-One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. The same
-command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_actor.yaml, docs/config.md.
+One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well.
+The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_actor.yaml,
+docs/config.md.
 """
 
 from functools import partial

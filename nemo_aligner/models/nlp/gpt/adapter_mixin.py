@@ -18,4 +18,6 @@ class NLPAdapterModelMixin:
         """
         scheme = (peft_cfg or {}).get("peft_scheme", "none")
         if scheme not in (None, "none"):
-            raise ConfigError(f"model.peft.peft_scheme={scheme!r} is not available yet; set it to none (all weights train).")
+            raise ConfigError(
+                f"model.peft.peft_scheme={scheme!r} is not available yet; set it to none (all weights train)."
+            )

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From NeMo's configuration keys to Megatron Core: `TransformerConfig` and the layer specification.
 
-With Transformer Engine installed on a GPU the layers are Transformer Engine's. Elsewhere they are Megatron Core's local
-ones with two parts of our own: `SDPAttention` (PyTorch's fused attention) and norms that know sequence parallelism.
+With Transformer Engine installed on a GPU the layers are Transformer Engine's. Elsewhere they are Megatron Core's
+local ones with two parts of our own: `SDPAttention` (PyTorch's fused attention) and norms that know sequence
+parallelism.
 """
 
 import functools
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core before the imports below)
+
+from nemo_aligner.utils import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core)
 
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -59,10 +61,12 @@ def torch_dtype(precision) -> torch.dtype:
     try:
         return PRECISIONS[str(precision).lower()]
     except KeyError:
-        raise ConfigError(f"trainer.precision={precision!r} is not supported; use one of {sorted(PRECISIONS)}.") from None
+        raise ConfigError(
+            f"trainer.precision={precision!r} is not supported; use one of {sorted(PRECISIONS)}."
+        ) from None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def use_transformer_engine() -> bool:
     """True on a machine with CUDA and Transformer Engine."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
@@ -71,7 +75,8 @@ def use_transformer_engine() -> bool:
 def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: int) -> int:
     """Rows of the embedding table: the next size that `multiple` and the TP ranks divide.
 
-    NeMo pads to `multiple` x TP; with the least common multiple the table, and so the initial weights, mostly do not depend on TP.
+    NeMo pads to `multiple` x TP; with the least common multiple the table, and so the initial weights, mostly do not
+    depend on TP.
     """
     multiple = math.lcm(multiple, tensor_model_parallel_size)
     return math.ceil(vocab_size / multiple) * multiple
@@ -92,11 +97,14 @@ def build_transformer_config(cfg) -> TransformerConfig:
     )
     if normalization is None:
         raise ConfigError(
-            f"model.normalization={cfg.get('normalization')!r} is not supported; use layernorm, layernorm1p or rmsnorm."
+            f"model.normalization={cfg.get('normalization')!r} is not supported; use layernorm, layernorm1p or "
+            "rmsnorm."
         )
     zero_centered = str(cfg.get("normalization", "")).lower() == "layernorm1p"
     if zero_centered and not use_transformer_engine():
-        raise ConfigError("model.normalization=layernorm1p needs Transformer Engine on a GPU; use layernorm or rmsnorm.")
+        raise ConfigError(
+            "model.normalization=layernorm1p needs Transformer Engine on a GPU; use layernorm or rmsnorm."
+        )
 
     dtype = torch_dtype(cfg.get("precision", 32))
     init_std = cfg.get("init_method_std", 0.02)
@@ -157,9 +165,9 @@ class SDPAttention(MegatronModule):
     """Core attention through `torch.nn.functional.scaled_dot_product_attention`.
 
     Queries `[sq, b, np, hn]`, keys and values `[sk, b, ng, hn]` (np, ng: heads and query groups on this rank), output
-    `[sq, b, np*hn]`. Without a mask, queries are the last `sq` of the `sk` positions and see themselves and all before:
-    training and prefill have sq == sk, a decoding step with a KV cache has sq < sk. `attention_mask` is True where a
-    position must *not* be seen, as everywhere in Megatron Core.
+    `[sq, b, np*hn]`. Without a mask, queries are the last `sq` of the `sk` positions and see themselves and all
+    before: training and prefill have sq == sk, a decoding step with a KV cache has sq < sk. `attention_mask` is True
+    where a position must *not* be seen, as everywhere in Megatron Core.
     """
 
     def __init__(
@@ -176,7 +184,8 @@ class SDPAttention(MegatronModule):
         super().__init__(config=config)
         if config.context_parallel_size > 1:
             raise ConfigError(
-                f"model.context_parallel_size={config.context_parallel_size} needs Transformer Engine on a GPU; set it to 1."
+                f"model.context_parallel_size={config.context_parallel_size} needs Transformer Engine on a GPU; "
+                "set it to 1."
             )
         self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
@@ -223,8 +232,8 @@ class SDPAttention(MegatronModule):
 class LocalNorm:
     """`torch.nn.LayerNorm` or `RMSNorm` whose parameters carry the sequence-parallel mark that Megatron Core reads.
 
-    Megatron Core's own wrapper refuses sequence parallelism because it sets no mark. A class, not a function: Megatron's
-    specifications take a function for something already built.
+    Megatron Core's own wrapper refuses sequence parallelism because it sets no mark. A class, not a function:
+    Megatron's specifications take a function for something already built.
     """
 
     def __new__(cls, config, hidden_size, eps=1e-5, **_kwargs):
@@ -236,7 +245,9 @@ class LocalNorm:
 
 
 def build_layer_spec(config: TransformerConfig, vp_stage: int | None = None):
-    """Layer specification of a GPT block for this pipeline stage: Transformer Engine's where it runs, else the local one."""
+    """Layer specification of a GPT block for this pipeline stage: Transformer Engine's where it runs, else the local
+    one.
+    """
     if use_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)

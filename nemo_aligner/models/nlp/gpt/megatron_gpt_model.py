@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTModel`: a GPT of Megatron Core behind NeMo's `ModelPT`.
 
-It owns what every role (actor, critic, reward model, SFT) shares: construction from NeMo-style keys, the tokenizer, weights in
-and out (`.nemo`, host copies, swaps) and the optimizer. Roles add losses; `nemo_aligner.utils.megatron_steps` runs the passes.
+It owns what every role (actor, critic, reward model, SFT) shares: construction from NeMo-style keys, the tokenizer,
+weights in and out (`.nemo`, host copies, swaps) and the optimizer. Roles add losses;
+`nemo_aligner.utils.megatron_steps` runs the passes.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ if isinstance(ALLOWED_TARGET_PREFIXES, list) and "nemo_aligner." not in ALLOWED_
 
 
 def build_tokenizer(cfg: DictConfig):
-    """NeMo tokenizer from `model.tokenizer`: library `sentencepiece` (`model`: file) or `huggingface` (`type`: folder or name).
+    """NeMo tokenizer from `model.tokenizer`: library `sentencepiece` (`model`: file) or `huggingface` (`type`: folder
+    or name).
 
     Raises:
         ConfigError: unknown library.
@@ -49,16 +51,22 @@ def build_tokenizer(cfg: DictConfig):
     if library == "sentencepiece":
         path = cfg.get("model", None)
         if not path or not Path(path).is_file():
-            raise UserError(f"model.tokenizer.model={path} does not exist; give the path of a SentencePiece .model file.")
+            raise UserError(
+                f"model.tokenizer.model={path} does not exist; give the path of a SentencePiece .model file."
+            )
         return SentencePieceTokenizer(path, legacy=cfg.get("sentencepiece_legacy", False) or False)
     if library == "huggingface":
         name = cfg.get("type", None)
         if not name or (str(name).startswith(("/", ".")) and not Path(name).is_dir()):
-            raise UserError(f"model.tokenizer.type={name} does not exist; give the folder of a Hugging Face tokenizer.")
+            raise UserError(
+                f"model.tokenizer.type={name} does not exist; give the folder of a Hugging Face tokenizer."
+            )
         try:
             tokenizer = AutoTokenizer(name, use_fast=cfg.get("use_fast", True))
         except (ValueError, OSError) as error:
-            raise UserError(f"model.tokenizer.type={name} cannot be loaded as a Hugging Face tokenizer: {error}") from error
+            raise UserError(
+                f"model.tokenizer.type={name} cannot be loaded as a Hugging Face tokenizer: {error}"
+            ) from error
         if tokenizer.tokenizer.eos_token_id is None:
             raise UserError(f"the tokenizer in {name} has no eos token; add one to its tokenizer_config.json.")
         return tokenizer
@@ -198,7 +206,9 @@ class MegatronGPTModel(ModelPT):
         return wanted and torch.cuda.is_available() and self.transformer_config.bf16 and hasattr(self, "_optimizer")
 
     def offload_optimizer(self, wanted: bool = True) -> None:
-        """Move Adam's states and main weights to host memory until `onload_optimizer`; nothing without CUDA or bf16."""
+        """Move Adam's states and main weights to host memory until `onload_optimizer`; nothing without CUDA or
+        bf16.
+        """
         if self._moves_optimizer(wanted):
             for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
                 part.offload_to_cpu()
@@ -236,7 +246,9 @@ class MegatronGPTModel(ModelPT):
 
     @torch.no_grad()
     def weights_to_cpu(self, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """Copy of this rank's weights in host memory, pinned on a GPU machine; `into` is a former copy to write over."""
+        """Copy of this rank's weights in host memory, pinned on a GPU machine; `into` is a former copy to write
+        over.
+        """
         if into is None:
             pin = torch.cuda.is_available()
             into = {n: torch.empty_like(t, device="cpu", pin_memory=pin) for n, t in self._named_weights()}
@@ -303,9 +315,16 @@ class MegatronGPTModel(ModelPT):
             for chunk in sharded.values():
                 for name, tensor in list(chunk.items()):
                     bare = name.removeprefix("model.")
-                    if bare.startswith(skip or ("\0",)) or (bare.startswith(missing_ok or ("\0",)) and tensor.key not in stored):
+                    if bare.startswith(skip or ("\0",)) or (
+                        bare.startswith(missing_ok or ("\0",)) and tensor.key not in stored
+                    ):
                         del chunk[name]
-            wanted = {t.key for chunk in sharded.values() for t in chunk.values() if isinstance(t, dist_checkpointing.ShardedTensor)}
+            wanted = {
+                t.key
+                for chunk in sharded.values()
+                for t in chunk.values()
+                if isinstance(t, dist_checkpointing.ShardedTensor)
+            }
             if strict and wanted - stored:
                 raise UserError(
                     f"{restore_path} lacks {len(wanted - stored)} weight(s) of this model, such as "

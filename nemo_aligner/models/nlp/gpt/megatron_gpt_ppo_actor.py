@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTActorModel`: the policy of PPO, and beside it the weights of the reference policy in host memory.
 
-Log-probs come from one function for policy, reference and training, in fp32 and at the temperature that sampled the tokens.
+Log-probs come from one function for policy, reference and training, in fp32 and at the temperature that sampled the
+tokens.
 """
 
 import torch
@@ -47,9 +48,7 @@ class MegatronGPTActorModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGen
         self.generation_params = GenerationParams.from_config(ppo.length_params, ppo.sampling_params)
         # Greedy decoding ignores the temperature, so the log-probs do too.
         self.temperature = 1.0 if self.generation_params.use_greedy else self.generation_params.temperature
-        self.generator = MegatronGenerator(
-            self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length
-        )
+        self.generator = MegatronGenerator(self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length)
 
     # --- roles of the weights -------------------------------------------------------------------------------------
 
@@ -79,8 +78,8 @@ class MegatronGPTActorModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGen
 
         Args:
             inference_batch: `text` int64 `[B, W]` prompts padded on the right, `length` int64 `[B]`; optional
-                `sample_seeds` int64 `[B]`, the random stream of each row. Without it a stream depends on `model.seed` and
-                the prompt alone. The text does not depend on batch, rank or split.
+                `sample_seeds` int64 `[B]`, the random stream of each row. Without it a stream depends on `model.seed`
+                and the prompt alone. The text does not depend on batch, rank or split.
 
         Returns:
             `response_tokens` int64 `[B, S]` (prompt + response, eos-padded), `response_lengths` int64 `[B]` (R),
@@ -158,7 +157,8 @@ class MegatronGPTActorModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGen
         Only samples that ended properly (`is_end`) count. All ranks call it, each with its share of the rows.
 
         Args:
-            batch: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`; `mask`, `advantages`, `prev_logprobs` `[B, S-1]`.
+            batch: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`; `mask`, `advantages`, `prev_logprobs` `[B,
+            S-1]`.
 
         Returns:
             The loss and its metrics over the global batch, equal on every rank.
@@ -193,5 +193,3 @@ class MegatronGPTActorModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGen
             self.model, rows, micro_batch_size=micro_batch_size, loss_fn=loss_fn, forward_only=forward_only
         )
         return metrics["loss"], metrics
-
-

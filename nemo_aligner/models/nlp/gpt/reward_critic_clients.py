@@ -3,9 +3,9 @@
 """The remote critic and the remote reward model as objects of the actor job.
 
 Every rank of the actor holds a client and calls the same methods. Only the rank that owns the data talks to the
-server: the source rank of each model-parallel group for scoring, global rank 0 for training and saving. Every call returns a
-future whose `result()` every rank calls: it brings the answer to all ranks that need it, and a failure, with the
-remote traceback, to all of them.
+server: the source rank of each model-parallel group for scoring, global rank 0 for training and saving. Every call
+returns a future whose `result()` every rank calls: it brings the answer to all ranks that need it, and a failure,
+with the remote traceback, to all of them.
 """
 
 import uuid

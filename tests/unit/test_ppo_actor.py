@@ -1,0 +1,133 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The PPO actor: log-probs, loss and gradient against plain PyTorch; the reference policy; bad input."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.megatron_steps import forward_collect
+from nemo_aligner.utils.train_utils import optimizer_step
+from tests.tiny_models import PPO, tiny_config
+
+
+def make_actor(tokenizer_dir, **ppo):
+    cfg = tiny_config(tokenizer_dir, ppo=OmegaConf.merge(PPO, ppo), micro_batch_size=2)
+    return MegatronGPTActorModel(cfg)
+
+
+def make_batch(actor):
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, actor.tokenizer.vocab_size, (4, 9), generator=generator)
+    mask = torch.zeros(4, 8)
+    for row, (first, last) in enumerate([(2, 6), (1, 8), (4, 5), (0, 3)]):
+        mask[row, first:last] = 1
+    actor.set_eval()
+    return {
+        "response_tokens": tokens,
+        "is_end": torch.tensor([True, True, False, True]),
+        "mask": mask,
+        "advantages": torch.randn(4, 8, generator=generator),
+        "prev_logprobs": actor.get_inference_log_probs(tokens) + 0.4 * torch.randn(4, 8, generator=generator),
+    }
+
+
+def logprobs_by_hand(actor, tokens, temperature):
+    """(log-probs of the next tokens, entropy) from the model's own logits, over the real vocabulary."""
+    logits = forward_collect(actor.model, {"tokens": tokens}, micro_batch_size=4, output_fn=lambda output, _: output)
+    distribution = torch.distributions.Categorical(
+        logits=logits[:, :-1, : actor.tokenizer.vocab_size].double() / temperature
+    )
+    return distribution.log_prob(tokens[:, 1:]).float(), distribution.entropy().float()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_at_the_sampling_temperature(tiny_tokenizer_dir, temperature):
+    actor = make_actor(tiny_tokenizer_dir, sampling_params={"temperature": temperature})
+    tokens = make_batch(actor)["response_tokens"]
+    expected, _ = logprobs_by_hand(actor, tokens, temperature)
+    torch.testing.assert_close(actor.get_inference_log_probs(tokens), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actor.get_inference_log_probs(tokens, 3), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_loss_is_the_clipped_surrogate_of_the_samples_that_ended(tiny_tokenizer_dir):
+    actor = make_actor(tiny_tokenizer_dir)
+    batch = make_batch(actor)
+    logprobs, entropy = logprobs_by_hand(actor, batch["response_tokens"], 1.0)
+    total, entropies, count = 0.0, 0.0, 0
+    for row in range(4):
+        for column in range(8):
+            if not batch["mask"][row, column] or not batch["is_end"][row]:
+                continue
+            ratio = float((logprobs[row, column] - batch["prev_logprobs"][row, column]).exp())
+            advantage = float(batch["advantages"][row, column])
+            total += max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
+            entropies += float(entropy[row, column])
+            count += 1
+    expected = total / count - 0.01 * entropies / count
+    loss, metrics = actor.get_loss_and_metrics(batch, forward_only=True)
+    assert loss == pytest.approx(expected, rel=1e-4)
+    assert metrics["scaled_entropy"] == pytest.approx(0.01 * entropies / count, rel=1e-4)
+
+
+def test_masked_slots_may_hold_nan_and_nothing_ended_gives_a_zero_gradient(tiny_tokenizer_dir):
+    def step(batch):
+        actor = make_actor(tiny_tokenizer_dir)
+        optimizer, scheduler = actor.setup_megatron_optimization(max_steps=10)
+        actor.prepare_for_training_step()
+        loss, _ = actor.get_loss_and_metrics(batch)
+        return loss, optimizer_step(optimizer, scheduler, 1.0)
+
+    batch = make_batch(make_actor(tiny_tokenizer_dir))
+    clean = step(batch)
+    hidden = (batch["mask"] == 0) | ~batch["is_end"][:, None]
+    poisoned = {
+        k: v.masked_fill(hidden, torch.nan) if k in ("advantages", "prev_logprobs") else v for k, v in batch.items()
+    }
+    assert step(poisoned) == clean
+    assert step({**batch, "is_end": torch.zeros(4, dtype=torch.bool)}) == (0.0, 0.0)
+
+
+def test_reference_policy_equals_the_policy_until_it_is_trained(tiny_tokenizer_dir):
+    actor = make_actor(tiny_tokenizer_dir)
+    with pytest.raises(RuntimeError, match="set_reference_policy"):
+        actor.get_init_policy_logprobs(torch.zeros(1, 2, dtype=torch.long))
+    actor.set_reference_policy()
+    optimizer, scheduler = actor.setup_megatron_optimization(max_steps=10)
+    batch = make_batch(actor)
+    before = actor.get_inference_log_probs(batch["response_tokens"])
+    assert torch.equal(actor.get_init_policy_logprobs(batch["response_tokens"]), before)
+    actor.prepare_for_training_step()
+    actor.get_loss_and_metrics(batch)
+    optimizer_step(optimizer, scheduler, 1.0)
+    actor.prepare_for_inference()
+    assert torch.equal(actor.get_init_policy_logprobs(batch["response_tokens"]), before)
+    assert not torch.equal(actor.get_inference_log_probs(batch["response_tokens"]), before)
+
+
+def test_text_without_seeds_depends_on_the_prompt_alone(tiny_tokenizer_dir):
+    actor = make_actor(tiny_tokenizer_dir)
+    actor.prepare_for_inference()
+    text = torch.full((3, 24), actor.tokenizer.eos_id)
+    text[0, :3], text[1, :5], text[2, :3] = (
+        torch.tensor([1, 2, 3]),
+        torch.tensor([9, 8, 7, 6, 5]),
+        torch.tensor([4, 2, 3]),
+    )
+    lengths = torch.tensor([3, 5, 3])
+    together = actor.infer({"text": text, "length": lengths})
+    for row in range(3):
+        alone = actor.infer({"text": text[row : row + 1], "length": lengths[row : row + 1]})
+        total = int(alone["response_lengths"])
+        assert total == int(together["response_lengths"][row])
+        assert torch.equal(alone["response_tokens"][0, :total], together["response_tokens"][row, :total])
+    assert set(together) == {"response_tokens", "response_lengths", "prompt_lengths", "is_end"}
+
+
+def test_peft_scheme_that_is_not_there_is_refused(tiny_tokenizer_dir):
+    actor = make_actor(tiny_tokenizer_dir)
+    actor.init_peft({"peft_scheme": "none"})
+    with pytest.raises(ConfigError, match="peft_scheme='lora'"):
+        actor.init_peft({"peft_scheme": "lora"})
