@@ -201,23 +201,23 @@ class MegatronGPTModel(ModelPT):
         self._optimizer = optimizer
         return optimizer, build_scheduler(optimizer, self.cfg.optim, max_steps)
 
-    def _moves_optimizer(self, wanted: bool) -> bool:
-        # With fp32 weights the optimizer holds the model's own parameters, which inference needs where they are.
-        return wanted and torch.cuda.is_available() and self.transformer_config.bf16 and hasattr(self, "_optimizer")
+    def _move_adam_states(self, device: torch.device) -> None:
+        # Not the optimizer's weights: where they are fp32 they are the model's own, which inference needs in place.
+        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            for state in part.optimizer.state.values() if part.optimizer is not None else ():
+                tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+                state.update({name: value.to(device) for name, value in tensors.items() if value.dim() > 0})
 
     def offload_optimizer(self, wanted: bool = True) -> None:
-        """Move Adam's states and main weights to host memory until `onload_optimizer`; nothing without CUDA or
-        bf16.
-        """
-        if self._moves_optimizer(wanted):
-            for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
-                part.offload_to_cpu()
+        """Move Adam's states to host memory until `onload_optimizer`; nothing without CUDA."""
+        if wanted and torch.cuda.is_available() and hasattr(self, "_optimizer"):
+            self._move_adam_states(torch.device("cpu"))
+            torch.cuda.empty_cache()
 
     def onload_optimizer(self, wanted: bool = True) -> None:
         """Bring back what `offload_optimizer` moved; nothing if it is there."""
-        if self._moves_optimizer(wanted):
-            for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
-                part.restore_from_cpu()
+        if wanted and torch.cuda.is_available() and hasattr(self, "_optimizer"):
+            self._move_adam_states(get_device())
 
     def prepare_for_training_step(self) -> None:
         """Before the forward-backward pass of one global batch: train mode and empty gradient buffers."""
