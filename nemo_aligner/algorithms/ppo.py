@@ -22,7 +22,6 @@ Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL term in the rew
 
 import contextlib
 import logging
-from collections import UserDict
 from collections.abc import Iterator
 from typing import Optional
 
@@ -30,13 +29,19 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
+from nemo_aligner.algorithms.rollouts import (
+    PPORolloutBatch,
+    compute_num_rollout_microbatches,
+    compute_ppo_data_metrics,
+    compute_rollout_metrics,
+    deal,
+    sample_rows,
+)
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.distributed import (
     all_reduce_dict,
-    masked_global_mean_var,
     normalize_tensor,
-    rebalance_nd_tensor,
 )
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.ppo_utils import (
@@ -60,116 +65,6 @@ TRAIN_TABLE_ROWS, VAL_TABLE_ROWS = 1, 5
 POSTFIX_KEYS = ("train_rewards", "train_init_policy_kl", "train_actor_loss", "train_critic_loss", "val_rewards")
 
 
-class PPORolloutBatch(UserDict):
-    """Tensors of a rollout by name; the leading dimension of each is the samples."""
-
-    @classmethod
-    def from_rollout_batches(
-        cls, rollout_batches: list[dict], eos_id: int, rollout_batch_seq_length: Optional[int]
-    ) -> "PPORolloutBatch":
-        """Join this rank's micro-batches, padded on the right to one width over all ranks; all ranks call it.
-
-        Args:
-            rollout_batches: dicts with equal keys; values `[b]` or `[b, width]`. Empty on a rank that drew no prompt.
-            eos_id: fills `response_tokens`; everything else is filled with 0.
-            rollout_batch_seq_length: least width of `response_tokens` (and, less 1, of other 2-D tensors); None: the
-                width of the widest.
-        """
-        batch = cls()
-        for key, (dtype, width) in sorted(_common_layout(rollout_batches).items()):
-            parts = [rollout[key].to(get_device()) for rollout in rollout_batches]
-            if width is None:
-                batch[key] = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=get_device())
-                continue
-            is_tokens = key == "response_tokens"
-            if rollout_batch_seq_length is not None:
-                width = max(width, rollout_batch_seq_length if is_tokens else rollout_batch_seq_length - 1)
-            pad_value = eos_id if is_tokens else 0
-            padded = [torch.nn.functional.pad(part, (0, width - part.size(1)), value=pad_value) for part in parts]
-            batch[key] = torch.cat(padded) if padded else torch.empty((0, width), dtype=dtype, device=get_device())
-        return batch
-
-    def gather_and_balance_globally(self) -> "PPORolloutBatch":
-        """The rows of all DP ranks, in the order of the ranks, on every rank; all ranks call it."""
-        gathered = type(self)()
-        for key, tensor in sorted(self.data.items()):
-            gathered[key] = rebalance_nd_tensor(tensor, group=parallel_state.get_data_parallel_group())
-        return gathered
-
-    def select(self, rows: torch.Tensor) -> "PPORolloutBatch":
-        """A copy of the given rows (int64 `[n]`), in that order."""
-        return type(self)({key: tensor[rows.to(tensor.device)] for key, tensor in self.data.items()})
-
-    def chunk(
-        self, rank: int, split_size: int, seed: int, global_batch_size: Optional[int] = None
-    ) -> "PPORolloutBatch":
-        """This rank's share of the shuffled rows; needs no communication, every rank holds all rows.
-
-        Args:
-            rank, split_size: which share, of how many.
-            seed: of the permutation, the same on every rank.
-            global_batch_size: deal the permutation in global batches of this many rows (see `deal`); None: as
-                `split_size` consecutive pieces.
-        """
-        sizes = {key: len(tensor) for key, tensor in self.data.items()}
-        num_rows = next(iter(sizes.values()))
-        assert set(sizes.values()) == {num_rows}, f"tensors of one rollout have different numbers of rows: {sizes}"
-        permutation = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
-        return self.select(permutation[deal(num_rows, rank, split_size, global_batch_size)])
-
-
-def _common_layout(rollout_batches: list[dict]) -> dict:
-    """`{key: (dtype, width or None for 1-D)}` over all ranks, one exchange for all keys; all ranks call it."""
-    layout = {}
-    for rollout in rollout_batches:
-        for key, tensor in rollout.items():
-            width = tensor.size(1) if tensor.dim() > 1 else None
-            if width is not None and key in layout:
-                width = max(width, layout[key][1])
-            layout[key] = (tensor.dtype, width)
-    if parallel_state.get_world_size() == 1:
-        return layout
-    # A rank whose queue was empty knows neither keys nor dtypes: it learns them from the others.
-    layouts = [None] * parallel_state.get_world_size()
-    torch.distributed.all_gather_object(layouts, layout)
-    common = {}
-    for other in layouts:
-        for key, (dtype, width) in other.items():
-            if width is not None and key in common:
-                width = max(width, common[key][1])
-            common[key] = (dtype, width)
-    return common
-
-
-def deal(num_rows: int, rank: int, split_size: int, global_batch_size: Optional[int] = None) -> torch.Tensor:
-    """Places in a shuffled rollout, int64 `[num_rows / split_size]`, that belong to one of `split_size` ranks.
-
-    With `global_batch_size` G, rows k*G .. (k+1)*G-1 are global batch k whatever `split_size` is; a rank gets a
-    consecutive share of each. 8 rows, G = 4, 2 ranks: rank 0 gets 0 1 4 5, rank 1 gets 2 3 6 7.
-    """
-    places = torch.arange(num_rows)
-    if global_batch_size is None:
-        return places.tensor_split(split_size)[rank]
-    return places.view(-1, split_size, global_batch_size // split_size)[:, rank].flatten()
-
-
-def compute_num_rollout_microbatches(dataloader) -> int:
-    """Micro-batches of one rollout on each DP rank.
-
-    Raises:
-        ConfigError: the numbers do not divide.
-    """
-    sampler = dataloader.batch_sampler
-    num_samples, micro_batch_size = sampler.global_batch_size, sampler.micro_batch_size
-    dp_size = parallel_state.get_data_parallel_world_size()
-    if num_samples % (micro_batch_size * dp_size):
-        raise ConfigError(
-            f"a rollout of {num_samples} samples (model.ppo.num_rollout_samples or num_val_samples) is not divisible "
-            f"by the rollout micro-batch size {micro_batch_size} x {dp_size} data-parallel rank(s); change one."
-        )
-    return num_samples // (micro_batch_size * dp_size)
-
-
 def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int) -> int:
     """PPO steps of a run: all epochs, capped by `max_steps` unless that is negative."""
     total = num_steps_per_epoch * max_epochs
@@ -183,65 +78,9 @@ def compute_num_optimizer_steps(
     return ppo_steps * ppo_epochs * (num_rollout_samples // global_batch_size)
 
 
-def sample_rows(rollout_batch, tokenizer, num_rows: int) -> list[dict]:
-    """Prompt and response of the first samples as text, with reward and whether the response ended by itself."""
-    rows = []
-    for i in range(min(num_rows, len(rollout_batch["rewards"]))):
-        tokens = rollout_batch["response_tokens"][i].tolist()
-        prompt_length, length = (int(rollout_batch[key][i]) for key in ("prompt_lengths", "response_lengths"))
-        rows.append(
-            {
-                "prompt": tokenizer.ids_to_text(tokens[:prompt_length]),
-                "response": tokenizer.ids_to_text(tokens[prompt_length:length]),
-                "reward": rollout_batch["rewards"][i].item(),
-                "is_end": bool(rollout_batch["is_end"][i]),
-            }
-        )
-    return rows
-
-
 def _append_rows(table: pd.DataFrame, step: int, rows: list[dict]) -> pd.DataFrame:
     new = pd.DataFrame([{"step": step} | row for row in rows], columns=TABLE_COLUMNS)
     return pd.concat([table, new], ignore_index=True) if len(table) else new
-
-
-def compute_rollout_metrics(rollout_batch) -> dict[str, float]:
-    """Means over all samples of a gathered rollout (lengths in tokens)."""
-    lengths, prompt_lengths = rollout_batch["response_lengths"].float(), rollout_batch["prompt_lengths"].float()
-    return {
-        "rollout_size": len(lengths),
-        "response_lengths": lengths.mean().item(),  # prompt + response
-        "prompt_lengths": prompt_lengths.mean().item(),
-        "generation_length": (lengths - prompt_lengths).mean().item(),
-        "rewards": rollout_batch["rewards"].float().mean().item(),
-        "fraction_of_samples_properly_ended": rollout_batch["is_end"].float().mean().item(),
-    }
-
-
-def mean_of_sample_means(values: torch.Tensor, mask: torch.Tensor, group=None) -> float:
-    """Mean over the samples of all DP ranks of each sample's masked mean; samples without a masked slot do not count.
-
-    Args:
-        values: `[B, S-1]`; slots outside the mask may hold anything, NaN included.
-        mask: `[B, S-1]`, True where a slot counts.
-        group: DP group; every rank of it calls this.
-    """
-    mask = mask.bool()
-    count = mask.sum(-1)
-    means = torch.where(mask, values, 0).sum(-1) / count.clamp(min=1)
-    return float(masked_global_mean_var(means, count > 0, group=group)[0])
-
-
-def compute_ppo_data_metrics(*, init_policy_kl, rewards_with_kl, advantages, returns, values, mask, group) -> dict:
-    """Metrics of the training data of a rollout, over the response tokens of all DP ranks; all `[B, S-1]`."""
-    metrics = {
-        "init_policy_kl": mean_of_sample_means(init_policy_kl, mask, group),
-        "rewards_with_kl": mean_of_sample_means(rewards_with_kl, mask, group),
-    }
-    for name, tensor in (("advantages", advantages), ("returns", returns), ("values", values)):
-        mean, var = masked_global_mean_var(tensor, mask, group=group)
-        metrics |= {f"{name}_mean": float(mean), f"{name}_std": float(var) ** 0.5}
-    return metrics
 
 
 def check_policy_equals_reference(logprobs: torch.Tensor, init_logprobs: torch.Tensor, mask: torch.Tensor) -> None:

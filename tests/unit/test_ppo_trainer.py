@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms import ppo
-from nemo_aligner.algorithms.ppo import PPORolloutBatch, deal
+from nemo_aligner.algorithms.rollouts import PPORolloutBatch, deal
 from nemo_aligner.utils.errors import ConfigError
 from tests import ppo_fakes
 from tests.ppo_fakes import NUM_PROMPTS, make_trainer
