@@ -35,6 +35,8 @@ from nemo_aligner.utils.trainer_utils import compute_num_steps_per_epoch
 _children: list[subprocess.Popen] = []
 # After an error: how long another process may take to fail for the same reason.
 _FAILURE_GRACE_S = 5.0
+# After a user's error: how long another rank leaves the message to rank 0.
+_RANK_ZERO_FIRST_S = 10.0
 # After the work: how long another process may take to end.
 _EXIT_GRACE_S = 60.0
 
@@ -52,7 +54,7 @@ def user_errors_end_the_job(main):
             result = main(*args, **kwargs)
         except UserError as error:
             if not is_rank_zero():
-                time.sleep(_FAILURE_GRACE_S / 2)  # rank 0 ends this process if it has failed too
+                time.sleep(_RANK_ZERO_FIRST_S)  # rank 0 ends this process if it has failed too
             print(f"\nERROR: {error}", file=sys.stderr, flush=True)
             _end_children(0.0)
             raise SystemExit(1) from None

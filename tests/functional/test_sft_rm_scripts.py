@@ -1,0 +1,199 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The SFT and reward-model scripts as a user starts them: on one rank and two, resumed, and with bad input."""
+
+import json
+import os
+import shutil
+import signal
+import time
+
+import pytest
+
+from tests.functional.jobs import ScriptJob, read_metrics
+
+pytestmark = pytest.mark.timeout(300)
+
+ANSWERS = ["was a joy", "is dull", "bad", "a sad and very long evening"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Small jsonl files for both scripts."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, count in (("train", 24), ("validation", 6)):
+        with (folder / f"sft_{name}.jsonl").open("w") as sft, (folder / f"pairs_{name}.jsonl").open("w") as pairs:
+            for i in range(count):
+                prompt = f"the film {i}"
+                sft.write(json.dumps({"input": prompt, "output": ANSWERS[i % 4]}) + "\n")
+                for answer in ("was a joy", ANSWERS[1 + i % 3]):
+                    pairs.write(json.dumps({"text": f"{prompt} {answer}"}) + "\n")
+    return folder
+
+
+def common(log_dir) -> list[str]:
+    return [
+        f"exp_manager.explicit_log_dir={log_dir}",
+        "exp_manager.create_checkpoint_callback=True",
+        "exp_manager.checkpoint_callback_params.save_top_k=-1",
+        "exp_manager.checkpoint_callback_params.save_nemo_on_train_end=True",
+        "exp_manager.checkpoint_callback_params.filename='step-{step}'",
+        "trainer.accelerator=cpu",
+        "model.encoder_seq_length=48",
+        "model.optim.lr=1e-2",
+        "model.optim.sched.warmup_steps=1",
+        "model.optim.sched.constant_steps=0",
+    ]
+
+
+def sft(data, tokenizer, log_dir, *overrides, **kwargs) -> ScriptJob:
+    """Four updates of a tiny model from random weights."""
+    log_dir.mkdir(exist_ok=True)
+    architecture = "num_layers=2 hidden_size=32 num_attention_heads=4 position_embedding_type=rope bias=False"
+    return ScriptJob(
+        "train_gpt_sft.py",
+        log_dir.with_suffix(".log"),
+        [
+            *common(log_dir),
+            *(f"model.{setting}" for setting in architecture.split()),
+            "model.tokenizer.library=huggingface",
+            f"model.tokenizer.type={tokenizer}",
+            f"model.data.train_ds.file_path={data}/sft_train.jsonl",
+            f"model.data.validation_ds.file_path={data}/sft_validation.jsonl",
+            "model.data.train_ds.global_batch_size=4",
+            "model.data.train_ds.micro_batch_size=2",
+            "trainer.sft.max_steps=4",
+            "trainer.sft.val_check_interval=2",
+            "trainer.precision=32",
+            *overrides,
+        ],
+        **kwargs,
+    )
+
+
+def reward_model(data, base, log_dir, *overrides, **kwargs) -> ScriptJob:
+    log_dir.mkdir(exist_ok=True)
+    pairs = data / "pairs"
+    return ScriptJob(
+        "train_reward_model.py",
+        log_dir.with_suffix(".log"),
+        [
+            *common(log_dir),
+            f"pretrained_checkpoint.restore_from_path={base}",
+            f"model.data.data_prefix={{train: [{pairs}_train.jsonl], validation: [{pairs}_validation.jsonl]}}",
+            "model.data.validation_drop_last=False",
+            "model.global_batch_size=4",
+            "model.micro_batch_size=1",
+            "model.force_head_dtype=float32",
+            "trainer.precision=bf16",
+            "model.hidden_dropout=0.1",  # a resumed job must draw the same numbers
+            "trainer.rm.max_steps=4",
+            "trainer.rm.val_check_interval=2",
+            "trainer.rm.save_interval=2",
+            *overrides,
+        ],
+        **kwargs,
+    )
+
+
+def must_succeed(job: ScriptJob) -> None:
+    with job:
+        assert job.wait() == 0, job.log[-4000:]
+        assert not job.leftovers()
+
+
+def must_fail_with(job: ScriptJob, *words: str) -> None:
+    """Exit code 1 and one message, which holds `words`, at the end of a log without traceback."""
+    with job:
+        assert job.wait(120) == 1, job.log[-4000:]
+        assert not job.leftovers()
+        assert "Traceback" not in job.log, job.log[-4000:]
+        assert job.log.count("ERROR: ") == 1, job.log[-4000:]
+        message = job.log.split("ERROR: ")[1]
+        for word in words:
+            assert word in message, message
+
+
+def resume_from(log_dir, copy, lost_step):
+    """A copy of the job's folder as a job that was killed before the checkpoint of `lost_step` leaves it."""
+    shutil.copytree(log_dir, copy)
+    shutil.rmtree(copy / "checkpoints" / f"step-step={lost_step}")
+    (copy / "metrics.jsonl").unlink()
+    for nemo in (copy / "checkpoints").glob("*.nemo"):
+        nemo.unlink()
+
+
+@pytest.fixture(scope="module")
+def sft_run(data, tiny_tokenizer_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft") / "one"
+    must_succeed(sft(data, tiny_tokenizer_dir, folder))
+    return folder
+
+
+def test_sft_learns_and_resumes_exactly(data, tiny_tokenizer_dir, sft_run, tmp_path):
+    losses = read_metrics(sft_run, "train/loss")
+    assert len(losses) == 4 and losses[3] < losses[0]
+    validation = read_metrics(sft_run, "validation/loss")
+    assert len(validation) == 2 and validation[1] < validation[0]
+    assert (sft_run / "checkpoints" / "megatron_gpt_sft.nemo").is_file()
+
+    resume_from(sft_run, tmp_path / "again", lost_step=4)
+    must_succeed(sft(data, tiny_tokenizer_dir, tmp_path / "again"))
+    assert read_metrics(tmp_path / "again", "train/loss") == losses[2:]
+    assert read_metrics(tmp_path / "again", "train/grad_norm") == read_metrics(sft_run, "train/grad_norm")[2:]
+    assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
+
+
+def test_sft_on_two_ranks_equals_one(data, tiny_tokenizer_dir, sft_run, tmp_path):
+    split = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=True"]
+    must_succeed(sft(data, tiny_tokenizer_dir, tmp_path / "two", *split, ranks=2, launcher="torchrun"))
+    for key in ("train/loss", "train/grad_norm", "validation/loss"):
+        assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(sft_run, key), rel=1e-4)
+
+
+def test_reward_model_in_bf16_on_two_data_parallel_ranks_learns_and_resumes_exactly(data, sft_run, tmp_path):
+    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    must_succeed(reward_model(data, base, tmp_path / "whole", ranks=2))
+    losses = read_metrics(tmp_path / "whole", "train/loss")
+    assert len(losses) == 4 and losses[3] < losses[0]
+    assert len(read_metrics(tmp_path / "whole", "validation/acc")) == 2
+    assert (tmp_path / "whole" / "checkpoints" / "megatron_gpt.nemo").is_file()
+
+    resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
+    must_succeed(reward_model(data, base, tmp_path / "again", ranks=2))
+    assert read_metrics(tmp_path / "again", "train/loss") == losses[2:]
+    again, whole = (read_metrics(tmp_path / name, "validation/loss") for name in ("again", "whole"))
+    assert again == whole[1:]
+
+
+def test_missing_checkpoint(data, tmp_path):
+    path = tmp_path / "none.nemo"
+    must_fail_with(reward_model(data, path, tmp_path / "rm"), f"restore_from_path={path} does not exist")
+
+
+def test_broken_line_on_two_ranks(data, tiny_tokenizer_dir, tmp_path):
+    lines = (data / "sft_train.jsonl").read_text().splitlines()
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("\n".join([*lines[:6], lines[6][:-5], *lines[7:]]))
+    job = sft(data, tiny_tokenizer_dir, tmp_path / "sft", f"model.data.train_ds.file_path={broken}", ranks=2)
+    must_fail_with(job, str(broken), "7")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
+    # Minutes, for the case that this test itself is killed.
+    long = ["trainer.sft.max_steps=5000", "trainer.sft.max_epochs=5000", "trainer.sft.val_check_interval=-1"]
+    with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *long, ranks=2) as job:
+        deadline = time.monotonic() + 150
+        while "Training steps" not in job.log:
+            assert job.process.poll() is None and time.monotonic() < deadline, job.log[-4000:]
+            time.sleep(0.2)
+        time.sleep(1.0)
+        job._look_around()
+        ranks = {int(p.environ().get("LOCAL_RANK", 0)): p for p in job.leftovers()}
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+        assert job.wait(30) != 0
+        deadline = time.monotonic() + 15
+        while job.leftovers():
+            assert time.monotonic() < deadline, job.leftovers()
+            time.sleep(0.1)
