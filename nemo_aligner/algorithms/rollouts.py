@@ -144,15 +144,25 @@ def sample_rows(rollout_batch, tokenizer, num_rows: int) -> list[dict]:
 
 
 def compute_rollout_metrics(rollout_batch) -> dict[str, float]:
-    """Means over all samples of a gathered rollout (lengths in tokens)."""
+    """Means over the samples of a gathered rollout (lengths in tokens).
+
+    Stand-ins for prompts that could not be used (`loss_multiplier` 0) train nothing and are left out of the means.
+    """
     lengths, prompt_lengths = rollout_batch["response_lengths"].float(), rollout_batch["prompt_lengths"].float()
+    counts = torch.ones_like(lengths)
+    if "loss_multiplier" in rollout_batch and (rollout_batch["loss_multiplier"] > 0).any():
+        counts = (rollout_batch["loss_multiplier"] > 0).to(lengths)
+
+    def mean(values):
+        return ((values.float() * counts).sum() / counts.sum()).item()
+
     return {
         "rollout_size": len(lengths),
-        "response_lengths": lengths.mean().item(),  # prompt + response
-        "prompt_lengths": prompt_lengths.mean().item(),
-        "generation_length": (lengths - prompt_lengths).mean().item(),
-        "rewards": rollout_batch["rewards"].float().mean().item(),
-        "fraction_of_samples_properly_ended": rollout_batch["is_end"].float().mean().item(),
+        "response_lengths": mean(lengths),  # prompt + response
+        "prompt_lengths": mean(prompt_lengths),
+        "generation_length": mean(lengths - prompt_lengths),
+        "rewards": mean(rollout_batch["rewards"]),
+        "fraction_of_samples_properly_ended": mean(rollout_batch["is_end"]),
     }
 
 

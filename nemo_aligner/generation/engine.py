@@ -258,7 +258,7 @@ class _Rows:
         if logprobs is not None:
             self.logprobs[self.index, cursor - 1] = torch.where(active, logprobs, 0.0)
         may_end = active & (generated >= self.params.min_length)
-        ended = self.end.ended(self.tokens, torch.full_like(generated, cursor), may_end)
+        ended = self.end.ended(self.tokens, torch.full_like(generated, cursor), may_end, first=self.prompt_lengths)
         self.response_lengths = torch.where(ended, cursor + 1, self.response_lengths)
         self.is_end |= ended
         self.done |= ended | (cursor + 1 >= self.limits)

@@ -23,6 +23,7 @@ import torch
 from nemo.utils import logging
 
 from nemo_aligner.utils import dist_ckpt, parallel_state
+from nemo_aligner.utils.errors import UserError
 
 from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
 
@@ -81,6 +82,20 @@ def _set_rng_state(state: dict) -> None:
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _optimizer_settings(optimizer) -> list[dict]:
+    """What the configuration says for each parameter group; the rate and weight decay come from the schedule."""
+    keys = ("max_lr", "min_lr", "betas", "eps")
+    return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+
+
+def _with_step(state: dict) -> dict:
+    """Optimizer state with a step count: Megatron Core writes none before the first step, and needs one to load."""
+    for part in (state, state.get("optimizer")):
+        if isinstance(part, dict) and "state" in part:
+            part["state"].setdefault("common_step", torch.tensor(0.0))
+    return state
 
 
 class CheckpointCallback:
@@ -216,7 +231,7 @@ class CheckpointCallback:
             The trainer's counters, or None if there is no checkpoint.
 
         Raises:
-            FileNotFoundError: `resume_from` is not a complete checkpoint.
+            UserError: `resume_from` is not a complete checkpoint.
         """
         _barrier()
         folder = self.latest(resume_from)
@@ -224,10 +239,17 @@ class CheckpointCallback:
             return None
         stored = read_state(folder)
         if stored is None:
-            raise FileNotFoundError(f"{folder} is not a complete checkpoint (no {MARKER} file); give another one.")
+            raise UserError(
+                f"{folder} is not a complete checkpoint (no {MARKER} file); give another one in "
+                "exp_manager.resume_from_checkpoint."
+            )
+        settings = _optimizer_settings(self.optimizer)
         loaded = dist_checkpointing.load(self._sharded_state(is_loading=True), str(folder / "weights"))
         self.model.load_sharded_weights(loaded["weights"])
-        self.optimizer.load_state_dict(loaded["optimizer"])
+        self.optimizer.load_state_dict(_with_step(loaded["optimizer"]))
+        # The job's configuration wins over the checkpoint's: a user may resume with another learning rate.
+        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(setting)
         self.scheduler.load_state_dict(loaded["scheduler"])
         rng_files = sorted((folder / "rng").glob("rank_*.pt"))
         if len(rng_files) == parallel_state.get_world_size():

@@ -93,7 +93,7 @@ _PEFT = _keys(
     lora_tuning.layer_selection lora_tuning.weight_tying lora_tuning.position_embedding_strategy""",
 )
 _SAMPLING = "sampling_params." + " sampling_params.".join(
-    "use_greedy temperature top_k top_p repetition_penalty add_BOS end_strings".split()
+    "use_greedy temperature top_k top_p repetition_penalty end_strings".split()
 )
 _DATA = _keys(
     "model.data",
@@ -312,6 +312,7 @@ INERT = {
     | _inert("model", "forward_mbs", _DEAD + "; use model.ppo.forward_micro_batch_size")
     | _inert("model", "offload_adam_states", _DEAD + "; use model.ppo.offload_adam_states")
     | _inert("model.ppo", "share_dir", _DEAD)
+    | _inert("model.ppo.sampling_params", "add_BOS", "prompts are tokenized as they stand, by the data set", False)
     | _inert(
         "model.ppo.sampling_params", "all_probs compute_logprob", "log-probabilities come from their own pass", False
     )
@@ -363,6 +364,7 @@ ONLY = {
     "model.transformer_block_type": (("pre_ln",), "only pre-LayerNorm models exist here"),
     "model.num_moe_experts": ((0, 1), "mixture-of-experts models are not supported"),
     "model.expert_model_parallel_size": ((1,), "mixture-of-experts models are not supported"),
+    "model.context_parallel_size": ((1,), "context parallelism is not supported yet"),
     "model.fp8": ((False,), "fp8 is not supported: train in bf16"),
     "model.headscale": ((False,), "such a model cannot be built on Megatron Core"),
     "model.openai_gelu": ((False,), "set model.activation=gelu: only the exact gelu is built"),

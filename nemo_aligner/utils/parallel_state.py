@@ -74,7 +74,8 @@ def initialize(
                 f"this process already runs with TP={have[0]}, PP={have[1]}; a second model cannot use "
                 f"TP={tensor_model_parallel_size}, PP={pipeline_model_parallel_size}."
             )
-    _tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    # Pipeline stages hold other layers: they must not draw the same weights and dropout masks.
+    _tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * _mcore.get_pipeline_model_parallel_rank())
 
 
 def destroy() -> None:

@@ -70,6 +70,12 @@ class GenerationParams:
         if not all(isinstance(text, str) and text for text in self.end_strings):
             raise ConfigError(f"sampling_params.end_strings={list(self.end_strings)} must hold non-empty texts.")
 
+    @property
+    def changes_distribution(self) -> bool:
+        """True if tokens are not simply drawn from softmax(logits / temperature)."""
+        cut = not self.use_greedy and (self.top_k > 0 or self.top_p < 1.0)
+        return cut or self.repetition_penalty != 1.0 or self.min_length > 1
+
     @classmethod
     def from_config(cls, length_params, sampling_params) -> "GenerationParams":
         """Read the configuration sections `length_params` and `sampling_params` (mappings).
@@ -150,7 +156,9 @@ class EndConditions:
             before, both = self.tokenizer.text_to_ids(prefix), self.tokenizer.text_to_ids(prefix + text)
             if both[:-1] == before:
                 alone = self.tokenizer.text_to_ids(text)
-                return [both[-1]] + (alone if len(alone) == 1 else [])
+                ids = [both[-1]] + (alone if len(alone) == 1 else [])
+                # Text unknown to the tokenizer becomes its unknown token, which stands for any other such text, too.
+                return [token for token in ids if self._decode([token]).strip() == text.strip()]
         return []
 
     def _decode(self, ids: list[int]) -> str:
@@ -167,13 +175,14 @@ class EndConditions:
             self._may_end[token] = int(may_end)
         return self._may_end[ids] == 1
 
-    def ended(self, tokens: Tensor, last: Tensor, rows: Tensor | None = None) -> Tensor:
+    def ended(self, tokens: Tensor, last: Tensor, rows: Tensor | None = None, first: Tensor | None = None) -> Tensor:
         """Whether the text of each row has ended at one position.
 
         Args:
             tokens: int64 `[b, S]`.
             last: int64 `[b]`, the position of the row's last token.
             rows: bool `[b]`, True for the rows to look at (all if None).
+            first: int64 `[b]`, where the response begins (0 if None): the end of a prompt is no part of an end string.
 
         Returns:
             bool `[b]`; False for the rows that were not looked at.
@@ -191,7 +200,8 @@ class EndConditions:
             indices = indices[self._candidates(ids[indices])].tolist()
             for row in indices:
                 stop = int(last[row]) + 1
-                text = self._decode(tokens[row, max(0, stop - self._tail) : stop].tolist())
+                start = max(0 if first is None else int(first[row]), stop - self._tail)
+                text = self._decode(tokens[row, start:stop].tolist())
                 hit[row] = text.endswith(self.strings)
         return hit
 

@@ -28,7 +28,7 @@ def optimizer_step(optimizer, scheduler, clip_val: float | None) -> float | None
             "the data."
         )
     scheduler.step(increment=1)
-    return grad_norm
+    return grad_norm if (clip_val or 0.0) > 0 else None
 
 
 def learning_rate(optimizer) -> float:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The project's own scripts as child processes of a test: with a time limit, and with nothing left behind."""
 
+import ctypes
 import json
 import os
 import signal
@@ -15,6 +16,14 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "nlp" / "gpt"
+
+
+_LIBC = ctypes.CDLL(None)  # loaded now: after a fork only the simplest of calls is safe
+
+
+def _end_with_parent() -> None:
+    """In the child, before exec: SIGTERM when the test run is killed (PR_SET_PDEATHSIG)."""
+    _LIBC.prctl(1, signal.SIGTERM)
 
 
 def free_port() -> int:
@@ -45,7 +54,13 @@ class ScriptJob:
         environment |= {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                command, env=environment, cwd=log.parent, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=environment,
+                cwd=log.parent,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         self._family: dict[int, psutil.Process] = {}
 

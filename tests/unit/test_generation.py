@@ -330,6 +330,28 @@ def test_end_strings_with_sentencepiece(tiny_sentencepiece_model):
         assert end.ended(*ids_of(tokenizer, text)).item() is expected, text
 
 
+def test_unknown_text_and_the_end_of_a_prompt_end_nothing(tiny_tokenizer, tmp_path):
+    import sentencepiece
+    from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the film was a joy", "a dull plot"] * 20),
+        model_prefix=str(tmp_path / "no_bytes"),
+        vocab_size=30,
+        model_type="char",
+        minloglevel=2,
+    )
+    tokenizer = SentencePieceTokenizer(str(tmp_path / "no_bytes.model"))
+    assert tokenizer.tokenizer.unk_id() not in EndConditions(tokenizer, ["§"]).token_ids
+
+    end = EndConditions(tiny_tokenizer, ["!!!?"])
+    assert end.strings  # found by its text, not as one token
+    tokens, last = ids_of(tiny_tokenizer, "!!!?")
+    first = torch.tensor([0])
+    assert end.ended(tokens, last, first=first).item()
+    assert not end.ended(tokens, last, first=first + 1).item()  # a part of it belongs to the prompt
+
+
 def test_valid_responses(tiny_tokenizer):
     eos, vocab = tiny_tokenizer.eos_id, tiny_tokenizer.vocab_size
     tokens = torch.tensor([[5, 6, eos, eos], [5, 6, 7, 8], [5, vocab, eos, eos], [-42, 6, eos, eos]])

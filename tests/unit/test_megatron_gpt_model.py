@@ -202,6 +202,29 @@ def test_resumed_job_continues_to_the_same_bits(tiny_tokenizer_dir, tmp_path, op
     assert [train_step(*parts) for _ in range(3)] == uninterrupted
 
 
+@pytest.mark.parametrize("optimizer_name", ["distributed_fused_adam", "adamw"])
+def test_resumed_job_uses_the_learning_rate_it_is_given(tiny_tokenizer_dir, tmp_path, optimizer_name):
+    def start(lr):
+        optim = {
+            "name": optimizer_name,
+            "lr": lr,
+            "betas": [0.9, 0.98 if lr > 4 else 0.95],
+            "sched": {"min_lr": lr / 2},
+        }
+        model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, optim=optim))
+        optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
+        return CheckpointCallback(tmp_path, model, optimizer, scheduler, name="x"), (model, optimizer, scheduler)
+
+    callback, parts = start(lr=8.0)
+    callback.custom_save({"step": 0}, trainer_state={"step": 0})  # before the first step: loads as well
+    callback, parts = start(lr=2.0)
+    assert callback.load_latest() == {"step": 0}
+    for _ in range(2):  # to the end of the warm-up
+        train_step(*parts)
+    assert learning_rate(parts[1]) == pytest.approx(2.0)
+    assert {tuple(group["betas"]) for group in parts[1].param_groups} == {(0.9, 0.95)}
+
+
 def test_checkpoints_keep_the_best_and_the_last(tiny_tokenizer_dir, tmp_path):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)

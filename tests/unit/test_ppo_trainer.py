@@ -10,12 +10,25 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms import ppo
-from nemo_aligner.algorithms.rollouts import PPORolloutBatch, deal
+from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_rollout_metrics, deal
 from nemo_aligner.utils.errors import ConfigError
 from tests import ppo_fakes
 from tests.ppo_fakes import NUM_PROMPTS, make_trainer
 
 NAN = float("nan")
+
+
+def test_stand_ins_for_unusable_prompts_are_left_out_of_the_means():
+    rollout = {
+        "response_lengths": torch.tensor([4, 6, 90]),
+        "prompt_lengths": torch.tensor([2, 2, 2]),
+        "rewards": torch.tensor([1.0, 1.0, -5.0]),
+        "is_end": torch.tensor([True, True, False]),
+        "loss_multiplier": torch.tensor([1.0, 1.0, 0.0]),
+    }
+    metrics = compute_rollout_metrics(rollout)
+    assert metrics["rewards"] == 1.0 and metrics["generation_length"] == 3.0 and metrics["rollout_size"] == 3
+    assert metrics["fraction_of_samples_properly_ended"] == 1.0
 
 
 def batch_rows(batch):

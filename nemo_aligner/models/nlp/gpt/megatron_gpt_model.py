@@ -106,7 +106,8 @@ class MegatronGPTModel(ModelPT):
             self.cfg.get("make_vocab_size_divisible_by", 128),
             self.transformer_config.tensor_model_parallel_size,
         )
-        torch.manual_seed(self.cfg.get("seed", 1234))  # the same initial weights whatever happened before
+        # The same initial weights whatever happened before, and others on each pipeline stage.
+        torch.manual_seed(self.cfg.get("seed", 1234) + 100 * parallel_state.get_pipeline_model_parallel_rank())
         self.model = [self._build_chunk(stage) for stage in range(self._num_chunks())]
 
     # --- construction ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ tokens.
 """
 
 import torch
+from nemo.utils import logging
 from omegaconf import DictConfig
 
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
@@ -46,6 +47,12 @@ class MegatronGPTActorModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGen
         self.to_offload_adam_states = ppo.get("offload_adam_states", False)
         self.init_policy_state_dict = None
         self.generation_params = GenerationParams.from_config(ppo.length_params, ppo.sampling_params)
+        if self.generation_params.changes_distribution:
+            logging.warning(
+                "top_k, top_p, repetition_penalty and min_length above 1 make the sampler draw from another "
+                "distribution than the one whose log-probs PPO uses (softmax of logits / temperature): the updates "
+                "are off-policy to that extent."
+            )
         # Greedy decoding ignores the temperature, so the log-probs do too.
         self.temperature = 1.0 if self.generation_params.use_greedy else self.generation_params.temperature
         self.generator = MegatronGenerator(self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length)
