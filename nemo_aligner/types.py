@@ -90,4 +90,5 @@ class SFTBatch(TypedDict):
     """Prompt-response examples for supervised fine-tuning."""
 
     tokens: Tensor  # int64 [B, S]: prompt + response + eos, padded
-    mask: Tensor  # float32 [B, S-1]: 1 on the transitions that predict the answer
+    labels: Tensor  # int64 [B, S]: the token that follows
+    loss_mask: Tensor  # [B, S]: non-zero where the label belongs to the answer

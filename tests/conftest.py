@@ -5,6 +5,7 @@
 import io
 import json
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests are small; several of them may share the machine
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +19,14 @@ CORPUS = [
     "I loved the music; the story is warm and bright.",
     "Review: the film was bad. Answer: a sad film.",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left_behind():
+    """A model makes the test process a world of one rank; the next module starts without."""
+    yield
+    if "nemo_aligner.utils.parallel_state" in sys.modules:
+        sys.modules["nemo_aligner.utils.parallel_state"].destroy()
 
 
 @pytest.fixture(scope="session")

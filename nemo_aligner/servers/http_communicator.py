@@ -48,6 +48,11 @@ def _futures_client(**kwargs):
     return DaemonFuturesModelClient(**kwargs)
 
 
+RESTART_REMEDY = (
+    "Look into the server job's log and restart both jobs with the same commands: they resume from their checkpoints."
+)
+
+
 class PendingAnswer:
     """A future of one request that knows where it was sent.
 
@@ -80,8 +85,7 @@ class PendingAnswer:
         if self._missed >= self.MAX_MISSED_PROBES:
             raise ServerRequestError(
                 f"{self.server_name}: the server at {self.host}:{self.port} no longer answers ({waited:.0f} s after "
-                "the request was sent). Look into the server job's log and restart both jobs with the same commands: "
-                "they resume from their checkpoints."
+                f"the request was sent). {RESTART_REMEDY}"
             )
         return False
 
@@ -95,8 +99,12 @@ class PendingAnswer:
             pass
         error = self.future.exception()
         if error is not None:
+            remedy = ""
+            if _get(self.host, self.port, "/v2/health/live", timeout_s=10) != 200:
+                remedy = f" The server is gone. {RESTART_REMEDY}"
             raise ServerRequestError(
                 f"request to {self.server_name} at {self.host}:{self.port} failed: {type(error).__name__}: {error}"
+                + remedy
             ) from error
         return self.future.result()
 
@@ -114,7 +122,7 @@ class HTTPCommunicator:
     def __init__(
         self,
         init_timeout_s: float = 600,
-        inference_timeout_s: float = 7200,
+        inference_timeout_s: float = 3600,
         progress_interval_s: float = 5.0,
         setting: str = "remote_critic_rm",
     ):

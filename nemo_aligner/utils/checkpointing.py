@@ -108,8 +108,9 @@ class CheckpointCallback:
         name: name of the final `.nemo`.
         filename: template of the directory names (`{metric}` or `{metric:format}`).
         monitor, mode, save_top_k: keep the `save_top_k` checkpoints with the best `monitor` ("max" or "min") beside
-            the last one; -1 keeps all, 0 keeps the last alone.
+            the last two; -1 keeps all, 0 keeps the last two alone.
         save_nemo_on_train_end, always_save_nemo: write `<name>.nemo` at the end of training, or with every checkpoint.
+        enabled: False writes nothing (`exp_manager.create_checkpoint_callback`).
     """
 
     def __init__(
@@ -126,12 +127,14 @@ class CheckpointCallback:
         save_top_k: int = 1,
         save_nemo_on_train_end: bool = True,
         always_save_nemo: bool = False,
+        enabled: bool = True,
     ):
         self.root = Path(log_dir) / "checkpoints"
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.name, self.filename = name, filename
         self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
         self.save_nemo_on_train_end, self.always_save_nemo = save_nemo_on_train_end, always_save_nemo
+        self.enabled = enabled
 
     def _metadata(self) -> dict:
         return {
@@ -154,8 +157,8 @@ class CheckpointCallback:
 
     def custom_save(
         self, monitor_candidates: dict, is_train_end: bool = False, trainer_state: dict | None = None
-    ) -> Path:
-        """Write a checkpoint, then remove the ones that are neither among the best nor the last; all ranks call it.
+    ) -> Path | None:
+        """Write a checkpoint, then remove those that are neither among the best nor the last two; all ranks call it.
 
         Args:
             monitor_candidates: metrics (numbers or 0-d tensors) for the directory name and the monitor.
@@ -163,8 +166,10 @@ class CheckpointCallback:
             trainer_state: counters that `load_latest` gives back, JSON values.
 
         Returns:
-            The directory written.
+            The directory written, or None if checkpoints are switched off.
         """
+        if not self.enabled:
+            return None
         metrics = self._as_numbers(monitor_candidates)
         folder = self.root / format_name(self.filename, {**(trainer_state or {}), **metrics})
         writing = folder.with_name(folder.name + WRITING_SUFFIX)
@@ -207,7 +212,8 @@ class CheckpointCallback:
                 -item[1]["save_number"],
             ),
         )
-        keep = {path for path, _ in ranked[: self.save_top_k]} | {checkpoints[-1][0]}
+        # Two of the newest: if a job dies between the critic's save and the actor's, the older ones match.
+        keep = {path for path, _ in ranked[: self.save_top_k]} | {path for path, _ in checkpoints[-2:]}
         for path, _ in checkpoints:
             if path not in keep:
                 shutil.rmtree(path)

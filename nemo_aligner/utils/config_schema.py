@@ -53,8 +53,7 @@ _EXP_MANAGER = _keys(  # the fields of nemo.utils.exp_manager.ExpManagerConfig a
     neptune_logger_kwargs create_checkpoint_callback files_to_copy max_time_per_run seconds_to_sleep""",
 ) | _keys(
     "exp_manager.checkpoint_callback_params",
-    """dirpath filename monitor verbose save_last save_top_k mode always_save_nemo save_nemo_on_train_end
-    prefix postfix save_best_model async_save""",
+    "filename monitor save_top_k mode always_save_nemo save_nemo_on_train_end",
 )
 _ARCHITECTURE = _keys(
     "model",
@@ -139,7 +138,7 @@ _RM = _keys(
     """max_epochs max_steps val_check_interval save_interval train_random_sampler val_random_sampler
     limit_train_batches limit_val_batches gradient_clip_val""",
 )
-_SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length min_seq_length drop_last label_key
+_SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length drop_last label_key
     add_eos add_sep add_bos truncation_field truncation_method prompt_template hf_dataset pad_to_max_length"""
 _SFT = (
     {"name"}
@@ -156,7 +155,13 @@ _SFT = (
 
 LIVE = {
     "gpt_ppo_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _ACTOR,
-    "gpt_ppo_critic": _COMMON | _CHECKPOINT | _REWARD_MODEL | _CRITIC,
+    # A critic serves until it is stopped: it has neither a time limit nor an end of training.
+    "gpt_ppo_critic": (_COMMON | _CHECKPOINT | _REWARD_MODEL | _CRITIC)
+    - {
+        "trainer.max_time",
+        "exp_manager.max_time_per_run",
+        "exp_manager.checkpoint_callback_params.save_nemo_on_train_end",
+    },
     "training_rm": _COMMON | _CHECKPOINT | _DATA | _REWARD_MODEL | _RM,
     "gpt_sft": _COMMON | _PEFT | _SFT,
 }
@@ -213,7 +218,8 @@ _INERT_COMMON = (
     )
     | _inert(
         "exp_manager.checkpoint_callback_params",
-        """filepath save_weights_only auto_insert_metric_name every_n_epochs every_n_train_steps
+        """dirpath verbose save_last prefix postfix save_best_model async_save
+        filepath save_weights_only auto_insert_metric_name every_n_epochs every_n_train_steps
         train_time_interval save_on_train_epoch_end save_last_n_optim_states""",
         _LIGHTNING,
     )
@@ -320,6 +326,14 @@ INERT = {
     "gpt_ppo_critic": _INERT_COMMON
     | _inert("trainer.ppo", "pad_sequence_length_to_multiple", _DEAD + "; use strip_sequence_length_to_multiple")
     | _inert("trainer.ppo", "flask_server", _FLASK)
+    | _inert("exp_manager", "max_time_per_run", "the critic serves until it is stopped")
+    | _inert("trainer", "max_time", "the critic serves until it is stopped")
+    | _inert(
+        "exp_manager.checkpoint_callback_params",
+        "save_nemo_on_train_end",
+        "the critic serves until it is stopped; use always_save_nemo",
+        False,
+    )
     | _inert(
         "trainer.ppo", "max_epochs val_check_interval save_interval", "the actor decides when to save and to stop"
     )
@@ -335,6 +349,7 @@ INERT = {
         for split in ("train_ds", "validation_ds", "test_ds")
         for key, neutral in {
             "memmap_workers": (None,),
+            "min_seq_length": (1, None),
             "index_mapping_dir": (None,),
             "output_original_text": (True,),
             "file_names": (),
@@ -364,6 +379,7 @@ ONLY = {
     "model.transformer_block_type": (("pre_ln",), "only pre-LayerNorm models exist here"),
     "model.num_moe_experts": ((0, 1), "mixture-of-experts models are not supported"),
     "model.expert_model_parallel_size": ((1,), "mixture-of-experts models are not supported"),
+    "model.peft.peft_scheme": (("none",), "set it to none; every weight is trained"),
     "model.context_parallel_size": ((1,), "context parallelism is not supported yet"),
     "model.fp8": ((False,), "fp8 is not supported: train in bf16"),
     "model.headscale": ((False,), "such a model cannot be built on Megatron Core"),

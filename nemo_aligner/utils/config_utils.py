@@ -312,6 +312,10 @@ def _check_actor(values: _Values, dp: dict[str, int]) -> None:
     v, ppo, samp = values, "model.ppo.", "model.ppo.sampling_params."
     _check_same(v, "trainer.ppo.model_gbs", "model.global_batch_size")
     _check_same(v, "trainer.ppo.model_mbs", "model.micro_batch_size")
+    v.whole(ppo + "forward_micro_batch_size", 1)
+    for key, minimum in (("max_epochs", 1), ("max_steps", -1), ("ppo_epochs", 1), ("val_check_interval", 0)):
+        if v.whole(f"trainer.ppo.{key}", minimum) is None:
+            raise ConfigError(f"trainer.ppo.{key} is not set; give a whole number.")
     _divides(v, ppo + "num_rollout_samples", ppo + "rollout_micro_batch_size", dp=dp)
     _divides(v, ppo + "num_rollout_samples", "model.global_batch_size", dp={})
     _divides(v, ppo + "num_val_samples", ppo + "val_rollout_micro_batch_size", dp=dp)
@@ -449,7 +453,7 @@ def check_values(cfg, config_name: str, *, complete: bool, visible_devices: int 
     for key, (accepted, remedy) in ONLY.items():
         value = values.get(key)
         if value is not None and value not in accepted:
-            raise ConfigError(f"{key}={value!r} would change the model, but is not supported: {remedy}.")
+            raise ConfigError(f"{key}={value!r} is not supported here: {remedy}.")
 
     dp = _parallel_factor(values, ranks, complete or trains_from_scratch)
     if complete or trains_from_scratch:
@@ -457,6 +461,15 @@ def check_values(cfg, config_name: str, *, complete: bool, visible_devices: int 
     _divides(values, "model.global_batch_size", "model.micro_batch_size", dp=dp)
     _check_sequence_lengths(values)
     values.number("model.optim.lr", 0, above=True)
+    values.whole("model.forward_micro_batch_size", 1)
+    values.whole("model.seed", 0)
+    values.choice("exp_manager.checkpoint_callback_params.mode", ("min", "max"))
+    data_length, length = values.whole("model.data.seq_length", 2), values.whole("model.encoder_seq_length", 2)
+    if data_length and length and data_length > length:
+        raise ConfigError(
+            f"model.data.seq_length={data_length} is above model.encoder_seq_length={length}; set it to {length} or "
+            "less."
+        )
 
     section = f"trainer.{ {'training_rm': 'rm', 'gpt_sft': 'sft'}.get(config_name, 'ppo') }"
     values.number(f"{section}.gradient_clip_val", 0)

@@ -58,6 +58,16 @@ def check_restore_path(path, key: str = "pretrained_checkpoint.restore_from_path
     return path
 
 
+@contextlib.contextmanager
+def _opened(path: Path):
+    """The tar file of a `.nemo`, open for reading; a damaged one is a `UserError`."""
+    try:
+        with tarfile.open(path) as tar:
+            yield tar
+    except (tarfile.TarError, EOFError) as error:
+        raise UserError(f"{path} is damaged or incomplete ({error}); copy it again.") from error
+
+
 def _member_name(member: tarfile.TarInfo) -> str:
     return member.name.removeprefix("./")
 
@@ -69,7 +79,7 @@ def _unpack_small_members(path: Path) -> Path:
         return path
     folder = Path(tempfile.mkdtemp(prefix="nemo_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with tarfile.open(path) as tar:
+    with _opened(path) as tar:
         members = [m for m in tar.getmembers() if not _member_name(m).startswith(WEIGHTS_FOLDER + "/")]
         safe_extract(tar, str(folder), members=members)
     if not (folder / CONFIG_FILE).is_file():
@@ -111,7 +121,7 @@ def weights_folder(path):
     first_on_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
     try:
         if first_on_node:
-            with tarfile.open(path) as tar:
+            with _opened(path) as tar:
                 members = [m for m in tar.getmembers() if _member_name(m).startswith(WEIGHTS_FOLDER + "/")]
                 folder.mkdir()
                 safe_extract(tar, str(folder), members=members)

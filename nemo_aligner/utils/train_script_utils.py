@@ -8,6 +8,7 @@ import contextlib
 import copy
 import ctypes
 import functools
+import os
 import signal
 import subprocess
 import sys
@@ -105,6 +106,9 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str) -> Trainer
     options["precision"] = "bf16-true" if "bf16" in str(options.get("precision", 32)) else "32-true"
     for not_lightnings in ("max_time", "max_epochs", "max_steps"):
         options.pop(not_lightnings, None)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun its numbers count
+        options["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
+        options["num_nodes"] = int(os.environ["WORLD_SIZE"]) // options["devices"]
     use_gpu = torch.cuda.is_available() and accelerator != "cpu"
     return Trainer(
         **options,
@@ -156,7 +160,13 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
         options.max_time_per_run = None
         options.seconds_to_sleep = 0
         options.pop("checkpoint_callback_params", None)
-    log_dir = Path(nemo_exp_manager(trainer, options))
+    try:
+        log_dir = Path(nemo_exp_manager(trainer, options))
+    except OSError as error:
+        raise UserError(
+            f"the log folder exp_manager.explicit_log_dir={options.get('explicit_log_dir')} cannot be written: "
+            f"{error}; give another one."
+        ) from error
     if is_rank_zero():
         _keep_json_lines(log_dir)
     return log_dir
@@ -187,6 +197,7 @@ def build_checkpoint_callback(cfg: DictConfig, log_dir: Path, model, optimizer, 
         optimizer,
         scheduler,
         name=cfg.exp_manager.get("name") or "model",
+        enabled=cfg.exp_manager.get("create_checkpoint_callback", True),
         **{key: params[key] for key in accepted if key in params},
     )
 

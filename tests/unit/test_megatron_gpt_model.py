@@ -225,20 +225,26 @@ def test_resumed_job_uses_the_learning_rate_it_is_given(tiny_tokenizer_dir, tmp_
     assert {tuple(group["betas"]) for group in parts[1].param_groups} == {(0.9, 0.95)}
 
 
-def test_checkpoints_keep_the_best_and_the_last(tiny_tokenizer_dir, tmp_path):
+def test_checkpoints_keep_the_best_and_the_last_two(tiny_tokenizer_dir, tmp_path):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
     callback = CheckpointCallback(
         tmp_path, model, optimizer, scheduler, name="x", filename="c-{step}", monitor="val", save_top_k=1, mode="max"
     )
-    for step, value in enumerate([0.1, 0.9, 0.3, 0.2]):
+    for step, value in enumerate([0.1, 0.9, 0.3, 0.2, 0.5]):
         callback.custom_save({"step": step, "val": value})
-    assert sorted(path.name for path in callback.root.iterdir()) == ["c-step=1", "c-step=3"]
+    # The best, and the last two: a critic that has saved one step more than its actor can go back.
+    assert sorted(path.name for path in callback.root.iterdir()) == ["c-step=1", "c-step=3", "c-step=4"]
 
     # A checkpoint that was cut off while it was written is not resumed from.
-    (callback.root / "c-step=3" / MARKER).unlink()
-    assert [path.name for path, _ in complete_checkpoints(callback.root)] == ["c-step=1"]
-    assert callback.latest().name == "c-step=1"
+    (callback.root / "c-step=4" / MARKER).unlink()
+    assert [path.name for path, _ in complete_checkpoints(callback.root)] == ["c-step=1", "c-step=3"]
+    assert callback.latest().name == "c-step=3"
+
+    callback.enabled = False
+    assert callback.custom_save({"step": 5}) is None and not (callback.root / "c-step=5").exists()
+    with pytest.raises(UserError, match="c-step=4 is not a complete checkpoint"):
+        callback.load_latest(callback.root / "c-step=4")
 
 
 def test_checkpoint_names():
@@ -295,6 +301,13 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
     (tmp_path / "text.nemo").write_text("not a tar file")
     with pytest.raises(UserError, match="not a tar file"):
         MegatronGPTModel.restore_from(tmp_path / "text.nemo")
+    good = tmp_path / "good.nemo"
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(good))
+    for kept in (2000, 60000):  # cut off within the first members, and within the weights
+        (tmp_path / "cut.nemo").write_bytes(good.read_bytes()[:kept])
+        with pytest.raises(UserError, match="cut.nemo"):
+            MegatronGPTModel.restore_from(tmp_path / "cut.nemo")
+        nemo_archive._unpack_small_members.cache_clear()
     for overrides, message in [
         ({"activation": "gleu"}, "activation='gleu'"),
         ({"normalization": "batchnorm"}, "normalization='batchnorm'"),
