@@ -216,7 +216,7 @@ def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):
 
 def test_under_torchrun_its_number_of_processes_counts(inputs, tmp_path):
     """`trainer.devices` stays 1, as in the YAML file."""
-    with actor(inputs, tmp_path, free_port(), 2, "torchrun", "trainer.devices=1", "model.global_batch_size=5") as job:
+    with actor(inputs, tmp_path, free_port(), 2, "torchrun", "trainer.devices=1", "model.global_batch_size=2") as job:
         assert job.wait(90) == 1
         assert "data parallel size=2" in job.log and "trainer.devices" not in job.log.split("ERROR")[-1]
 

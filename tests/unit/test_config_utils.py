@@ -228,7 +228,7 @@ def test_accelerator():
             ["model.global_batch_size=5", "model.micro_batch_size=2"],
             "model.global_batch_size=5 .* use 4 or 6",
         ),
-        ("gpt_sft", ["++model.peft.peft_scheme=lora"], "peft_scheme='lora' is not supported here"),
+        ("gpt_sft", ["model.peft.peft_scheme=lora"], "peft_scheme='lora' is not supported here"),
         ("gpt_ppo_actor", ["model.data.seq_length=9999"], "model.data.seq_length=9999 is above .*=4096"),
         ("gpt_ppo_actor", ["model.ppo.forward_micro_batch_size=0"], "forward_micro_batch_size=0 must be at least 1"),
         ("gpt_ppo_actor", ["trainer.ppo.max_steps=abc"], "max_steps='abc' must be a whole number"),
