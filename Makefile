@@ -57,7 +57,7 @@ quickstart: install
 	$(RUN) examples/quickstart/run.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(RUN) -m pytest tests/unit tests/distributed tests/functional $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile tests/unit tests/distributed tests/functional $(ARGS)
 
 test-gpu: $(VENV)/.installed-test
 	$(RUN) -m pytest tests/gpu $(ARGS)

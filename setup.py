@@ -39,6 +39,7 @@ EXTRAS_REQUIRE = {
     "test": [
         "pytest>=8,<10",  # the test runner
         "pytest-timeout>=2.3,<3",  # a rank that waits for a dead one must not hang the run
+        "pytest-xdist>=3.6,<4",  # one file of tests per core
         "trl==0.11.4",  # independent oracle for GAE and losses; pinned because a changed oracle proves nothing
     ],
     "dev": [

@@ -217,7 +217,6 @@ def common(log_dir: Path, name: str, seed: int) -> dict:
         "exp_manager.explicit_log_dir": log_dir,
         "exp_manager.name": name,
         "exp_manager.checkpoint_callback_params.save_top_k": 1,
-        "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": True,
         "model.encoder_seq_length": SEQ_LENGTH,
         "model.seed": seed + 1,
     }

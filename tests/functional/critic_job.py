@@ -221,7 +221,7 @@ class CriticJob:
                 "port": self.port,
                 "combine_rm_and_critic_server": combined,
                 "inference_micro_batch_size": 2,
-                "gradient_clip_val": None,
+                "gradient_clip_val": 1.0,
                 **cfg,
             },
         }
