@@ -135,6 +135,7 @@ def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
         **{f"model.{key}": value for key, value in ARCHITECTURE.items()},
         **optimizer(lr=3e-3, warmup=20),
         "model.restore_from_path": None,
+        "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": True,
         "model.tokenizer.library": "huggingface",
         "model.tokenizer.type": run_dir / "data" / "tokenizer",
         "model.data.train_ds.file_path": run_dir / "data" / "sft_train.jsonl",
