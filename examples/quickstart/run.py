@@ -47,12 +47,12 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     phases = {
         "data": Phase("Data and tokenizer", 1, 2),
-        "sft": Phase("Supervised fine-tuning", args.sft_steps, 50, "train/loss", {"train/loss": "loss"}),
-        "rm": Phase("Reward model", args.rm_steps, 40, "train/loss", {"train/loss": "loss", "train/acc": "accuracy"}),
+        "sft": Phase("Supervised fine-tuning", args.sft_steps, 40, "train/loss", {"train/loss": "loss"}),
+        "rm": Phase("Reward model", args.rm_steps, 20, "train/loss", {"train/loss": "loss", "train/acc": "accuracy"}),
         "ppo": Phase(
             "PPO with a served critic",
             args.steps,
-            210,
+            50,
             "train_rollouts/rewards",
             {"train_rollouts/rewards": "reward", "train_rollouts/init_policy_kl": "KL"},
         ),
