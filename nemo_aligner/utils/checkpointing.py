@@ -38,9 +38,7 @@ def _barrier() -> None:
 
 
 def format_name(template: str, metrics: dict[str, float]) -> str:
-    """`"gpt-{step}-{val_rewards:.3f}"` -> `"gpt-step=10-val_rewards=0.812"`; a metric that is not there reads
-    `nan`.
-    """
+    """`"gpt-{step}-{val:.3f}"` -> `"gpt-step=10-val=0.812"`; a metric that is not there reads `nan`."""
 
     def fill(match):
         key, spec = match.group(1), match.group(2) or ""

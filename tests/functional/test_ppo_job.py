@@ -5,6 +5,7 @@ splits.
 """
 
 import json
+import string
 
 import pytest
 
@@ -104,8 +105,8 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):
             "model.ppo.num_val_samples=4",
             "model.ppo.val_rollout_micro_batch_size=2",
             "model.ppo.length_params.max_length=12",
-            # Random weights rarely end a text; a comma ends one often enough to have both kinds.
-            'model.ppo.sampling_params.end_strings=["a","e","t"]',
+            # Random weights rarely end a text; letters end one often enough to have both kinds of samples.
+            f"model.ppo.sampling_params.end_strings={list(string.ascii_lowercase)}",
             f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
             *extra,
         ],

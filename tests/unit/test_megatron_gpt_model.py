@@ -324,6 +324,11 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
     other.num_layers, other.bias = 3, True
     with pytest.raises(UserError, match="m.nemo"):
         MegatronGPTModel.restore_from(tmp_path / "m.nemo", override_config_path=other)
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2")).save_to(str(tmp_path / "positions.nemo"))
+    other = nemo_archive.read_config(tmp_path / "positions.nemo")
+    other.max_position_embeddings = 64
+    with pytest.raises(UserError, match=r"position_embeddings.weight of shape \(48, 32\).*\(64, 32\)"):
+        MegatronGPTModel.restore_from(tmp_path / "positions.nemo", override_config_path=other)
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, optim={"name": "sgd"}))
     with pytest.raises(ConfigError, match="model.optim.name='sgd'"):
         model.setup_megatron_optimization(max_steps=1)

@@ -245,9 +245,7 @@ class LocalNorm:
 
 
 def build_layer_spec(config: TransformerConfig, vp_stage: int | None = None):
-    """Layer specification of a GPT block for this pipeline stage: Transformer Engine's where it runs, else the local
-    one.
-    """
+    """Layers of a GPT for this pipeline stage: Transformer Engine's where it runs, else the local ones."""
     if use_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)

@@ -40,8 +40,9 @@ if isinstance(ALLOWED_TARGET_PREFIXES, list) and "nemo_aligner." not in ALLOWED_
 
 
 def build_tokenizer(cfg: DictConfig):
-    """NeMo tokenizer from `model.tokenizer`: library `sentencepiece` (`model`: file) or `huggingface` (`type`: folder
-    or name).
+    """NeMo tokenizer from `model.tokenizer`.
+
+    Library `sentencepiece` takes `model`, a file; `huggingface` takes `type`, a folder or name.
 
     Raises:
         ConfigError: unknown library.
@@ -247,9 +248,7 @@ class MegatronGPTModel(ModelPT):
 
     @torch.no_grad()
     def weights_to_cpu(self, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """Copy of this rank's weights in host memory, pinned on a GPU machine; `into` is a former copy to write
-        over.
-        """
+        """Copy of this rank's weights in host memory (pinned with CUDA); `into` is a former copy to write over."""
         if into is None:
             pin = torch.cuda.is_available()
             into = {n: torch.empty_like(t, device="cpu", pin_memory=pin) for n, t in self._named_weights()}
@@ -312,7 +311,7 @@ class MegatronGPTModel(ModelPT):
         """
         sharded = self.sharded_weights()
         with nemo_archive.weights_folder(restore_path) as folder:
-            stored = set(dist_checkpointing.load_tensors_metadata(str(folder)))
+            stored = dist_checkpointing.load_tensors_metadata(str(folder))
             for chunk in sharded.values():
                 for name, tensor in list(chunk.items()):
                     bare = name.removeprefix("model.")
@@ -320,21 +319,25 @@ class MegatronGPTModel(ModelPT):
                         bare.startswith(missing_ok or ("\0",)) and tensor.key not in stored
                     ):
                         del chunk[name]
-            wanted = {
-                t.key
-                for chunk in sharded.values()
-                for t in chunk.values()
-                if isinstance(t, dist_checkpointing.ShardedTensor)
-            }
-            if strict and wanted - stored:
+            wanted = [
+                t for c in sharded.values() for t in c.values() if isinstance(t, dist_checkpointing.ShardedTensor)
+            ]
+            missing = sorted({t.key for t in wanted} - set(stored))
+            if strict and missing:
                 raise UserError(
-                    f"{restore_path} lacks {len(wanted - stored)} weight(s) of this model, such as "
-                    f"{sorted(wanted - stored)[0]!r}: it holds another architecture. Compare its model_config.yaml."
+                    f"{restore_path} lacks {len(missing)} weight(s) of this model, such as {missing[0]!r}: it holds "
+                    "another architecture. Compare its model_config.yaml."
                 )
-            try:
-                loaded = dist_checkpointing.load(sharded, str(folder))
-            except dist_checkpointing.core.CheckpointingException as error:
-                raise UserError(f"{restore_path} does not fit this model: {error}") from error
+            for tensor in wanted:
+                have = tuple(stored[tensor.key].global_shape) if tensor.key in stored else None
+                # Embedding tables may differ in their padding rows, which depend on the split.
+                if have not in (None, tuple(tensor.global_shape)) and not tensor.allow_shape_mismatch:
+                    raise UserError(
+                        f"{restore_path} holds {tensor.key} of shape {have}, but this model's is "
+                        f"{tuple(tensor.global_shape)}. Set the model's keys as in its model_config.yaml (a learned "
+                        "position embedding: model.encoder_seq_length and model.max_position_embeddings)."
+                    )
+            loaded = dist_checkpointing.load(sharded, str(folder))
         self.load_sharded_weights(loaded, strict=strict and not missing_ok)
 
     @classmethod

@@ -164,8 +164,8 @@ class MegatronGPTActorModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGen
         Only samples that ended properly (`is_end`) count. All ranks call it, each with its share of the rows.
 
         Args:
-            batch: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`; `mask`, `advantages`, `prev_logprobs` `[B,
-            S-1]`.
+            batch: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`; `mask`, `advantages` and `prev_logprobs`
+                `[B, S-1]`.
 
         Returns:
             The loss and its metrics over the global batch, equal on every rank.
