@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -166,13 +165,6 @@ def tree_memory() -> int:
         except psutil.Error:
             continue  # it ended between the listing and the question
     return total
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def _interrupt(signum, frame) -> None:

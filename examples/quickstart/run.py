@@ -19,9 +19,11 @@ from datetime import datetime
 from pathlib import Path
 
 import make_data
-from jobs import Interrupted, Job, JobFailed, Jobs, free_port
+from jobs import Interrupted, Job, JobFailed, Jobs
 from narrator import Narrator, Phase, clock_text
 from outcome import NoOutcome, Outcome, read_outcome
+
+from nemo_aligner.utils.ports import find_free_port
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "nlp" / "gpt"
 SEQ_LENGTH = 56  # the longest prompt has about 20 tokens
@@ -115,7 +117,7 @@ def run_phases(args: argparse.Namespace, phases: dict[str, Phase], narrator: Nar
         jobs.follow(job, lambda records, phase=phase: narrator.update(phase, records))
         narrator.finish(phase)
 
-    port = free_port()
+    port = find_free_port()
     critic = critic_job(run_dir, args.seed, args.steps, port)
     actor = actor_job(run_dir, args.seed, args.steps, port)
     narrator.start(phases["ppo"], f"starting the critic server on port {port} and the actor")

@@ -7,7 +7,6 @@ Nothing here imports PyTriton: `prepare_triton_environment` must run before it i
 
 import functools
 import os
-import socket
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
@@ -162,16 +161,3 @@ def prepare_triton_environment() -> None:
     paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
     if directory not in paths:
         os.environ["LD_LIBRARY_PATH"] = ":".join([directory] + paths)
-
-
-def check_port_is_free(host: str, port: int) -> None:
-    """Raise `UserError` unless a server can listen on `host:port` (Triton itself would only time out)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise UserError(
-                f"cannot listen on {host}:{port}: {error}. Set another port (trainer.ppo.port, or inference.port for "
-                "a reward server), or stop the server that uses it."
-            ) from error

@@ -30,6 +30,7 @@ from nemo_aligner.utils.config_utils import drop_unset
 from nemo_aligner.utils.device import get_backend
 from nemo_aligner.utils.errors import ConfigError, UserError
 from nemo_aligner.utils.loggers import CustomLoggerWrapper, is_rank_zero
+from nemo_aligner.utils.ports import find_free_port
 from nemo_aligner.utils.trainer_utils import compute_num_steps_per_epoch
 
 # Processes of this node that Lightning's launcher has started from this one.
@@ -131,6 +132,8 @@ def launch_processes(trainer: Trainer | None) -> None:
     if trainer is None or torch.distributed.is_initialized():
         return
     strategy = trainer.strategy
+    if isinstance(strategy.cluster_environment, LightningEnvironment) and "LOCAL_RANK" not in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(find_free_port()))  # Lightning's own choice may be taken by now
     if strategy.launcher is not None:
         strategy.launcher.launch(lambda: None, trainer=trainer)
         _children.extend(getattr(strategy.launcher, "procs", []))

@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from nemo_aligner.utils.ports import find_free_port
+
 VOCAB, WIDTH = 32, 8
 # Ids that make the model raise (a rank without it then waits for the others in a collective), or sleep for a minute.
 RAISE, SLEEP = 30, 28
@@ -190,12 +192,6 @@ def main() -> None:
     parallel_state.destroy()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class CriticJob:
     """A running job. Use it in a `with` block: leaving it ends whatever is left.
 
@@ -209,7 +205,7 @@ class CriticJob:
     def __init__(self, ranks=1, tp=1, launcher="direct", combined=True, gbs=4, **cfg):
         self.directory = Path(tempfile.mkdtemp(prefix="cj_", dir="/tmp"))
         (self.directory / "t").mkdir()
-        self.port = free_port()
+        self.port = find_free_port()
         self.ranks = ranks
         settings = {
             "tp": tp,
@@ -239,10 +235,10 @@ class CriticJob:
         common = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
         if launcher == "torchrun":
             command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-            command += [f"--master_port={free_port()}"]
+            command += [f"--master_port={find_free_port()}"]
             self.processes = [subprocess.Popen(command + script, env=environment, **common)]
         else:
-            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(ranks)}
             self.processes = [
                 subprocess.Popen(
                     [sys.executable] + script,

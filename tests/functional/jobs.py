@@ -6,13 +6,14 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
+
+from nemo_aligner.utils.ports import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "nlp" / "gpt"
@@ -24,12 +25,6 @@ _LIBC = ctypes.CDLL(None)  # loaded now: after a fork only the simplest of calls
 def _end_with_parent() -> None:
     """In the child, before exec: SIGTERM when the test run is killed (PR_SET_PDEATHSIG)."""
     _LIBC.prctl(1, signal.SIGTERM)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class ScriptJob:
@@ -47,7 +42,12 @@ class ScriptJob:
         self.log_path, self.launcher, self.stopped = log, launcher, False
         command = [sys.executable]
         if launcher == "torchrun":
-            command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
+            command += [
+                "-m",
+                "torch.distributed.run",
+                f"--nproc_per_node={ranks}",
+                f"--master_port={find_free_port()}",
+            ]
         command += [str(SCRIPTS / script), f"trainer.devices={ranks}", *overrides]
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}

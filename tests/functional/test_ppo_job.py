@@ -9,7 +9,8 @@ import string
 
 import pytest
 
-from tests.functional.jobs import ScriptJob, free_port, read_metrics
+from nemo_aligner.utils.ports import find_free_port
+from tests.functional.jobs import ScriptJob, read_metrics
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.timeout(600)  # several processes of ten seconds' start each; their own limits are shorter
@@ -124,7 +125,7 @@ def assert_ended_well(job, code):
 @pytest.fixture(scope="module")
 def single(inputs):
     """Metrics folder of three steps with one rank each; the critic is stopped as a scheduler would."""
-    folder, port = inputs / "single", free_port()
+    folder, port = inputs / "single", find_free_port()
     with critic(inputs, folder, port) as server, actor(inputs, folder, port) as job:
         assert_ended_well(job, job.wait())
         assert_ended_well(server, server.stop())
@@ -154,7 +155,7 @@ def test_a_run_learns_saves_and_starts_at_kl_zero(single):
     ids=["critic-dp2-actor-tp2", "critic-tp2-actor-dp2"],
 )
 def test_any_split_gives_the_same_numbers(inputs, single, critic_split, actor_split):
-    folder, port = inputs / f"split-{critic_split[0]}", free_port()
+    folder, port = inputs / f"split-{critic_split[0]}", find_free_port()
     (critic_launcher, critic_ranks, critic_tp), (actor_launcher, actor_ranks, actor_tp) = critic_split, actor_split
     with (
         critic(
@@ -181,7 +182,7 @@ def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, singl
     runs = {}
     for name, limits in (("whole", [4]), ("parts", [2, 4])):
         for limit in limits:
-            folder, port = tmp_path / name, free_port()
+            folder, port = tmp_path / name, find_free_port()
             extra = [
                 f"trainer.ppo.max_steps={limit}",
                 "trainer.ppo.val_check_interval=2",
@@ -198,17 +199,19 @@ def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, singl
         whole, parts = (read_metrics(runs[name] / "actor", key) for name in ("whole", "parts"))
         assert parts == whole, key  # to the bit
 
-    port = free_port()
+    port = find_free_port()
     with critic(inputs, tmp_path / "fresh", port) as server:
         with actor(inputs, runs["parts"], port, 1, "python", "trainer.ppo.max_steps=6") as job:
             assert job.wait() == 1
-            assert "actor and critic do not match: this actor is at step 4" in job.log
+            assert "actor and critic do not match: this actor is at step 4" in job.log, (
+                job.log[-2000:] + server.log[-3000:]
+            )
         assert_ended_well(server, server.stop())
 
 
 def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):
     (tmp_path / "run").mkdir()
-    port = free_port()
+    port = find_free_port()
     with actor(inputs, tmp_path / "run", port, 1, "python", "remote_critic_rm.init_timeout_s=3") as job:
         assert job.wait(90) == 1
         assert f"127.0.0.1:{port}" in job.log and "init_timeout_s" in job.log and "Traceback" not in job.log
@@ -217,7 +220,9 @@ def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):
 
 def test_under_torchrun_its_number_of_processes_counts(inputs, tmp_path):
     """`trainer.devices` stays 1, as in the YAML file."""
-    with actor(inputs, tmp_path, free_port(), 2, "torchrun", "trainer.devices=1", "model.global_batch_size=2") as job:
+    with actor(
+        inputs, tmp_path, find_free_port(), 2, "torchrun", "trainer.devices=1", "model.global_batch_size=2"
+    ) as job:
         assert job.wait(90) == 1
         assert "data parallel size=2" in job.log and "trainer.devices" not in job.log.split("ERROR")[-1]
 
@@ -234,7 +239,7 @@ def test_bad_input_ends_the_actor_with_one_message(inputs, tmp_path, override, w
     key = override.split("=")[0]
     if "batchsize" in key:
         override = "+" + override
-    with actor(inputs, tmp_path, free_port(), 1, "python", override) as job:
+    with actor(inputs, tmp_path, find_free_port(), 1, "python", override) as job:
         assert job.wait(60) == 1
         assert all(word in job.log for word in words), job.log[-2000:]
         assert "Traceback" not in job.log
