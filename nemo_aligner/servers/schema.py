@@ -4,8 +4,9 @@
 
 An `Endpoint` lists its tensors by name, dtype and shape. The client checks a request against it before it sends
 (`validate_request`), the server binds it to Triton (`triton_tensors`) and then checks what Triton cannot know
-(`validate_scoring_inputs`, `validate_training_inputs`). N is the number of samples, S the padded token length;
-per-transition tensors have width S-1 and column t belongs to the prediction of token t+1.
+(`validate_scoring_inputs`, `validate_training_inputs`), and the client checks the answer (`validate_response`). N is
+the number of samples, S the padded token length; per-transition tensors have width S-1 and column t belongs to the
+prediction of token t+1.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ UNKNOWN_STEP = -1
 
 class RequestError(UserError):
     """A request that does not fit its endpoint: the message names the tensor, what was sent and what is expected."""
+
+
+class ResponseError(UserError):
+    """An answer that cannot be used: the message names the tensor, what came, what is expected and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,12 @@ _SCORING_INPUTS = (
     TensorSpec("sentences", np.bytes_, (-1,), True, "text, UTF-8; wins over `tokens`"),
     TensorSpec("tokens", np.int64, (-1,), True, "token ids, right-padded [N, S]"),
     TensorSpec("sequence_lengths", np.int64, (-1,), True, "number of real tokens of each row [N, 1]"),
+)
+
+
+# Where the answer starts: a reward that is code, not a model, scores the text behind the prompt.
+_PROMPT_LENGTHS = TensorSpec(
+    "prompt_lengths", np.int64, (1,), True, "number of prompt tokens of each row [N, 1]; models do without"
 )
 
 
@@ -128,7 +139,7 @@ def critic_status_endpoint() -> Endpoint:
 def reward_model_endpoint() -> Endpoint:
     """The reward [N, 1] of each sample."""
     outputs = (TensorSpec("rewards", np.float32, (1,), meaning="reward of each sample [N, 1]"),)
-    return Endpoint(REWARD_MODEL, _SCORING_INPUTS, outputs, batching=True)
+    return Endpoint(REWARD_MODEL, (*_SCORING_INPUTS, _PROMPT_LENGTHS), outputs, batching=True)
 
 
 def triton_tensors(specs) -> list:
@@ -195,9 +206,10 @@ def _validate_tokens(tokens: np.ndarray, vocab_size, max_length) -> None:
 
 
 def validate_scoring_inputs(
-    tokens: np.ndarray, sequence_lengths: np.ndarray, vocab_size=None, max_length=None
+    tokens: np.ndarray, sequence_lengths: np.ndarray, vocab_size=None, max_length=None, prompt_lengths=None
 ) -> None:
-    """Check the content of an infer request: tokens int64 [N, S], sequence_lengths int64 [N] or [N, 1]."""
+    """Check the content of an infer request: tokens int64 [N, S]; sequence_lengths and, if given, prompt_lengths
+    int64 [N] or [N, 1]."""
     _validate_tokens(tokens, vocab_size, max_length)
     lengths = sequence_lengths.reshape(-1)
     if lengths.shape[0] != tokens.shape[0]:
@@ -210,6 +222,20 @@ def validate_scoring_inputs(
         raise RequestError(
             f"'sequence_lengths' holds {bad}, but every length must be in [1, {tokens.shape[1]}], the columns of "
             "'tokens'."
+        )
+    if prompt_lengths is None:
+        return
+    prompts = prompt_lengths.reshape(-1)
+    if prompts.shape[0] != tokens.shape[0]:
+        raise RequestError(
+            f"'prompt_lengths' has shape {list(prompt_lengths.shape)}, but 'tokens' has {tokens.shape[0]} rows: "
+            "send one length per row, [N, 1]."
+        )
+    wrong = np.flatnonzero((prompts < 0) | (prompts > lengths))
+    if wrong.size:
+        raise RequestError(
+            f"'prompt_lengths' holds {prompts[wrong[0]]} in row {wrong[0]}, whose 'sequence_lengths' (prompt + "
+            f"response) is {lengths[wrong[0]]}: the prompt must lie in [0, {lengths[wrong[0]]}]."
         )
 
 
@@ -242,3 +268,77 @@ def validate_training_inputs(
                 f"'{name}' is {array[row, column]} at row {row}, column {column}, where 'mask' is 1: "
                 "send finite numbers there (an update with this batch would destroy the critic)."
             )
+
+
+def validate_response(endpoint: Endpoint, answer: dict, rows: int, used: np.ndarray | None = None) -> None:
+    """Check the answer to an infer request of `rows` rows before its numbers are trained on.
+
+    Args:
+        endpoint: a scoring endpoint (`critic_infer_endpoint`, `reward_model_endpoint`).
+        answer: arrays by wire name.
+        used: bool [rows, columns], True where a value is used; it may be NaN or missing elsewhere. None checks
+            only the number of rows of `values`.
+
+    Raises:
+        ResponseError: naming the tensor, the row, what came, and the remedy.
+    """
+    for spec in endpoint.outputs:
+        array = answer.get(spec.name)
+        if array is None:
+            raise ResponseError(
+                f"the answer has no tensor '{spec.name}' ({spec.meaning}), only {sorted(answer)}. "
+                + _other_server(endpoint)
+            )
+        if array.dtype.kind != "f":
+            raise ResponseError(
+                f"'{spec.name}' came as {array.dtype}, not {spec.describe(True)}. " + _other_server(endpoint)
+            )
+        if spec.name == "rewards":
+            _validate_rewards(endpoint, array, rows)
+        else:
+            _validate_values(endpoint, array, rows, used)
+
+
+def _other_server(endpoint: Endpoint) -> str:
+    return f"Is another kind of server running at this address? The client expects '{endpoint.name}' there."
+
+
+def _validate_rewards(endpoint: Endpoint, rewards: np.ndarray, rows: int) -> None:
+    if rewards.shape != (rows, 1):
+        remedy = _other_server(endpoint)
+        if rewards.ndim == 2 and rewards.shape[0] == rows:
+            remedy = (
+                "A reward model with several attributes must merge them into one number per sample "
+                "(model.regression.merge_attributes=True with model.regression.attribute_weights)."
+            )
+        raise ResponseError(
+            f"'rewards' has shape {list(rewards.shape)} for {rows} row(s) sent; [{rows}, 1] is needed, one reward per "
+            f"sample. {remedy}"
+        )
+    bad = np.flatnonzero(~np.isfinite(rewards))
+    if bad.size:
+        raise ResponseError(
+            f"'rewards' is {rewards[bad[0], 0]} in row {bad[0]} ({bad.size} of {rows} row(s) are not finite). "
+            "Training on it would destroy the policy: look for NaN in the weights of the served model (a diverged "
+            "training, a damaged checkpoint) and serve a good one."
+        )
+
+
+def _validate_values(endpoint: Endpoint, values: np.ndarray, rows: int, used) -> None:
+    columns = 0
+    if used is not None and used.any():
+        columns = int(np.flatnonzero(used.any(axis=0))[-1]) + 1
+    if values.ndim != 2 or values.shape[0] != rows or values.shape[1] < columns:
+        raise ResponseError(
+            f"'values' has shape {list(values.shape)} for {rows} row(s) sent; [{rows}, at least {columns}] is needed, "
+            f"one value per token. {_other_server(endpoint)}"
+        )
+    if not columns:
+        return
+    bad = np.argwhere(used[:, :columns] & ~np.isfinite(values[:, :columns]))
+    if bad.size:
+        row, column = (int(i) for i in bad[0])
+        raise ResponseError(
+            f"'values' is {values[row, column]} in row {row}, column {column}, inside the response. Look for NaN in "
+            "the critic's weights (a diverged training: lower model.optim.lr) and restart it from a good checkpoint."
+        )

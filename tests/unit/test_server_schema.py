@@ -58,7 +58,8 @@ def test_endpoints_are_those_of_the_protocol():
     assert table(save.outputs) == [("status", "int64", (1,), False)]
 
     reward = schema.reward_model_endpoint()
-    assert reward.name == "reward_model" and table(reward.inputs) == scoring
+    assert reward.name == "reward_model" and reward.batching
+    assert table(reward.inputs) == [*scoring, ("prompt_lengths", "int64", (1,), True)]
     assert table(reward.outputs) == [("rewards", "float32", (1,), False)]
 
 
@@ -128,11 +129,80 @@ def test_nan_is_allowed_where_the_mask_is_zero():
 
 
 @pytest.mark.parametrize(
+    "prompts, words",
+    [
+        ([[1]], ["'prompt_lengths'", "[1, 1]", "2 rows"]),
+        ([[1], [5]], ["'prompt_lengths' holds 5 in row 1", "is 4"]),
+        ([[-1], [4]], ["'prompt_lengths' holds -1 in row 0"]),
+    ],
+)
+def test_prompt_lengths_of_a_scoring_request(prompts, words):
+    tokens, lengths = np.ones((2, 5), np.int64), np.array([[5], [4]])
+    schema.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array([[1], [4]]))
+    with pytest.raises(UserError) as caught:
+        schema.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array(prompts))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "lengths, words",
     [([[5]], ["'sequence_lengths'", "2 rows"]), ([[5], [0]], ["holds 0"]), ([[5], [6]], ["holds 6", "[1, 5]"])],
 )
 def test_content_of_a_scoring_request(lengths, words):
     with pytest.raises(UserError) as caught:
         schema.validate_scoring_inputs(np.ones((2, 5), np.int64), np.array(lengths), vocab_size=32, max_length=8)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def rewards(*numbers):
+    return np.array(numbers, np.float32)[:, None]
+
+
+def test_good_answers_pass():
+    schema.validate_response(schema.reward_model_endpoint(), {"rewards": rewards(1, -2)}, rows=2)
+    values = np.array([[np.nan, 1, 2, np.nan], [0, 1, np.inf, 0]], np.float32)
+    used = np.array([[False, True, True], [True, True, False]])  # a server may answer more columns than are used
+    answer = {"rewards": rewards(0, 0), "values": values}
+    schema.validate_response(schema.critic_infer_endpoint(True), answer, rows=2, used=used)
+    schema.validate_response(schema.critic_infer_endpoint(False), {"values": values}, rows=2)
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        ({}, ["no tensor 'rewards'", "another kind of server"]),
+        ({"values": rewards(1, 2, 3)}, ["no tensor 'rewards'", "['values']"]),
+        ({"rewards": np.ones((3, 1), np.int64)}, ["int64", "rewards: float32 ['N', 1]"]),
+        ({"rewards": np.ones(3, np.float32)}, ["[3] for 3 row(s)", "[3, 1] is needed"]),
+        ({"rewards": rewards(1, 2)}, ["[2, 1] for 3 row(s)", "[3, 1] is needed"]),
+        ({"rewards": np.ones((3, 2), np.float32)}, ["[3, 2]", "model.regression.merge_attributes"]),
+        ({"rewards": rewards(1, np.nan, np.nan)}, ["'rewards' is nan in row 1", "2 of 3", "weights"]),
+        ({"rewards": rewards(1, 2, -np.inf)}, ["'rewards' is -inf in row 2", "1 of 3"]),
+    ],
+)
+def test_unusable_rewards_are_refused(answer, words):
+    with pytest.raises(schema.ResponseError) as caught:
+        schema.validate_response(schema.reward_model_endpoint(), answer, rows=3)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (np.ones((2, 2), np.float32), ["[2, 2] for 2 row(s)", "[2, at least 3]"]),
+        (np.ones((3, 4), np.float32), ["[3, 4] for 2 row(s)"]),
+        (np.ones(8, np.float32), ["[8]"]),
+        (np.array([[np.nan, 1, 1, 1], [1, np.nan, 1, 1]], np.float32), ["is nan in row 1, column 1"]),
+        (np.array([[1, 1, -np.inf, 1], [1, 1, 1, 1]], np.float32), ["is -inf in row 0, column 2"]),
+    ],
+)
+def test_unusable_values_are_refused(values, words):
+    used = np.array([[False, True, True, False], [True, True, False, False]])
+    answer = {"rewards": rewards(0, 0), "values": values}
+    with pytest.raises(schema.ResponseError) as caught:
+        schema.validate_response(schema.critic_infer_endpoint(True), answer, rows=2, used=used)
     for word in words:
         assert word in str(caught.value)
