@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # make quickstart   watch a policy learn, on this machine, in a few minutes
+# make rs           the same with rejection sampling against a served reward model
+# make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make test         every test that runs without a GPU
 # make test-gpu     the tests that need a GPU
 # make lint         ruff, check and format
@@ -13,7 +15,7 @@
 #   TORCH      the torch requirement. A plain package index serves Linux the CUDA build (several GB, runs on a CPU too);
 #              to save the download, name a CPU build your index has (TORCH="torch==2.13.0+cpu") or a wheel file.
 #   PIP_FLAGS  more options for pip, such as an index of your own
-#   ARGS       more arguments for the quickstart, for example ARGS="--seed 1", or for pytest, for example ARGS="-k gae"
+#   ARGS       more arguments for a walk-through, for example ARGS="--seed 1", or for pytest, for example ARGS="-k gae"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -25,11 +27,11 @@ RUN := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart test test-gpu lint format clean
+.PHONY: help install quickstart rs arithmetic test test-gpu lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '4,20s/^# \{0,1\}//p' Makefile
+	@sed -n '4,22s/^# \{0,1\}//p' Makefile
 
 $(RUN):
 	@command -v $(PYTHON) >/dev/null || { \
@@ -55,6 +57,12 @@ install: $(VENV)/.installed
 
 quickstart: install
 	$(RUN) examples/quickstart/run.py $(ARGS)
+
+rs: install
+	$(RUN) examples/quickstart/run_rs.py $(ARGS)
+
+arithmetic: install
+	$(RUN) examples/quickstart/run_arithmetic.py $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(RUN) -m pytest -n 2 --dist loadfile tests/unit tests/distributed tests/functional $(ARGS)

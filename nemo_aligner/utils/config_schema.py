@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which configuration keys exist: the ones that act, and the ones of NeMo and NeMo-Aligner that no longer do.
 
-Defaults are not here: they stand once, in `conf/*.yaml`. The checks that use these tables are in `config_utils.py`.
+Defaults are not here: they stand once, in `conf/*.yaml`. The checks that use these tables are in `config_utils.py`
+and `config_rules.py`.
 
 Three tables per configuration name:
 
@@ -14,7 +15,7 @@ Three tables per configuration name:
 
 from dataclasses import dataclass
 
-CONFIG_NAMES = ("gpt_ppo_actor", "gpt_ppo_critic", "training_rm", "gpt_sft")
+CONFIG_NAMES = ("gpt_ppo_actor", "gpt_ppo_critic", "gpt_rs_actor", "training_rm", "inference_rm", "gpt_sft")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ _SAMPLING = "sampling_params." + " sampling_params.".join(
 )
 _DATA = _keys(
     "model.data",
-    """data_impl splits_string seq_length num_workers data_prefix dataloader_type validation_drop_last
+    """data_impl splits_string seq_length num_workers data_prefix validation_drop_last
     apply_ftfy append_eod""",
 )
 _REWARD_MODEL = _keys(
@@ -110,6 +111,9 @@ _REWARD_MODEL = _keys(
 _COMMON = _TRAINER | _EXP_MANAGER | _ARCHITECTURE | _PARALLEL | _MODEL | _OPTIM
 _CHECKPOINT = {"pretrained_checkpoint.restore_from_path"}
 
+_REWARD_ADDRESS = "name ip port"
+_POLICY = f"""rollout_micro_batch_size num_rollout_samples forward_micro_batch_size val_rollout_micro_batch_size
+    num_val_samples offload_adam_states loss_reduction {_SAMPLING} length_params.max_length length_params.min_length"""
 _ACTOR = (
     _keys(
         "trainer.ppo",
@@ -118,15 +122,28 @@ _ACTOR = (
         normalize_advantages ratio_eps entropy_bonus rollout_batch_seq_length model_gbs model_mbs trt_llm.enable
         trt_llm.reshard batch_iterator.use_flask""",
     )
-    | _keys("remote_critic_rm", "pad_to_length combine_rm_and_critic_server init_timeout_s inference_timeout_s")
-    | _keys("remote_critic_rm.reward_model", "name ip port")
-    | _keys("remote_critic_rm.critic", "name.train name.infer name.save name.status ip port")
     | _keys(
-        "model.ppo",
-        f"""rollout_micro_batch_size num_rollout_samples forward_micro_batch_size val_rollout_micro_batch_size
-        num_val_samples offload_adam_states entropy_bonus ratio_eps loss_reduction {_SAMPLING}
-        length_params.max_length length_params.min_length trt_llm.enable trt_llm.reshard""",
+        "remote_critic_rm",
+        "pad_to_length combine_rm_and_critic_server init_timeout_s inference_timeout_s reward_models",
     )
+    | _keys("remote_critic_rm.reward_model", _REWARD_ADDRESS)
+    | _keys("remote_critic_rm.critic", "name.train name.infer name.save name.status ip port")
+    | _keys("model.ppo", f"{_POLICY} entropy_bonus ratio_eps trt_llm.enable trt_llm.reshard")
+)
+_RS = (
+    _keys(
+        "trainer.rs",
+        """max_epochs max_steps run_init_validation val_check_interval save_interval gradient_clip_val
+        rollout_batch_seq_length model_gbs model_mbs""",
+    )
+    | _keys("remote_rm", "pad_to_length init_timeout_s inference_timeout_s host port reward_models")
+    | _keys("remote_rm.reward_model", _REWARD_ADDRESS)
+    | _keys("model.rs", f"{_POLICY} num_rollouts_per_prompt top_n_rollouts")
+)
+_REWARD_SERVER = {"rm_model_file"} | _keys(
+    "inference",
+    """host port model_name max_queue_delay_microseconds inference_micro_batch_size strip_sequence_length_to_multiple
+    reward_fn reward_fn_workers reward_fn_timeout_s reward_fn_fallback""",
 )
 _CRITIC = _keys(
     "trainer.ppo",
@@ -162,7 +179,14 @@ LIVE = {
         "exp_manager.max_time_per_run",
         "exp_manager.checkpoint_callback_params.save_nemo_on_train_end",
     },
+    "gpt_rs_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _RS,
     "training_rm": _COMMON | _CHECKPOINT | _DATA | _REWARD_MODEL | _RM,
+    "inference_rm": _TRAINER
+    | _ARCHITECTURE
+    | _PARALLEL
+    | (_MODEL - {"model.global_batch_size"})
+    | _REWARD_MODEL
+    | _REWARD_SERVER,
     "gpt_sft": _COMMON | _PEFT | _SFT,
 }
 
@@ -176,6 +200,8 @@ FREE = (
     "exp_manager.dllogger_logger_kwargs",
     "exp_manager.clearml_logger_kwargs",
     "exp_manager.neptune_logger_kwargs",
+    "remote_rm.reward_models",
+    "remote_critic_rm.reward_models",
 )
 
 # Keys that say how the weights look. A null here means "as in the checkpoint" (see config_utils.drop_unset).
@@ -184,6 +210,9 @@ ARCHITECTURE_KEYS = tuple(sorted(key.removeprefix("model.") for key in _ARCHITEC
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
+    "reward_model_type",
+    "regression.num_attributes",
+    "regression.attribute_weights",
 )
 
 # ---- keys that no longer act ---------------------------------------------------------------------
@@ -275,6 +304,7 @@ _INERT_COMMON = (
     )
     | _inert("model.optim.sched", "max_steps last_epoch monitor reduce_on_plateau warmup_ratio hold_steps", _NEMO)
     | _inert("model.data", "skip_warmup", _DATASET, True)
+    | _inert("model.data", "dataloader_type", _DATASET, "single", None)
     | _inert("model.data", "index_mapping_dir", _DATASET, None)
     | _inert("model.data", "reset_position_ids reset_attention_mask eod_mask_loss", "samples are never packed", False)
     | _inert(
@@ -339,11 +369,24 @@ INERT = {
     )
     | _inert("model", "forward_mbs", _DEAD + "; use model.forward_micro_batch_size")
     | _inert("model", "ppo data", "the critic has no data of its own; batch sizes are those of the actor's requests"),
+    "gpt_rs_actor": _INERT_COMMON
+    | _DATASET_INERT
+    | _inert("model.rs.sampling_params", "add_BOS", "prompts are tokenized as they stand, by the data set", False)
+    | _inert(
+        "model.rs.sampling_params", "all_probs compute_logprob", "log-probabilities come from their own pass", False
+    )
+    | _inert("model.rs", "forward_mbs share_dir", _DEAD)
+    | _inert("model", "forward_mbs", _DEAD + "; use model.rs.forward_micro_batch_size")
+    | _inert("model", "offload_adam_states", _DEAD + "; use model.rs.offload_adam_states")
+    | _inert("remote_rm", "pad_sequence_length_to_multiple", _DEAD + "; use remote_rm.pad_to_length"),
+    "inference_rm": _INERT_COMMON
+    | _inert("model", "global_batch_size optim data", "a server trains nothing", ...)
+    | _inert("exp_manager", "explicit_log_dir exp_dir name", "a reward server writes no files")
+    | _inert("pretrained_checkpoint", "restore_from_path", "use rm_model_file"),
     "training_rm": _INERT_COMMON
     | _DATASET_INERT
     | _inert("model", "forward_mbs", _DEAD + "; use model.forward_micro_batch_size"),
     "gpt_sft": _INERT_COMMON
-    | _inert("model.data", "dataloader_type", _DATASET, "single")
     | {
         f"model.data.{split}.{key}": Inert(_DATASET, neutral)
         for split in ("train_ds", "validation_ds", "test_ds")
@@ -371,6 +414,7 @@ for _table in INERT.values():  # top-level leftovers of NeMo's launchers
     for _key in ("restore_from_path", "cluster_type", "run", "mode", "inference", "name"):
         _table.setdefault(_key, Inert(_NEMO, ("megatron_gpt",) if _key == "name" else ()))
 INERT["gpt_sft"].pop("name")  # there it names the experiment
+INERT["inference_rm"].pop("inference")  # there it is the server
 
 # ---- values that would change the mathematics if they were ignored -------------------------------
 

@@ -8,19 +8,21 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_aligner.utils import config_schema
-from nemo_aligner.utils.config_utils import (
-    CONFIG_NAMES,
+from nemo_aligner.utils.config_rules import (
     check_accelerator,
     check_architecture,
-    check_config,
-    check_keys,
     check_values,
     count_ranks,
     data_parallel_size,
+    require_multiple,
+)
+from nemo_aligner.utils.config_utils import (
+    CONFIG_NAMES,
+    check_config,
+    check_keys,
     drop_unset,
     inert_notes,
     nearest_key,
-    require_multiple,
 )
 from nemo_aligner.utils.errors import ConfigError, UserError
 
@@ -37,10 +39,12 @@ def load(name, tmp_path, *overrides):
     if name == "gpt_sft":
         required = [f"model.restore_from_path={model}"]
         required += [f"model.data.{split}.file_path=data.jsonl" for split in ("train_ds", "validation_ds")]
+    elif name == "inference_rm":
+        required = [f"rm_model_file={model}"]
     else:
         required = [f"pretrained_checkpoint.restore_from_path={model}"]
     cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(required))
-    if name in ("gpt_ppo_actor", "training_rm"):
+    if name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm"):
         cfg.model.data.data_prefix = {"train": ["a.jsonl"], "validation": ["b.jsonl"], "test": ["b.jsonl"]}
     return OmegaConf.merge(cfg, OmegaConf.from_dotlist(list(overrides)))
 
@@ -115,6 +119,9 @@ def test_nearest_key_always_names_something():
         ("training_rm", "model.data.train_ds.shuffle", False),
         ("training_rm", "model.dist_ckpt_load_strictness", "log_all"),
         ("gpt_sft", "model.data.train_ds.index_mapping_dir", "/somewhere"),
+        ("gpt_rs_actor", "model.data.dataloader_type", "cyclic"),
+        ("gpt_rs_actor", "model.offload_adam_states", False),
+        ("inference_rm", "exp_manager.explicit_log_dir", "/results"),
     ],
 )
 def test_key_without_effect_is_accepted_with_a_note(name, key, value, tmp_path):
@@ -263,6 +270,34 @@ def test_accelerator():
         ("gpt_ppo_actor", ["model.num_moe_experts=8"], "num_moe_experts=8 is not supported here"),
         ("gpt_ppo_actor", ["trainer.accelerator=gpu"], "no CUDA device"),
         ("gpt_ppo_actor", ["model.seed=${model.sead}"], "reference that cannot be resolved"),
+        ("gpt_ppo_actor", ["remote_critic_rm.reward_model.port=[5555,0]"], r"port=\[5555, 0\] is not a TCP port"),
+        (
+            "gpt_ppo_actor",
+            ["remote_critic_rm.reward_models.a.ip=localhost"],
+            "combine_rm_and_critic_server=True has the critic server score rewards; set it to False",
+        ),
+        ("gpt_rs_actor", ["model.rs.top_n_rollouts=5"], "top_n_rollouts=5 is above .*num_rollouts_per_prompt=4"),
+        ("gpt_rs_actor", ["model.rs.num_rollout_samples=24"], "= 24 kept answers are not a multiple of .*_size=64"),
+        ("gpt_rs_actor", ["model.rs.num_rollout_samples=60"], r"rollout_micro_batch_size=8\); use 56 or 64"),
+        ("gpt_rs_actor", ["remote_rm.port=-1"], "remote_rm.port=-1 is not a TCP port"),
+        ("gpt_rs_actor", ["remote_rm.pad_to_length=7"], "remote_rm.pad_to_length=7 cannot hold"),
+        (
+            "gpt_rs_actor",
+            ["remote_rm.reward_model.ip=[a,b]", "remote_rm.reward_model.port=[1,2,3]"],
+            "names 2 servers, but .* has 3 ports",
+        ),
+        ("gpt_rs_actor", ["remote_rm.reward_model.ip=[]"], r"ip=\[\] names no server"),
+        ("gpt_rs_actor", ["remote_rm.reward_models=5"], "reward_models=5 must map names to servers"),
+        ("gpt_rs_actor", ["remote_rm.reward_models.a=5"], "reward_models.a=5 must be a section"),
+        ("gpt_rs_actor", ["remote_rm.reward_models.a.weight=much"], "a.weight='much' must be a number"),
+        ("gpt_rs_actor", ["remote_rm.reward_models.a.port=0"], "reward_models.a.port=0 is not a TCP port"),
+        ("inference_rm", ["rm_model_file=null"], "rm_model_file is not set"),
+        ("inference_rm", ["rm_model_file=/no/such.nemo"], "rm_model_file=/no/such.nemo does not exist"),
+        ("inference_rm", ["inference.port=0"], "inference.port=0 is not a TCP port"),
+        ("inference_rm", ["inference.reward_fn=a.py:f", "rm_model_file=null"], "needs the tokenizer of the policy"),
+        ("inference_rm", ["inference.reward_fn=a.py:f", "trainer.devices=2"], "the job has 2 ranks; set trainer.dev"),
+        ("inference_rm", ["inference.reward_fn_timeout_s=0"], "reward_fn_timeout_s=0 must be above 0"),
+        ("inference_rm", ["inference.reward_fn_fallback=low"], "reward_fn_fallback='low' must be a number"),
         ("gpt_ppo_critic", ["trainer.ppo.port=0"], "port=0 is not a TCP port"),
         ("gpt_ppo_critic", ["model.reward_standardization.enable=True"], "needs model.reward_standardization.mean"),
         ("gpt_ppo_critic", ["trainer.ppo.inference_micro_batch_size=[4,0]"], r"inference_micro_batch_size=\[4, 0\]"),

@@ -69,12 +69,21 @@ tokenizer.type tokenizer.model tokenizer.vocab_file tokenizer.merge_file tensor_
 pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size"""
 COMMON = {"trainer": TRAINER, "exp_manager": EXP, "model": MODEL, "model.optim": OPTIM}
 
+RS_TRAINER = """max_epochs max_steps val_check_interval save_interval gradient_clip_val model_gbs model_mbs
+rollout_batch_seq_length"""
+RS_MODEL = ACTOR_MODEL.replace("entropy_bonus ratio_eps ", "").replace("trt_llm", "")
+INFERENCE = """port model_name max_queue_delay_microseconds inference_micro_batch_size
+strip_sequence_length_to_multiple"""
+INFERENCE_MODEL = """forward_micro_batch_size sequence_parallel activations_checkpoint_granularity
+activations_checkpoint_method precision reward_standardization.enable reward_standardization.mean
+reward_standardization.std regression.merge_attributes regression.attribute_weights global_batch_size"""
+
 REFERENCE = {
     "gpt_ppo_actor": COMMON
     | {
         "trainer": TRAINER + " max_time",
         "trainer.ppo": ACTOR_TRAINER + " ppo_epochs ratio_eps entropy_bonus",
-        "remote_critic_rm": REMOTE + " init_timeout_s inference_timeout_s",
+        "remote_critic_rm": REMOTE + " init_timeout_s inference_timeout_s reward_models",
         "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
         "pretrained_checkpoint": "restore_from_path",
         "model.ppo": ACTOR_MODEL + " loss_reduction",
@@ -88,6 +97,25 @@ REFERENCE = {
         "trainer.ppo": CRITIC_TRAINER + " host",
         "pretrained_checkpoint": "restore_from_path",
         "model": f"{MODEL} {CRITIC_MODEL}",
+    },
+    "gpt_rs_actor": COMMON
+    | {
+        "trainer": TRAINER + " max_time",
+        "trainer.rs": RS_TRAINER + " run_init_validation",
+        "remote_rm": "pad_to_length reward_model.name reward_model.ip reward_model.port host port reward_models",
+        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
+        "pretrained_checkpoint": "restore_from_path",
+        "model.rs": RS_MODEL + " num_rollouts_per_prompt top_n_rollouts loss_reduction",
+        "model.peft": PEFT,
+        "model": MODEL + " sequence_parallel",
+        "model.data": DATA + " dataloader_type",
+        "model.overwrite_base_config": "data.data_prefix",
+    },
+    "inference_rm": {
+        "": "rm_model_file",
+        "trainer": "num_nodes devices accelerator logger precision",
+        "inference": INFERENCE + " host reward_fn reward_fn_workers reward_fn_timeout_s reward_fn_fallback",
+        "model": INFERENCE_MODEL,
     },
     "training_rm": COMMON
     | {
@@ -132,7 +160,7 @@ def test_known_keys_can_be_set_without_a_plus_sign(name, configs):
     for section, keys in REFERENCE[name].items():
         for key in keys.split():
             node = OmegaConf.to_container(configs[name], resolve=False)
-            for part in f"{section}.{key}".split("."):
+            for part in f"{section}.{key}".strip(".").split("."):
                 if isinstance(node, str):  # a reference to another section
                     break
                 assert part in node, f"{section}.{key}"
@@ -166,6 +194,10 @@ def test_defaults_of_nemo_aligner_are_kept(configs):
     assert actor.trainer.ppo.trt_llm.max_input_len == 2048
     assert actor.remote_critic_rm.critic.port == critic.trainer.ppo.port == 5556
     assert actor.model.optim.lr == 9e-7 and critic.model.optim.lr == 9e-6 and critic.model.loss_clip_val == 0.2
+    rs, server = configs["gpt_rs_actor"], configs["inference_rm"]
+    assert rs.model.rs.num_rollouts_per_prompt == 4 and rs.model.rs.top_n_rollouts == 1
+    assert rs.remote_rm.reward_model.port == server.inference.port == 5555
+    assert rs.exp_manager.checkpoint_callback_params.monitor == "val_global_rewards"
     assert configs["training_rm"].model.force_head_dtype == "bfloat16"
     assert (
         configs["gpt_sft"].model.optim.lr == 3e-5 and configs["gpt_sft"].model.data.train_ds.global_batch_size == 128

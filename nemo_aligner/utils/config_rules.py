@@ -1,0 +1,515 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which values of a configuration cannot work, alone or together: plain functions over plain values.
+
+`check_values` knows the rules of each job; which keys exist stands in `config_schema.py`.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_aligner.utils.config_schema import ONLY
+from nemo_aligner.utils.errors import ConfigError
+
+LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+# Section of `trainer` that holds a job's own settings, and the key that names the weights it starts from.
+SECTIONS = {
+    "gpt_ppo_actor": "ppo",
+    "gpt_ppo_critic": "ppo",
+    "gpt_rs_actor": "rs",
+    "training_rm": "rm",
+    "gpt_sft": "sft",
+}
+RESTORE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
+RESTORE_KEY = "pretrained_checkpoint.restore_from_path"  # of all others
+
+
+def require_multiple(name: str, value: int, factors: Mapping[str, int]) -> None:
+    """Raise unless `value` is a positive multiple of the product of `factors` (name -> size)."""
+    product = math.prod(factors.values())
+    if value > 0 and value % product == 0:
+        return
+    below, above = value // product * product, (value // product + 1) * product
+    nearest = f"{below} or {above}" if below > 0 else f"{above}"
+    formula = " x ".join(f"{factor}={size}" for factor, size in factors.items())
+    raise ConfigError(
+        f"{name}={value} must be a multiple of {product} ({formula}); use {nearest}, or change a factor."
+    )
+
+
+def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
+    """DP = ranks / (TP x PP x CP).
+
+    Raises:
+        ConfigError: the sizes do not divide the ranks.
+    """
+    product = tp * pp * cp
+    if world_size % product:
+        raise ConfigError(
+            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x context_parallel_size={cp} = "
+            f"{product} does not divide the {world_size} rank{'s' if world_size > 1 else ''} of this job; set "
+            f"trainer.devices x trainer.num_nodes to a multiple of {product}, or smaller parallel sizes."
+        )
+    return world_size // product
+
+
+def count_ranks(devices, num_nodes: int, visible_devices: int = 0, env: Mapping[str, str] | None = None) -> int:
+    """World size of the job: what the launcher says (torchrun and Lightning's children set RANK and WORLD_SIZE), else
+    devices x num_nodes.
+
+    Args:
+        devices: `trainer.devices`: int, list of device indices, or a string of one of these, "auto" or -1.
+        visible_devices: GPUs of this machine; "auto" and -1 mean this number, at least 1.
+    """
+    env = os.environ if env is None else env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env["WORLD_SIZE"])
+    return count_devices(devices, visible_devices) * num_nodes
+
+
+def count_devices(devices, visible_devices: int = 0) -> int:
+    """Processes per node that `trainer.devices` asks for (see `count_ranks`)."""
+    text = str(devices).strip()
+    if text in ("auto", "-1"):
+        return max(visible_devices, 1)
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    if "," in text:
+        return len([part for part in text.strip("[]").split(",") if part.strip()])
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ConfigError(
+            f"trainer.devices={devices!r} must be a positive number, a list of device indices or 'auto'."
+        )
+    return count
+
+
+def check_accelerator(accelerator: str, devices, visible_devices: int) -> None:
+    """Raise when a GPU is asked for that is not there. `visible_devices`: GPUs of this machine."""
+    if accelerator not in ACCELERATORS:
+        raise ConfigError(
+            f"trainer.accelerator={accelerator!r} is not supported; use one of {', '.join(ACCELERATORS)}."
+        )
+    if accelerator in ("gpu", "cuda") and visible_devices == 0:
+        raise ConfigError(
+            f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine; use "
+            "trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check that nvidia-smi lists the "
+            "GPUs."
+        )
+    if accelerator != "cpu" and 0 < visible_devices < count_devices(devices, visible_devices):
+        raise ConfigError(
+            f"trainer.devices={devices}, but the number of GPUs on this machine is {visible_devices}; "
+            f"set trainer.devices={visible_devices}."
+        )
+
+
+def check_intervals(section: str, val_check_interval, save_interval) -> None:
+    """Raise unless checkpoints fall on validations (their file name and ranking hold a validation score)."""
+    both = (val_check_interval, save_interval)
+    if all(isinstance(x, int) and x > 0 for x in both) and save_interval % val_check_interval:
+        raise ConfigError(
+            f"{section}.save_interval={save_interval} must be a multiple of "
+            f"{section}.val_check_interval={val_check_interval}."
+        )
+
+
+class Values:
+    """Read access to a resolved tree by dotted key; a missing section reads as not set."""
+
+    def __init__(self, tree: Mapping):
+        self.tree = tree
+
+    def get(self, key: str, default=None):
+        node = self.tree
+        for name in key.split("."):
+            if not isinstance(node, Mapping) or name not in node:
+                return default
+            node = node[name]
+        return default if node is None else node
+
+    def whole(self, key: str, minimum: int | None = None) -> int | None:
+        """A whole number, or None when not set."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{key}={value!r} must be a whole number.")
+        if minimum is not None and value < minimum:
+            raise ConfigError(f"{key}={value} must be at least {minimum}.")
+        return value
+
+    def number(self, key: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> None:
+        """Raise unless the value, where set, is a number in [low, high] (in (low, high] with `above`)."""
+        value = self.get(key)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"{key}={value!r} must be a number.")
+        if not low <= value <= high or (above and value == low):
+            lower = f"above {low}" if above else f"at least {low}"
+            raise ConfigError(
+                f"{key}={value} must be {lower}" + ("." if high == math.inf else f" and at most {high}.")
+            )
+
+    def choice(self, key: str, choices: tuple) -> None:
+        value = self.get(key)
+        if value is not None and value not in choices:
+            raise ConfigError(f"{key}={value!r} must be one of {', '.join(choices)}.")
+
+    def port(self, key: str) -> None:
+        """A TCP port or, for a fleet of servers, a list of them."""
+        ports = self.get(key)
+        for value in ports if isinstance(ports, list) else [] if ports is None else [ports]:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
+                raise ConfigError(f"{key}={ports!r} is not a TCP port; use a number from 1 to 65535.")
+
+
+def _parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int]:
+    """`{"data parallel size": DP}`; empty while the checkpoint may still decide TP, PP or CP."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    tp, pp, cp = (values.whole(f"model.{name}", minimum=1) for name in names)
+    dp = data_parallel_size(ranks, tp or 1, pp or 1, cp or 1)
+    return {"data parallel size": dp} if complete or (tp and pp) else {}
+
+
+def _divides(values: Values, whole: str, *parts: str, dp: dict[str, int]) -> None:
+    """The batch size at key `whole` must be a multiple of those at `parts` x DP; keys not set are left out."""
+    total = values.whole(whole, minimum=1)
+    factors = {part: values.whole(part, minimum=1) for part in parts}
+    if total is not None and all(factors.values()):
+        require_multiple(whole, total, factors | dp)
+
+
+def _check_same(values: Values, key: str, other: str) -> None:
+    a, b = values.get(key), values.get(other)
+    if a is not None and b is not None and a != b:
+        raise ConfigError(f"{key}={a} and {other}={b} must be the same value; set only {other}.")
+
+
+def _check_sequence_lengths(values: Values) -> None:
+    length, positions = values.whole("model.encoder_seq_length", 2), values.whole("model.max_position_embeddings", 1)
+    learned = values.get("model.position_embedding_type", "learned_absolute") == "learned_absolute"
+    if length and positions and learned and positions < length:
+        raise ConfigError(
+            f"model.max_position_embeddings={positions} is smaller than model.encoder_seq_length={length}; "
+            f"set it to {length}."
+        )
+
+
+def _check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> None:
+    """What PPO and RS actors have in common; `kind` is "ppo" or "rs", `remote` the section of its servers."""
+    v, section, model = values, f"trainer.{kind}.", f"model.{kind}."
+    _check_same(v, section + "model_gbs", "model.global_batch_size")
+    _check_same(v, section + "model_mbs", "model.micro_batch_size")
+    v.whole(model + "forward_micro_batch_size", 1)
+    for key, minimum in (("max_epochs", 1), ("max_steps", -1), ("val_check_interval", 0)):
+        if v.whole(section + key, minimum) is None:
+            raise ConfigError(f"{section}{key} is not set; give a whole number.")
+    _divides(v, model + "num_rollout_samples", model + "rollout_micro_batch_size", dp=dp)
+    _divides(v, model + "num_val_samples", model + "val_rollout_micro_batch_size", dp=dp)
+    v.whole(section + "rollout_batch_seq_length", 2)
+    v.choice(model + "loss_reduction", LOSS_REDUCTIONS)
+    _check_generation(v, model, remote)
+    v.number(f"{remote}.init_timeout_s", 0, above=True)
+    v.number(f"{remote}.inference_timeout_s", 0, above=True)
+    _check_reward_models(v, remote)
+
+
+def _check_generation(values: Values, model: str, remote: str) -> None:
+    v = values
+    longest = v.whole(model + "length_params.max_length", 1)
+    shortest = v.whole(model + "length_params.min_length", 0)
+    context = v.whole("model.encoder_seq_length", 2)
+    if longest and context and longest >= context:
+        raise ConfigError(
+            f"{model}length_params.max_length={longest} leaves no room for a prompt in "
+            f"model.encoder_seq_length={context}; set max_length below {context}."
+        )
+    if longest and shortest and shortest > longest:
+        raise ConfigError(
+            f"{model}length_params.min_length={shortest} is above max_length={longest}; lower min_length."
+        )
+    pad = v.whole(f"{remote}.pad_to_length", 1)
+    if pad and longest and pad <= longest:
+        raise ConfigError(
+            f"{remote}.pad_to_length={pad} cannot hold a prompt and {longest} generated tokens "
+            f"({model}length_params.max_length); set it to model.encoder_seq_length={context}."
+        )
+    sampling = model + "sampling_params."
+    v.number(sampling + "temperature", 0, above=True)
+    v.number(sampling + "top_p", 0, 1, above=True)
+    v.number(sampling + "repetition_penalty", 0, above=True)
+    v.whole(sampling + "top_k", 0)
+
+
+def _check_reward_models(values: Values, remote: str) -> None:
+    """The address of the reward model, or those of an ensemble: names, fleets of servers, weights."""
+    ensemble = values.get(f"{remote}.reward_models")
+    if ensemble is not None and (not isinstance(ensemble, Mapping) or not ensemble):
+        raise ConfigError(
+            f"{remote}.reward_models={ensemble!r} must map names to servers, for example "
+            "{helpful: {ip: localhost, port: 5555, weight: 0.7}, terse: {ip: localhost, port: 5556, weight: 0.3}}."
+        )
+    for section in [f"{remote}.reward_models.{name}" for name in ensemble or ()] or [f"{remote}.reward_model"]:
+        if ensemble and not isinstance(values.get(section), Mapping):
+            raise ConfigError(f"{section}={values.get(section)!r} must be a section with ip, port and weight.")
+        values.number(f"{section}.weight")
+        ips, ports = (values.get(f"{section}.{key}") for key in ("ip", "port"))
+        values.port(f"{section}.port")
+        if isinstance(ips, list) and not ips:
+            raise ConfigError(f"{section}.ip=[] names no server.")
+        if isinstance(ips, list) and isinstance(ports, list) and len(ips) != len(ports):
+            raise ConfigError(
+                f"{section}.ip={ips} names {len(ips)} servers, but {section}.port={ports} has {len(ports)} ports; "
+                "give one port for all of them, or one for each."
+            )
+
+
+def _check_actor(values: Values, dp: dict[str, int]) -> None:
+    v = values
+    _check_policy(v, "ppo", "remote_critic_rm", dp)
+    if v.whole("trainer.ppo.ppo_epochs", 1) is None:
+        raise ConfigError("trainer.ppo.ppo_epochs is not set; give a whole number.")
+    _divides(v, "model.ppo.num_rollout_samples", "model.global_batch_size", dp={})
+    v.number("model.ppo.ratio_eps", 0, above=True)
+    v.number("model.ppo.entropy_bonus", 0)
+    for key in ("discount_factor", "gae_lambda"):
+        v.number(f"trainer.ppo.{key}", 0, 1)
+    v.number("trainer.ppo.initial_policy_kl_penalty", 0)
+    v.whole("trainer.ppo.critic_warmup_steps", 0)
+    v.port("remote_critic_rm.critic.port")
+    if v.get("remote_critic_rm.reward_models") and v.get("remote_critic_rm.combine_rm_and_critic_server", True):
+        raise ConfigError(
+            "remote_critic_rm.reward_models names servers of their own, but "
+            "remote_critic_rm.combine_rm_and_critic_server=True has the critic server score rewards; set it to False."
+        )
+
+
+def _check_rs(values: Values, dp: dict[str, int]) -> None:
+    v = values
+    _check_policy(v, "rs", "remote_rm", dp)
+    v.port("remote_rm.port")
+    prompts = v.whole("model.rs.num_rollout_samples", 1)
+    answers, kept = (v.whole(f"model.rs.{key}", 1) for key in ("num_rollouts_per_prompt", "top_n_rollouts"))
+    if answers and kept and kept > answers:
+        raise ConfigError(
+            f"model.rs.top_n_rollouts={kept} is above model.rs.num_rollouts_per_prompt={answers}: no more can be kept "
+            "than were drawn; lower the first or raise the second."
+        )
+    batch = v.whole("model.global_batch_size", 1)
+    if prompts and kept and batch and prompts * kept % batch:
+        raise ConfigError(
+            f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={kept} = {prompts * kept} kept answers "
+            f"are not a multiple of model.global_batch_size={batch}; change one of them."
+        )
+
+
+def _check_serving(values: Values, section: str) -> None:
+    """What the servers have in common; `section` holds their port."""
+    values.port(f"{section}.port")
+    values.number(f"{section}.max_queue_delay_microseconds", 0)
+    values.whole(f"{section}.strip_sequence_length_to_multiple", 1)
+    if values.get("model.reward_standardization.enable"):
+        for key in ("mean", "std"):
+            if values.get(f"model.reward_standardization.{key}") is None:
+                raise ConfigError(
+                    f"model.reward_standardization.enable=True needs model.reward_standardization.{key}; set it."
+                )
+        values.number("model.reward_standardization.std", 0, above=True)
+    sizes = values.get(f"{section}.inference_micro_batch_size", 1)
+    for size in sizes if isinstance(sizes, (list, tuple)) else [sizes]:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"{section}.inference_micro_batch_size={sizes!r} must be a positive whole number or a list of them."
+            )
+
+
+def _check_critic(values: Values) -> None:
+    _check_serving(values, "trainer.ppo")
+    values.choice("model.loss_reduction", LOSS_REDUCTIONS)
+    values.number("model.loss_clip_val", 0)
+
+
+def _check_reward_server(values: Values, ranks: int) -> None:
+    v = values
+    _check_serving(v, "inference")
+    v.whole("inference.reward_fn_workers", 1)
+    v.number("inference.reward_fn_timeout_s", 0, above=True)
+    v.number("inference.reward_fn_fallback")
+    function = v.get("inference.reward_fn")
+    if function is None:
+        return
+    if v.get("rm_model_file") is None and v.get("model.tokenizer.library") is None:
+        raise ConfigError(
+            f"inference.reward_fn={function} reads text, so it needs the tokenizer of the policy that it judges: set "
+            "rm_model_file to the policy's .nemo, or model.tokenizer."
+        )
+    if ranks > 1:
+        raise ConfigError(
+            f"inference.reward_fn={function} is served by one process with inference.reward_fn_workers="
+            f"{v.get('inference.reward_fn_workers')} workers, but the job has {ranks} ranks; set trainer.devices=1, "
+            "and more workers if they are needed."
+        )
+
+
+def _check_from_scratch(values: Values, restore_key: str) -> None:
+    """Without a checkpoint the architecture must be given."""
+    needed = ["model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.tokenizer.library"]
+    missing = [key for key in needed if values.get(key) is None]
+    if missing:
+        raise ConfigError(
+            f"{restore_key} is not set, so the model starts from random weights, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set either; name a checkpoint or give the architecture."
+        )
+
+
+def check_architecture(values: Mapping) -> None:
+    """Head, group and layer counts of `model.*` that cannot work together."""
+    v = Values({"model": values})
+    heads, hidden, groups = (
+        v.whole(f"model.{k}", 1) for k in ("num_attention_heads", "hidden_size", "num_query_groups")
+    )
+    tp, pp = (v.whole(f"model.{k}_model_parallel_size", 1) or 1 for k in ("tensor", "pipeline"))
+    vpp, layers = v.whole("model.virtual_pipeline_model_parallel_size", 1) or 1, v.whole("model.num_layers", 1)
+    if heads and hidden and v.get("model.kv_channels") is None:
+        require_multiple("model.hidden_size", hidden, {"model.num_attention_heads": heads})
+    if heads and groups:
+        require_multiple("model.num_attention_heads", heads, {"model.num_query_groups": groups})
+    tensor = {"model.tensor_model_parallel_size": tp}
+    if heads:
+        require_multiple("model.num_attention_heads", heads, tensor)
+    if groups:
+        require_multiple("model.num_query_groups", groups, tensor)
+    if layers:
+        stages = {"model.pipeline_model_parallel_size": pp}
+        require_multiple(
+            "model.num_layers",
+            layers,
+            stages | ({"model.virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}),
+        )
+    if vpp > 1 and pp == 1:
+        raise ConfigError(
+            f"model.virtual_pipeline_model_parallel_size={vpp} needs model.pipeline_model_parallel_size of 2 or more; "
+            "set it to null."
+        )
+
+
+def check_values(cfg, config_name: str, *, complete: bool, visible_devices: int | None = None, env=None) -> None:
+    """Refuse values that cannot work, alone or together.
+
+    Args:
+        cfg: `DictConfig`, or a dict without references.
+        complete: True once `cfg.model` holds the checkpoint's values too. Before that, checks that need the data
+            parallel size run only if the parallel sizes are given.
+        visible_devices: GPUs of this machine; None asks PyTorch.
+
+    Raises:
+        ConfigError: with the value and the remedy.
+    """
+    values = Values(resolved(cfg))
+    visible_devices = _cuda_devices() if visible_devices is None else visible_devices
+    devices, nodes = values.get("trainer.devices", 1), values.whole("trainer.num_nodes", 1) or 1
+    check_accelerator(values.get("trainer.accelerator", "auto"), devices, visible_devices)
+    use_gpus = values.get("trainer.accelerator", "auto") != "cpu"
+    ranks = count_ranks(devices, nodes, visible_devices if use_gpus else 0, env)
+    trains_from_scratch = _check_start(values, config_name)
+
+    for key, (accepted, remedy) in ONLY.items():
+        value = values.get(key)
+        if value is not None and value not in accepted:
+            raise ConfigError(f"{key}={value!r} is not supported here: {remedy}.")
+
+    dp = _parallel_factor(values, ranks, complete or trains_from_scratch)
+    if complete or trains_from_scratch:
+        check_architecture(values.get("model", {}))
+    _check_sequence_lengths(values)
+    values.whole("model.forward_micro_batch_size", 1)
+    values.whole("model.seed", 0)
+    if config_name == "inference_rm":
+        return _check_reward_server(values, ranks)
+
+    _check_training(values, config_name, dp)
+    if config_name == "gpt_ppo_actor":
+        _check_actor(values, dp)
+    elif config_name == "gpt_rs_actor":
+        _check_rs(values, dp)
+    elif config_name == "gpt_ppo_critic":
+        _check_critic(values)
+    elif config_name == "gpt_sft":
+        _check_sft(values, dp)
+
+
+def _check_start(values: Values, config_name: str) -> bool:
+    """The weights that the job starts from; returns whether it starts from random ones."""
+    restore_key = RESTORE_KEYS.get(config_name, RESTORE_KEY)
+    restore = values.get(restore_key)
+    if restore is not None and not os.path.exists(str(restore)):
+        raise ConfigError(f"{restore_key}={restore} does not exist; give the path of a .nemo file or folder.")
+    if restore is not None or (config_name == "inference_rm" and values.get("inference.reward_fn") is not None):
+        return False
+    if config_name not in ("gpt_sft", "training_rm"):
+        raise ConfigError(f"{restore_key} is not set; give the path of the .nemo file or folder to start from.")
+    _check_from_scratch(values, restore_key)
+    return True
+
+
+def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> None:
+    """What all jobs that train have in common."""
+    _divides(values, "model.global_batch_size", "model.micro_batch_size", dp=dp)
+    values.number("model.optim.lr", 0, above=True)
+    values.choice("exp_manager.checkpoint_callback_params.mode", ("min", "max"))
+    data_length, length = values.whole("model.data.seq_length", 2), values.whole("model.encoder_seq_length", 2)
+    if data_length and length and data_length > length:
+        raise ConfigError(
+            f"model.data.seq_length={data_length} is above model.encoder_seq_length={length}; set it to {length} or "
+            "less."
+        )
+    section = f"trainer.{SECTIONS[config_name]}"
+    values.number(f"{section}.gradient_clip_val", 0)
+    check_intervals(section, values.get(f"{section}.val_check_interval"), values.get(f"{section}.save_interval"))
+    for key in ("limit_train_batches", "limit_val_batches"):
+        values.number(f"{section}.{key}", 0)
+    reads_prefix = config_name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm")
+    if reads_prefix and not values.get("model.data.data_prefix"):
+        raise ConfigError(
+            "model.data.data_prefix is not set; give the data files, for example "
+            "'model.data.data_prefix={train: [train.jsonl], validation: [val.jsonl], test: [val.jsonl]}'."
+        )
+
+
+def _check_sft(values: Values, dp: dict[str, int]) -> None:
+    for split in ("train_ds", "validation_ds"):
+        name = f"model.data.{split}"
+        _divides(values, f"{name}.global_batch_size", f"{name}.micro_batch_size", dp=dp)
+        limit, length = values.whole(f"{name}.max_seq_length", 2), values.whole("model.encoder_seq_length")
+        if limit and length and limit > length:
+            raise ConfigError(f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower it.")
+        values.choice(f"{name}.truncation_method", ("left", "right"))
+
+
+def resolved(cfg) -> dict:
+    """Plain nested dict of a `DictConfig`; a dict is taken as it is."""
+    if not OmegaConf.is_config(cfg):
+        return cfg
+    cfg = cfg.copy()
+    if OmegaConf.select(cfg, "exp_manager.checkpoint_callback_params") is not None:
+        # In old YAML files it refers to sizes that only the checkpoint knows. Nobody reads it.
+        cfg.exp_manager.checkpoint_callback_params.model_parallel_size = None
+    try:
+        return OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"The configuration has a reference that cannot be resolved: {error}") from error
+
+
+def _cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
