@@ -34,9 +34,10 @@ from nemo_aligner.utils.train_script_utils import (
 @user_errors_end_the_job
 def main(cfg) -> None:
     check_config(cfg, "gpt_ppo_critic")
-    reward_model_class(cfg.model.reward_model_type)  # only what can be trained can be served
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
+    # Refuses a kind that does not exist; a language model's checkpoint names none.
+    reward_model_class(cfg.model.get("reward_model_type") or "binary_ranking")
     check_values(cfg, "gpt_ppo_critic", complete=True)
     trainer = resolve_and_create_trainer(cfg, "ppo")
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
