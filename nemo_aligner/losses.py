@@ -10,8 +10,8 @@ with `weights` computed once per global batch by `loss_weights`, before anything
 micro-batch with its rows of `weights` and returns a *partial sum*; so do its metrics. Summed over micro-batches and
 data-parallel ranks they give the value, and the gradient, of the global batch, whatever the split was.
 
-Shapes: per-transition tensors are [B, S-1] (see `nemo_aligner.types`), pairs are [B]. A slot of weight 0 may hold NaN:
-it changes neither values nor gradients.
+Shapes: per-transition tensors are [B, S-1] (see `nemo_aligner.types`), pairs are [B], attributes of a regression
+reward model [B, A]. A slot of weight 0 may hold NaN: it changes neither values nor gradients.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,8 @@ def loss_weights(
     """Weights that turn a sum over slots into the named mean over the global batch.
 
     Args:
-        mask: [B, S-1] or [B], non-zero where a slot counts; this data-parallel rank's whole share of the global batch.
+        mask: [B, S-1], [B, A] or [B], non-zero where a slot counts; this data-parallel rank's whole share of the
+            global batch.
         reduction: "token": mean over all counting slots of the global batch. "sequence": mean over rows of their own
             means; rows without a counting slot are left out. "microbatch": mean over micro-batches of their means (0
             for an empty one), which depends on the split; kept to compare with NeMo-Aligner.
@@ -165,6 +166,29 @@ def preference_loss(
     margin = _kept(rewards_chosen.reshape(-1), weights) - _kept(rewards_rejected.reshape(-1), weights)
     loss = -(weights * logsigmoid(margin)).sum()
     return loss, {"loss": loss.detach(), "acc": (weights * (margin.detach() > 0)).sum()}
+
+
+def regression_loss(*, predictions: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean squared error of the attributes (Wang et al. 2024, arXiv:2406.08673), over the labels that count.
+
+    Args:
+        predictions: [B, A], carries the gradient.
+        labels: [B, A].
+        weights: [B, A], from `loss_weights`; 0 where there is no label.
+
+    Returns:
+        Partial sums: the loss and the metric `loss`.
+
+    Raises:
+        ValueError: the shapes differ; broadcasting would compare one attribute with another.
+    """
+    if not predictions.shape == labels.shape == weights.shape:
+        raise ValueError(
+            f"predictions, labels and weights of shapes {tuple(predictions.shape)}, {tuple(labels.shape)} and "
+            f"{tuple(weights.shape)}: they must be equal"
+        )
+    loss = (weights * (_kept(predictions, weights) - _kept(labels, weights)).square()).sum()
+    return loss, {"loss": loss.detach()}
 
 
 def _kept(values: Tensor, weights: Tensor) -> Tensor:

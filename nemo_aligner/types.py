@@ -86,6 +86,15 @@ class PairBatch(TypedDict):
     loss_mask: Tensor  # float32 [B, S]: all zero in a row whose pair must not count
 
 
+class RegressionBatch(TypedDict):
+    """Labelled texts for regression reward-model training; A attributes."""
+
+    inputs: Tensor  # int64 [B, S]
+    lengths: Tensor  # int64 [B]: tokens of `inputs` without padding
+    labels: Tensor  # float32 [B, A]; `regression.loss_mask_val` where there is none
+    loss_mask: Tensor  # float32 [B, S]: all zero in a row that must not count
+
+
 class SFTBatch(TypedDict):
     """Prompt-response examples for supervised fine-tuning."""
 

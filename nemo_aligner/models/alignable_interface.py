@@ -38,6 +38,13 @@ class SupervisedInterface(ABC):
     def finish_validation_step(self) -> None:  # noqa: B027
         """Called after it."""
 
+    def summarize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted by `weights`).
+
+        For metrics that are not means but can be made of means, such as a correlation.
+        """
+        return metrics
+
 
 class Inferrable(ABC):
     """A model that answers requests, between `prepare_for_inference` and `finish_inference`."""

@@ -136,9 +136,9 @@ def forward_backward(
 
     def consume(output, micro_batch):
         loss, metrics = loss_fn(output, micro_batch)
-        # The schedule divides the loss in place, so what is reported must be a copy.
+        # The schedule divides the loss in place, so what is reported must be a copy: the sum is one.
         for key, value in metrics.items():
-            totals[key] = totals.get(key, 0.0) + value.detach().float().clone()
+            totals[key] = totals.get(key, 0.0) + value.detach().double()  # float64: a correlation's moments need it
         return metrics if forward_only else (loss * scale, {})
 
     if forward_only:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 from nemo_aligner.utils.checkpointing import CheckpointCallback
@@ -220,8 +221,34 @@ def test_a_language_model_becomes_a_reward_model_and_a_reward_model_keeps_its_he
     torch.testing.assert_close(head_of(dropped).weight, head_of(fresh).weight - 1.0)
 
 
-@pytest.mark.parametrize("name", ["regression", "ranking"])
-def test_other_kinds_of_reward_model_are_refused(name):
-    with pytest.raises(ConfigError, match=f"reward_model_type='{name}' is not supported; use binary_ranking"):
-        reward_model_class(name)
-    assert reward_model_class("binary_ranking") is MegatronGPTRewardModel
+def test_kinds_of_reward_model():
+    assert reward_model_class("binary_ranking") is reward_model_class(None) is MegatronGPTRewardModel
+    assert reward_model_class("regression") is MegatronGPTRegressionRewardModel
+    with pytest.raises(ConfigError, match="reward_model_type='ranking' is not supported; use binary_ranking, regress"):
+        reward_model_class("ranking")
+
+
+def test_pairs_need_one_number_per_text(tiny_tokenizer_dir):
+    def check(**overrides):
+        MegatronGPTRewardModel.check_training_config(tiny_config(tiny_tokenizer_dir, **overrides))
+
+    check(regression={"num_attributes": 1})
+    check(regression={"num_attributes": 3, "merge_attributes": True})
+    with pytest.raises(ConfigError, match="num_attributes=3, but pairs are compared by one number"):
+        check(regression={"num_attributes": 3})
+    with pytest.raises(ConfigError, match="output_sequence=True makes a critic"):
+        check(output_sequence=True)
+
+
+def test_attribute_weights_of_another_number(tiny_tokenizer_dir):
+    with pytest.raises(ConfigError, match=r"attribute_weights=\[1.0, 2.0\] has 2 numbers .*num_attributes=3"):
+        make_model(tiny_tokenizer_dir, regression={"num_attributes": 3, "attribute_weights": [1.0, 2.0]})
+
+
+def test_a_critic_has_no_head_for_rewards(tiny_tokenizer_dir, tmp_path):
+    for output_sequence in (True, False):
+        path = tmp_path / f"{output_sequence}.nemo"
+        make_model(tiny_tokenizer_dir, output_sequence=output_sequence).save_to(str(path))
+        cfg = tiny_config(tiny_tokenizer_dir, output_sequence=False)
+        loaded = load_from_nemo(MegatronGPTRewardModel, cfg, None, restore_path=path)
+        assert loaded.has_trained_head is not output_sequence

@@ -8,7 +8,13 @@ import numpy as np
 import torch
 from nemo.utils import logging
 
-from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset, SFTDataset
+from nemo_aligner.data.nlp.datasets import (
+    DEFAULT_MASK_VALUE,
+    RegressionRewardModelDataset,
+    RewardModelDataset,
+    RLHFDataset,
+    SFTDataset,
+)
 from nemo_aligner.data.nlp.samplers import (
     MegatronPretrainingBatchSampler,
     MegatronPretrainingRandomBatchSampler,
@@ -34,6 +40,20 @@ def _make_rlhf_dataset(paths, cfg, tokenizer, seq_length: int, name: str) -> RLH
 
 def _make_rm_dataset(paths, cfg, tokenizer, seq_length: int, name: str) -> RewardModelDataset:
     return RewardModelDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
+
+
+def _make_regression_rm_dataset(paths, cfg, tokenizer, seq_length: int, name: str) -> RegressionRewardModelDataset:
+    regression = cfg.get("regression") or {}
+    mask_value = regression.get("loss_mask_val")
+    return RegressionRewardModelDataset(
+        paths,
+        tokenizer,
+        seq_length,
+        num_attributes=regression.get("num_attributes") or 1,
+        mask_value=DEFAULT_MASK_VALUE if mask_value is None else mask_value,
+        data_cfg=cfg.get("data"),
+        name=name,
+    )
 
 
 def build_train_valid_test_datasets(
@@ -115,6 +135,7 @@ def build_train_valid_test_datasets(
 
 build_train_valid_test_rlhf_datasets = partial(build_train_valid_test_datasets, _make_rlhf_dataset)
 build_train_valid_test_rm_datasets = partial(build_train_valid_test_datasets, _make_rm_dataset)
+build_train_valid_test_regression_rm_datasets = partial(build_train_valid_test_datasets, _make_regression_rm_dataset)
 
 
 def build_sft_dataset(data_cfg, tokenizer, num_samples=None, answer_only_loss=True, is_chat=True, special_tokens=None):

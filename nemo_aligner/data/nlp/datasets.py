@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets over jsonl files: prompts for PPO/RS, pairs for a reward model, prompt-response examples for SFT.
+"""Datasets over jsonl files: prompts for PPO/RS, pairs or labelled texts for a reward model, prompt-response examples
+for SFT.
 
 A file is read once at start: every line is checked (a broken one is an error with its file and number) and only its
 byte offset is kept; texts are tokenized when they are asked for. Index -1 is an empty slot of a padded validation
@@ -24,6 +25,8 @@ from nemo_aligner.utils.errors import ConfigError, UserError
 
 # A tokenizer may add a few tokens that stand for no character (bos, eos, SentencePiece's leading space).
 _EXTRA_TOKENS = 8
+# `model.regression.loss_mask_val` where it is not set: the label that says that there is none.
+DEFAULT_MASK_VALUE = -100.0
 
 
 class JsonLines(Sequence):
@@ -32,7 +35,8 @@ class JsonLines(Sequence):
     Args:
         paths: the files.
         fields: each record must have these, as text.
-        inspect: called once with every record; its results (int) are kept in `notes`.
+        inspect: called once with every record; its results (int) are kept in `notes`. A `UserError` of its own gets
+            the place in front.
         allow_blank: the text of `fields` may be blank.
 
     Attributes:
@@ -53,8 +57,13 @@ class JsonLines(Sequence):
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
                     if line.strip():
+                        where = f"{path}, line {number}"
+                        record = _parse(line, fields, allow_blank, where)
                         offsets.append(offset)
-                        notes.append(inspect(_parse(line, fields, allow_blank, f"{path}, line {number}")))
+                        try:
+                            notes.append(inspect(record))
+                        except UserError as error:
+                            raise UserError(f"{where}: {error}") from None
                     offset += len(line)
             self.counts.append(len(offsets) - before)
             if len(offsets) == before:
@@ -220,18 +229,7 @@ class RewardModelDataset(_Dataset):
                     f" the better one first. A line is missing or too many."
                 )
         lengths = self.lines.notes.reshape(-1, 2).max(axis=1)
-        self.documents = np.flatnonzero(lengths <= seq_length)
-        if not len(self.documents):
-            raise UserError(
-                f"{name} data: all {len(lengths)} pairs have a text longer than seq_length={seq_length} tokens; the"
-                f" longest has {lengths.max()}. Shorten the texts or raise model.data.seq_length"
-                " (model.encoder_seq_length)."
-            )
-        if len(self.documents) < len(lengths):
-            logging.warning(
-                f"{name} data: {len(lengths) - len(self.documents)} of {len(lengths)} pairs are left out, as one of"
-                f" their texts is longer than seq_length={seq_length} tokens (the longest has {lengths.max()})."
-            )
+        self.documents = _that_fit(lengths, seq_length, name, "pairs", "have a text longer")
 
     def __getitem__(self, index: int) -> dict:
         pair = int(self.documents[max(index, 0)])
@@ -248,6 +246,106 @@ class RewardModelDataset(_Dataset):
             "position_ids": torch.arange(self.seq_length),
             "idx": torch.tensor(index),
         }
+
+
+class RegressionRewardModelDataset(_Dataset):
+    """Labelled texts for a regression reward model: lines `{"text": ..., "label": [number, ...]}`.
+
+    With one attribute a bare number will do. A label equal to `mask_value` says that there is none. A text longer than
+    `seq_length` is left out, and a warning at start counts them.
+
+    Args:
+        num_attributes: A, numbers in each label.
+        mask_value: `model.regression.loss_mask_val`.
+
+    Items: `inputs` [S], padded with eos to `seq_length`; `lengths` (a scalar); `labels` f32 [A]; `loss_mask` [S], all
+    0 for an empty slot; `position_ids` [S]; `idx`. No attention mask, for the reason given at `RewardModelDataset`.
+    """
+
+    def __init__(
+        self,
+        paths,
+        tokenizer,
+        seq_length: int,
+        num_attributes: int,
+        mask_value: float = DEFAULT_MASK_VALUE,
+        data_cfg=None,
+        name="train",
+    ):
+        self.encode = _TextEncoder(tokenizer, data_cfg)
+        self.name = name
+        self.seq_length = seq_length
+        self.num_attributes = num_attributes
+        self.pad_id = tokenizer.eos_id
+        labels_that_count = 0
+
+        def inspect(record) -> int:
+            nonlocal labels_that_count
+            labels_that_count += sum(number != mask_value for number in _label(record, num_attributes))
+            return self.encode.length(record["text"], seq_length)
+
+        self.lines = JsonLines(paths, ["text"], inspect)
+        if not labels_that_count:
+            raise UserError(
+                f"{name} data: every label is model.regression.loss_mask_val={mask_value}, which says that there is"
+                f" none. Files: {', '.join(map(str, self.lines.paths))}"
+            )
+        self.documents = _that_fit(self.lines.notes, seq_length, name, "texts", "are longer")
+
+    def __getitem__(self, index: int) -> dict:
+        record = self.lines[int(self.documents[max(index, 0)])]
+        tokens = self.encode(record["text"])
+        loss_mask = torch.zeros(self.seq_length)
+        loss_mask[: len(tokens) if index >= 0 else 0] = 1.0
+        return {
+            "inputs": _pad(tokens, self.seq_length, self.pad_id),
+            "lengths": torch.tensor(len(tokens)),
+            "labels": torch.tensor(_label(record, self.num_attributes), dtype=torch.float32),
+            "loss_mask": loss_mask,
+            "position_ids": torch.arange(self.seq_length),
+            "idx": torch.tensor(index),
+        }
+
+
+def _label(record: dict, num_attributes: int) -> list[float]:
+    """The label of a line as `num_attributes` numbers."""
+    label = record.get("label")
+    numbers = label if isinstance(label, list) else [label]
+    if label is None:
+        raise UserError(f"field 'label' is missing; the line has {sorted(record)}.")
+    for number in numbers:
+        # The bound, that of float32, also keeps NaN and infinity out.
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) < 3e38:
+            raise UserError(
+                f"field 'label' is {json.dumps(label)}: it must hold finite numbers. Write"
+                " model.regression.loss_mask_val (-100) for an attribute that has none."
+            )
+    if len(numbers) != num_attributes:
+        raise UserError(
+            f"field 'label' has {len(numbers)} number{'' if len(numbers) == 1 else 's'}, but"
+            f" model.regression.num_attributes={num_attributes}."
+        )
+    return [float(number) for number in numbers]
+
+
+def _that_fit(lengths: np.ndarray, seq_length: int, name: str, what: str, are_longer: str) -> np.ndarray:
+    """Numbers of the documents of at most `seq_length` tokens; a warning counts the others, and none is an error.
+
+    Args:
+        what, are_longer: words for "all 3 <what> <are_longer> than ...".
+    """
+    documents = np.flatnonzero(lengths <= seq_length)
+    if not len(documents):
+        raise UserError(
+            f"{name} data: all {len(lengths)} {what} {are_longer} than seq_length={seq_length} tokens; the longest has"
+            f" {lengths.max()}. Shorten the texts or raise model.data.seq_length (model.encoder_seq_length)."
+        )
+    if len(documents) < len(lengths):
+        logging.warning(
+            f"{name} data: {len(lengths) - len(documents)} of {len(lengths)} {what} are left out: they {are_longer}"
+            f" than seq_length={seq_length} tokens (the longest has {lengths.max()})."
+        )
+    return documents
 
 
 class SFTDataset(_Dataset):

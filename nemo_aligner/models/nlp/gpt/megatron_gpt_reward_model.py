@@ -16,6 +16,7 @@ from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterf
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.utils import nemo_archive
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.distributed import sum_over_dp
 from nemo_aligner.utils.errors import ConfigError, UserError
@@ -30,6 +31,21 @@ HEAD_DTYPES = {
 }
 
 
+def num_attributes(cfg: DictConfig) -> int:
+    """A, `model.regression.num_attributes`: the numbers that the head computes for a text; 1 where it is not set."""
+    return (cfg.get("regression") or {}).get("num_attributes", None) or 1
+
+
+def check_attribute_weights(cfg: DictConfig) -> None:
+    """Raise `ConfigError` unless `model.regression.attribute_weights`, where given, has a number per attribute."""
+    weights = (cfg.get("regression") or {}).get("attribute_weights", None)
+    if weights is not None and len(weights) != num_attributes(cfg):
+        raise ConfigError(
+            f"model.regression.attribute_weights={list(weights)} has {len(weights)} numbers for "
+            f"model.regression.num_attributes={num_attributes(cfg)}; give one per attribute."
+        )
+
+
 class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     """Reward model for binary preferences.
 
@@ -38,9 +54,14 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
             `output_sequence`, `use_avg_pool`, `regression.{num_attributes, merge_attributes, attribute_weights}`,
             `reward_standardization.{enable, mean, std}` and `forward_micro_batch_size`.
         trainer: Lightning trainer.
+
+    Attributes:
+        has_trained_head: the weights were loaded together with a head that was trained to give rewards. A language
+            model has none, and a critic's gives values.
     """
 
     def __init__(self, cfg: DictConfig, trainer=None):
+        check_attribute_weights(cfg)
         super().__init__(cfg, trainer=trainer)
         self.has_trained_head = False
         self.forward_micro_batch_size = self.cfg.get("forward_micro_batch_size", None) or self.cfg.get(
@@ -57,14 +78,37 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
             self.reward_mean_std = (mean, std)
 
     @classmethod
+    def check_training_config(cls, cfg: DictConfig) -> None:
+        """Refuse a `model` section that this kind of reward model cannot be trained with.
+
+        Raises:
+            ConfigError: a head with another output than the loss compares.
+        """
+        if cfg.get("output_sequence", False):
+            raise ConfigError(
+                "model.output_sequence=True makes a critic, a value for every token; set it to False to train a "
+                "reward model."
+            )
+        cls._check_attributes(cfg)
+
+    @classmethod
+    def _check_attributes(cls, cfg: DictConfig) -> None:
+        if num_attributes(cfg) > 1 and not (cfg.get("regression") or {}).get("merge_attributes", False):
+            raise ConfigError(
+                f"model.regression.num_attributes={num_attributes(cfg)}, but pairs are compared by one number; set it "
+                "to 1, or model.regression.merge_attributes=True, or model.reward_model_type=regression."
+            )
+
+    @classmethod
     def fresh_weights(cls) -> tuple[str, ...]:
         """A language model's checkpoint has no reward head."""
         return ("rm_head.",)
 
     def load_nemo_weights(self, restore_path, *args, **kwargs) -> None:
-        """As the base class; notes in `has_trained_head` whether the head's weights came along."""
+        """As the base class; sets `has_trained_head`."""
         super().load_nemo_weights(restore_path, *args, **kwargs)
-        self.has_trained_head = broadcast_from_last_stage(self.has_trained_head)
+        is_critic = bool(nemo_archive.read_config(restore_path).get("output_sequence", False))
+        self.has_trained_head = broadcast_from_last_stage(self.has_trained_head) and not is_critic
 
     def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
         super().load_sharded_weights(loaded, strict=strict)
@@ -85,8 +129,8 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
             use_avg_pool=self.cfg.get("use_avg_pool", False),
             head_dtype=torch.promote_types(HEAD_DTYPES[name], self.transformer_config.params_dtype),
             head_seed=self.cfg.get("seed", 1234),
-            num_attributes=regression.get("num_attributes", 1),
-            merge_attributes=regression.get("merge_attributes", False),
+            num_attributes=num_attributes(self.cfg),
+            merge_attributes=bool(regression.get("merge_attributes", False)),
             attributes_weights=list(attributes_weights) if attributes_weights is not None else None,
             **self.module_args(),
         )
