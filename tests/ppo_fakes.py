@@ -166,6 +166,8 @@ class FakeScheduler:
 class FakeFuture:
     """Holds a result or an error; says in `events` when somebody waits for it."""
 
+    reward_parts: dict = {}
+
     def __init__(self, events, name, value):
         self.events, self.name, self.value = events, name, value
 

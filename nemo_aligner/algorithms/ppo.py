@@ -20,29 +20,40 @@ References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss,
 Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL term in the reward.
 """
 
-import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Optional
 
-import pandas as pd
 import torch
-from tqdm import tqdm
 
+from nemo_aligner.algorithms.rollout_training import (
+    TRAIN_TABLE_ROWS,
+    VALIDATION_STEP,
+    agreed_counters,
+    check_sizes,
+    consume_timings,
+    empty_table,
+    inference_mode,
+    local_places,
+    local_rows,
+    log_rollouts,
+    log_validation,
+    optimizer_updates,
+    progress_bar,
+    ready_to_save,
+    shares_of_global_batches,
+    show_progress,
+)
 from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
     compute_num_rollout_microbatches,
     compute_ppo_data_metrics,
     compute_rollout_metrics,
-    deal,
+    reward_columns,
     sample_rows,
+    with_prompt_columns,
 )
 from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.distributed import (
-    all_reduce_dict,
-    normalize_tensor,
-)
+from nemo_aligner.utils.distributed import all_reduce_dict, normalize_tensor
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.ppo_utils import (
     calculate_advantages_and_returns,
@@ -52,23 +63,9 @@ from nemo_aligner.utils.ppo_utils import (
     sample_seeds,
 )
 from nemo_aligner.utils.timers import ScopedTimer
-from nemo_aligner.utils.train_utils import learning_rate, optimizer_step
-from nemo_aligner.utils.trainer_utils import check_progress, compute_num_steps_per_epoch
+from nemo_aligner.utils.trainer_utils import check_progress, compute_max_steps, compute_num_steps_per_epoch
 
-logger = logging.getLogger(__name__)
-
-# "Step" of the random streams of every validation: always the same, so that validations can be compared. Rollouts of
-# critic warm-up have the steps -critic_warmup_steps .. -1.
-VALIDATION_STEP = -(2**31)
-TABLE_COLUMNS = ["step", "prompt", "response", "reward"]
-TRAIN_TABLE_ROWS, VAL_TABLE_ROWS = 1, 5
 POSTFIX_KEYS = ("train_rewards", "train_init_policy_kl", "train_actor_loss", "train_critic_loss", "val_rewards")
-
-
-def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int) -> int:
-    """PPO steps of a run: all epochs, capped by `max_steps` unless that is negative."""
-    total = num_steps_per_epoch * max_epochs
-    return min(total, max_steps) if max_steps >= 0 else total
 
 
 def compute_num_optimizer_steps(
@@ -76,11 +73,6 @@ def compute_num_optimizer_steps(
 ) -> int:
     """Optimizer updates in `ppo_steps` PPO steps: the horizon of the learning-rate schedule, which counts updates."""
     return ppo_steps * ppo_epochs * (num_rollout_samples // global_batch_size)
-
-
-def _append_rows(table: pd.DataFrame, step: int, rows: list[dict]) -> pd.DataFrame:
-    new = pd.DataFrame([{"step": step} | row for row in rows], columns=TABLE_COLUMNS)
-    return pd.concat([table, new], ignore_index=True) if len(table) else new
 
 
 def check_policy_equals_reference(logprobs: torch.Tensor, init_logprobs: torch.Tensor, mask: torch.Tensor) -> None:
@@ -178,31 +170,15 @@ class PPOTrainer:
         sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
         self.num_rollout_samples = sampler.global_batch_size
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)
-        self._check_config(sampler)
-        self.set_max_steps()
-
-        self.train_df = pd.DataFrame(columns=TABLE_COLUMNS)  # samples of all rollouts since the start of this process
-        self.val_df = pd.DataFrame(columns=TABLE_COLUMNS)  # and of all validations
-        self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
-
-    def _check_config(self, sampler) -> None:
-        gbs, dp_size = self.cfg.model_gbs, parallel_state.get_data_parallel_world_size()
-        if gbs % dp_size:
-            raise ConfigError(
-                f"model.global_batch_size={gbs} is not divisible by the {dp_size} data-parallel ranks; change one."
-            )
-        if self.num_rollout_samples % gbs:
-            raise ConfigError(
-                f"model.ppo.num_rollout_samples={self.num_rollout_samples} is not a multiple of "
-                f"model.global_batch_size={gbs}; change one of them."
-            )
         if self.ppo_epochs < 1:
             raise ConfigError(f"trainer.ppo.ppo_epochs={self.ppo_epochs} must be at least 1.")
-        if self.cfg.max_epochs > 1 and not getattr(sampler, "is_random", False):
-            raise ConfigError(
-                f"trainer.ppo.max_epochs={self.cfg.max_epochs} needs a random sampler, which starts over after an "
-                f"epoch, but the data loader has a {type(sampler).__name__}."
-            )
+        check_sizes("trainer.ppo", cfg, sampler, self.num_rollout_samples, "model.ppo.num_rollout_samples")
+        self.set_max_steps()
+
+        self.train_df = empty_table()  # samples of all rollouts since the start of this process
+        self.val_df = empty_table()  # and of all validations
+        self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
+        self.update_timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=-1)
 
     @property
     def epoch(self) -> int:
@@ -222,28 +198,32 @@ class PPOTrainer:
         """
         self.run_timer.start_time()
         if self.step == 0:
-            self._log_initial_validation()
+            if self.cfg.get("run_init_validation", False):
+                self._log_validation()
             self._warm_up_critic()
 
-        with self._progress_bar() as progress:
+        with progress_bar("PPO Global Step", self.step, self.max_steps) as progress:
             run_time_exceeded = False
             while self.step < self.max_steps and not run_time_exceeded:
                 with self.timer("rollout_time"):
                     data, rollout_metrics, timings = self.generate_rollouts()
-                self._log_rollouts(rollout_metrics, self.step)
+                self.train_df = log_rollouts(
+                    self.logger, self.train_df, rollout_metrics, self.step, epoch=self.epoch + 1
+                )
 
                 critic_update = self.rm_critic.train(data)
                 with self.timer("train_time"):
                     _, train_metrics = self.run_training(self._global_batches(data))
                 with self.timer("critic_train_wait"):
                     train_metrics["critic_loss"] = self._finish_critic_update(critic_update)
-                self._log_timings(timings | self._consume_timings())
+                timings |= consume_timings(self.timer, self.update_timer)
+                self.logger.log_metrics(timings, step=self.step, prefix="timers/")
                 self.step += 1
 
                 run_time_exceeded = self.run_timer.is_finished()
                 run_val, save_model, is_train_end = self._check_progress(run_time_exceeded)
                 val_metrics = self._log_validation() if run_val else {}
-                shown = self._show_progress(progress, rollout_metrics | train_metrics, val_metrics)
+                shown = show_progress(progress, rollout_metrics | train_metrics, val_metrics, POSTFIX_KEYS)
                 if save_model:
                     self.save(shown, is_train_end=is_train_end)
 
@@ -261,7 +241,7 @@ class PPOTrainer:
                 in the shuffled rollout of all ranks.
         """
         sampling_step = self.step if sampling_step is None else sampling_step
-        with self._inference_mode():
+        with inference_mode(self.model, self.timer):
             rollout_batch, metrics = self._run_inference(
                 self.train_dataloader_builder, self.consumed_samples, is_validation=False, sampling_step=sampling_step
             )
@@ -271,7 +251,7 @@ class PPOTrainer:
                 check_policy_equals_reference(rollout_batch["logprobs"], rollout_batch["init_logprobs"], data["mask"])
             data["sample_order"] = rollout_batch["sample_order"]
 
-        timings = self._consume_timings()
+        timings = consume_timings(self.timer)
         timings["generated_tokens_per_s"] = (
             metrics["rollout_size"] * metrics["generation_length"] / max(timings["generate"], 1e-9)
         )
@@ -296,9 +276,10 @@ class PPOTrainer:
         local = None if is_validation else self._compute_logprobs(rollout)
 
         with self.timer("critic_wait"):
-            scores = [dict(zip(("rewards", "values"), future.result(), strict=True)) for future in futures]
-            if is_validation:
-                scores = [{"rewards": score["rewards"]} for score in scores]
+            scores = []
+            for future in futures:
+                rewards, values = future.result()
+                scores.append(reward_columns(rewards, future) | ({} if is_validation else {"values": values}))
             width = rollout["response_tokens"].size(1)
             scores = PPORolloutBatch.from_rollout_batches(scores, eos_id, width).gather_and_balance_globally()
         scores = scores.select(order)
@@ -326,14 +307,13 @@ class PPOTrainer:
                 batch["sample_seeds"] = sample_seeds(self.seed, sampling_step, batch["idx"])
                 rollout = self.model.infer(batch)
                 futures.append(self.rm_critic.infer_rm_critic(rollout))
-                carried = {key: batch[key].to(get_device()) for key in ("idx", "loss_multiplier") if key in batch}
-                rollouts.append(dict(rollout) | carried)
+                rollouts.append(with_prompt_columns(rollout, batch))
         return rollouts, futures
 
     def _compute_logprobs(self, rollout: PPORolloutBatch) -> PPORolloutBatch:
         """This rank's rows of a gathered rollout, with the log-probs of the policy and of the reference."""
         local = self._local_rows(rollout)
-        local["sample_order"] = self._local_places(len(rollout["idx"]))
+        local["sample_order"] = local_places(len(rollout["idx"]), self.cfg.model_gbs)
         with self.timer("logprobs"):
             local["logprobs"] = self.model.get_inference_log_probs(local["response_tokens"])
         if self.compute_init_policy_kl:
@@ -413,35 +393,28 @@ class PPOTrainer:
         Returns:
             Loss and metrics of the last update.
         """
-        self.model.prepare_for_training()
-        loss, metrics = 0.0, {}
-        for batch in dataloader_iter:
-            self.optimizer.zero_grad()
-            self.model.prepare_for_training_step()
-            loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=False)
-            self.model.finish_training_step()
-            lr = learning_rate(self.optimizer)
-            grad_norm = optimizer_step(self.optimizer, self.scheduler, self.cfg.gradient_clip_val)
-
+        metrics = {"loss": 0.0}
+        for metrics in optimizer_updates(
+            dataloader_iter,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.cfg.gradient_clip_val,
+            self.update_timer,
+        ):
             self.ppo_optimization_step += 1
-            metrics = dict(metrics) | {
-                "loss": loss,
-                "actor_loss": loss,
-                "lr": lr,
+            metrics |= {
+                "actor_loss": metrics["loss"],
                 "optim_step": self.ppo_optimization_step,
                 "ppo_step": self.step,
             }
-            if grad_norm is not None:
-                metrics["grad_norm"] = float(grad_norm)
             self.logger.log_metrics(metrics, step=self.ppo_optimization_step, prefix="train_optim/")
-        self.model.finish_training()
-        self.optimizer.zero_grad()
-        return loss, metrics
+        return metrics["loss"], metrics
 
     @torch.no_grad()
     def run_validation(self) -> dict:
         """Rewards and lengths of one answer to each validation prompt, always from the same random streams."""
-        with self._inference_mode():
+        with inference_mode(self.model, self.timer):
             _, metrics = self._run_inference(
                 self.val_dataloader_builder, 0, is_validation=True, sampling_step=VALIDATION_STEP
             )
@@ -455,19 +428,14 @@ class PPOTrainer:
         Args:
             extra_candidates: metrics that a checkpoint may be ranked by, beside the counters.
         """
-        self.model.prepare_for_training()  # brings back optimizer states that wait in host memory
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        if parallel_state.get_world_size() > 1:
-            torch.distributed.barrier()
-        critic_save = self.rm_critic.save(actor_step=self.step)
-        self.ckpt_callback.custom_save(
-            monitor_candidates=self.state_dict() | (extra_candidates or {}),
-            is_train_end=is_train_end,
-            trainer_state=self.state_dict(),
-        )
-        critic_save.result()
-        self.model.finish_training()
+        with ready_to_save(self.model):
+            critic_save = self.rm_critic.save(actor_step=self.step)
+            self.ckpt_callback.custom_save(
+                monitor_candidates=self.state_dict() | (extra_candidates or {}),
+                is_train_end=is_train_end,
+                trainer_state=self.state_dict(),
+            )
+            critic_save.result()
 
     def state_dict(self) -> dict[str, int]:
         return {
@@ -483,15 +451,7 @@ class PPOTrainer:
         Raises:
             RuntimeError: a rank read another state than the first.
         """
-        state = {key: int(state_dict[key]) for key in ("step", "consumed_samples", "ppo_optimization_step")}
-        if parallel_state.get_world_size() > 1:
-            states = [None] * parallel_state.get_world_size()
-            torch.distributed.all_gather_object(states, state)
-            for rank, other in enumerate(states):
-                if other != states[0]:
-                    raise RuntimeError(
-                        f"rank {rank} resumes from {other}, but rank 0 from {states[0]}: give all one checkpoint."
-                    )
+        state = agreed_counters(state_dict, ("step", "consumed_samples", "ppo_optimization_step"))
         self.step, self.consumed_samples = state["step"], state["consumed_samples"]
         self.ppo_optimization_step = state["ppo_optimization_step"]
         self.resumed = True
@@ -515,36 +475,20 @@ class PPOTrainer:
         self.logger.log_metrics({"critic_loss": critic_loss}, step=self.ppo_optimization_step, prefix="train_optim/")
         return critic_loss
 
-    def _local_places(self, num_rows: int) -> torch.Tensor:
-        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        return deal(num_rows, rank, size, self.cfg.model_gbs).to(get_device())
-
     def _local_rows(self, rollout: PPORolloutBatch, passed: int = 0) -> PPORolloutBatch:
         """This rank's rows in pass number `passed` over a gathered rollout."""
-        # Prompts use streams of index >= 0 of this step, so negative ones are free for shuffling.
-        seed = int(sample_seeds(self.seed, self.step, torch.tensor([-2 - passed]))[0])
-        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        return rollout.chunk(rank, size, seed, self.cfg.model_gbs)
+        return local_rows(rollout, self.seed, self.step, self.cfg.model_gbs, passed)
 
     def _global_batches(self, data: dict) -> Iterator[dict]:
         """This rank's share of each global batch, in `ppo_epochs` passes over the rollout, each in its own order."""
         data = PPORolloutBatch(data)
-        per_rank = self.cfg.model_gbs // parallel_state.get_data_parallel_world_size()
         for passed in range(self.ppo_epochs):
             if passed == 1:  # later passes deal all rows anew, so every rank needs all of them
                 gathered = data.gather_and_balance_globally()
                 gathered = gathered.select(gathered["sample_order"].argsort())
             rows = data if passed == 0 else self._local_rows(gathered, passed)
-            for start in range(0, len(rows["mask"]), per_rank):
-                yield {key: rows[key][start : start + per_rank] for key in rows if key != "sample_order"}
-
-    @contextlib.contextmanager
-    def _inference_mode(self):
-        with self.timer("prepare_for_inference"):
-            self.model.prepare_for_inference()
-        yield
-        with self.timer("finish_inference"):
-            self.model.finish_inference()
+            trained_on = {key: tensor for key, tensor in rows.items() if key != "sample_order"}
+            yield from shares_of_global_batches(trained_on, self.cfg.model_gbs)
 
     def _check_progress(self, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
         return check_progress(
@@ -556,54 +500,8 @@ class PPOTrainer:
             run_time_exceeded=run_time_exceeded,
         )
 
-    # ----------------------------------------------------------------------------------------------------- logging
-
-    def _consume_timings(self) -> dict[str, float]:
-        """Seconds by name since the last call, of the slowest rank; all ranks call it."""
-        return all_reduce_dict(
-            self.timer.consume_durations(), dtype=torch.float64, group=None, op=torch.distributed.ReduceOp.MAX
-        )
-
-    def _log_timings(self, timings: dict) -> None:
-        self.logger.log_metrics(timings, step=self.step, prefix="timers/")
-
-    def _log_rollouts(self, metrics: dict, step: int) -> None:
-        self.train_df = _append_rows(self.train_df, step, metrics.pop("table"))
-        self.logger.log_metrics(metrics | {"epoch": self.epoch + 1}, step=step, prefix="train_rollouts/")
-        self.logger.log_table(key="table/train_rollouts", dataframe=self.train_df, step=step)
-
     def _log_validation(self) -> dict:
         with self.timer("validation_time"):
             metrics = self.run_validation()
-        samples = metrics.pop("table")
-        self.logger.log_samples("val_samples", samples, step=self.step)
-        self.val_df = _append_rows(self.val_df, self.step, samples[:VAL_TABLE_ROWS])
-        self.logger.log_metrics(metrics, step=self.step, prefix="val_rollouts/")
-        self.logger.log_table(key="table/val_rollouts", dataframe=self.val_df, step=self.step)
-        timings = self._consume_timings()
-        total = timings.pop("validation_time")
-        inner = {f"validation_{name}": seconds for name, seconds in timings.items()}
-        self._log_timings({"validation_time": total} | inner)
+        self.val_df = log_validation(self.logger, self.val_df, metrics, consume_timings(self.timer), self.step)
         return metrics
-
-    def _log_initial_validation(self) -> None:
-        """Where the untrained policy stands, if `run_init_validation` asks for it."""
-        if self.cfg.get("run_init_validation", False):
-            self._log_validation()
-
-    def _progress_bar(self) -> tqdm:
-        return tqdm(
-            total=self.max_steps,
-            initial=self.step,
-            desc="PPO Global Step",
-            disable=parallel_state.get_rank() != 0,
-            dynamic_ncols=True,
-        )
-
-    def _show_progress(self, progress: tqdm, train_metrics: dict, val_metrics: dict) -> dict[str, float]:
-        """Advance the bar; returns all metrics of the step as `train_*` and `val_*`, to rank checkpoints by."""
-        shown = {f"train_{key}": float(value) for key, value in train_metrics.items()}
-        shown |= {f"val_{key}": float(value) for key, value in val_metrics.items()}
-        progress.set_postfix({key: f"{shown[key]:.4g}" for key in POSTFIX_KEYS if key in shown}, refresh=False)
-        progress.update(1)
-        return shown

@@ -120,10 +120,26 @@ def compute_num_rollout_microbatches(dataloader) -> int:
     dp_size = parallel_state.get_data_parallel_world_size()
     if num_samples % (micro_batch_size * dp_size):
         raise ConfigError(
-            f"a rollout of {num_samples} samples (model.ppo.num_rollout_samples or num_val_samples) is not divisible "
+            f"a rollout of {num_samples} samples (num_rollout_samples or num_val_samples) is not divisible "
             f"by the rollout micro-batch size {micro_batch_size} x {dp_size} data-parallel rank(s); change one."
         )
     return num_samples // (micro_batch_size * dp_size)
+
+
+def with_prompt_columns(rollout: dict, batch: dict) -> dict:
+    """What `infer` returned for a batch of prompts, and what must stay with each row of them."""
+    kept = ("idx", "loss_multiplier")
+    return dict(rollout) | {key: batch[key].to(get_device()) for key in kept if key in batch}
+
+
+def reward_columns(rewards: torch.Tensor, future) -> dict[str, torch.Tensor]:
+    """Columns f32 `[b]` of a scored micro-batch: `rewards`, and `rewards_<name>` for each model of an ensemble.
+
+    Args:
+        rewards: `[b]` or `[b, 1]`, from `future.result()`; `future.reward_parts` is known by then.
+    """
+    parts = {f"rewards_{name}": part.flatten() for name, part in getattr(future, "reward_parts", {}).items()}
+    return {"rewards": rewards.flatten()} | parts
 
 
 def sample_rows(rollout_batch, tokenizer, num_rows: int) -> list[dict]:
@@ -144,7 +160,7 @@ def sample_rows(rollout_batch, tokenizer, num_rows: int) -> list[dict]:
 
 
 def compute_rollout_metrics(rollout_batch) -> dict[str, float]:
-    """Means over the samples of a gathered rollout (lengths in tokens).
+    """Means over the samples of a gathered rollout (lengths in tokens), with those of an ensemble's `rewards_<name>`.
 
     Stand-ins for prompts that could not be used (`loss_multiplier` 0) train nothing and are left out of the means.
     """
@@ -162,6 +178,7 @@ def compute_rollout_metrics(rollout_batch) -> dict[str, float]:
         "prompt_lengths": mean(prompt_lengths),
         "generation_length": mean(lengths - prompt_lengths),
         "rewards": mean(rollout_batch["rewards"]),
+        **{key: mean(values) for key, values in rollout_batch.items() if key.startswith("rewards_")},
         "fraction_of_samples_properly_ended": mean(rollout_batch["is_end"]),
     }
 

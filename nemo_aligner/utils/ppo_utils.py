@@ -131,23 +131,29 @@ def calculate_entropy(log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
     return entropy if mask is None else masked_mean(entropy, mask)
 
 
-def select_topk(batch: dict[str, Tensor], num_select: int = 1) -> dict[str, Tensor]:
+def select_topk(batch: dict[str, Tensor], num_select: int = 1, group_by: str = "prompt_tokens") -> dict[str, Tensor]:
     """Keep the `num_select` best rewarded rows of each prompt (all of a prompt that has fewer).
 
+    Of equally rewarded rows the later ones are kept.
+
     Args:
-        batch: every tensor has N rows; `prompt_tokens` [N, P] says which rows belong together (identical rows),
-            `rewards` is [N] or [N, 1].
+        batch: every tensor has N rows; `rewards` is [N] or [N, 1].
         num_select: rows to keep for each prompt.
+        group_by: the tensor, [N] or [N, P], that says which rows belong together (equal ones). Texts take a prompt
+            that occurs twice in the data for one; the index in the data set (`idx`) does not.
 
     Returns:
-        The kept rows of every tensor: prompts in sorted order, rewards ascending inside a prompt.
+        The kept rows of every tensor: prompts in sorted order of `group_by`, rewards ascending inside a prompt.
+
+    Raises:
+        ValueError: a reward is NaN, or `num_select` below 1.
     """
     if num_select < 1:
         raise ValueError(f"top_n_rollouts={num_select}: select at least 1 rollout for each prompt")
     rewards = batch["rewards"].flatten()
     if rewards.isnan().any():
         raise ValueError(f"the reward of rollout {int(rewards.isnan().nonzero()[0])} is NaN; cannot select the best")
-    group, size = _groups(batch["prompt_tokens"])
+    group, size = _groups(batch[group_by])
     order = torch.argsort(rewards, stable=True)
     order = order[torch.argsort(group[order], stable=True)]  # by prompt, and by reward inside
     stop = size.cumsum(0)[group[order]]
@@ -176,7 +182,7 @@ def calculate_rloo_baseline(prompts: Tensor, reward: Tensor, mask: Tensor) -> Te
 
 
 def _groups(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(group of each row [N], size of each group): identical rows share a group; groups are in sorted order."""
+    """(group of each row [N], size of each group): equal rows share a group; groups are in sorted order."""
     _, group, size = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
     return group, size
 

@@ -29,6 +29,12 @@ def compute_num_steps_per_epoch(sampler, limit_train_batches: int | float | None
     return compute_limit_batches(sampler.total_samples // sampler.global_batch_size, limit_train_batches)
 
 
+def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int) -> int:
+    """Steps of a run: all epochs, capped by `max_steps` unless that is negative."""
+    total = num_steps_per_epoch * max_epochs
+    return min(total, max_steps) if max_steps >= 0 else total
+
+
 def check_progress(
     step: int,
     max_steps: int,

@@ -17,7 +17,7 @@ from nemo.core.config import hydra_runner
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
-from nemo_aligner.algorithms.ppo import PPOTrainer, compute_max_steps, compute_num_optimizer_steps
+from nemo_aligner.algorithms.ppo import PPOTrainer, compute_num_optimizer_steps
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_rlhf_datasets,
@@ -38,7 +38,7 @@ from nemo_aligner.utils.train_script_utils import (
     setup_experiment,
     user_errors_end_the_job,
 )
-from nemo_aligner.utils.trainer_utils import compute_num_steps_per_epoch
+from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_steps_per_epoch
 
 
 @hydra_runner(config_path="conf", config_name="gpt_ppo_actor")

@@ -1,0 +1,120 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Train a policy with rejection sampling against a reward-model server (serve_reward_model.py) that runs beside this
+job.
+
+    python train_gpt_rs_actor.py pretrained_checkpoint.restore_from_path=sft.nemo \
+        "model.data.data_prefix={train: [prompts.jsonl], validation: [val.jsonl], test: [val.jsonl]}" \
+        model.rs.num_rollouts_per_prompt=4 model.rs.top_n_rollouts=1 remote_rm.host=localhost remote_rm.port=5555
+
+One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well.
+The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_rs_actor.yaml,
+docs/config.md.
+"""
+
+from functools import partial
+
+from nemo.core.config import hydra_runner
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.algorithms.rs import RSTrainer, compute_num_optimizer_steps
+from nemo_aligner.data.nlp.builders import (
+    build_dataloader,
+    build_train_valid_test_rlhf_datasets,
+    collate_with_pad_to_max_batch,
+)
+from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
+from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient
+from nemo_aligner.utils.config_utils import check_config, check_values
+from nemo_aligner.utils.timers import Timer
+from nemo_aligner.utils.train_script_utils import (
+    build_checkpoint_callback,
+    build_logger,
+    load_and_override_model_config,
+    load_from_nemo,
+    load_trainer_state,
+    resolve_and_create_trainer,
+    setup_experiment,
+    user_errors_end_the_job,
+)
+from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_steps_per_epoch
+
+
+@hydra_runner(config_path="conf", config_name="gpt_rs_actor")
+@user_errors_end_the_job
+def main(cfg) -> None:
+    check_config(cfg, "gpt_rs_actor")
+    cfg.model = load_and_override_model_config(cfg.pretrained_checkpoint.restore_from_path, cfg.model)
+    check_values(cfg, "gpt_rs_actor", complete=True)  # again, now with what the checkpoint says
+    trainer = resolve_and_create_trainer(cfg, "rs")
+    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
+    log_dir = setup_experiment(trainer, cfg)
+    logger = build_logger(trainer, log_dir)
+
+    model = load_from_nemo(
+        MegatronGPTRSModel, cfg.model, trainer, restore_path=cfg.pretrained_checkpoint.restore_from_path
+    )
+    model.init_peft(cfg.model.get("peft"))
+
+    train_ds, validation_ds, _ = build_train_valid_test_rlhf_datasets(
+        cfg=cfg.model,
+        data_prefix=cfg.model.data.data_prefix,
+        data_impl=cfg.model.data.data_impl,
+        splits_string=cfg.model.data.splits_string,
+        train_valid_test_num_samples=[-1, -1, -1],
+        seq_length=cfg.model.data.seq_length,
+        seed=cfg.model.seed,
+        tokenizer=model.tokenizer,
+    )
+    rs = cfg.model.rs
+    prompts_dataloader = partial(
+        build_dataloader,
+        cfg,
+        consumed_samples=0,  # the trainer says where to go on
+        load_gbs=False,
+        collate_fn=collate_with_pad_to_max_batch(
+            rs.length_params.max_length, model.tokenizer.eos_id, cfg, generate_masks_and_position_ids=False
+        ),
+    )
+    train_dataloader = prompts_dataloader(train_ds, mbs=rs.rollout_micro_batch_size, gbs=rs.num_rollout_samples)
+    val_dataloader = prompts_dataloader(
+        validation_ds, mbs=rs.val_rollout_micro_batch_size, gbs=rs.num_val_samples, use_random_sampler=False
+    )
+
+    steps_per_epoch = compute_num_steps_per_epoch(train_dataloader.batch_sampler)
+    rs_steps = compute_max_steps(steps_per_epoch, cfg.trainer.rs.max_epochs, cfg.trainer.rs.max_steps)
+    optimizer, scheduler = model.setup_megatron_optimization(
+        max_steps=compute_num_optimizer_steps(
+            rs_steps, rs.num_rollout_samples, rs.top_n_rollouts, cfg.model.global_batch_size
+        )
+    )
+    ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
+    logger.log_hyperparams(OmegaConf.to_container(cfg))
+
+    rm = RemoteGPTRMClient(cfg.remote_rm)
+    try:
+        rs_trainer = RSTrainer(
+            cfg=cfg.trainer.rs,
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            train_dataloader=train_dataloader,
+            val_dataloader=val_dataloader,
+            logger=logger,
+            ckpt_callback=ckpt_callback,
+            run_timer=Timer((cfg.get("exp_manager") or {}).get("max_time_per_run")),
+            num_rollouts_per_prompt=rs.num_rollouts_per_prompt,
+            top_n_rollouts=rs.top_n_rollouts,
+            rm=rm,
+        )
+        state = load_trainer_state(cfg, ckpt_callback)
+        if state is not None:
+            rs_trainer.load_state_dict(state)
+        rs_trainer.fit()
+    finally:
+        rm.communicator.close()
+
+
+if __name__ == "__main__":
+    main()
