@@ -3,8 +3,9 @@
 """The critic job: a critic model (and, combined with it, a reward model) that remote actors use, train and save.
 
 A request goes: Triton thread (decode, check) -> queue -> main thread of rank 0 -> all ranks compute -> answer. See
-`servers/server_loop.py` for the threads and for how the job ends, `servers/schema.py` for each endpoint's tensors.
-N is the number of rows of a request, S its padded token length; column t of a [N, S-1] tensor belongs to token t+1.
+`servers/server_loop.py` for the threads and for how the job ends, `servers/scoring.py` for the way of an infer
+request, `servers/schema.py` for each endpoint's tensors. N is the number of rows of a request, n that of one
+data-parallel rank's share, S the padded token length; column t of a [N, S-1] tensor belongs to token t+1.
 """
 
 import collections
@@ -19,17 +20,12 @@ from omegaconf import DictConfig
 
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.scoring import Scorer, batcher_options, local_rows, model_limits
 from nemo_aligner.servers.server_loop import ControlGroup, ServerLoop
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.distributed import gather_tensor
 from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.server_utils import (
-    calculate_inference_batch_padding_multiple,
-    pad_batch_and_strip_sequence,
-    pad_rows,
-    process_inputs,
-)
+from nemo_aligner.utils.server_utils import pad_rows
 from nemo_aligner.utils.train_utils import optimizer_step
 
 # How many answers of critic_train are kept for clients that repeat a request.
@@ -70,37 +66,37 @@ class CriticServerTrainer:
         self.scheduler = scheduler
         self.logger = logger
         self.ckpt_callback = ckpt_callback
-        self.tokenize_func = tokenize_func
         self.gbs = gbs
-        self.model_forward_micro_batch_size = model_forward_micro_batch_size
 
         self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
         self.host = cfg.get("host", "0.0.0.0")
         self.port = int(cfg.get("port", schema.CRITIC_PORT))
-        self.max_queue_delay_microseconds = int(cfg.get("max_queue_delay_microseconds", 2000))
-        self.strip_sequence_length_to_multiple = cfg.get("strip_sequence_length_to_multiple", None)
         self.gradient_clip_val = cfg.get("gradient_clip_val", None)
-        sizes = cfg.get("inference_micro_batch_size", model_forward_micro_batch_size)
-        self.inference_micro_batch_size = [sizes] if isinstance(sizes, int) else list(sizes)
-
-        self.dp_size = parallel_state.get_data_parallel_world_size()
-        self.dp_rank = parallel_state.get_data_parallel_rank()
-        if gbs % self.dp_size:
+        self.batcher = batcher_options(
+            cfg.get("max_queue_delay_microseconds", 2000),
+            cfg.get("inference_micro_batch_size", model_forward_micro_batch_size),
+        )
+        dp_size = parallel_state.get_data_parallel_world_size()
+        if gbs % dp_size:
             raise ConfigError(
-                f"model.global_batch_size={gbs} does not divide over the critic's {self.dp_size} data-parallel ranks. "
+                f"model.global_batch_size={gbs} does not divide over the critic's {dp_size} data-parallel ranks. "
                 "Change it, trainer.devices, or the tensor and pipeline parallel sizes."
             )
-
-        model_cfg = getattr(model, "cfg", None)
-        self.max_length = model_cfg.get("encoder_seq_length", None) if model_cfg is not None else None
-        self.vocab_size = getattr(getattr(model, "tokenizer", None), "vocab_size", None)
+        self.vocab_size, self.max_length = model_limits(model)
+        self._scorer = Scorer(
+            self._score_rows,
+            tokenize_func,
+            model_forward_micro_batch_size,
+            cfg.get("strip_sequence_length_to_multiple", None),
+            self.vocab_size,
+            self.max_length,
+        )
 
         self.step = 0  # optimizer steps of the weights in memory
         self.saved_step = 0  # optimizer steps of the last checkpoint written or loaded
         self.actor_step = 0  # actor step of that checkpoint
         self._finish = None  # ends what the model was last prepared for, if it was interrupted
         self._answers = collections.OrderedDict()
-        self._control = None
         self._loop = None
 
     # ---- state ----
@@ -117,10 +113,6 @@ class CriticServerTrainer:
 
     def run_server(self) -> None:
         """Serve until SIGTERM or SIGINT reaches any rank; every rank calls it."""
-        batcher = {
-            "max_queue_delay_microseconds": self.max_queue_delay_microseconds,
-            "preferred_batch_size": [size * self.dp_size for size in self.inference_micro_batch_size],
-        }
         self._loop = ServerLoop(
             name="critic server",
             host=self.host,
@@ -132,12 +124,12 @@ class CriticServerTrainer:
                 (schema.critic_status_endpoint(), self.server_status),
             ],
             operations={
-                ServerSignal.FORWARD: self._forward,
+                ServerSignal.FORWARD: self._scorer.forward,
                 ServerSignal.TRAIN: self.run_training,
                 ServerSignal.SAVE: self._save,
             },
             after_failure=self._recover,
-            batcher=batcher,
+            batcher=self.batcher,
             control=self.control,
             failure_grace_s=self.failure_grace_s,
         )
@@ -145,8 +137,7 @@ class CriticServerTrainer:
 
     def server_infer(self, **inputs) -> dict[str, np.ndarray]:
         """Handler of `critic_infer`."""
-        arrays, finish = self._prepare_inference(inputs)
-        return finish(self._loop.submit(ServerSignal.FORWARD, arrays))
+        return self._scorer.answer(self._loop, inputs)
 
     def server_train(self, **inputs) -> dict[str, np.ndarray]:
         """Handler of `critic_train`. A `request_id` seen before gets its first answer; nothing is applied twice."""
@@ -194,10 +185,8 @@ class CriticServerTrainer:
 
     @property
     def control(self) -> ControlGroup:
-        """The group that carries request data; all ranks make it at their first operation."""
-        if self._control is None:
-            self._control = ControlGroup()
-        return self._control
+        """The group that carries request data."""
+        return self._scorer.control
 
     @contextlib.contextmanager
     def _prepared(self, prepare: Callable, finish: Callable):
@@ -214,67 +203,15 @@ class CriticServerTrainer:
         Every rank calls it, rank 0 with `tokens` int64 [N, S] and `sequence_lengths` int64 [N] or [N, 1] (or
         `sentences`); rank 0 gets the arrays, the others an empty dict.
         """
-        finish = None
+        return self._scorer.run(inputs)
 
-        def prepare():
-            nonlocal finish
-            arrays, finish = self._prepare_inference(inputs)
-            return arrays
-
-        outputs = self._score(self.control.from_rank_zero(prepare))
-        return finish(outputs) if finish else outputs
-
-    def _prepare_inference(self, inputs: dict) -> tuple:
-        """Checked, stripped and padded arrays of an infer request, and the function that undoes it on the outputs."""
-        inputs = process_inputs(inputs, self.tokenize_func)
-        tokens, lengths = inputs["inputs"], inputs["sequence_length"]
-        schema.validate_scoring_inputs(tokens, lengths, self.vocab_size, self.max_length)
-        rows = tokens.shape[0]
-        multiple = calculate_inference_batch_padding_multiple(rows, self.model_forward_micro_batch_size)
-        padded, _extra, width = pad_batch_and_strip_sequence(
-            tokens, lengths, multiple, self.strip_sequence_length_to_multiple
-        )
-        # An empty row still has one position to read a reward from.
-        arrays = {"tokens": padded["inputs"], "sequence_lengths": np.maximum(padded["sequence_length"], 1)}
-
-        def finish(outputs: dict) -> dict:
-            values = outputs["values"][:rows]
-            finished = {"values": np.pad(values, [(0, 0), (0, width - values.shape[1])])}
-            if "rewards" in outputs:
-                finished["rewards"] = outputs["rewards"][:rows]
-            return finished
-
-        return arrays, finish
-
-    def _forward(self, **arrays) -> dict:
-        return self._score(self.control.from_rank_zero(lambda: arrays))
-
-    def _score(self, arrays: dict) -> dict:
-        """Values [N, S] and rewards [N, 1] of a padded batch on rank 0, {} elsewhere; each DP rank scores its rows."""
-        rows = self._local_rows(0, arrays["tokens"].shape[0])
-        tokens, lengths = (torch.from_numpy(arrays[k][rows]).to(get_device()) for k in ("tokens", "sequence_lengths"))
-        outputs = {}
+    def _score_rows(self, tokens: torch.Tensor, lengths: torch.Tensor, _prompt_lengths) -> dict[str, torch.Tensor]:
+        """Values [n, S] and, when combined, rewards [n, 1] of this rank's rows."""
         with self._prepared(self.model.prepare_for_inference, self.model.finish_inference):
-            if self.combine_rm_and_critic_server:
-                rewards, values = self.model.infer_rm_critic((tokens, lengths))
-                outputs["rewards"] = torch.as_tensor(rewards).reshape(-1, 1)
-            else:
-                values = self.model.infer((tokens, lengths))
-            outputs["values"] = torch.as_tensor(values)
-        return {name: array for name in sorted(outputs) if (array := self._gather_rows(outputs[name])) is not None}
-
-    def _local_rows(self, start: int, count: int) -> slice:
-        """This data-parallel rank's share of `count` rows that begin at `start`."""
-        share = count // self.dp_size
-        return slice(start + self.dp_rank * share, start + (self.dp_rank + 1) * share)
-
-    def _gather_rows(self, tensor: torch.Tensor) -> np.ndarray | None:
-        """The rows of all data-parallel ranks, float32, on rank 0; None elsewhere."""
-        tensor = tensor.detach().float().contiguous()
-        if self.dp_size > 1 and parallel_state.get_data_parallel_src_rank() == 0:
-            shares = gather_tensor(tensor.to(get_device()), 0, parallel_state.get_data_parallel_group())
-            tensor = torch.cat(shares) if shares is not None else None
-        return tensor.cpu().numpy() if self.control.rank == 0 else None
+            if not self.combine_rm_and_critic_server:
+                return {"values": self.model.infer((tokens, lengths))}
+            rewards, values = self.model.infer_rm_critic((tokens, lengths))
+            return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
 
     def _prepare_training(self, inputs: dict) -> dict:
         """Checked arrays of a train request, with empty rows (mask 0) up to a multiple of the global batch size."""
@@ -298,7 +235,7 @@ class CriticServerTrainer:
         losses = []
         with self._prepared(self.model.prepare_for_training, self.model.finish_training):
             for start in range(0, arrays["tokens"].shape[0], self.gbs):
-                rows = self._local_rows(start, self.gbs)
+                rows = local_rows(start, self.gbs)
                 losses.append(self._train_step({k: torch.from_numpy(v[rows]) for k, v in arrays.items()}))
         return {"loss_mean": np.array([np.mean(losses)], dtype=np.float32)}
 

@@ -73,6 +73,18 @@ def calculate_inference_batch_padding_multiple(current_size: int, model_forward_
     return dp_size if current_size <= full else full
 
 
+def _decode_sentences(sentences: np.ndarray) -> list[str]:
+    """Texts of `sentences`, bytes [N] or [N, 1]; one that is not UTF-8 is named by its row."""
+    if sentences.ndim > 1 and sentences.shape[1:] != (1,):
+        raise UserError(f"'sentences' has shape {list(sentences.shape)}: send one text per row, [N, 1].")
+    try:
+        return decode_bytes_ndarray(sentences).tolist()
+    except UnicodeDecodeError as error:
+        bad = error.object
+        row = next((i for i, text in enumerate(sentences.reshape(-1)) if bytes(text) == bad), "?")
+        raise UserError(f"'sentences' holds bytes in row {row} that are not UTF-8 ({error.reason}).") from error
+
+
 def process_inputs(inputs: dict, tokenize_func) -> dict:
     """Tokens and lengths of an infer request; `sentences` win over `tokens`.
 
@@ -85,7 +97,7 @@ def process_inputs(inputs: dict, tokenize_func) -> dict:
     """
     sentences = inputs.get("sentences")
     if sentences is not None:
-        tokens, lengths = tokenize_func(decode_bytes_ndarray(sentences).tolist())
+        tokens, lengths = tokenize_func(_decode_sentences(np.asarray(sentences)))
     else:
         tokens, lengths = inputs.get("tokens"), inputs.get("sequence_lengths")
         if tokens is None or lengths is None:

@@ -89,8 +89,9 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str) -> Trainer:
-    """Resolve `cfg` in place and build the Lightning trainer from `cfg.trainer` without its `pop_trainer_key` section.
+def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = None) -> Trainer:
+    """Resolve `cfg` in place and build the Lightning trainer from `cfg.trainer` without its `pop_trainer_key` section
+    (None for a job that has none).
 
     The trainer knows devices, nodes and the launch form (plain `python`, torchrun, SLURM); its own loops are not used.
 

@@ -117,3 +117,31 @@ def read_metrics(folder: Path, key: str) -> list[float]:
         if key in record:
             values[record["step"]] = record[key]
     return [values[step] for step in sorted(values)]
+
+
+def reward_server(rm_file, folder: Path, port: int, ranks=1, launcher="python", *extra: str) -> ScriptJob:
+    """serve_reward_model.py with the reward model of `rm_file`, on this machine; its log is `folder`/reward.log."""
+    folder.mkdir(exist_ok=True)
+    overrides = [
+        "trainer.accelerator=cpu",
+        "trainer.precision=32",
+        f"rm_model_file={rm_file}",
+        "inference.host=127.0.0.1",
+        f"inference.port={port}",
+        "model.forward_micro_batch_size=2",
+    ]
+    return ScriptJob("serve_reward_model.py", folder / "reward.log", [*overrides, *extra], ranks, launcher)
+
+
+def wait_until_serving(job: ScriptJob, timeout_s: float = 120.0) -> None:
+    """Return once the job's endpoints answer."""
+    deadline = time.monotonic() + timeout_s
+    while ": serving " not in job.log:
+        assert job.process.poll() is None and time.monotonic() < deadline, f"no server:\n{job.log[-4000:]}"
+        time.sleep(0.2)
+
+
+def assert_ended_well(job: ScriptJob, code: int) -> None:
+    # torchrun itself reports a SIGTERM with exit code 1, however well its workers ended.
+    assert code == 0 or (job.launcher == "torchrun" and job.stopped), job.log[-4000:]
+    assert not job.leftovers()

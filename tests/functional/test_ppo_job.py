@@ -10,7 +10,7 @@ import string
 import pytest
 
 from nemo_aligner.utils.ports import find_free_port
-from tests.functional.jobs import ScriptJob, read_metrics
+from tests.functional.jobs import ScriptJob, assert_ended_well, read_metrics
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.timeout(600)  # several processes of ten seconds' start each; their own limits are shorter
@@ -114,12 +114,6 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):
         ranks,
         launcher,
     )
-
-
-def assert_ended_well(job, code):
-    # torchrun itself reports a SIGTERM with exit code 1, however well its workers ended.
-    assert code == 0 or (job.launcher == "torchrun" and job.stopped), job.log[-4000:]
-    assert not job.leftovers()
 
 
 @pytest.fixture(scope="module")

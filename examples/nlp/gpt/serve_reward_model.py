@@ -1,0 +1,90 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a reward model to rejection sampling, or to PPO whose critic has a server of its own.
+
+    python serve_reward_model.py rm_model_file=reward_model.nemo inference.port=5555
+
+The server runs until SIGTERM or SIGINT. One process per device: with `trainer.devices=N` plain `python` starts them
+itself; torchrun and srun work as well. Keys: conf/inference_rm.yaml, docs/config.md.
+"""
+
+from nemo.core.config import hydra_runner
+from nemo.utils import logging
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_aligner.algorithms.reward_server import RewardModelServer
+from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
+from nemo_aligner.servers.scoring import model_limits
+from nemo_aligner.utils.config_utils import check_config, check_values
+from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.nemo_archive import check_restore_path
+from nemo_aligner.utils.train_script_utils import (
+    load_and_override_model_config,
+    load_from_nemo,
+    resolve_and_create_trainer,
+    user_errors_end_the_job,
+)
+
+
+@hydra_runner(config_path="conf", config_name="inference_rm")
+@user_errors_end_the_job
+def main(cfg) -> None:
+    check_config(cfg, "inference_rm")
+    build_model_server(cfg).run_server()
+
+
+def build_model_server(cfg: DictConfig) -> RewardModelServer:
+    """The model of `rm_model_file`, ready for inference, behind the endpoint; every rank calls it."""
+    restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
+    cfg.model = load_and_override_model_config(restore_path, cfg.model)
+    check_values(cfg, "inference_rm", complete=True)
+    check_one_reward_per_text(cfg.model)
+    trainer = resolve_and_create_trainer(cfg)
+    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
+
+    model_class = reward_model_class(cfg.model.get("reward_model_type", "binary_ranking"))
+    model = load_from_nemo(model_class, cfg.model, trainer, restore_path=restore_path)
+    if not model.has_trained_head:
+        raise UserError(
+            f"rm_model_file={restore_path} holds no reward head, so its rewards would be random; train a reward model "
+            "from it with train_reward_model.py and serve that."
+        )
+    model.prepare_for_inference()
+    vocab_size, max_length = model_limits(model)
+    return RewardModelServer(
+        infer_fn=model.infer,
+        tokenize_func=model.tokenize,
+        model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
+        vocab_size=vocab_size,
+        max_length=max_length,
+        **endpoint_options(cfg.inference),
+    )
+
+
+def endpoint_options(inference_cfg: DictConfig) -> dict:
+    """The fields of `RewardModelServer` that stand in `inference` of the configuration."""
+    names = ("host", "port", "model_name", "max_queue_delay_microseconds", "strip_sequence_length_to_multiple")
+    options = {name: inference_cfg[name] for name in names}
+    sizes = inference_cfg.inference_micro_batch_size
+    return {**options, "inference_micro_batch_size": sizes if isinstance(sizes, int) else list(sizes)}
+
+
+def check_one_reward_per_text(model_cfg: DictConfig) -> None:
+    """Raise `ConfigError` unless the model gives one number per text."""
+    regression = model_cfg.get("regression") or {}
+    attributes = regression.get("num_attributes", 1) or 1
+    if attributes > 1 and not regression.get("merge_attributes", False):
+        raise ConfigError(
+            f"this reward model gives {attributes} attributes (model.regression.num_attributes), but a reward is one "
+            "number per text; set model.regression.merge_attributes=True, and model.regression.attribute_weights to "
+            f"{attributes} numbers unless they all count the same."
+        )
+    if model_cfg.get("output_sequence", False):
+        raise ConfigError(
+            "model.output_sequence=True: this checkpoint is a critic's and gives a value per token, but a reward is "
+            "one number per text; serve the reward model that the critic started from."
+        )
+
+
+if __name__ == "__main__":
+    main()

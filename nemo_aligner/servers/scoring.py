@@ -1,0 +1,170 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How a server job scores a request on all its ranks: what the critic server and the reward server share.
+
+A request is checked, tokenized and padded on a Triton thread of rank 0 (`Scorer.answer`), its rows are shared out to
+the data-parallel ranks, scored, and put together again in their order (`Scorer.forward`). Padding, stripping and the
+merging of requests never change a score. N is the number of rows of a request, n that of one data-parallel rank's
+share, S the padded token length.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_aligner.servers import schema
+from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.server_loop import ControlGroup, ServerLoop
+from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.device import get_device
+from nemo_aligner.utils.distributed import gather_tensor
+from nemo_aligner.utils.server_utils import (
+    calculate_inference_batch_padding_multiple,
+    pad_batch_and_strip_sequence,
+    pad_rows,
+    process_inputs,
+)
+
+
+def local_rows(start: int, count: int) -> slice:
+    """This data-parallel rank's share of `count` rows that begin at `start`; `count` is a multiple of DP."""
+    share = count // parallel_state.get_data_parallel_world_size()
+    rank = parallel_state.get_data_parallel_rank()
+    return slice(start + rank * share, start + (rank + 1) * share)
+
+
+def gather_rows(tensor: Tensor) -> np.ndarray | None:
+    """The rows [n, ...] of all data-parallel ranks, float32 [N, ...], on global rank 0; None elsewhere.
+
+    Every rank of rank 0's data-parallel group calls it, with equal shapes; the other groups hold the same rows and
+    have nothing to send.
+    """
+    tensor = tensor.detach().float().contiguous()
+    if parallel_state.get_data_parallel_world_size() > 1 and parallel_state.get_data_parallel_src_rank() == 0:
+        shares = gather_tensor(tensor.to(get_device()), 0, parallel_state.get_data_parallel_group())
+        tensor = torch.cat(shares) if shares is not None else None
+    return tensor.cpu().numpy() if parallel_state.get_rank() == 0 else None
+
+
+def batcher_options(max_queue_delay_microseconds: float, inference_micro_batch_size) -> dict:
+    """Arguments of PyTriton's DynamicBatcher: how long to wait for requests to merge, and the sizes worth waiting for.
+
+    Args:
+        inference_micro_batch_size: rows per data-parallel rank, a number or several.
+    """
+    several = not isinstance(inference_micro_batch_size, int)
+    sizes = list(inference_micro_batch_size) if several else [inference_micro_batch_size]
+    dp_size = parallel_state.get_data_parallel_world_size()
+    return {
+        "max_queue_delay_microseconds": int(max_queue_delay_microseconds),
+        "preferred_batch_size": [size * dp_size for size in sizes],
+    }
+
+
+def model_limits(model) -> tuple[int | None, int | None]:
+    """(vocabulary size, longest text in tokens) of a model; None for what it does not say."""
+    cfg = getattr(model, "cfg", None)
+    vocab_size = getattr(getattr(model, "tokenizer", None), "vocab_size", None)
+    return vocab_size, cfg.get("encoder_seq_length", None) if cfg is not None else None
+
+
+class Scorer:
+    """Scores requests; every rank of the job holds one.
+
+    Args:
+        score_rows: (tokens int64 [n, S], lengths int64 [n], prompt_lengths int64 [n] or None), on this rank's device,
+            -> {"rewards": [n, 1], "values": [n, S]} or one of them. Every rank calls it with its share. A row that
+            only fills up the batch has length 1 and prompt length 0.
+        tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
+        micro_batch_size: rows of one forward pass per data-parallel rank.
+        strip_sequence_length_to_multiple: columns that no row uses are cut, down to this multiple; None keeps them.
+        vocab_size, max_length: bounds of the served model for token ids and S; None for no bound.
+        needs_prompt_lengths: refuse a request that does not say where its answers begin.
+    """
+
+    def __init__(
+        self,
+        score_rows: Callable,
+        tokenize_func: Callable,
+        micro_batch_size: int,
+        strip_sequence_length_to_multiple: int | None = None,
+        vocab_size: int | None = None,
+        max_length: int | None = None,
+        needs_prompt_lengths: bool = False,
+    ):
+        self.score_rows = score_rows
+        self.tokenize_func = tokenize_func
+        self.micro_batch_size = micro_batch_size
+        self.strip_sequence_length_to_multiple = strip_sequence_length_to_multiple
+        self.vocab_size, self.max_length = vocab_size, max_length
+        self.needs_prompt_lengths = needs_prompt_lengths
+        self._control = None
+
+    @property
+    def control(self) -> ControlGroup:
+        """The group that carries request data; all ranks make it at their first operation."""
+        if self._control is None:
+            self._control = ControlGroup()
+        return self._control
+
+    def answer(self, loop: ServerLoop, inputs: dict) -> dict[str, np.ndarray]:
+        """Answer a request (on a Triton thread of rank 0): `loop` has all ranks run `forward`."""
+        arrays, finish = self._prepare(inputs)
+        return finish(loop.submit(ServerSignal.FORWARD, arrays))
+
+    def run(self, inputs: dict) -> dict[str, np.ndarray]:
+        """Answer a request without a server; every rank calls it. `inputs` count, and the answer comes, on rank 0."""
+        finish = None
+
+        def prepare():
+            nonlocal finish
+            arrays, finish = self._prepare(inputs)
+            return arrays
+
+        outputs = self._score(self.control.from_rank_zero(prepare))
+        return finish(outputs) if finish else outputs
+
+    def forward(self, **arrays) -> dict[str, np.ndarray]:
+        """The operation behind `ServerSignal.FORWARD`; every rank calls it, rank 0 with the arrays."""
+        return self._score(self.control.from_rank_zero(lambda: arrays))
+
+    def _prepare(self, inputs: dict) -> tuple[dict, Callable]:
+        """Checked, stripped and padded arrays of a request, and the function that undoes it on the outputs."""
+        prompt_lengths = inputs.get("prompt_lengths")
+        if self.needs_prompt_lengths and prompt_lengths is None:
+            raise schema.RequestError(
+                "'prompt_lengths' is missing: this reward looks at the answer alone and must know where it begins. "
+                "Send 'tokens', 'sequence_lengths' and 'prompt_lengths' (number of prompt tokens of each row, [N, 1])."
+            )
+        processed = process_inputs(inputs, self.tokenize_func)
+        tokens, lengths = processed["inputs"], processed["sequence_length"]
+        schema.validate_scoring_inputs(tokens, lengths, self.vocab_size, self.max_length, prompt_lengths)
+        rows = tokens.shape[0]
+        multiple = calculate_inference_batch_padding_multiple(rows, self.micro_batch_size)
+        padded, _extra, width = pad_batch_and_strip_sequence(
+            tokens, lengths, multiple, self.strip_sequence_length_to_multiple
+        )
+        # An empty row still has one position to read a reward from.
+        arrays = {"tokens": padded["inputs"], "sequence_lengths": np.maximum(padded["sequence_length"], 1)}
+        if prompt_lengths is not None:
+            arrays["prompt_lengths"] = pad_rows(prompt_lengths.reshape(-1).astype(np.int64, copy=False), multiple)
+
+        def finish(outputs: dict) -> dict:
+            finished = {name: array[:rows] for name, array in outputs.items()}
+            if "values" in finished:
+                values = finished["values"]
+                finished["values"] = np.pad(values, [(0, 0), (0, width - values.shape[1])])
+            return finished
+
+        return arrays, finish
+
+    def _score(self, arrays: dict) -> dict[str, np.ndarray]:
+        """Scores of a padded batch on rank 0, {} elsewhere; each data-parallel rank scores its rows."""
+        rows = local_rows(0, arrays["tokens"].shape[0])
+        share = {name: torch.from_numpy(array[rows]).to(get_device()) for name, array in arrays.items()}
+        outputs = self.score_rows(share["tokens"], share["sequence_lengths"], share.get("prompt_lengths"))
+        # Sorted: every rank must gather in the same order.
+        gathered = {name: gather_rows(torch.as_tensor(outputs[name])) for name in sorted(outputs)}
+        return {name: array for name, array in gathered.items() if array is not None}

@@ -1,0 +1,238 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The reward-model server as users start it: real scripts, one and two ranks, real clients.
+
+Expected numbers come from the same model in this process, called on one unpadded row at a time.
+"""
+
+import concurrent.futures
+import random
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.utils.ports import find_free_port
+from tests.functional.jobs import assert_ended_well, reward_server, wait_until_serving
+from tests.tiny_models import tiny_config
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),  # said of time-outs that are larger
+]
+CONTEXT, VOCAB = 48, 300  # of the tiny model
+TOLERANCE = {"rtol": 0, "atol": 1e-5}
+TEXTS = ["the film", "a dull plot and a long evening", "I", "Review: the story is", "loved the music", "no", "scenes"]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_tokenizer_dir):
+    """The served model as this process has it; random weights."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+
+    model = MegatronGPTRewardModel(
+        tiny_config(tiny_tokenizer_dir, seed=4, output_sequence=False, force_head_dtype="float32")
+    )
+    model.prepare_for_inference()
+    return model
+
+
+@pytest.fixture(scope="module")
+def rm_file(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "rm.nemo"
+    model.save_to(str(path))
+    return path
+
+
+def make_rows(count: int, seed: int = 0, longest: int = CONTEXT) -> list[torch.Tensor]:
+    """`count` texts of 1 to `longest` tokens; the first one has `longest`."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [longest] + torch.randint(1, longest + 1, (count - 1,), generator=generator).tolist()
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def request(rows: list[torch.Tensor], width: int | None = None, fill=None) -> dict:
+    """Arrays of an infer request; columns after a row's end hold 0, or random tokens if `fill` is a seed."""
+    lengths = np.array([[len(row)] for row in rows])
+    shape = (len(rows), width or int(lengths.max()))
+    tokens = np.zeros(shape, np.int64) if fill is None else np.random.default_rng(fill).integers(0, VOCAB, shape)
+    for row, tokens_of_row in zip(rows, tokens):
+        tokens_of_row[: len(row)] = row.numpy()
+    return {"tokens": tokens, "sequence_lengths": lengths}
+
+
+def direct(model, rows: list[torch.Tensor]) -> np.ndarray:
+    """Rewards [N, 1] of the model itself, one unpadded row at a time."""
+    scores = [model.infer((row[None], torch.tensor([len(row)]))) for row in rows]
+    return torch.cat(scores).reshape(-1, 1).numpy()
+
+
+def ask(port: int, name: str = "reward_model", **arrays) -> dict:
+    """A request without any of our client's checks."""
+    from pytriton.client import ModelClient
+
+    with ModelClient(f"http://127.0.0.1:{port}", name, init_timeout_s=20, inference_timeout_s=60) as client:
+        return client.infer_batch(**{key: np.asarray(array) for key, array in arrays.items()})
+
+
+def client_config(port: int, **changes):
+    return OmegaConf.create(
+        {
+            "pad_to_length": None,
+            "init_timeout_s": 20,
+            "inference_timeout_s": 60,
+            "reward_model": {"name": "reward_model", "ip": "127.0.0.1", "port": port},
+            **changes,
+        }
+    )
+
+
+def through_client(port: int, rows: list[torch.Tensor], pad_to_length=None) -> np.ndarray:
+    """Rewards [N, 1] as an actor gets them; the rollout is padded with the last token id, as `infer` pads with eos."""
+    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient
+
+    client = RemoteGPTRMClient(client_config(port, pad_to_length=pad_to_length))
+    try:
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=VOCAB - 1)
+        lengths = torch.tensor([len(row) for row in rows])
+        return client.infer_rm({"response_tokens": tokens, "response_lengths": lengths}).result().numpy()
+    finally:
+        client.communicator.close()
+
+
+def assert_scores_are_direct(port: int, model) -> None:
+    """Whatever the number of rows, the padding and the way in, the rewards are those of the model itself."""
+    for count, longest, width, fill in (
+        (1, 1, None, None),
+        (1, 5, 48, 3),
+        (2, 48, None, None),
+        (3, 9, 11, 4),
+        (5, 30, 48, None),
+        (9, 17, 31, 5),
+        (16, 48, 48, 6),
+    ):
+        rows = make_rows(count, seed=count, longest=longest)
+        answer = ask(port, **request(rows, width, fill))
+        assert set(answer) == {"rewards"} and answer["rewards"].dtype == np.float32
+        np.testing.assert_allclose(answer["rewards"], direct(model, rows), **TOLERANCE)
+    rows = make_rows(7, seed=11, longest=20)
+    for pad_to_length in (None, 20, 48):
+        np.testing.assert_allclose(through_client(port, rows, pad_to_length), direct(model, rows), **TOLERANCE)
+    answer = ask(port, sentences=[[text.encode()] for text in TEXTS])
+    np.testing.assert_allclose(answer["rewards"], [[float(model.infer([text]))] for text in TEXTS], **TOLERANCE)
+
+
+# ---- one rank ----
+
+
+@pytest.fixture(scope="module")
+def port(rm_file):
+    """Port of a running server with one rank."""
+    port = find_free_port()
+    with reward_server(rm_file, rm_file.parent / "single", port) as job:
+        wait_until_serving(job)
+        yield port
+        assert_ended_well(job, job.stop())
+
+
+def test_scores_equal_the_model_called_directly(port, model):
+    assert_scores_are_direct(port, model)
+
+
+def test_requests_that_triton_merges_get_their_own_rewards(port, model):
+    """Many clients at once: the same width (merged), other widths (not merged), and sentences (merged, ragged)."""
+
+    def one(seed):
+        rng = random.Random(seed)
+        if seed % 4 == 3:
+            texts = rng.sample(TEXTS, 3)
+            rewards = ask(port, sentences=[[text.encode()] for text in texts])["rewards"]
+            return rewards, [[float(expected[text])] for text in texts]
+        rows = make_rows(rng.randint(1, 5), seed, longest=12)
+        return ask(port, **request(rows, rng.choice([12, 12, 15])))["rewards"], rows
+
+    expected = {text: model.infer([text]) for text in TEXTS}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(one, range(24)))
+    for rewards, wanted in results:
+        wanted = wanted if isinstance(wanted[0], list) else direct(model, wanted)
+        np.testing.assert_allclose(rewards, wanted, **TOLERANCE)
+
+
+GOOD = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1), 5)}
+
+
+@pytest.mark.parametrize(
+    "request_, words",
+    [
+        ({**GOOD, "tokns": GOOD["tokens"]}, ["tokns"]),
+        ({**GOOD, "tokens": GOOD["tokens"].astype(np.int32)}, ["tokens", "INT64", "INT32"]),
+        ({**GOOD, "tokens": np.ones((2, 5, 1), np.int64)}, ["tokens", "[-1,-1]", "[2,5,1]"]),
+        ({"tokens": GOOD["tokens"]}, ["'sequence_lengths' is missing", "'sentences'"]),
+        ({"sequence_lengths": GOOD["sequence_lengths"]}, ["'tokens' is missing"]),
+        ({**GOOD, "sequence_lengths": np.full((2, 1), 6)}, ["'sequence_lengths' holds 6", "[1, 5]"]),
+        ({**GOOD, "sequence_lengths": np.zeros((2, 1), np.int64)}, ["'sequence_lengths' holds 0", "[1, 5]"]),
+        ({**GOOD, "sequence_lengths": np.full((2, 2), 5)}, ["'sequence_lengths' has shape", "[N, 1]"]),
+        ({**GOOD, "tokens": np.full((2, 5), 300)}, ["the id 300", "[0, 300)"]),
+        ({**GOOD, "tokens": np.full((2, 5), -1)}, ["the id -1", "[0, 300)"]),
+        ({**GOOD, "tokens": np.ones((2, 49), np.int64)}, ["49 columns", "at most 48", "encoder_seq_length"]),
+        ({"sentences": [[b"fine"], [b""]]}, ["text 1 has 0 tokens"]),
+        ({"sentences": [[b"x y z " * 40]]}, ["text 0 has", "encoder_seq_length=48"]),
+        ({"sentences": [[b"fine"], [b"\xff\xfe"]]}, ["'sentences'", "row 1", "UTF-8"]),
+        ({"sentences": [[b"a", b"b"], [b"c", b"d"]]}, ["'sentences' has shape [2, 2]", "[N, 1]"]),
+    ],
+    ids=lambda value: "-".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_wrong_requests_are_refused_and_the_server_goes_on(port, model, request_, words):
+    from pytriton.client.exceptions import PyTritonClientInferenceServerError
+
+    with pytest.raises(PyTritonClientInferenceServerError) as caught:
+        ask(port, **request_)
+    for word in words:
+        assert word in str(caught.value)
+    rows = make_rows(3, seed=1)
+    np.testing.assert_allclose(ask(port, **request(rows))["rewards"], direct(model, rows), **TOLERANCE)
+
+
+def test_prompt_lengths_make_no_difference_to_a_model(port, model):
+    rows = make_rows(3, seed=2)
+    answer = ask(port, **request(rows), prompt_lengths=np.ones((3, 1), np.int64))
+    np.testing.assert_allclose(answer["rewards"], direct(model, rows), **TOLERANCE)
+
+
+# ---- two ranks ----
+
+
+@pytest.mark.parametrize(
+    "launcher, tp, strip",
+    [("python", 1, 4), ("torchrun", 1, "null"), ("python", 2, "null"), ("torchrun", 2, 16)],
+    ids=["python-dp2", "torchrun-dp2", "python-tp2", "torchrun-tp2"],
+)
+def test_two_ranks_give_the_same_scores_and_end_clean(rm_file, model, tmp_path, launcher, tp, strip):
+    port = find_free_port()
+    extra = [
+        f"++model.tensor_model_parallel_size={tp}",
+        f"inference.strip_sequence_length_to_multiple={strip}",
+        "inference.inference_micro_batch_size=[2,4]",
+    ]
+    with reward_server(rm_file, tmp_path / "two", port, 2, launcher, *extra) as job:
+        wait_until_serving(job)
+        assert_scores_are_direct(port, model)
+        assert_ended_well(job, job.stop())
+        assert f"closed port {port}" in job.log and "Traceback" not in job.log
+
+
+# ---- start ----
+
+
+def test_a_name_of_its_own_and_standardized_rewards(rm_file, model, tmp_path):
+    port = find_free_port()
+    standard = "{enable: True, mean: 0.5, std: 2.0}"
+    extra = ["inference.model_name=helpfulness", f"model.reward_standardization={standard}"]
+    with reward_server(rm_file, tmp_path / "named", port, 1, "python", *extra) as job:
+        wait_until_serving(job)
+        rows = make_rows(4, seed=3)
+        answer = ask(port, "helpfulness", **request(rows))
+        np.testing.assert_allclose(answer["rewards"], (direct(model, rows) - 0.5) / 2.0, **TOLERANCE)
+        assert_ended_well(job, job.stop())
