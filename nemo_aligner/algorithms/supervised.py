@@ -43,6 +43,8 @@ class SupervisedTrainer:
     Attributes:
         step: optimizer updates done.
         consumed_samples: samples of all ranks that they used; it alone says where in the data a resumed job goes on.
+        held_out: latest metrics of each validation set, and of the test set as `test`, with the number of samples that
+            they are over (the sum of the model's metric `weights`).
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class SupervisedTrainer:
 
         self.step = 0
         self.consumed_samples = 0
+        self.held_out: dict[str, tuple[dict[str, float], float]] = {}
         sampler = train_dataloader.batch_sampler
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler, cfg.get("limit_train_batches", 1.0))
         if self.num_steps_per_epoch == 0:
@@ -141,9 +144,7 @@ class SupervisedTrainer:
                     break
             else:
                 if self.test_dataloader is not None:
-                    self.logger.log_metrics(
-                        self._validate(self.test_dataloader, limit_batches=None), step=self.step, prefix="test/"
-                    )
+                    self._score("test", self.test_dataloader, limit_batches=None)
         self.logger.finalize()
 
     def train_single_step(self, batch) -> dict[str, float]:
@@ -156,22 +157,27 @@ class SupervisedTrainer:
             self.model.finish_training_step()
             grad_norm = optimizer_step(self.optimizer, self.scheduler, self.cfg.get("gradient_clip_val"))
         self.consumed_samples += self.model.cfg.global_batch_size
-        metrics = metrics | {"loss": loss, "lr": lr} | self.timer.consume_durations()
+        metrics = self.model.summarize_metrics(metrics) | {"loss": loss, "lr": lr} | self.timer.consume_durations()
         metrics |= {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
         return metrics if grad_norm is None else metrics | {"grad_norm": grad_norm}
 
     def run_validation(self) -> dict[str, float]:
         """Validate on every validation set and log; returns the metrics of the one that checkpoints are ranked by."""
-        results = {}
         with self.timer("validation_time"):
             for key, dataloader in self.val_dataloaders.items():
-                results[key] = self._validate(dataloader, self.limit_val_batches)
-                self.logger.log_metrics(results[key], step=self.step, prefix=f"{key}/")
+                self._score(key, dataloader, self.limit_val_batches)
         self.logger.log_metrics(self.timer.consume_durations(), step=self.step, prefix="timers/")
-        return results.get("validation", {})
+        return self.held_out["validation"][0] if "validation" in self.val_dataloaders else {}
 
-    def _validate(self, dataloader, limit_batches) -> dict[str, float]:
-        """Means over the batches, weighted by their metric `weights` (valid samples) where the model gives it."""
+    def _score(self, key: str, dataloader, limit_batches) -> None:
+        """Validate on one set, log it under its name and keep it in `held_out`."""
+        self.held_out[key] = self._validate(dataloader, limit_batches)
+        self.logger.log_metrics(self.held_out[key][0], step=self.step, prefix=f"{key}/")
+
+    def _validate(self, dataloader, limit_batches) -> tuple[dict[str, float], float]:
+        """Means over the batches, weighted by their metric `weights` (valid samples; a batch counts 1 where the model
+        does not give it), as the model summarizes them; and the sum of the weights.
+        """
         sums, total = {}, 0.0
         limit = compute_limit_batches(len(dataloader), limit_batches)
         for _, batch in zip(range(limit), dataloader, strict=False):
@@ -183,7 +189,7 @@ class SupervisedTrainer:
             total += weight
             for key, value in metrics.items() if weight else ():  # a batch of empty slots has no values
                 sums[key] = sums.get(key, 0.0) + weight * float(value)
-        return {key: value / total for key, value in sums.items()}
+        return self.model.summarize_metrics({key: value / total for key, value in sums.items()}), total
 
     def _train_batches(self) -> Iterator[dict]:
         """Endless: from where `consumed_samples` says, epoch after epoch."""

@@ -24,6 +24,7 @@ class FakeModel:
         self.weight = 0.0
         self.gradient = None
         self.batches, self.calls = [], []
+        self.summary = dict
 
     def get_loss_and_metrics(self, batch, forward_only):
         valid = batch[batch >= 0].double()
@@ -33,6 +34,9 @@ class FakeModel:
             self.gradient = (2 * (self.weight - valid)).mean().item()
         loss = ((self.weight - valid) ** 2).mean().item() if len(valid) else float("nan")
         return loss, {"acc": valid.mean().item() if len(valid) else float("nan"), "weights": float(len(valid))}
+
+    def summarize_metrics(self, metrics):
+        return self.summary(metrics)
 
     def __getattr__(self, name):
         if name.startswith(("prepare_for_", "finish_")):
@@ -198,8 +202,19 @@ def test_validation_is_weighted_and_monitored():
 
 def test_a_batch_of_empty_slots_does_not_spoil_the_mean():
     trainer = make()
-    metrics = trainer._validate([torch.tensor([1, 2]), torch.tensor([-1, -1])], None)
-    assert metrics["acc"] == 1.5
+    metrics, samples = trainer._validate([torch.tensor([1, 2]), torch.tensor([-1, -1])], None)
+    assert metrics["acc"] == 1.5 and samples == 2
+
+
+def test_the_model_summarizes_means_and_the_held_out_numbers_are_kept():
+    loaders = {"val": dataloader(6, random=False, drop_last=False), "test": dataloader(4, random=False)}
+    trainer = make(**loaders, max_epochs=1)
+    trainer.model.summary = lambda metrics: {"twice": 2 * metrics["acc"]} if metrics else {}
+    trainer.fit()
+    assert trainer.logger.of("validation/")[5] == {"twice": 5.0}  # twice the mean of 0..5, not a mean of batches
+    assert trainer.held_out == {"validation": ({"twice": 5.0}, 6.0), "test": ({"twice": 3.0}, 4.0)}
+    assert trainer.logger.of("train/")[0]["twice"] == pytest.approx(sum(trainer.model.batches[0]) / 2)
+    assert trainer.ckpt_callback.saves[-1].candidates["val_twice"] == 5.0
 
 
 def test_limits_intervals_and_final_test():

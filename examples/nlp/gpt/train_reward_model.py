@@ -1,13 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a reward model on pairs of texts: neighbouring lines `{"text": ...}`, the better one first.
+"""Train a reward model: on pairs of texts, or on texts with labels.
 
     python train_reward_model.py pretrained_checkpoint.restore_from_path=sft.nemo \
         "model.data.data_prefix={train: [pairs.jsonl], validation: [val.jsonl], test: [test.jsonl]}"
 
-The model starts from a language model with a new head; without `pretrained_checkpoint.restore_from_path` from random
-weights, and then the architecture must be given. One process per device: with `trainer.devices=N` plain `python`
-starts them itself; torchrun and srun work as well. The same command resumes from the last checkpoint in
+`model.reward_model_type=binary_ranking`, the default, reads neighbouring lines `{"text": ...}`, the better one first.
+`regression` reads lines `{"text": ..., "label": [number, ...]}` with `model.regression.num_attributes` numbers;
+`model.regression.loss_mask_val` stands for a number that is not known.
+
+The model starts from a language model with a new head, whose weights `model.seed` decides (from a reward model with
+its own head: `model.regression.load_rm_head_weights=True`); without `pretrained_checkpoint.restore_from_path` from
+random weights, and then the architecture must be given. The job ends with the accuracy, or the correlation with the
+labels, on data that it was not trained on. One process per device: with `trainer.devices=N` plain `python` starts them
+itself; torchrun and srun work as well. The same command resumes from the last checkpoint in
 `exp_manager.explicit_log_dir`. Keys: conf/training_rm.yaml, docs/config.md.
 """
 
@@ -16,9 +22,19 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
-from nemo_aligner.data.nlp.builders import build_dataloader, build_train_valid_test_rm_datasets
-from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
+from nemo_aligner.data.nlp.builders import (
+    build_dataloader,
+    build_train_valid_test_regression_rm_datasets,
+    build_train_valid_test_rm_datasets,
+)
+from nemo_aligner.models.nlp.gpt.reward_model_classes import (
+    RewardModelType,
+    held_out_text,
+    reward_model_class,
+    reward_model_type,
+)
 from nemo_aligner.utils.config_utils import check_config, check_values, drop_unset
+from nemo_aligner.utils.errors import UserError
 from nemo_aligner.utils.timers import Timer
 from nemo_aligner.utils.train_script_utils import (
     build_checkpoint_callback,
@@ -32,60 +48,28 @@ from nemo_aligner.utils.train_script_utils import (
     user_errors_end_the_job,
 )
 
+BUILD_DATASETS = {
+    RewardModelType.BINARY_RANKING: build_train_valid_test_rm_datasets,
+    RewardModelType.REGRESSION: build_train_valid_test_regression_rm_datasets,
+}
+
 
 @hydra_runner(config_path="conf", config_name="training_rm")
 @user_errors_end_the_job
 def main(cfg) -> None:
     check_config(cfg, "training_rm")
-    model_class = reward_model_class(cfg.model.reward_model_type)
     base = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
     check_values(cfg, "training_rm", complete=True)
+    kind = reward_model_type(cfg.model.get("reward_model_type"))
+    reward_model_class(kind.value).check_training_config(cfg.model)
     trainer = resolve_and_create_trainer(cfg, "rm")
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
     log_dir = setup_experiment(trainer, cfg)
     logger = build_logger(trainer, log_dir)
 
-    if base is None:
-        model = model_class(cfg.model, trainer)
-    else:
-        # A new head, unless the checkpoint's own is asked for.
-        keep_head = (cfg.model.get("regression") or {}).get("load_rm_head_weights", False)
-        model = load_from_nemo(model_class, cfg.model, trainer, restore_path=base, load_base_model_only=not keep_head)
-
-    train_ds, validation_ds, test_ds = build_train_valid_test_rm_datasets(
-        cfg=cfg.model,
-        data_prefix=cfg.model.data.data_prefix,
-        data_impl=cfg.model.data.data_impl,
-        splits_string=cfg.model.data.splits_string,
-        train_valid_test_num_samples=[-1, -1, -1],
-        seq_length=cfg.model.data.seq_length,
-        seed=cfg.model.seed,
-        tokenizer=model.tokenizer,
-    )
-
-    def dataloader(dataset, random: bool, drop_last: bool):
-        return build_dataloader(
-            cfg,
-            dataset,
-            consumed_samples=0,
-            mbs=cfg.model.micro_batch_size,
-            gbs=cfg.model.global_batch_size,
-            drop_last=drop_last,
-            pad_samples_to_global_batch_size=not drop_last,
-            use_random_sampler=random,
-        )
-
-    train_dataloader = dataloader(train_ds, cfg.trainer.rm.train_random_sampler, drop_last=True)
-    drop_last = cfg.model.data.get("validation_drop_last", True)
-    validation_sets = validation_ds if isinstance(validation_ds, dict) else {"validation": validation_ds}
-    val_dataloaders = {
-        name: dataloader(dataset, cfg.trainer.rm.val_random_sampler, drop_last)
-        for name, dataset in validation_sets.items()
-        if dataset is not None
-    }
-    test_dataloader = None if test_ds is None else dataloader(test_ds, False, drop_last)
-
+    model = build_model(cfg, reward_model_class(kind.value), trainer)
+    train_dataloader, val_dataloaders, test_dataloader = build_dataloaders(cfg, kind, model.tokenizer)
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=supervised_max_steps(cfg.trainer.rm, train_dataloader)
     )
@@ -107,6 +91,63 @@ def main(cfg) -> None:
     if state is not None:
         rm_trainer.load_state_dict(state)
     rm_trainer.fit()
+    for name, (metrics, samples) in rm_trainer.held_out.items():
+        logging.info(f"{name}: {held_out_text(kind, metrics, samples)}")
+
+
+def build_model(cfg, model_class, trainer):
+    """The reward model to train: of random weights, or from the checkpoint; with a new head unless its own is wanted.
+
+    Raises:
+        UserError: the checkpoint's own head is asked for, and it has none.
+    """
+    base = cfg.pretrained_checkpoint.restore_from_path
+    if base is None:
+        return model_class(cfg.model, trainer)
+    keep_head = (cfg.model.get("regression") or {}).get("load_rm_head_weights", False)
+    model = load_from_nemo(model_class, cfg.model, trainer, restore_path=base, load_base_model_only=not keep_head)
+    if keep_head and not model.has_trained_head:
+        raise UserError(
+            f"model.regression.load_rm_head_weights=True, but {base} is no reward model, so that it has no head to"
+            " load; name a reward model in pretrained_checkpoint.restore_from_path, or set it to False for a new head."
+        )
+    return model
+
+
+def build_dataloaders(cfg, kind: RewardModelType, tokenizer):
+    """Loaders for training, for each validation set by name, and for the test set or None."""
+    train_ds, validation_ds, test_ds = BUILD_DATASETS[kind](
+        cfg=cfg.model,
+        data_prefix=cfg.model.data.data_prefix,
+        data_impl=cfg.model.data.data_impl,
+        splits_string=cfg.model.data.splits_string,
+        train_valid_test_num_samples=[-1, -1, -1],
+        seq_length=cfg.model.data.seq_length,
+        seed=cfg.model.seed,
+        tokenizer=tokenizer,
+    )
+
+    def dataloader(dataset, random: bool, drop_last: bool):
+        return build_dataloader(
+            cfg,
+            dataset,
+            consumed_samples=0,
+            mbs=cfg.model.micro_batch_size,
+            gbs=cfg.model.global_batch_size,
+            drop_last=drop_last,
+            pad_samples_to_global_batch_size=not drop_last,
+            use_random_sampler=random,
+        )
+
+    drop_last = cfg.model.data.get("validation_drop_last", True)
+    validation_sets = validation_ds if isinstance(validation_ds, dict) else {"validation": validation_ds}
+    validation = {
+        name: dataloader(dataset, cfg.trainer.rm.val_random_sampler, drop_last)
+        for name, dataset in validation_sets.items()
+        if dataset is not None
+    }
+    test = None if test_ds is None else dataloader(test_ds, False, drop_last)
+    return dataloader(train_ds, cfg.trainer.rm.train_random_sampler, drop_last=True), validation, test
 
 
 if __name__ == "__main__":

@@ -36,3 +36,19 @@ def reward_model_type(name: str | None) -> RewardModelType:
 def reward_model_class(name: str | None) -> type[MegatronGPTRewardModel]:
     """The class for `model.reward_model_type` (see `reward_model_type`)."""
     return REWARD_MODEL_CLASS_DICT[reward_model_type(name)]
+
+
+def held_out_text(kind: RewardModelType, metrics: dict[str, float], samples: float) -> str:
+    """What validation says, in plain words: "held-out accuracy 0.980 on 256 pairs".
+
+    Args:
+        metrics, samples: an entry of `SupervisedTrainer.held_out`.
+    """
+    key, name, unit = {
+        RewardModelType.BINARY_RANKING: ("acc", "accuracy", "pairs"),
+        RewardModelType.REGRESSION: ("correlation", "correlation", "labels"),
+    }[kind]
+    value = f"{metrics[key]:.3f}" if key in metrics else "undefined"
+    by_attribute = [f"{k.partition('_')[2]}: {v:.3f}" for k, v in metrics.items() if k.startswith("correlation_")]
+    details = f" (by attribute {', '.join(by_attribute)})" if by_attribute else ""
+    return f"held-out {name} {value} on {samples:.0f} {unit}{details}"
