@@ -5,6 +5,7 @@
     DIR/sft_{train,validation}.jsonl       {"input": prompt, "output": review}, half good and half bad reviews
     DIR/pairs_{train,validation}.jsonl     neighbouring lines: {"text": prompt + better}, {"text": prompt + worse}
     DIR/prompts_{train,validation}.jsonl   {"text": prompt}
+    DIR/labels_{train,validation}.jsonl    {"text": prompt + review, "label": [gold score]}
     DIR/tokenizer/                         byte-level BPE as a Hugging Face fast tokenizer, end of text = <|endoftext|>
 
 No film of a validation file occurs in any training file. The same seed writes the same bytes.
@@ -28,6 +29,7 @@ SIZES = {
     "sft": {"train": 6000, "validation": 256},
     "pairs": {"train": 4000, "validation": 256},
     "prompts": {"train": 6000, "validation": 128},
+    "labels": {"train": 4000, "validation": 256},
 }
 
 
@@ -47,7 +49,7 @@ def make_data(out: Path, seed: int) -> None:
     rng.shuffle(films)
     num_validation = max(sizes["validation"] for sizes in SIZES.values())
     split_films = {"validation": films[:num_validation], "train": films[num_validation:]}
-    makers = {"sft": sft_lines, "pairs": pair_lines, "prompts": prompt_lines}
+    makers = {"sft": sft_lines, "pairs": pair_lines, "prompts": prompt_lines, "labels": label_lines}
     for kind, maker in makers.items():
         for split, size in SIZES[kind].items():
             lines = maker(rng, rng.sample(split_films[split], size))
@@ -79,6 +81,12 @@ def prompt_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]
     return [{"text": prompt} for prompt in prompts]
 
 
+def label_lines(rng: random.Random, prompts: list[str]) -> list[dict]:
+    """One review per film with its gold score; moods are free."""
+    reviews = [grammar.review(rng, rng.random() < 0.5) for _ in prompts]
+    return [{"text": f"{prompt} {review}", "label": [gold_score(review)]} for prompt, review in zip(prompts, reviews)]
+
+
 def write_jsonl(path: Path, lines: Iterable[dict]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
@@ -103,6 +111,11 @@ def train_tokenizer(texts: Iterable[str], out: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    save_tokenizer(tokenizer, out)
+
+
+def save_tokenizer(tokenizer, out: Path) -> None:
+    """Save a `tokenizers.Tokenizer` that knows `END_OF_TEXT` as a Hugging Face fast tokenizer folder."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
     config = {

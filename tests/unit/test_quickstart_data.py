@@ -16,7 +16,7 @@ import make_data  # noqa: E402
 import run  # noqa: E402
 from gold import gold_score  # noqa: E402
 
-KINDS = ("sft", "pairs", "prompts")
+KINDS = ("sft", "pairs", "prompts", "labels")
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,14 @@ def test_pairs_are_of_one_film_with_the_kinder_review_first(data_dir):
     for better, worse in zip(found[::2], found[1::2], strict=True):
         assert better.partition(":")[0] == worse.partition(":")[0]
         assert gold_score(better.partition(":")[2]) > gold_score(worse.partition(":")[2])
+
+
+def test_labels_are_gold_scores_of_their_reviews(data_dir):
+    found = lines(data_dir / "labels_train.jsonl")
+    for line in found:
+        assert line["label"] == [gold_score(line["text"].partition(":")[2])]
+    scores = [line["label"][0] for line in found]
+    assert abs(sum(scores) / len(scores)) < 0.1 and {-1.0, 0.0, 1.0} < set(scores)  # and shades between
 
 
 def test_the_same_seed_writes_the_same_bytes(data_dir, tmp_path):
