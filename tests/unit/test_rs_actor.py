@@ -1,0 +1,159 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The policy of rejection sampling: log-probs, loss and gradient against plain PyTorch, and what must not count."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
+from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
+from nemo_aligner.utils.megatron_steps import forward_collect
+from nemo_aligner.utils.train_utils import optimizer_step
+from tests.tiny_models import PPO, tiny_config
+
+
+def make_model(tokenizer_dir, micro_batch_size=2, **rs):
+    settings = OmegaConf.merge(PPO, {"sampling_params": {"temperature": 0.7}}, rs)
+    return MegatronGPTRSModel(tiny_config(tokenizer_dir, rs=settings, micro_batch_size=micro_batch_size))
+
+
+def make_batch(model):
+    """Ragged answers: 4, 7, 1 and no tokens."""
+    tokens = torch.randint(0, model.tokenizer.vocab_size, (4, 9), generator=torch.Generator().manual_seed(5))
+    mask = torch.zeros(4, 8)
+    for row, (first, last) in enumerate([(2, 6), (1, 8), (4, 5), (0, 0)]):
+        mask[row, first:last] = 1
+    return {"response_tokens": tokens, "mask": mask}
+
+
+def logprobs_by_hand(model, tokens):
+    """Log-probs of the next tokens from the model's own logits, at temperature 1, over the real vocabulary."""
+    model.set_eval()
+    logits = forward_collect(model.model, {"tokens": tokens}, micro_batch_size=4, output_fn=lambda output, _: output)
+    logprobs = logits[:, :-1, : model.tokenizer.vocab_size].double().log_softmax(-1)
+    return logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def gradients(model):
+    return torch.cat([p.main_grad.flatten() for chunk in model.unwrapped() for p in chunk.parameters()]).clone()
+
+
+def test_logprobs_are_the_models_own_whatever_the_sampling_temperature(tiny_tokenizer_dir):
+    model = make_model(tiny_tokenizer_dir)
+    assert model.generation_params.temperature == 0.7
+    tokens = make_batch(model)["response_tokens"]
+    expected = logprobs_by_hand(model, tokens).float()
+    torch.testing.assert_close(model.get_inference_log_probs(tokens), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "microbatch"])
+def test_loss_is_the_likelihood_of_the_answers(tiny_tokenizer_dir, reduction):
+    model = make_model(tiny_tokenizer_dir, loss_reduction=reduction)
+    batch = make_batch(model)
+    logprobs, mask = logprobs_by_hand(model, batch["response_tokens"]), batch["mask"].bool()
+    rows = [row[keep] for row, keep in zip(logprobs, mask)]
+    expected = {
+        "token": -torch.cat(rows).mean(),
+        "sequence": -(rows[0].mean() + rows[1].mean() + rows[2].mean()) / 3,  # the empty answer is no row
+        "microbatch": -(torch.cat(rows[:2]).mean() + torch.cat(rows[2:]).mean()) / 2,
+    }[reduction]
+    loss, metrics = model.get_loss_and_metrics(batch, forward_only=True)
+    assert loss == pytest.approx(float(expected), rel=1e-5) and metrics == {"loss": loss}
+
+
+def test_gradient_is_that_of_plain_pytorch(tiny_tokenizer_dir):
+    """By finite differences of the loss along the gradient itself."""
+    model = make_model(tiny_tokenizer_dir)
+    model.setup_megatron_optimization(max_steps=10)
+    batch = make_batch(model)
+    model.prepare_for_training_step()
+    model.get_loss_and_metrics(batch)
+    gradient = gradients(model)
+    keep = batch["mask"].bool()
+    losses = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            direction = 1e-2 / gradient.norm()
+            for chunk in model.unwrapped():
+                for parameter in chunk.parameters():
+                    parameter += sign * direction * parameter.main_grad
+        losses.append(-float(logprobs_by_hand(model, batch["response_tokens"])[keep].mean()))
+        with torch.no_grad():
+            for chunk in model.unwrapped():
+                for parameter in chunk.parameters():
+                    parameter -= sign * direction * parameter.main_grad
+    assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(float(gradient.norm()), rel=1e-2)
+
+
+def test_nothing_depends_on_padding_or_on_the_micro_batch(tiny_tokenizer_dir):
+    """Loss, gradient norm and gradient with other tokens after the answers, wider padding, other micro-batches."""
+
+    def step(batch, micro_batch_size=2):
+        model = make_model(tiny_tokenizer_dir, micro_batch_size)
+        model.setup_megatron_optimization(max_steps=10)
+        model.prepare_for_training_step()
+        loss, _ = model.get_loss_and_metrics(batch)
+        return loss, gradients(model)
+
+    batch = make_batch(make_model(tiny_tokenizer_dir))
+    loss, gradient = step(batch)
+    other = batch["response_tokens"].clone()
+    other[0, 7:], other[2, 6:], other[3] = 11, 12, 13
+    wide = torch.nn.functional.pad(other, (0, 6), value=3)
+    for changed, micro_batch_size in (
+        ({"response_tokens": other}, 2),
+        ({"response_tokens": wide, "mask": torch.nn.functional.pad(batch["mask"], (0, 6))}, 1),
+        ({}, 4),
+    ):
+        changed_loss, changed_gradient = step(batch | changed, micro_batch_size)
+        assert changed_loss == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(changed_gradient, gradient, atol=1e-7, rtol=1e-4)
+
+
+def test_masked_slots_may_be_nan_and_nothing_selected_gives_a_zero_gradient(tiny_tokenizer_dir, monkeypatch):
+    def step(batch, poison=False):
+        model = make_model(tiny_tokenizer_dir)
+        optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
+        if poison:
+            own, mask = model.logprobs, batch["mask"].split(2)
+            calls = iter(mask)
+            monkeypatch.setattr(
+                model, "logprobs", lambda *a, **k: own(*a, **k).masked_fill(next(calls) == 0, float("nan"))
+            )
+        model.prepare_for_training_step()
+        loss, _ = model.get_loss_and_metrics(batch)
+        return loss, optimizer_step(optimizer, scheduler, 1.0)
+
+    batch = make_batch(make_model(tiny_tokenizer_dir))
+    assert step(batch, poison=True) == step(batch)
+    assert step(batch | {"mask": torch.zeros(4, 8)}) == (0.0, 0.0)
+
+
+def test_training_makes_the_answers_likelier(tiny_tokenizer_dir):
+    model = make_model(tiny_tokenizer_dir)
+    optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
+    batch = make_batch(model)
+    losses = []
+    for _ in range(5):
+        model.prepare_for_training()
+        model.prepare_for_training_step()
+        losses.append(model.get_loss_and_metrics(batch)[0])
+        optimizer_step(optimizer, scheduler, 1.0)
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.05
+
+
+def test_it_generates_like_every_policy(tiny_tokenizer_dir):
+    model = make_model(tiny_tokenizer_dir)
+    assert isinstance(model, MegatronGPTPolicyModel) and isinstance(model, AlignableGenerativeInterface)
+    model.prepare_for_inference()
+    text = torch.full((2, 20), model.tokenizer.eos_id)
+    text[:, :3] = torch.tensor([1, 2, 3])
+    batch = {"text": text, "length": torch.tensor([3, 3]), "sample_seeds": torch.tensor([11, 12])}
+    rollout = model.infer(batch)
+    assert set(rollout) == {"response_tokens", "response_lengths", "prompt_lengths", "is_end"}
+    assert not torch.equal(rollout["response_tokens"][0], rollout["response_tokens"][1])  # one prompt, two streams
+    model.finish_inference()
+    with pytest.raises(NotImplementedError, match="keeps no reference policy"):
+        model.get_init_policy_logprobs(rollout["response_tokens"])
