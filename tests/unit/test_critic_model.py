@@ -4,14 +4,18 @@
 tokens.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel, StateDictState
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.utils.errors import UserError
-from nemo_aligner.utils.train_script_utils import load_from_nemo
+from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.train_script_utils import load_and_override_model_config, load_from_nemo
 from nemo_aligner.utils.train_utils import optimizer_step
 from tests.tiny_models import tiny_config
 
@@ -163,10 +167,53 @@ def test_an_empty_mask_gives_loss_zero_and_gradient_zero(tiny_tokenizer_dir, rew
     assert all(not parameter.main_grad.any() for parameter in critic.unwrapped()[0].parameters())
 
 
-def test_a_checkpoint_without_a_head_cannot_serve_rewards(tiny_tokenizer_dir, tmp_path):
+def test_a_critic_from_a_language_model_has_a_fresh_head_and_cannot_serve_rewards(tiny_tokenizer_dir, tmp_path):
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "lm.nemo"))
     critic = make_critic(tiny_tokenizer_dir, tmp_path / "lm.nemo")
     with pytest.raises(UserError, match="no reward head.*combine_rm_and_critic_server=False"):
         critic.set_reward_model()
     with pytest.raises(RuntimeError, match="set_reward_model"):
         critic.infer_rm_critic((TOKENS, LENGTHS))
+    loss, norm = train_step(critic, *critic.setup_megatron_optimization(10))
+    assert loss > 0 and norm > 0
+    # The seed of the configuration decides over the head, and only over the head.
+    heads = [weights_of(make_critic(tiny_tokenizer_dir, tmp_path / "lm.nemo", seed=seed)) for seed in (7, 7, 8)]
+    for name in heads[0]:
+        assert torch.equal(heads[0][name], heads[1][name])
+        assert torch.equal(heads[0][name], heads[2][name]) != (name == "rm_head.weight"), name
+
+
+def test_a_critic_starts_a_critic_but_its_values_are_no_rewards(tiny_tokenizer_dir, reward_model_file, tmp_path):
+    critic = make_critic(tiny_tokenizer_dir, reward_model_file)
+    train_step(critic, *critic.setup_megatron_optimization(10))
+    critic.save_to(str(tmp_path / "critic.nemo"))
+    again = make_critic(tiny_tokenizer_dir, tmp_path / "critic.nemo")
+    assert_same_weights(again, weights_of(critic))
+    with pytest.raises(UserError, match="it is a language model or a critic"):
+        again.set_reward_model()
+
+
+def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(tiny_tokenizer_dir, tmp_path):
+    """With the script's own configuration, in which the number and the weights of the attributes are not given."""
+    weights = [2.0, -1.0, 0.5]
+    regression = {"num_attributes": 3, "attribute_weights": weights}
+    cfg = tiny_config(tiny_tokenizer_dir, reward_model_type="regression", regression=regression)
+    reward_model = MegatronGPTRegressionRewardModel(cfg)
+    reward_model.save_to(str(tmp_path / "rm.nemo"))
+    yaml = OmegaConf.load(Path(__file__).resolve().parents[2] / "conf" / "gpt_ppo_critic.yaml")
+    yaml.trainer.precision = 32
+    yaml.model.encoder_seq_length = 48
+
+    def critic(**overrides):
+        written = OmegaConf.merge(yaml, {"model": overrides}).model
+        model_cfg = load_and_override_model_config(tmp_path / "rm.nemo", written)
+        return load_from_nemo(MegatronGPTCriticModel, model_cfg, None, restore_path=tmp_path / "rm.nemo")
+
+    merging = critic()
+    merging.set_reward_model()
+    rewards, values = merging.infer_rm_critic((TOKENS, LENGTHS))
+    expected = reward_model.infer((TOKENS, LENGTHS)) @ torch.tensor(weights)
+    torch.testing.assert_close(rewards, expected)
+    torch.testing.assert_close(values[torch.arange(4), LENGTHS - 1], expected)  # before its first update
+    with pytest.raises(ConfigError, match="num_attributes=3 numbers.*merge_attributes=True"):
+        critic(regression={"merge_attributes": False}).set_reward_model()

@@ -4,10 +4,12 @@
 
     python serve_ppo_critic.py pretrained_checkpoint.restore_from_path=reward_model.nemo trainer.ppo.port=5556
 
-Both start from the reward model. The server runs until SIGTERM or SIGINT; the actor (train_gpt_ppo_actor.py) has it
-trained and saved. One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
-srun work as well. The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys:
-conf/gpt_ppo_critic.yaml, docs/config.md.
+Both start from the reward model: one of pairs, or a regression reward model, whose attributes are merged. With
+`combine_rm_and_critic_server=False` the critic may also start from a language model, with a new head, or from a
+critic; rewards then come from elsewhere (serve_reward_model.py). The server runs until SIGTERM or SIGINT; the actor
+(train_gpt_ppo_actor.py) has it trained and saved. One process per device: with `trainer.devices=N` plain `python`
+starts them itself; torchrun and srun work as well. The same command resumes from the last checkpoint in
+`exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_critic.yaml, docs/config.md.
 """
 
 from nemo.core.config import hydra_runner
@@ -37,7 +39,7 @@ def main(cfg) -> None:
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
     # Refuses a kind that does not exist; a language model's checkpoint names none.
-    reward_model_class(cfg.model.get("reward_model_type") or "binary_ranking")
+    reward_model_class(cfg.model.get("reward_model_type"))
     check_values(cfg, "gpt_ppo_critic", complete=True)
     trainer = resolve_and_create_trainer(cfg, "ppo")
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from nemo_aligner.losses import loss_weights, ppo_critic_loss
 from nemo_aligner.models.alignable_interface import CriticModelInterface
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel, num_attributes
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.distributed import sum_over_dp
-from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.errors import ConfigError, UserError
 from nemo_aligner.utils.megatron_steps import forward_backward
 
 
@@ -62,12 +62,20 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
 
         Raises:
             UserError: the weights were loaded without a reward head, so that rewards would be random.
+            ConfigError: the reward model gives several attributes, and not their weighted sum.
         """
         if not self.has_trained_head:
             raise UserError(
-                "the checkpoint of this critic holds no reward head: its rewards would be random. Give a trained "
-                "reward model in pretrained_checkpoint.restore_from_path, or serve rewards elsewhere with "
-                "trainer.ppo.combine_rm_and_critic_server=False."
+                "the checkpoint of this critic holds no reward head (it is a language model or a critic): its rewards "
+                "would mean nothing. Give a trained reward model in pretrained_checkpoint.restore_from_path, or serve "
+                "rewards elsewhere with trainer.ppo.combine_rm_and_critic_server=False (and "
+                "remote_critic_rm.combine_rm_and_critic_server=False in the actor's job)."
+            )
+        if num_attributes(self.cfg) > 1 and not self.cfg.regression.get("merge_attributes", False):
+            raise ConfigError(
+                f"this reward model gives model.regression.num_attributes={num_attributes(self.cfg)} numbers for a "
+                "text, and PPO takes one; set model.regression.merge_attributes=True and, if they do not count alike, "
+                "model.regression.attribute_weights."
             )
         self.rm_state_dict_cpu = self.weights_to_cpu(into=self.rm_state_dict_cpu)
 

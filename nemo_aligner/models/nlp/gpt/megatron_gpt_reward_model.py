@@ -8,6 +8,7 @@ Notation: B pairs (or N texts) on this data-parallel rank, S padded length.
 import math
 
 import torch
+from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -107,8 +108,11 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     def load_nemo_weights(self, restore_path, *args, **kwargs) -> None:
         """As the base class; sets `has_trained_head`."""
         super().load_nemo_weights(restore_path, *args, **kwargs)
-        is_critic = bool(nemo_archive.read_config(restore_path).get("output_sequence", False))
-        self.has_trained_head = broadcast_from_last_stage(self.has_trained_head) and not is_critic
+        has_head = broadcast_from_last_stage(self.has_trained_head)
+        if not has_head:
+            logging.info(f"the head is new: its weights come from model.seed={self.cfg.get('seed', 1234)}")
+        gives_values = bool(nemo_archive.read_config(restore_path).get("output_sequence", False))
+        self.has_trained_head = has_head and not gives_values
 
     def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
         super().load_sharded_weights(loaded, strict=strict)
