@@ -1,0 +1,44 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reward for form: whole sentences, and not too many tokens.
+
+    python examples/nlp/gpt/serve_reward_model.py rm_model_file=policy.nemo \\
+        inference.reward_fn=examples/rewards/length_format.py:concise_sentences
+
+Alone it teaches a policy to write short sentences about nothing: weigh it against a reward for content
+(`remote_rm.reward_models`, docs/config.md).
+"""
+
+import re
+
+BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])\s+")
+QUOTES = "\"'()"
+
+
+def concise_sentences(
+    prompts: list[str], responses: list[str], lengths: list[int], target: int = 32, weight_of_length: float = 0.5
+) -> list[float]:
+    """From 0 to 1: how much of the response is whole sentences, and how near it stays to `target` tokens.
+
+    Args:
+        lengths: tokens of each response, its end token included.
+        target: a response of up to this many tokens has the full score for its length, one of twice as many none.
+        weight_of_length: share of the score that the length decides.
+    """
+    scores = []
+    for response, length in zip(responses, lengths):
+        brevity = min(max(2.0 - length / target, 0.0), 1.0)
+        scores.append((1.0 - weight_of_length) * share_of_sentences(response) + weight_of_length * brevity)
+    return scores
+
+
+def share_of_sentences(text: str) -> float:
+    """Share of the words that stand in whole sentences: a capital or a digit first, a full stop last."""
+    words = len(text.split())
+    inside = sum(len(part.split()) for part in BETWEEN_SENTENCES.split(text.strip()) if is_sentence(part))
+    return inside / words if words else 0.0
+
+
+def is_sentence(text: str) -> bool:
+    text = text.strip(QUOTES)
+    return (text[:1].isupper() or text[:1].isdigit()) and text.endswith((".", "!", "?"))

@@ -1,0 +1,207 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The program that runs a user's reward function, one process per worker of `reward_function.py`.
+
+    python reward_worker.py FILE FUNCTION REQUESTS_FD ANSWERS_FD PARENT_PID
+
+It is started as a script and needs the standard library only, so a worker is there in a moment, also after its
+predecessor had to be killed. Lines of JSON go through the two pipes:
+
+    worker -> server    ["ready", null] or ["error", text] once, after loading
+    server -> worker    [[prompt, response, length], ...]
+    worker -> server    ["score", number] or ["error", text] for each of them, in order, as soon as it is known
+
+The worker never decides how long a sample may take: the server kills it.
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import inspect
+import io
+import json
+import math
+import os
+import reprlib
+import signal
+import sys
+import traceback
+
+# What a function prints goes to the server's log, this many bytes per worker.
+PRINTED_BYTES = 20_000
+# Longest error text; of a longer one the end, where the error stands, is kept.
+ERROR_CHARACTERS = 4000
+LARGEST_FLOAT32 = 3.4028234663852886e38
+
+
+class LoadError(Exception):
+    """The file or its function cannot be used; the message says why."""
+
+
+def main() -> None:
+    path, name, requests_fd, answers_fd, parent = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
+    _end_with(parent)
+    _be_the_first_to_go()
+    for number in (requests_fd, answers_fd):
+        os.set_inheritable(number, False)  # not for processes that the function starts
+    _bound_output()
+    requests = os.fdopen(requests_fd, "r", encoding="ascii")
+    answers = os.fdopen(answers_fd, "w", encoding="ascii")
+    try:
+        function = load_function(path, name)
+    except LoadError as error:
+        _answer(answers, "error", str(error))
+        return
+    _answer(answers, "ready", None)
+    own_pid = os.getpid()
+    for line in requests:
+        for prompt, response, length in json.loads(line):
+            answer = score_sample(function, path, prompt, response, length)
+            if os.getpid() != own_pid:
+                os._exit(1)  # the function forked, and its child came back here
+            _answer(answers, *answer)
+
+
+def _answer(answers, kind: str, value) -> None:
+    print(json.dumps([kind, value]), file=answers, flush=True)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process with its parent, however that ends and whatever the function is doing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+def _be_the_first_to_go() -> None:
+    """When memory runs out, the kernel takes this process, not the server or the training beside it."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+class _BoundedOutput(io.RawIOBase):
+    """A file descriptor that takes a number of bytes, and drops what comes after them."""
+
+    def __init__(self, number: int, budget: int):
+        self._number, self._left = number, budget
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._number
+
+    def write(self, data) -> int:
+        data = bytes(data)
+        shown = data[: self._left]
+        if shown and len(data) >= self._left:
+            shown += b"\n[further output of this worker's reward function is left out]\n"
+        self._left = max(self._left - len(data), 0)
+        with contextlib.suppress(OSError):  # nobody reads it any more: no reason to fail a sample
+            while shown:
+                shown = shown[os.write(self._number, shown) :]
+        return len(data)
+
+
+def _bound_output() -> None:
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        raw = io.BufferedWriter(_BoundedOutput(number, PRINTED_BYTES))
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, stream)
+
+
+# ---- loading ----
+
+
+def load_function(path: str, name: str):
+    """The callable `name` of the file at `path`; modules beside the file can be imported by it.
+
+    Raises:
+        LoadError: the file cannot be run, or holds no such function of three arguments.
+    """
+    sys.path[0] = os.path.dirname(path)  # where Python put this script's folder
+    module_name = os.path.basename(path).removesuffix(".py")
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(module_name, module)  # unless it is called like a module that is in use here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:  # SystemExit, too
+        raise LoadError(f"the file cannot be imported:\n{_traceback(error, path)}") from None
+    function = getattr(module, name, None)
+    if function is None:
+        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module_name]
+        raise LoadError(f"the file has no function '{name}'; it has {', '.join(own) or 'none at all'}")
+    if not callable(function):
+        raise LoadError(f"'{name}' is a {type(function).__name__}, not a function")
+    if inspect.iscoroutinefunction(function):
+        raise LoadError(f"'{name}' is an async function; write it as a plain one")
+    try:
+        inspect.signature(function).bind([], [], [])
+    except TypeError as error:
+        raise LoadError(
+            f"'{name}{inspect.signature(function)}' cannot be called as {name}(prompts, responses, lengths): {error}"
+        ) from None
+    except ValueError:
+        pass  # some functions written in C do not tell; the first sample will
+    return function
+
+
+def _traceback(error: BaseException, path: str) -> str:
+    """The traceback from the user's file on, without the frames of this program."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != path:
+        frames = frames.tb_next
+    return _shorten("".join(traceback.format_exception(type(error), error, frames)).rstrip())
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= ERROR_CHARACTERS else "[...]" + text[-ERROR_CHARACTERS:]
+
+
+# ---- scoring ----
+
+
+class BadScoreError(Exception):
+    """What a function returned is not one number per sample; the message says what it is."""
+
+
+def score_sample(function, path: str, prompt: str, response: str, length: int) -> tuple:
+    """("score", float) of one sample, or ("error", why there is none)."""
+    try:
+        return "score", to_score(function([prompt], [response], [length]))
+    except BadScoreError as error:
+        return "error", str(error)
+    except BaseException as error:  # sys.exit() in a function is a failure of its sample
+        return "error", f"it raised:\n{_traceback(error, path)}"
+
+
+def to_score(scores) -> float:
+    """The one score in what a function returned for one sample: any sequence of one real number will do.
+
+    Raises:
+        BadScoreError: it is something else, or not finite in float32.
+    """
+    if isinstance(scores, str | bytes | dict) or not hasattr(scores, "__iter__"):
+        raise BadScoreError(f"it returned {_brief(scores)}, not a list with one number per sample")
+    values = list(scores)
+    if len(values) != 1:
+        raise BadScoreError(f"it returned {len(values)} scores for 1 sample: {_brief(scores)}")
+    value = values[0]
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise BadScoreError(f"it returned {_brief(scores)}, whose score is a {type(value).__name__}, not a number")
+    number = float(value)
+    if not math.isfinite(number) or abs(number) > LARGEST_FLOAT32:
+        raise BadScoreError(f"it returned {_brief(scores)}, which is not a finite number in float32")
+    return number
+
+
+def _brief(value) -> str:
+    short = reprlib.Repr()
+    short.maxother = short.maxstring = 100
+    return short.repr(value)
+
+
+if __name__ == "__main__":
+    main()

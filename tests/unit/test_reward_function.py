@@ -1,0 +1,422 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A user's function as a reward: real worker processes, and functions that do what functions should not."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from nemo_aligner.servers import reward_function
+from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
+from nemo_aligner.servers.schema import RequestError
+from nemo_aligner.utils.errors import ConfigError, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a response asks the function to do; a number is its score.
+NAUGHTY = """
+    import os, signal, sys, time, ctypes
+    import numpy as np
+
+    def score(prompts, responses, lengths):
+        (word,) = responses
+        if word == "raise":
+            raise KeyError("no such key")
+        if word == "sleep":
+            time.sleep(60)
+        if word == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            ctypes.PyDLL(None).sleep(60)  # in C, with Python's lock held
+        if word == "die":
+            os._exit(7)
+        if word == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if word == "memory":
+            return [float(len(bytearray(1 << 60)))]
+        if word == "exit":
+            sys.exit("enough")
+        if word == "print":
+            for _ in range(2000):
+                print("x" * 200)
+                print("\\u2192", file=sys.stderr)
+            return [1.0]
+        returned = {
+            "int": [3], "bool": [True], "numpy": np.array([2.5], dtype=np.float32), "tuple": (np.int64(4),),
+            "none": None, "nones": [None], "string": "1", "strings": ["1.0"], "two": [1.0, 2.0], "empty": [],
+            "nan": [float("nan")], "inf": [float("-inf")], "huge": [1e39], "bare": 1.0, "dict": {1: 1.0},
+        }
+        return returned[word] if word in returned else [float(word)]
+"""
+
+
+def write(folder: Path, text: str, name: str = "reward.py") -> str:
+    (folder / name).write_text(textwrap.dedent(text))
+    return f"{folder}/{name}:score"
+
+
+def score_words(function: RewardFunction, words: list[str]) -> list[float]:
+    return function.score(["p"] * len(words), words, [1] * len(words)).tolist()
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def family() -> set[psutil.Process]:
+    """Workers of this process, and what they have started, that are alive."""
+    return {child for child in psutil.Process().children(recursive=True) if alive(child)}
+
+
+def wait_until(condition, limit_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def naughty(tmp_path_factory):
+    """No fallback; half a second per sample."""
+    with RewardFunction(write(tmp_path_factory.mktemp("n"), NAUGHTY), None, workers=2, timeout_s=0.5) as function:
+        yield function
+
+
+@pytest.fixture
+def forgiving(tmp_path):
+    """Fallback -1."""
+    with RewardFunction(write(tmp_path, NAUGHTY), None, workers=2, timeout_s=0.5, fallback=-1.0) as function:
+        yield function
+
+
+# ---- loading ----
+
+
+@pytest.mark.parametrize("spec", ["reward.py", "reward:score", "a/b.txt:score", "reward.py:", ":score", "r.py:a-b"])
+def test_a_spec_that_names_no_function(spec):
+    with pytest.raises(ConfigError, match="write path/to/file.py:function"):
+        RewardFunction(spec, None)
+
+
+def test_a_missing_file():
+    with pytest.raises(UserError, match="/nowhere/reward.py does not exist"):
+        RewardFunction("/nowhere/reward.py:score", None)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("import no_such_module_x\ndef score(p, r, l): return [1]", ["No module named 'no_such_module_x'", "line 1"]),
+        ("def score(p, r, l)\n    return [1]", ["SyntaxError", "line 1"]),
+        ("def other(p, r, l): return [1]\nfrom os.path import join", ["no function 'score'; it has other\n"]),
+        ("x = 1", ["no function 'score'; it has none at all"]),
+        ("score = 5", ["'score' is a int, not a function"]),
+        ("def score(prompts, responses): return [1]", ["score(prompts, responses)", "too many positional arguments"]),
+        ("def score(p, r, l, *, scale): return [1]", ["missing a required argument: 'scale'"]),
+        ("async def score(p, r, l): return [1]", ["async"]),
+        ("import os\nos._exit(3)", ["loading the file ended the process (exit code 3)"]),
+        ("import sys\nsys.exit('not today')", ["SystemExit: not today"]),
+    ],
+)
+def test_a_file_that_cannot_serve_is_one_error_that_names_it(tmp_path, text, words):
+    spec, before = write(tmp_path, text), family()
+    with pytest.raises(UserError) as caught:
+        RewardFunction(spec, None, workers=2)
+    message = str(caught.value) + "\n"
+    assert all(word in message for word in [f"inference.reward_fn={spec}", *words]), message
+    assert "reward_worker" not in message  # frames of ours are no help
+    assert family() <= before
+
+
+def test_a_file_that_never_ends_loading(tmp_path, monkeypatch):
+    before = family()
+    monkeypatch.setattr(reward_function, "LOAD_TIMEOUT_S", 0.3)
+    with pytest.raises(UserError, match="longer than 0.3 s"):
+        RewardFunction(write(tmp_path, "import time\ntime.sleep(60)\ndef score(p, r, l): return [1]"), None)
+    assert family() <= before
+
+
+@pytest.mark.parametrize(
+    "options", [{"workers": 0}, {"workers": 1.5}, {"timeout_s": 0}, {"timeout_s": -1}, {"fallback": float("nan")}]
+)
+def test_options_that_cannot_work(tmp_path, options):
+    with pytest.raises(ConfigError, match=f"inference.reward_fn_{next(iter(options))}="):
+        RewardFunction(write(tmp_path, "def score(p, r, l): return [1]"), None, **options)
+
+
+def test_siblings_relative_paths_defaults_and_callable_objects(tmp_path, monkeypatch):
+    """A file called like a module of ours or of the standard library is the user's own all the same."""
+    write(tmp_path, "FACTOR = 3.0", name="constants.py")
+    text = """
+        from constants import FACTOR
+        import schema
+
+        class Scorer:
+            def __call__(self, prompts, responses, lengths, bonus=0.5):
+                return [FACTOR * length + bonus + schema.ZERO for length in lengths]
+
+        score = Scorer()
+    """
+    write(tmp_path, "ZERO = 0.0", name="schema.py")
+    write(tmp_path, text, name="json.py")
+    monkeypatch.chdir(tmp_path)
+    with RewardFunction("json.py:score", None, workers=1) as function:
+        assert function.score(["p"], ["r"], [2]).tolist() == [6.5]
+
+
+# ---- scoring ----
+
+
+def test_many_samples_keep_their_order_and_type(naughty):
+    words = [str(number) for number in np.random.default_rng(0).integers(-1000, 1000, 3001)]
+    scores = naughty.score(["p"] * len(words), words, [1] * len(words))
+    assert scores.dtype == np.float32 and scores.tolist() == [float(word) for word in words]
+    assert score_words(naughty, []) == []
+
+
+def test_each_call_is_one_sample_with_its_own_texts(tmp_path):
+    text = """
+        seen = 0
+        def score(prompts, responses, lengths):
+            assert [type(x) for x in (*prompts, *responses, *lengths)] == [str, str, int], (prompts, responses)
+            (prompt,), (response,), (length,) = prompts, responses, lengths
+            return [len(prompt) + 10 * len(response.encode()) + 1000 * length]
+    """
+    with RewardFunction(write(tmp_path, text), None) as function:
+        long = "\u2192" * 300_000  # more than a pipe holds
+        prompts, responses, lengths = (
+            ["", "a\nb", "\U0001f600\ud800", "x"],
+            ["", "\x00\r\n", "é\u2028", long],
+            [0, 2, 3, 4],
+        )
+        assert function.score(prompts, responses, lengths).tolist() == [0, 2033, 3052, 9_004_001]
+
+
+@pytest.mark.parametrize("word, score", [("int", 3), ("bool", 1), ("numpy", 2.5), ("tuple", 4), ("-0.25", -0.25)])
+def test_numbers_of_any_kind_are_scores(naughty, word, score):
+    assert score_words(naughty, [word]) == [score]
+
+
+@pytest.mark.parametrize(
+    "word, why",
+    [
+        ("none", "it returned None, not a list with one number per sample"),
+        ("bare", "it returned 1.0, not a list"),
+        ("string", "it returned '1', not a list"),
+        ("dict", "it returned {1: 1.0}, not a list"),
+        ("nones", "whose score is a NoneType"),
+        ("strings", "whose score is a str"),
+        ("two", "it returned 2 scores for 1 sample: [1.0, 2.0]"),
+        ("empty", "it returned 0 scores for 1 sample"),
+        ("nan", "it returned [nan], which is not a finite number"),
+        ("inf", "it returned [-inf], which is not a finite number"),
+        ("huge", "it returned [1e+39], which is not a finite number in float32"),
+        ("raise", "KeyError: 'no such key'"),
+        ("exit", "SystemExit: enough"),
+        ("memory", "MemoryError"),
+        ("die", "it ended its process (exit code 7)"),
+        ("kill", "it ended its process (killed by SIGKILL: out of memory?)"),
+        ("sleep", "it took longer than 0.5 s (inference.reward_fn_timeout_s)"),
+        ("deaf", "it took longer than 0.5 s (inference.reward_fn_timeout_s)"),
+    ],
+)
+def test_a_sample_without_a_score_is_one_clear_error_and_the_next_request_is_served(naughty, word, why):
+    start = time.monotonic()
+    with pytest.raises(RewardFunctionError) as caught:
+        score_words(naughty, ["1", "2", word, "3"])
+    assert time.monotonic() - start < 3
+    message = str(caught.value)
+    assert why in message and f"sample 2 of 4 (prompt 'p', response '{word}', length 1)" in message, message
+    assert "inference.reward_fn_fallback" in message and "reward_worker.py" not in message
+    assert ('raise KeyError("no such key")' in message) == (word == "raise")
+    assert score_words(naughty, ["1", "2"]) == [1, 2]
+    assert len(family()) <= 2
+
+
+def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
+    words = [str(number) for number in range(60)]
+    bad = {3: "raise", 4: "die", 5: "die", 17: "nan", 30: "sleep", 31: "none", 44: "deaf", 59: "kill"}
+    for row, word in bad.items():
+        words[row] = word
+    warnings = []
+    monkeypatch.setattr(reward_function.logging, "warning", warnings.append)
+    scores = score_words(forgiving, words)
+    assert scores == [-1.0 if row in bad else float(row) for row in range(60)]
+    (warning,) = warnings
+    assert warning.startswith("8 of 60 samples got the fallback score -1 ") and "sample 3 of 60" in warning
+
+
+def test_the_time_limit_is_for_each_sample_not_for_the_request(tmp_path):
+    """Twelve samples of 0.2 s in chunks behind one worker, with a limit of 0.6 s."""
+    text = "import time\ndef score(p, r, l):\n    time.sleep(float(r[0]))\n    return [1]"
+    with RewardFunction(write(tmp_path, text), None, workers=1, timeout_s=0.6, fallback=0) as function:
+        assert score_words(function, ["0.2"] * 12) == [1] * 12
+        assert score_words(function, ["0.2", "5", "0.2"]) == [1, 0, 1]
+
+
+def test_what_a_function_prints_is_shown_and_bounded(tmp_path):
+    """In a process of its own: the workers print to its output."""
+    write(tmp_path, NAUGHTY)
+    program = f"""
+import sys
+from nemo_aligner.servers.reward_function import RewardFunction
+with RewardFunction("{tmp_path}/reward.py:score", None, workers=1) as function:
+    print(function.score(["p"] * 3, ["print", "print", "7"], [1] * 3).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, cwd=ROOT)
+    assert b"[1.0, 1.0, 7.0]" in done.stdout, done.stderr[-2000:]
+    assert b"x" * 200 in done.stdout and done.stdout.count(b"left out") == 1
+    assert len(done.stdout) < 25_000 and "\u2192".encode() in done.stderr
+
+
+def test_requests_of_several_threads_do_not_mix(forgiving):
+    results = {}
+
+    def ask(number):
+        results[number] = score_words(forgiving, [str(number), "raise", str(number + 0.5)] * 20)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {number: [number, -1, number + 0.5] * 20 for number in range(6)}
+
+
+# ---- the end ----
+
+
+def test_closing_fails_what_is_in_progress_at_once_and_leaves_nothing(tmp_path):
+    text = """
+        import signal, subprocess, time
+        def score(prompts, responses, lengths):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            subprocess.Popen(["sleep", "60"])
+            time.sleep(60)
+    """
+    before = family()
+    function = RewardFunction(write(tmp_path, text), None, workers=2, timeout_s=50, fallback=0.0)
+    outcome = []
+
+    def ask():
+        try:
+            outcome.append(score_words(function, ["x"] * 4))
+        except RewardFunctionError as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert wait_until(lambda: len(family() - before) == 4)  # both workers have started their sleep
+    start = time.monotonic()
+    function.close()
+    thread.join(5)
+    assert time.monotonic() - start < 3
+    assert "shutting down" in outcome[0]
+    assert wait_until(lambda: family() <= before)
+    function.close()  # a second time does nothing
+    with pytest.raises(RewardFunctionError, match="shut down"):
+        score_words(function, ["x"])
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+    """The idle one and the one in the middle of a sample that hears no signal."""
+    write(tmp_path, NAUGHTY)
+    program = f"""
+from nemo_aligner.servers.reward_function import RewardFunction
+function = RewardFunction("{tmp_path}/reward.py:score", None, workers=2, timeout_s=50)
+print("ready", flush=True)
+function.score(["p"], ["deaf"], [1])
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT)
+    try:
+        while b"ready" not in (line := parent.stdout.readline()):
+            assert line, "the program ended"
+        time.sleep(0.3)
+        workers = psutil.Process(parent.pid).children()
+        assert len(workers) == 2
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(10)
+        assert wait_until(lambda: not any(map(alive, workers)), 5)
+    finally:
+        parent.kill()
+        parent.wait(10)
+        parent.stdout.close()
+
+
+def test_descriptors_do_not_leak(forgiving):
+    score_words(forgiving, ["1"])
+    before = len(os.listdir("/proc/self/fd"))
+    score_words(forgiving, ["die", "kill"] * 5)
+    score_words(forgiving, ["1"] * 4)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # a worker that has not been replaced yet has none
+
+
+# ---- tokens to text ----
+
+
+def make_rows(tokenizer, pairs, end: bool):
+    rows = [(tokenizer.text_to_ids(p), tokenizer.text_to_ids(r) + [tokenizer.eos_id] * end) for p, r in pairs]
+    width = max(len(p) + len(r) for p, r in rows) + 3
+    tokens = np.array([p + r + [tokenizer.eos_id] * (width - len(p) - len(r)) for p, r in rows])
+    return tokens, np.array([[len(p) + len(r)] for p, r in rows]), np.array([[len(p)] for p, _ in rows])
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tiny_tokenizer, tiny_sentencepiece_model):
+    from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+
+    return {"huggingface": tiny_tokenizer, "sentencepiece": SentencePieceTokenizer(tiny_sentencepiece_model)}
+
+
+@pytest.mark.parametrize("library", ["huggingface", "sentencepiece"])
+@pytest.mark.parametrize("end", [True, False], ids=["ended", "cut"])
+def test_a_rollout_becomes_prompt_response_and_length(tmp_path, tokenizers, library, end):
+    tokenizer = tokenizers[library]
+    pairs = [("12+34=", "46"), ("a film", "was bad"), ("\u00e9t\u00e9", "\u2192 \U0001f600"), ("x", "")]
+    tokens, ends, starts = make_rows(tokenizer, pairs, end)
+    with RewardFunction(write(tmp_path, "def score(p, r, l): return [l[0]]"), tokenizer) as function:
+        prompts, responses, lengths = function.decode(tokens, ends[:, 0], starts[:, 0])
+        assert list(zip(prompts, responses)) == pairs
+        assert lengths == [len(tokenizer.text_to_ids(r)) + end for _, r in pairs]
+        import torch
+
+        rewards = function.infer(*map(torch.from_numpy, (tokens, ends, starts)))
+        assert rewards.dtype == np.float32 and rewards.tolist() == [[length] for length in lengths]
+
+
+def test_requests_without_the_start_of_the_answer_are_refused(naughty):
+    with pytest.raises(RequestError, match="'prompt_lengths' is missing"):
+        naughty.infer(np.ones((1, 2)), np.array([2]), None)
+    with pytest.raises(RequestError, match="send 'tokens', 'sequence_lengths' and 'prompt_lengths'"):
+        naughty.no_sentences(["a text"])
+
+
+# ---- the examples ----
+
+
+def test_the_arithmetic_example():
+    spec = f"{ROOT}/examples/rewards/arithmetic.py:exact_answer"
+    with RewardFunction(spec, None, workers=1) as function:
+        prompts = ["12+34=", "12+34=", "12+34=", "12+34=", "Compute 9-12=", "3 * 4 = ", "99+99="]
+        responses = ["46", "046", " 46", "", "-3", "12", "198"]
+        assert function.score(prompts, responses, [3] * 7).tolist() == [1, 0, 0, 0, 1, 1, 1]
+        with pytest.raises(RewardFunctionError, match="the prompt 'Hello' does not end with a task"):
+            function.score(["Hello"], ["46"], [1])
+
+
+def test_the_length_and_format_example():
+    spec = f"{ROOT}/examples/rewards/length_format.py:concise_sentences"
+    with RewardFunction(spec, None, workers=1) as function:
+        responses = ["A good film.", 'It ends. "Well!"', "no capital, no stop", "One. two three", "", "A good film."]
+        scores = function.score(["p"] * 6, responses, [8, 32, 32, 32, 0, 48]).tolist()
+    assert scores == pytest.approx([1.0, 1.0, 0.5, 0.5 / 3 + 0.5, 0.5, 0.5 + 0.25])
