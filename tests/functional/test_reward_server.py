@@ -6,7 +6,9 @@ Expected numbers come from the same model in this process, called on one unpadde
 """
 
 import concurrent.futures
+import contextlib
 import random
+import socket
 
 import numpy as np
 import pytest
@@ -220,10 +222,70 @@ def test_two_ranks_give_the_same_scores_and_end_clean(rm_file, model, tmp_path, 
         wait_until_serving(job)
         assert_scores_are_direct(port, model)
         assert_ended_well(job, job.stop())
-        assert f"closed port {port}" in job.log and "Traceback" not in job.log
+        until_the_end, closed, _ = job.log.partition(f"closed port {port}")
+        assert closed and "Traceback" not in until_the_end  # torchrun itself shows one for a SIGTERM, afterwards
 
 
-# ---- start ----
+# ---- other models, and what cannot be served ----
+
+
+@pytest.fixture(scope="module")
+def regression(tiny_tokenizer_dir, tmp_path_factory):
+    """A regression model of two attributes, random weights, and its file; it gives both numbers."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
+
+    config = {"num_attributes": 2, "merge_attributes": False}
+    model = MegatronGPTRegressionRewardModel(
+        tiny_config(tiny_tokenizer_dir, seed=5, reward_model_type="regression", regression=config)
+    )
+    model.prepare_for_inference()
+    path = tmp_path_factory.mktemp("regression") / "rm.nemo"
+    model.save_to(str(path))
+    return model, path
+
+
+def test_attributes_are_served_as_their_weighted_sum(regression, tmp_path):
+    model, path = regression
+    port = find_free_port()
+    extra = ["model.regression.merge_attributes=True", "model.regression.attribute_weights=[0.7,-2.0]"]
+    with reward_server(path, tmp_path / "merged", port, 1, "python", *extra) as job:
+        wait_until_serving(job)
+        rows = make_rows(5, seed=4)
+        scores = torch.cat([model.infer((row[None], torch.tensor([len(row)]))) for row in rows])
+        assert scores.shape == (5, 2)
+        answer = ask(port, **request(rows, 48, fill=1))
+        np.testing.assert_allclose(answer["rewards"], scores.numpy() @ np.array([[0.7], [-2.0]]), **TOLERANCE)
+        assert_ended_well(job, job.stop())
+
+
+def test_what_cannot_be_served_is_one_clear_error(regression, rm_file, tiny_tokenizer_dir, tmp_path):
+    """Several attributes apart; a language model; a critic; a port in use. All at once, to save their starts."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "policy.nemo"))
+    MegatronGPTCriticModel(tiny_config(tiny_tokenizer_dir, output_sequence=True)).save_to(
+        str(tmp_path / "critic.nemo")
+    )
+    with socket.socket() as taken, contextlib.ExitStack() as stack:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = taken.getsockname()[1]
+        cases = [
+            (regression[1], find_free_port(), ["2 attributes", "model.regression.merge_attributes=True"]),
+            (tmp_path / "policy.nemo", find_free_port(), ["policy.nemo holds no head", "train_reward_model.py"]),
+            (tmp_path / "critic.nemo", find_free_port(), ["model.output_sequence=True", "the reward model that"]),
+            (rm_file, busy, [f"127.0.0.1:{busy}", "inference.port"]),
+        ]
+        jobs = [
+            (stack.enter_context(reward_server(path, tmp_path / str(i), port)), words)
+            for i, (path, port, words) in enumerate(cases)
+        ]
+        for job, words in jobs:
+            assert job.wait(150) == 1
+            message = job.log.split("ERROR: ")[-1]
+            assert all(word in message for word in words), job.log[-2000:]
+            assert "Traceback" not in job.log
 
 
 def test_a_name_of_its_own_and_standardized_rewards(rm_file, model, tmp_path):

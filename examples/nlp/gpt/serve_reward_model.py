@@ -42,12 +42,12 @@ def build_model_server(cfg: DictConfig) -> RewardModelServer:
     trainer = resolve_and_create_trainer(cfg)
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
 
-    model_class = reward_model_class(cfg.model.get("reward_model_type", "binary_ranking"))
+    model_class = reward_model_class(cfg.model.get("reward_model_type"))
     model = load_from_nemo(model_class, cfg.model, trainer, restore_path=restore_path)
     if not model.has_trained_head:
         raise UserError(
-            f"rm_model_file={restore_path} holds no reward head, so its rewards would be random; train a reward model "
-            "from it with train_reward_model.py and serve that."
+            f"rm_model_file={restore_path} holds no head that was trained to give rewards: a language model has none, "
+            "and a critic's gives values. Train a reward model from it (train_reward_model.py) and serve that one."
         )
     model.prepare_for_inference()
     vocab_size, max_length = model_limits(model)
@@ -81,8 +81,8 @@ def check_one_reward_per_text(model_cfg: DictConfig) -> None:
         )
     if model_cfg.get("output_sequence", False):
         raise ConfigError(
-            "model.output_sequence=True: this checkpoint is a critic's and gives a value per token, but a reward is "
-            "one number per text; serve the reward model that the critic started from."
+            "model.output_sequence=True gives a number per token, as a critic does, but a reward is one number per "
+            "text; serve the reward model that the critic started from, or set it to False."
         )
 
 
