@@ -12,11 +12,17 @@ from omegaconf import OmegaConf
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_sft_dataset,
+    build_train_valid_test_regression_rm_datasets,
     build_train_valid_test_rlhf_datasets,
     build_train_valid_test_rm_datasets,
     collate_with_pad_to_max_batch,
 )
-from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset, SFTDataset
+from nemo_aligner.data.nlp.datasets import (
+    RegressionRewardModelDataset,
+    RewardModelDataset,
+    RLHFDataset,
+    SFTDataset,
+)
 from nemo_aligner.utils.errors import ConfigError, UserError
 
 
@@ -157,6 +163,95 @@ def test_bad_pairs(texts, tiny_tokenizer):
         RewardModelDataset([texts(["a"], "one.jsonl"), odd], tiny_tokenizer, 8)
     with pytest.raises(UserError, match="all 1 pairs have a text longer than seq_length=8 tokens; the longest has 9"):
         RewardModelDataset([texts(["#" * 9, "a"])], tiny_tokenizer, 8)
+
+
+@pytest.mark.parametrize("limit", [4, 6, 7, 8, 9, 12])
+def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, warnings, limit):
+    """Whatever combination of short and long texts stands in the file, wherever: pair k stays lines 2k and 2k + 1."""
+    rng = torch.Generator().manual_seed(limit)
+    lengths = torch.randint(1, 13, (40,), generator=rng).tolist() + [12, 12, 1, 1]  # the last pair fits
+    names = [chr(ord("A") + i // 2 % 26) * n for i, n in enumerate(lengths)]
+    names[1::2] = [name.lower() for name in names[1::2]]
+    dataset = RewardModelDataset([texts(names)], tiny_tokenizer, limit)
+    expected = [
+        (good, bad) for good, bad in zip(names[::2], names[1::2], strict=True) if max(len(good), len(bad)) <= limit
+    ]
+    found = []
+    for item in (dataset[i] for i in range(len(dataset))):
+        pair = (item["chosen"][: item["chosen_length"]], item["rejected"][: item["rejected_length"]])
+        found.append(tuple(tiny_tokenizer.ids_to_text(tokens.tolist()) for tokens in pair))
+    assert found == expected
+    left_out = 22 - len(expected)
+    assert [f"{left_out} of 22 pairs" in message for message in warnings] == [True] * (left_out > 0)
+
+
+# ----------------------------------------------------------------------------------------------- labelled texts
+
+
+def labels_file(path, labels, texts=None):
+    texts = texts or [f"text {i}" for i in range(len(labels))]
+    return write(path, [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)])
+
+
+def test_labelled_texts(tmp_path, tiny_tokenizer, warnings):
+    texts = ["AAA", "B" * 9, "CC", "D" * 30]
+    labels = [[1, -0.5], [2, 2], [-100, 4.25], [0, 0]]
+    path = labels_file(tmp_path / "labels.jsonl", labels, texts)
+    dataset = RegressionRewardModelDataset([path], tiny_tokenizer, 8, 2)
+    assert len(dataset) == 2
+    assert "2 of 4 texts are left out" in warnings[0] and "longest has 30" in warnings[0]
+    for index, (text, label) in enumerate([("AAA", [1.0, -0.5]), ("CC", [-100.0, 4.25])]):
+        item, ids = dataset[index], tiny_tokenizer.text_to_ids(text)
+        assert item["inputs"].tolist() == ids + [tiny_tokenizer.eos_id] * (8 - len(ids))
+        assert item["lengths"] == len(ids) == item["loss_mask"].sum()
+        assert item["labels"].tolist() == label and item["labels"].dtype == torch.float32
+        assert item["position_ids"].tolist() == list(range(8)) and item["idx"] == index
+    assert dataset[-1]["loss_mask"].sum() == 0 and dataset[-1]["labels"].tolist() == [1.0, -0.5]
+    with pytest.raises(UserError, match="train data: all 4 texts are longer than seq_length=1 tokens; .* has 30"):
+        RegressionRewardModelDataset([path], tiny_tokenizer, 1, 2)
+
+
+def test_labels_of_one_attribute_and_their_configuration(tmp_path, tiny_tokenizer):
+    path = labels_file(tmp_path / "labels.jsonl", [3, [0.5], -7])
+    train, validation, test = build(
+        build_train_valid_test_regression_rm_datasets,
+        {"train": [path]},
+        tiny_tokenizer,
+        model_cfg(data={"append_eod": True}),
+    )
+    assert [train[i]["labels"].tolist() for i in range(3)] == [[3.0], [0.5], [-7.0]]
+    assert (validation, test) == (None, None)
+    assert train[0]["inputs"][train[0]["lengths"] - 1] == tiny_tokenizer.eos_id
+    pairs = labels_file(tmp_path / "two.jsonl", [[1, 2], [-7, -7]])
+    cfg = model_cfg(regression={"num_attributes": 2, "loss_mask_val": -7})
+    parts = build(build_train_valid_test_regression_rm_datasets, pairs, tiny_tokenizer, cfg, splits="50,50,0")
+    assert [part and part[0]["labels"].tolist() for part in parts] == [[1.0, 2.0], [-7.0, -7.0], None]
+
+
+def test_bad_labels_are_named_with_file_and_line(tmp_path, tiny_tokenizer):
+    good = '{"text": "a", "label": [1, 2]}'
+    cases = [
+        ('{"text": "a", "label": [1]}', "field 'label' has 1 number, but model.regression.num_attributes=2"),
+        ('{"text": "a", "label": [1, 2, 3]}', "field 'label' has 3 numbers"),
+        ('{"text": "a", "label": []}', "field 'label' has 0 numbers"),
+        ('{"text": "a", "label": 1}', "field 'label' has 1 number,"),
+        ('{"text": "a", "label": [1, NaN]}', r"is \[1, NaN\]: it must hold finite numbers.*-100"),
+        ('{"text": "a", "label": [1, -Infinity]}', "must hold finite numbers"),
+        ('{"text": "a", "label": [1, 1e400]}', "must hold finite numbers"),
+        ('{"text": "a", "label": [1, null]}', "must hold finite numbers"),
+        ('{"text": "a", "label": [1, "2"]}', "must hold finite numbers"),
+        ('{"text": "a", "label": [1, true]}', "must hold finite numbers"),
+        ('{"text": "a", "label": "high"}', 'is "high": it must hold finite numbers'),
+        ('{"text": "a", "score": [1, 2]}', r"field 'label' is missing; the line has \['score', 'text'\]"),
+        ('{"label": [1, 2]}', "field 'text' is missing"),
+    ]
+    for line, message in cases:
+        path = write(tmp_path / "bad.jsonl", [good, "", line])
+        with pytest.raises(UserError, match=f"(?s)bad.jsonl, line 3: .*{message}"):
+            RegressionRewardModelDataset([path], tiny_tokenizer, 20, 2)
+    path = labels_file(tmp_path / "none.jsonl", [[-100, -100]] * 2)
+    with pytest.raises(UserError, match=r"every label is model.regression.loss_mask_val=-100.*none.jsonl"):
+        RegressionRewardModelDataset([path], tiny_tokenizer, 20, 2)
 
 
 # --------------------------------------------------------------------------------------------------------- SFT

@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_aligner.losses import loss_weights, ppo_actor_loss, ppo_critic_loss, preference_loss, sft_loss
+from nemo_aligner.losses import (
+    loss_weights,
+    ppo_actor_loss,
+    ppo_critic_loss,
+    preference_loss,
+    regression_loss,
+    sft_loss,
+)
 
 NAN = float("nan")
 
@@ -232,6 +239,24 @@ def test_preference_loss_by_hand():
     assert metrics["acc"].item() == pytest.approx(1 / 3)
     expected = [-1 / (1 + math.exp(margin)) / 3 for margin in (1.5, -1.0, 0.0)] + [0.0]
     assert chosen.grad.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_regression_loss_by_hand():
+    """Three texts, two attributes; two labels are missing."""
+    predictions = torch.tensor([[1.0, 2.0], [0.5, -1.0], [3.0, NAN]], requires_grad=True)
+    labels = torch.tensor([[2.0, -100.0], [0.0, 1.0], [1.0, NAN]])
+    mask = torch.tensor([[1, 0], [1, 1], [1, 0]])
+    loss, metrics = regression_loss(predictions=predictions, labels=labels, weights=loss_weights(mask))
+    assert loss.item() == metrics["loss"].item() == pytest.approx((1.0 + 0.25 + 4.0 + 4.0) / 4)
+    loss.backward()
+    close(predictions.grad, [[-0.5, 0.0], [0.25, -1.0], [1.0, 0.0]])  # 2 (x - y) / 4
+
+
+def test_regression_loss_does_not_broadcast():
+    weights = torch.full((2, 3), 1 / 6)
+    for predictions, labels in (((2, 1), (2, 3)), ((2, 3), (2, 1)), ((2,), (2, 3))):
+        with pytest.raises(ValueError, match="they must be equal"):
+            regression_loss(predictions=torch.ones(predictions), labels=torch.ones(labels), weights=weights)
 
 
 def test_entropy_bonus_without_entropy_is_refused():

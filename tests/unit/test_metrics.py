@@ -1,0 +1,77 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Correlations that are put together from batches, against numpy on the whole data."""
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_aligner.losses import loss_weights
+from nemo_aligner.metrics import correlation_moments, correlations_from_moments
+
+NAN = float("nan")
+
+
+def pooled(predictions, labels, mask, sizes):
+    """Correlations by way of batches of `sizes` rows whose moments are averaged, as in validation."""
+    sums, total = {}, 0
+    for rows in torch.arange(len(labels)).split(sizes):
+        weights = loss_weights(mask[rows])
+        moments = correlation_moments(predictions=predictions[rows], labels=labels[rows], weights=weights)
+        count = int(mask[rows].sum())
+        total += count
+        for key, value in moments.items():
+            sums[key] = sums.get(key, 0.0) + count * float(value)
+    return correlations_from_moments({"loss": 1.0} | {key: value / total for key, value in sums.items()})
+
+
+@pytest.mark.parametrize("sizes", [[23], [1, 4, 2, 16], [10, 10, 3]])
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_uneven_batches_give_the_correlation_of_the_whole(sizes, offset):
+    generator = torch.Generator().manual_seed(0)
+    labels = offset + torch.randn(23, 3, generator=generator)
+    predictions = 2.0 * labels + 3.0 * torch.randn(23, 3, generator=generator) - offset
+    mask = torch.rand(23, 3, generator=generator) > 0.3
+    predictions[~mask] = NAN  # what does not count may be anything
+    labels[~mask] = NAN
+    metrics = pooled(predictions, labels, mask, sizes)
+    expected = []
+    for a in range(3):
+        keep = mask[:, a]
+        x, y = predictions[keep, a].double().numpy(), labels[keep, a].double().numpy()
+        expected.append(np.corrcoef(x, y)[0, 1])
+        assert metrics[f"correlation_{a}"] == pytest.approx(expected[a], abs=1e-7)
+    assert metrics["correlation"] == pytest.approx(sum(expected) / 3, abs=1e-7)
+    assert set(metrics) == {"loss", "correlation", "correlation_0", "correlation_1", "correlation_2"}
+
+
+def test_one_attribute_by_hand():
+    labels = torch.tensor([[1.0], [2.0], [3.0]])
+    every = torch.ones(3, 1)
+    assert pooled(2 * labels + 5, labels, every, [3]) == {"loss": 1.0, "correlation": pytest.approx(1.0)}
+    assert pooled(-labels, labels, every, [1, 2])["correlation"] == pytest.approx(-1.0)
+    # Deviations -1, 0, 1 of the labels and -1, 1, 0 of the predictions: 1 / sqrt(2 * 2).
+    assert pooled(torch.tensor([[0.0], [2.0], [1.0]]), labels, every, [2, 1])["correlation"] == pytest.approx(0.5)
+
+
+def test_what_does_not_vary_has_no_correlation():
+    generator = torch.Generator().manual_seed(1)
+    vary, same = torch.randn(9, 1, generator=generator), torch.full((9, 1), 0.1234567)
+    every = torch.ones(9, 1)
+    for predictions, labels, mask in (
+        (vary, same, every),
+        (same, vary, every),
+        (vary, vary, torch.eye(9)[:, :1]),  # one entry alone
+    ):
+        assert pooled(predictions, labels, mask, [4, 5]) == {"loss": 1.0}
+    # Of several attributes the mean is over those that have one; the third has no label at all.
+    predictions, labels = torch.cat([vary, same, vary], 1), torch.cat([vary, vary, vary], 1)
+    mask = torch.ones(9, 3)
+    mask[:, 2] = 0
+    metrics = pooled(predictions, labels, mask, [4, 5])
+    assert metrics == {"loss": 1.0, "correlation_0": pytest.approx(1.0), "correlation": pytest.approx(1.0)}
+
+
+def test_metrics_without_moments_stay_as_they_are():
+    assert correlations_from_moments({}) == {}
+    assert correlations_from_moments({"loss": 2.0}) == {"loss": 2.0}
