@@ -104,9 +104,21 @@ class ScriptJob:
         self.process.send_signal(signal.SIGTERM)
         return self.wait(timeout_s)
 
-    def leftovers(self) -> list[psutil.Process]:
-        """Processes of the job that are still alive."""
-        return [p for p in self._family.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    def leftovers(self, grace_s: float = 5.0) -> list[psutil.Process]:
+        """Processes of the job that are still alive, after time for those that end when their parent has ended."""
+        deadline = time.monotonic() + grace_s
+        while True:
+            alive = [p for p in self._family.values() if _is_alive(p)]
+            if not alive or time.monotonic() > deadline:
+                return alive
+            time.sleep(0.1)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def read_metrics(folder: Path, key: str) -> list[float]:
