@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reward model, critic and SFT model give the same on one rank and on two, however the work is split.
+"""Reward models, critics and SFT model give the same on one rank and on two, however the work is split.
 
 The weights are written to `.nemo` files by one rank and read at each split. One launch serves all splits.
 """
@@ -12,6 +12,7 @@ from megatron.core.parallel_state import destroy_model_parallel
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.train_script_utils import load_from_nemo
@@ -19,7 +20,7 @@ from nemo_aligner.utils.train_utils import optimizer_step
 from tests.distributed.launcher import run_ranks
 from tests.tiny_models import tiny_config
 
-ROWS, WIDTH = 4, 9
+ROWS, WIDTH, ATTRIBUTES = 4, 9, 2
 SPLITS = {
     "TP=2": dict(tensor_model_parallel_size=2),
     "TP=2, sequence parallel": dict(tensor_model_parallel_size=2, sequence_parallel=True),
@@ -48,11 +49,27 @@ def batches():
         "prev_values": torch.randn(ROWS, WIDTH - 1, generator=generator),
         "mask": ((column >= 2) & (column < lengths[:, None] - 1)).float()[:, :-1],
     }
+    labels = torch.randn(ROWS, ATTRIBUTES, generator=generator)
+    labels[0, 1] = -100.0
+    labelled = {"inputs": tokens(), "lengths": lengths, "labels": labels, "loss_mask": pairs["loss_mask"]}
     answers = {"tokens": tokens(), "labels": tokens(), "loss_mask": (column < lengths[:, None]).float()}
-    return {"reward model": pairs, "critic": transitions, "sft": answers}
+    return {
+        "reward model": pairs,
+        "regression": labelled,
+        "critic": transitions,
+        "critic of a language model": transitions,
+        "sft": answers,
+    }
 
 
-ROLES = {"reward model": MegatronGPTRewardModel, "critic": MegatronGPTCriticModel, "sft": GPTSFTModel}
+# Class, and the file that it starts from: lm.nemo holds no head.
+ROLES = {
+    "reward model": (MegatronGPTRewardModel, "rm.nemo"),
+    "regression": (MegatronGPTRegressionRewardModel, "lm.nemo"),
+    "critic": (MegatronGPTCriticModel, "rm.nemo"),
+    "critic of a language model": (MegatronGPTCriticModel, "lm.nemo"),
+    "sft": (GPTSFTModel, "lm.nemo"),
+}
 
 
 def evaluate(tokenizer_dir, folder, precision=32, **split):
@@ -62,10 +79,15 @@ def evaluate(tokenizer_dir, folder, precision=32, **split):
     results = {}
     for role, batch in batches().items():
         cfg = tiny_config(
-            tokenizer_dir, precision=precision, output_sequence=role == "critic", loss_clip_val=0.2, **split
+            tokenizer_dir,
+            precision=precision,
+            output_sequence=role.startswith("critic"),
+            loss_clip_val=0.2,
+            regression={"num_attributes": ATTRIBUTES if role == "regression" else 1},
+            **split,
         )
-        base = folder / ("lm.nemo" if role == "sft" else "rm.nemo")
-        model = load_from_nemo(ROLES[role], cfg, None, restore_path=base)
+        model_class, base = ROLES[role]
+        model = load_from_nemo(model_class, cfg, None, restore_path=folder / base)
         inputs = (batches()["critic"]["tokens"][rows], torch.tensor([9, 4, 6, 8])[rows])
         batch = {key: value[rows] for key, value in batch.items()}
         if role == "critic":
@@ -76,9 +98,10 @@ def evaluate(tokenizer_dir, folder, precision=32, **split):
             optimizer.zero_grad()
             model.prepare_for_training_step()
             loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
+            metrics = model.summarize_metrics(metrics)
             numbers += [loss, optimizer_step(optimizer, scheduler, 0.5), *(metrics[key] for key in sorted(metrics))]
         inferred = []
-        if role == "reward model":
+        if role in ("reward model", "regression", "critic of a language model"):
             inferred = [model.infer(inputs)]
         elif role == "critic":
             inferred = [x for _ in range(2) for x in model.infer_rm_critic(inputs)]

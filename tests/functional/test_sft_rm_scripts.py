@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.functional.jobs import ScriptJob, read_metrics
+from tests.functional.jobs import ScriptJob, must_fail_with, must_succeed, read_metrics
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -94,24 +94,6 @@ def reward_model(data, base, log_dir, *overrides, **kwargs) -> ScriptJob:
         ],
         **kwargs,
     )
-
-
-def must_succeed(job: ScriptJob) -> None:
-    with job:
-        assert job.wait() == 0, job.log[-4000:]
-        assert not job.leftovers()
-
-
-def must_fail_with(job: ScriptJob, *words: str) -> None:
-    """Exit code 1 and one message, which holds `words`, at the end of a log without traceback."""
-    with job:
-        assert job.wait(120) == 1, job.log[-4000:]
-        assert not job.leftovers()
-        assert "Traceback" not in job.log, job.log[-4000:]
-        assert job.log.count("ERROR: ") == 1, job.log[-4000:]
-        message = job.log.split("ERROR: ")[1]
-        for word in words:
-            assert word in message, message
 
 
 def resume_from(log_dir, copy, lost_step):

@@ -1,0 +1,152 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reward models on data that they were not trained on: the real script on the quickstart's data, from random weights.
+
+And what a reward model or a critic cannot start from.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
+from tests.functional.jobs import ScriptJob, must_fail_with, must_succeed, read_metrics
+from tests.tiny_models import tiny_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "quickstart"))
+
+import make_data  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS, BATCH, SEQ_LENGTH = 50, 32, 56
+ARCHITECTURE = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 4,
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "bias": False,
+}
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    make_data.make_data(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def language_model(tiny_tokenizer_dir, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("lm") / "lm.nemo"
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(path))
+    return path
+
+
+def training(log_dir: Path, data_prefix: str, *overrides: str) -> ScriptJob:
+    log_dir.mkdir(exist_ok=True)
+    return ScriptJob(
+        "train_reward_model.py",
+        log_dir.with_suffix(".log"),
+        [
+            f"exp_manager.explicit_log_dir={log_dir}",
+            "trainer.accelerator=cpu",
+            "trainer.precision=32",
+            f"trainer.rm.max_steps={STEPS}",
+            "trainer.rm.val_check_interval=25",
+            f"trainer.rm.save_interval={STEPS}",
+            f"model.data.data_prefix={data_prefix}",
+            "++model.data.append_eod=True",
+            f"model.encoder_seq_length={SEQ_LENGTH}",
+            "model.force_head_dtype=float32",
+            f"model.global_batch_size={BATCH}",
+            f"model.micro_batch_size={BATCH}",
+            "model.optim.lr=3e-3",
+            "model.optim.sched.warmup_steps=10",
+            "model.optim.sched.constant_steps=0",
+            "model.optim.sched.min_lr=1e-5",
+            *overrides,
+        ],
+    )
+
+
+def from_random_weights(data_dir: Path, kind: str) -> list[str]:
+    architecture = {**ARCHITECTURE, "tokenizer.library": "huggingface", "tokenizer.type": data_dir / "tokenizer"}
+    return [f"model.reward_model_type={kind}", *(f"model.{key}={value}" for key, value in architecture.items())]
+
+
+def files(data_dir: Path, kind: str) -> str:
+    return f"{{train: [{data_dir}/{kind}_train.jsonl], validation: [{data_dir}/{kind}_validation.jsonl]}}"
+
+
+def printed(job: ScriptJob, what: str) -> tuple[float, int]:
+    """The number that the job ends with, and on how much it was measured."""
+    (found,) = re.findall(rf"validation: held-out {what} ([\d.]+) on (\d+) ", job.log)
+    return float(found[0]), int(found[1])
+
+
+def test_accuracy_on_held_out_pairs(data_dir, tmp_path):
+    job = training(tmp_path / "rm", files(data_dir, "pairs"), *from_random_weights(data_dir, "binary_ranking"))
+    must_succeed(job)
+    accuracy, pairs = printed(job, "accuracy")
+    assert accuracy > 0.95 and pairs == 256
+    history = read_metrics(tmp_path / "rm", "validation/acc")
+    assert len(history) == 2 and history[-1] == pytest.approx(accuracy, abs=6e-4)
+
+
+def test_correlation_with_held_out_labels(data_dir, tmp_path):
+    job = training(tmp_path / "rm", files(data_dir, "labels"), *from_random_weights(data_dir, "regression"))
+    must_succeed(job)
+    correlation, labels = printed(job, "correlation")
+    assert correlation > 0.9 and labels == 256
+    history = read_metrics(tmp_path / "rm", "validation/correlation")
+    assert len(history) == 2 and history[-1] == pytest.approx(correlation, abs=6e-4)
+    # The same from what the job leaves behind: its .nemo, asked text by text, and numpy.
+    model = MegatronGPTRegressionRewardModel.restore_from(tmp_path / "rm" / "checkpoints" / "megatron_gpt.nemo")
+    lines = [json.loads(line) for line in (data_dir / "labels_validation.jsonl").read_text().splitlines()]
+    model.prepare_for_inference()
+    rewards = torch.cat([model.infer([line["text"]], add_EOS=True) for line in lines])[:, 0]
+    expected = np.corrcoef(rewards.numpy(), [line["label"][0] for line in lines])[0, 1]
+    assert history[-1] == pytest.approx(expected, abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_a_label_of_wrong_length(data_dir, language_model, tmp_path):
+    path = tmp_path / "labels.jsonl"
+    path.write_text('{"text": "a", "label": [1, 2]}\n{"text": "b", "label": [1]}\n')
+    regression = ["model.reward_model_type=regression", "model.regression.num_attributes=2"]
+    base = [f"pretrained_checkpoint.restore_from_path={language_model}", "model.encoder_seq_length=48"]
+    job = training(tmp_path / "rm", f"{{train: [{path}]}}", *regression, *base)
+    must_fail_with(job, f"{path}, line 2", "1 number", "model.regression.num_attributes=2")
+
+
+def test_a_language_model_has_no_head_to_load(data_dir, language_model, tmp_path):
+    base = [f"pretrained_checkpoint.restore_from_path={language_model}", "model.encoder_seq_length=48"]
+    job = training(tmp_path / "rm", files(data_dir, "pairs"), *base, "model.regression.load_rm_head_weights=True")
+    must_fail_with(job, "load_rm_head_weights=True", str(language_model), "has no head to load")
+
+
+def test_a_language_model_cannot_serve_rewards_beside_its_critic(language_model, tmp_path):
+    job = ScriptJob(
+        "serve_ppo_critic.py",
+        tmp_path / "critic.log",
+        [
+            f"exp_manager.explicit_log_dir={tmp_path / 'critic'}",
+            f"pretrained_checkpoint.restore_from_path={language_model}",
+            "trainer.accelerator=cpu",
+            "trainer.precision=32",
+            "model.encoder_seq_length=48",
+        ],
+    )
+    must_fail_with(job, "no reward head", "trainer.ppo.combine_rm_and_critic_server=False")
