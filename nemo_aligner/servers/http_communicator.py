@@ -10,7 +10,7 @@ import time
 import numpy as np
 from nemo.utils import logging
 
-from nemo_aligner.servers.schema import Endpoint, validate_request
+from nemo_aligner.servers.schema import Endpoint, ResponseError, validate_request
 from nemo_aligner.utils.errors import UserError
 
 
@@ -22,7 +22,7 @@ class ServerRequestError(RuntimeError):
     """A request failed on the server, or its answer never came; the message carries the remote traceback."""
 
 
-def _get(host: str, port: int, path: str, timeout_s: float) -> int | None:
+def http_status(host: str, port: int, path: str, timeout_s: float) -> int | None:
     """HTTP status of a GET, or None when nothing answers."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
@@ -54,7 +54,7 @@ RESTART_REMEDY = (
 
 
 class PendingAnswer:
-    """A future of one request that knows where it was sent.
+    """A future of one request that knows where it was sent; `check(answer)` may raise `ResponseError`.
 
     It is never cancelled: PyTriton's worker thread would die of it, and the server would go on all the same.
     """
@@ -62,8 +62,9 @@ class PendingAnswer:
     # Unanswered liveness probes in a row (one per `heartbeat_s`) after which a server counts as dead.
     MAX_MISSED_PROBES = 3
 
-    def __init__(self, future: concurrent.futures.Future, server_name: str, host: str, port: int):
+    def __init__(self, future: concurrent.futures.Future, server_name: str, host: str, port: int, check=None):
         self.future, self.server_name, self.host, self.port = future, server_name, host, port
+        self._check = check
         self._started = time.monotonic()
         self._missed = 0
 
@@ -80,7 +81,7 @@ class PendingAnswer:
             pass
         waited = time.monotonic() - self._started
         logging.info(f"waiting for {self.server_name} at {self.host}:{self.port} ({waited:.0f} s)")
-        alive = _get(self.host, self.port, "/v2/health/live", timeout_s=10) == 200
+        alive = http_status(self.host, self.port, "/v2/health/live", timeout_s=10) == 200
         self._missed = 0 if alive else self._missed + 1
         if self._missed >= self.MAX_MISSED_PROBES:
             raise ServerRequestError(
@@ -93,20 +94,28 @@ class PendingAnswer:
         """The answer, by tensor name.
 
         Raises:
-            ServerRequestError: with the remote traceback.
+            ServerRequestError: with the remote traceback, or saying why the answer cannot be used.
         """
         while not self.done(heartbeat_s):
             pass
         error = self.future.exception()
         if error is not None:
             remedy = ""
-            if _get(self.host, self.port, "/v2/health/live", timeout_s=10) != 200:
+            if http_status(self.host, self.port, "/v2/health/live", timeout_s=10) != 200:
                 remedy = f" The server is gone. {RESTART_REMEDY}"
             raise ServerRequestError(
                 f"request to {self.server_name} at {self.host}:{self.port} failed: {type(error).__name__}: {error}"
                 + remedy
             ) from error
-        return self.future.result()
+        answer = self.future.result()
+        if self._check is not None:
+            try:
+                self._check(answer)
+            except ResponseError as error:
+                raise ServerRequestError(
+                    f"request to {self.server_name} at {self.host}:{self.port} failed: {error}"
+                ) from error
+        return answer
 
 
 class HTTPCommunicator:
@@ -133,6 +142,7 @@ class HTTPCommunicator:
         self.connections = {}
         self._addresses = {}
         self._endpoints = {}
+        self._attached = []
 
     def __enter__(self):
         return self
@@ -169,7 +179,9 @@ class HTTPCommunicator:
         pause = 0.1
         state = "no answer"
         while (waited := time.monotonic() - start) < self.init_timeout_s:
-            status = _get(host, port, f"/v2/models/{server_name}/ready", timeout_s=min(5.0, self.init_timeout_s))
+            status = http_status(
+                host, port, f"/v2/models/{server_name}/ready", timeout_s=min(5.0, self.init_timeout_s)
+            )
             if status == 200:
                 logging.info(f"connected to {server_name} at {host}:{port}")
                 return
@@ -194,8 +206,8 @@ class HTTPCommunicator:
         for name, (ip, port) in self._addresses.items():
             logging.info(f"server {name}: {ip}:{port}")
 
-    def send_data_to_server(self, server_name: str, data: dict, batching: bool = True) -> PendingAnswer:
-        """Send numpy arrays by wire name; returns at once.
+    def send_data_to_server(self, server_name: str, data: dict, batching: bool = True, check=None) -> PendingAnswer:
+        """Send numpy arrays by wire name; returns at once. `check(answer)` may raise `ResponseError`.
 
         Raises:
             RequestError: the request does not fit the endpoint's schema (nothing is sent).
@@ -206,11 +218,17 @@ class HTTPCommunicator:
         data = {name: np.ascontiguousarray(array) for name, array in data.items()}
         client = self.connections[server_name]
         future = client.infer_batch(**data) if batching else client.infer_sample(**data)
-        return PendingAnswer(future, server_name, *self._addresses[server_name])
+        return PendingAnswer(future, server_name, *self._addresses[server_name], check)
+
+    def attach(self, fleet) -> None:
+        """Close `fleet` together with this communicator."""
+        self._attached.append(fleet)
 
     def close(self) -> None:
         """End the client threads; requests in flight get a few seconds."""
         logging.info("Cleaning up communicator")
+        while self._attached:
+            self._attached.pop().close()
         for client in self.connections.values():
             client.close(wait=False)
         deadline = time.monotonic() + 5.0

@@ -1,13 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The remote critic and the remote reward model as objects of the actor job.
+"""The remote critic and the remote reward models as objects of the actor job.
 
-Every rank of the actor holds a client and calls the same methods. Only the rank that owns the data talks to the
+Every rank of the actor constructs a client and calls the same methods. Only the rank that owns the data talks to the
 server: the source rank of each model-parallel group for scoring, global rank 0 for training and saving. Every call
 returns a future whose `result()` every rank calls: it brings the answer to all ranks that need it, and a failure,
 with the remote traceback, to all of them.
+
+A reward model may be served by several servers (servers/fleet.py: what happens when one dies), and several reward
+models may be combined: reward = sum of weight * reward of each.
 """
 
+import functools
+import time
 import uuid
 
 import numpy as np
@@ -16,115 +21,88 @@ import torch.distributed as dist
 from nemo.utils import logging
 
 from nemo_aligner.servers import schema
-from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerRequestError
+from nemo_aligner.servers.fleet import Fleet, PendingRewards
+from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerRequestError, ServerUnreachableError
+from nemo_aligner.servers.reward_models import read_reward_models
+from nemo_aligner.servers.source_rank import (
+    RankZeroFuture,
+    await_on_source,
+    get_future_result,
+    outcome_or_error,
+    try_on_source,
+)
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.errors import ConfigError, UserError
 from nemo_aligner.utils.server_utils import FutureResult
 
-# Ranks that wait for another rank's answer hear from it this often, so no collective times out.
-HEARTBEAT_S = 30.0
 
-
-def _await_on_source(pending, src: int, group) -> dict:
-    """The answer that rank `src` waits for, on every rank of `group`.
+class RMFutureResult(FutureResult):
+    """Pending rewards of a rollout micro-batch.
 
     Args:
-        pending: `PendingAnswer` on `src`; None elsewhere, or on `src` an exception of the attempt to send.
-        group: process group; None without one (a single process).
+        rm_future: `PendingRewards`, or an exception of the attempt to send, on the source rank of the model-parallel
+            group; ignored elsewhere.
+        weights: of each reward model of an ensemble, by name; None for a single reward model.
 
-    Raises:
-        ServerRequestError: on every rank, with the remote traceback.
+    Attributes:
+        reward_parts: after `result()`, the rewards float32 [b] of each reward model of an ensemble, by name, without
+            their weights; empty for a single one.
     """
-    alone = group is None or dist.get_world_size(group) == 1
-    is_source = alone or dist.get_rank() == src
-    while True:
-        state, answer = "pending", None
-        if is_source:
-            try:
-                if isinstance(pending, Exception):
-                    raise pending
-                if pending.done(HEARTBEAT_S):
-                    state, answer = "done", pending.result()
-            except (ServerRequestError, UserError) as error:
-                state, answer = "failed", str(error)
-        if not alone:
-            box = [(state, answer)]
-            dist.broadcast_object_list(box, src=src, group=group)
-            state, answer = box[0]
-        if state == "done":
-            return answer
-        if state == "failed":
-            raise ServerRequestError(answer)
 
+    def __init__(self, rm_future, weights: dict | None = None):
+        self.rm_future, self.weights = rm_future, weights
+        self.reward_parts = {}
 
-def get_future_result(future, *keys):
-    """Arrays `keys` of the answer, as tensors on this rank's device, on every rank of the model-parallel group.
+    def result(self) -> torch.Tensor:
+        """Rewards float32 [b, 1] on this rank's device, on every rank of the model-parallel group.
 
-    Args:
-        future: `PendingAnswer` on the group's source rank, ignored elsewhere.
-
-    Returns:
-        One tensor, or a list of them for several keys.
-    """
-    src, group = parallel_state.get_model_parallel_src_rank(), parallel_state.get_model_parallel_group()
-    answer = _await_on_source(future, src, group)
-    tensors = [torch.from_numpy(np.array(answer[key])).to(get_device()) for key in keys]
-    return tensors[0] if len(tensors) == 1 else tensors
+        Raises:
+            ServerRequestError: on every rank: of the model (with the remote traceback), an unusable answer, or no
+                server left.
+        """
+        src, group = parallel_state.get_model_parallel_src_rank(), parallel_state.get_model_parallel_group()
+        answer = await_on_source(self.rm_future, src, group)
+        parts = {name: torch.from_numpy(np.array(rewards)).to(get_device()) for name, rewards in answer.items()}
+        if self.weights is None:
+            return next(iter(parts.values()))
+        self.reward_parts = {name: rewards.flatten() for name, rewards in parts.items()}
+        # Summed in float64, so that the order of the names does not show.
+        return sum(weight * parts[name].double() for name, weight in self.weights.items()).float()
 
 
 class RMCriticFutureResult(FutureResult):
-    """Pending rewards [b] and values [b, S-1] of a rollout micro-batch."""
+    """Pending rewards [b] and values [b, S-1] of a rollout micro-batch.
+
+    Args:
+        critic_future: `PendingAnswer` of the critic, on the source rank of the model-parallel group.
+        rm_future: `RMFutureResult` on every rank if the rewards come from other servers, else None.
+
+    Attributes:
+        reward_parts: as in `RMFutureResult`.
+    """
 
     def __init__(self, critic_future, rm_future, combine_rm_and_critic_server: bool, og_seq_length: int):
         self.critic_future = critic_future
         self.rm_future = rm_future
         self.combine_rm_and_critic_server = combine_rm_and_critic_server
         self.og_seq_length = og_seq_length
+        self.reward_parts = {}
 
     def result(self) -> tuple:
         """(rewards float32 [b], values float32 [b, S-1]) on this rank's device; columns that were not sent are 0."""
         if self.combine_rm_and_critic_server:
             rewards, values = get_future_result(self.critic_future, "rewards", "values")
         else:
-            rewards = get_future_result(self.rm_future, "rewards")
+            rewards = self.rm_future.result()
+            self.reward_parts = self.rm_future.reward_parts
             values = get_future_result(self.critic_future, "values")
         values = values[:, : self.og_seq_length - 1]
         values = torch.nn.functional.pad(values, (0, self.og_seq_length - 1 - values.shape[1]))
         return rewards.flatten(), values
 
 
-class RMFutureResult(FutureResult):
-    """Pending rewards of a rollout micro-batch."""
-
-    def __init__(self, rm_future):
-        self.rm_future = rm_future
-
-    def result(self) -> torch.Tensor:
-        """Rewards float32 [b, 1] on this rank's device."""
-        return get_future_result(self.rm_future, "rewards")
-
-
-class _RankZeroFuture(FutureResult):
-    """An answer that global rank 0 waits for; `result()` ends on all ranks together. It can be called again."""
-
-    def __init__(self, pending):
-        self._pending = pending
-        self._outcome = None
-
-    def result(self):
-        """The answer, by tensor name."""
-        if self._outcome is None:
-            try:
-                self._outcome = _await_on_source(self._pending, 0, dist.group.WORLD if dist.is_initialized() else None)
-            except ServerRequestError as error:
-                self._outcome = error
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
-
-
-class TrainFuture(_RankZeroFuture):
+class TrainFuture(RankZeroFuture):
     """A pending critic update."""
 
     def result(self) -> float:
@@ -132,7 +110,7 @@ class TrainFuture(_RankZeroFuture):
         return float(super().result()["loss_mean"][0])
 
 
-class SaveFuture(_RankZeroFuture):
+class SaveFuture(RankZeroFuture):
     """A pending critic checkpoint."""
 
     def result(self) -> int:
@@ -160,6 +138,80 @@ def _scoring_payload(rollout_batch: dict, pad_to_length, setting: str) -> dict:
     else:
         tokens = torch.nn.functional.pad(tokens, (0, pad_to_length - tokens.shape[1]))
     return {"tokens": tokens.long().numpy(), "sequence_lengths": lengths[:, None].numpy()}
+
+
+def _used_values(rollout_batch: dict, columns: int) -> np.ndarray:
+    """bool [b, columns]: True where a value of the response's transitions is (types.py)."""
+    lengths = rollout_batch["response_lengths"].cpu()
+    prompts = rollout_batch["prompt_lengths"].cpu() if "prompt_lengths" in rollout_batch else torch.ones_like(lengths)
+    column = torch.arange(columns)
+    return ((column >= prompts[:, None] - 1) & (column < lengths[:, None] - 1)).numpy()
+
+
+class _Connecting:
+    """The start of fleets as something to wait for on a source rank (see `await_on_source`)."""
+
+    def __init__(self, fleets: list):
+        self._fleets = fleets
+
+    def done(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        # A list, not a generator: each fleet says what it waits for, and that it has waited too long.
+        while not all([fleet.wait_until_ready(0.1) for fleet in self._fleets]):
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def result(self) -> None:
+        return None
+
+
+class _RewardModels:
+    """The reward models that `cfg` names. Every rank constructs one, together; source ranks hold the connections.
+
+    Args:
+        cfg: `remote_rm` or `remote_critic_rm` (see reward_models.py).
+        communicator: its time limits are used, and closing it closes the connections.
+        setting: name of the section.
+
+    Raises:
+        ConfigError: the section cannot work.
+        ServerUnreachableError: on every rank of the model-parallel group: no server of a reward model answers.
+    """
+
+    def __init__(self, cfg, communicator: HTTPCommunicator, setting: str):
+        specs = read_reward_models(cfg, setting)
+        self.weights = None if specs[0].name is None else {spec.name: spec.weight for spec in specs}
+        self.fleets = {}
+        if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
+            self.fleets = {
+                spec.name: Fleet(
+                    spec,
+                    schema.reward_model_endpoint(),
+                    communicator.init_timeout_s,
+                    communicator.inference_timeout_s,
+                    first=parallel_state.get_data_parallel_rank(),
+                )
+                for spec in specs
+            }
+        for fleet in self.fleets.values():
+            communicator.attach(fleet)
+        src, group = parallel_state.get_model_parallel_src_rank(), parallel_state.get_model_parallel_group()
+        try:
+            await_on_source(_Connecting(list(self.fleets.values())) if self.fleets else None, src, group)
+        except ServerRequestError as error:
+            communicator.close()
+            raise ServerUnreachableError(str(error)) from None
+
+    def score(self, rollout_batch: dict, payload: dict) -> RMFutureResult:
+        """Send `payload` (of `_scoring_payload`) to every reward model; returns at once.
+
+        A reward that is code needs to know where the response starts: `prompt_lengths` go along when there are any.
+        """
+        if "prompt_lengths" in rollout_batch:
+            prompts = rollout_batch["prompt_lengths"].cpu().long()
+            payload = {**payload, "prompt_lengths": prompts[:, None].numpy()}
+        return RMFutureResult(try_on_source(lambda: PendingRewards(self.fleets, payload)), self.weights)
 
 
 def _gather_rows(tensors: dict) -> dict | None:
@@ -227,10 +279,11 @@ class RemoteGPTRMCriticClient:
 
     Args:
         cfg: `remote_critic_rm`: `pad_to_length`, `combine_rm_and_critic_server`,
-            `critic.{name.{train,infer,save,status},ip,port}`, `reward_model.{name,ip,port}`, and optionally
-            `init_timeout_s`, `inference_timeout_s`.
+            `critic.{name.{train,infer,save,status},ip,port}`; with separate servers `reward_model.{name,ip,port}` or
+            `reward_models`; and optionally `init_timeout_s`, `inference_timeout_s`.
 
     Raises:
+        ConfigError: the section cannot work.
         ServerUnreachableError: no server within `init_timeout_s`; progress is logged while waiting.
     """
 
@@ -254,11 +307,19 @@ class RemoteGPTRMCriticClient:
             self.train_name: schema.critic_train_endpoint(),
             self.save_name: schema.critic_save_endpoint(),
         }
+        self.reward_models = None
         if not self.combine_rm_and_critic_server:
-            self.rm_name = cfg.reward_model.get("name", schema.REWARD_MODEL)
-            servers[self.rm_name] = (cfg.reward_model.ip, cfg.reward_model.port)
-            endpoints[self.rm_name] = schema.reward_model_endpoint()
-        self.communicator.create_http_communicator_from_dict(servers, endpoints)
+            self.reward_models = _RewardModels(cfg, self.communicator, self.SETTING)
+        elif cfg.get("reward_models", None):
+            raise ConfigError(
+                f"{self.SETTING}.reward_models names servers of their own, but {self.SETTING}."
+                "combine_rm_and_critic_server=True has the critic server score rewards; set it to False."
+            )
+        try:
+            self.communicator.create_http_communicator_from_dict(servers, endpoints)
+        except ServerUnreachableError:
+            self.communicator.close()
+            raise
         self.communicator.print_server_dict()
 
     def infer_rm_critic(self, rollout_batch: dict) -> RMCriticFutureResult:
@@ -268,16 +329,18 @@ class RemoteGPTRMCriticClient:
             UserError: on every rank, if S is above `pad_to_length`.
         """
         payload = _scoring_payload(rollout_batch, self.pad_to_length, self.SETTING)
-        critic_future = rm_future = None
-        if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
-            if not self.combine_rm_and_critic_server:
-                rm_future = self.communicator.send_data_to_server(self.rm_name, payload)
-            critic_future = self.communicator.send_data_to_server(self.infer_name, payload)
+        check = functools.partial(
+            schema.validate_response,
+            schema.critic_infer_endpoint(self.combine_rm_and_critic_server),
+            rows=payload["tokens"].shape[0],
+            used=_used_values(rollout_batch, payload["tokens"].shape[1] - 1),
+        )
+        rm_future = None if self.reward_models is None else self.reward_models.score(rollout_batch, payload)
+        critic_future = try_on_source(
+            lambda: self.communicator.send_data_to_server(self.infer_name, payload, check=check)
+        )
         return RMCriticFutureResult(
-            critic_future,
-            rm_future,
-            self.combine_rm_and_critic_server,
-            rollout_batch["response_tokens"].shape[1],
+            critic_future, rm_future, self.combine_rm_and_critic_server, rollout_batch["response_tokens"].shape[1]
         )
 
     def train(self, rollout_batch: dict) -> TrainFuture:
@@ -317,7 +380,7 @@ class RemoteGPTRMCriticClient:
             data = {"dummy_var": np.zeros(1, dtype=np.int64)}
             return self.communicator.send_data_to_server(self.status_name, data, batching=False)
 
-        answer = _RankZeroFuture(self._on_rank_zero(ask)).result()
+        answer = RankZeroFuture(self._on_rank_zero(ask)).result()
         return {name: int(array[0]) for name, array in answer.items()}
 
     def check_status(self, expected_actor_step: int) -> None:
@@ -356,21 +419,22 @@ class RemoteGPTRMCriticClient:
 
     def _on_rank_zero(self, send):
         """`send()` on global rank 0, None elsewhere; an error is kept for `result()`, which all ranks call."""
-        if parallel_state.get_rank() != 0:
-            return None
-        try:
-            return send()
-        except Exception as error:
-            return error if isinstance(error, (ServerRequestError, UserError)) else ServerRequestError(repr(error))
+        return outcome_or_error(send) if parallel_state.get_rank() == 0 else None
+
+    def close(self) -> None:
+        """End all connections."""
+        self.communicator.close()
 
 
 class RemoteGPTRMClient:
-    """A remote reward model alone.
+    """Remote reward models alone: one or several, each on one or several servers. Every rank constructs it, together.
 
     Args:
-        cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}`; `host` and `port` beside them win when given.
+        cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}` or `reward_models`; `host` and `port` beside
+            them win over those of `reward_model`; optionally `init_timeout_s`, `inference_timeout_s`.
 
     Raises:
+        ConfigError: the section cannot work.
         ServerUnreachableError: no server within `init_timeout_s`; progress is logged while waiting.
     """
 
@@ -380,20 +444,21 @@ class RemoteGPTRMClient:
         self.cfg = cfg
         self.pad_to_length = cfg.get("pad_to_length", None)
         self.communicator = _communicator(cfg, self.SETTING)
-        server = cfg.get("reward_model", {})
-        self.rm_name = server.get("name", schema.REWARD_MODEL)
-        host = cfg.get("host", None) or server.get("ip", "localhost")
-        port = cfg.get("port", None) or server.get("port", schema.REWARD_MODEL_PORT)
-        self.communicator.add_server_by_name(self.rm_name, host, port, schema.reward_model_endpoint())
-        self.communicator.print_server_dict()
+        self.reward_models = _RewardModels(cfg, self.communicator, self.SETTING)
 
     def infer_rm(self, rollout_batch: dict) -> RMFutureResult:
-        """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b]) to be scored."""
+        """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b], optionally `prompt_lengths` [b]) to be
+        scored; returns at once.
+
+        Raises:
+            UserError: on every rank, if S is above `pad_to_length`.
+        """
         payload = _scoring_payload(rollout_batch, self.pad_to_length, self.SETTING)
-        rm_future = None
-        if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
-            rm_future = self.communicator.send_data_to_server(self.rm_name, payload)
-        return RMFutureResult(rm_future)
+        return self.reward_models.score(rollout_batch, payload)
+
+    def close(self) -> None:
+        """End all connections."""
+        self.communicator.close()
 
 
 def _communicator(cfg, setting: str) -> HTTPCommunicator:

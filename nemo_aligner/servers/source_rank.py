@@ -1,0 +1,102 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that one rank sends and all ranks wait for: the answer reaches every rank, and so does every error."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nemo_aligner.servers.http_communicator import ServerRequestError
+from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.device import get_device
+from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.server_utils import FutureResult
+
+# Ranks that wait for another rank's answer hear from it this often, so no collective times out.
+HEARTBEAT_S = 30.0
+
+
+def await_on_source(pending, src: int, group) -> dict:
+    """The answer that rank `src` waits for, on every rank of `group`.
+
+    Args:
+        pending: on `src` an object with `done(timeout_s)` and `result()`, such as `PendingAnswer`, or an exception of
+            the attempt to send; ignored elsewhere.
+        group: process group; None without one (a single process).
+
+    Raises:
+        ServerRequestError: on every rank, with the remote traceback.
+    """
+    alone = group is None or dist.get_world_size(group) == 1
+    is_source = alone or dist.get_rank() == src
+    while True:
+        state, answer = "pending", None
+        if is_source:
+            try:
+                if isinstance(pending, Exception):
+                    raise pending
+                if pending.done(HEARTBEAT_S):
+                    state, answer = "done", pending.result()
+            except Exception as error:  # whatever it is: the other ranks must not wait for ever
+                known = isinstance(error, (ServerRequestError, UserError))
+                state, answer = "failed", str(error) if known else repr(error)
+        if not alone:
+            box = [(state, answer)]
+            dist.broadcast_object_list(box, src=src, group=group)
+            state, answer = box[0]
+        if state == "done":
+            return answer
+        if state == "failed":
+            raise ServerRequestError(answer)
+
+
+def get_future_result(future, *keys):
+    """Arrays `keys` of the answer, as tensors on this rank's device, on every rank of the model-parallel group.
+
+    Args:
+        future: `PendingAnswer` on the group's source rank, ignored elsewhere.
+
+    Returns:
+        One tensor, or a list of them for several keys.
+    """
+    src, group = parallel_state.get_model_parallel_src_rank(), parallel_state.get_model_parallel_group()
+    answer = await_on_source(future, src, group)
+    tensors = [torch.from_numpy(np.array(answer[key])).to(get_device()) for key in keys]
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def try_on_source(send):
+    """What `send()` returns, or the exception it raises, on the model-parallel source rank; None elsewhere.
+
+    The other ranks learn of an exception when all ask for the result: one rank alone must not leave the others there.
+    """
+    if parallel_state.get_rank() != parallel_state.get_model_parallel_src_rank():
+        return None
+    return outcome_or_error(send)
+
+
+def outcome_or_error(send):
+    """What `send()` returns, or the exception it raises as one that users can read."""
+    try:
+        return send()
+    except Exception as error:
+        return error if isinstance(error, (ServerRequestError, UserError)) else ServerRequestError(repr(error))
+
+
+class RankZeroFuture(FutureResult):
+    """An answer that global rank 0 waits for; `result()` ends on all ranks together. It can be called again."""
+
+    def __init__(self, pending):
+        self._pending = pending
+        self._outcome = None
+
+    def result(self):
+        """The answer, by tensor name."""
+        if self._outcome is None:
+            try:
+                self._outcome = await_on_source(self._pending, 0, dist.group.WORLD if dist.is_initialized() else None)
+            except ServerRequestError as error:
+                self._outcome = error
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome

@@ -1,0 +1,190 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reward servers for tests: real Triton processes around a sum, and the handles that tests kill and restart.
+
+The process imports neither torch nor NeMo, so that it is back within seconds. Its reward of a row is
+`scale * (sum of the row's real tokens) + 0.001 * number of prompt tokens`. A row that begins with one of the ids
+below makes it misbehave.
+"""
+
+import glob
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from nemo_aligner.utils.ports import find_free_port
+
+RAISE, NAN, WRONG_SHAPE, STOPPING, SLEEP = 901, 902, 903, 904, 905
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def expected_rewards(tokens, lengths, prompts=None, scale=1.0):
+    """Rewards float32 [N, 1], row by row in plain Python."""
+    rewards = []
+    for row in range(len(tokens)):
+        total = scale * sum(int(tokens[row][i]) for i in range(int(lengths[row])))
+        rewards.append([total + (0.001 * int(prompts[row]) if prompts is not None else 0.0)])
+    return np.array(rewards, np.float32)
+
+
+def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_name: str) -> None:
+    """Serve until SIGTERM. Each call of the model adds a line with its number of rows to `count_file`."""
+    from pytriton.decorators import batch, group_by_keys
+    from pytriton.model_config import DynamicBatcher, ModelConfig
+    from pytriton.triton import Triton, TritonConfig
+
+    from nemo_aligner.servers.schema import reward_model_endpoint, triton_tensors
+
+    class ServerStoppingError(RuntimeError):
+        """As server_loop.py raises it."""
+
+    def infer(tokens, sequence_lengths, prompt_lengths=None):
+        first = set(tokens[:, 0].tolist())
+        if RAISE in first:
+            raise ArithmeticError("the toy met a token it cannot stand")
+        if STOPPING in first:
+            raise ServerStoppingError("the toy is shutting down")
+        if SLEEP in first:
+            time.sleep(60)
+        time.sleep(delay_s)
+        with open(count_file, "a") as file:
+            file.write(f"{len(tokens)}\n")
+        rewards = expected_rewards(tokens, sequence_lengths[:, 0], None, scale)
+        if prompt_lengths is not None:
+            rewards = rewards + np.float32(0.001) * prompt_lengths.astype(np.float32)
+        if NAN in first:
+            rewards[-1] = np.nan
+        if WRONG_SHAPE in first:
+            rewards = np.repeat(rewards, 2, axis=1)
+        return {"rewards": rewards.astype(np.float32)}
+
+    endpoint = reward_model_endpoint()
+    config = TritonConfig(
+        http_address="127.0.0.1", http_port=port, allow_grpc=False, allow_metrics=False, exit_timeout_secs=10
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory() as workspace, Triton(config=config, workspace=workspace + "/w") as triton:
+        triton.bind(
+            model_name=endpoint_name,
+            infer_func=group_by_keys(batch(lambda **arrays: infer(**arrays))),
+            inputs=triton_tensors(endpoint.inputs),
+            outputs=triton_tensors(endpoint.outputs),
+            config=ModelConfig(batching=True, max_batch_size=9999, batcher=DynamicBatcher()),
+            strict=False,
+        )
+        triton.run()
+        signal.pause()
+
+
+class ToyRewardServer:
+    """A server on a port of its own that can be killed and started again. Leaving the `with` block ends it.
+
+    Args:
+        scale: factor of its rewards.
+        delay_s: how long each call takes.
+        start: False leaves it dead at first.
+    """
+
+    def __init__(self, scale: float = 1.0, delay_s: float = 0.0, endpoint: str = "reward_model", start: bool = True):
+        self.directory = Path(tempfile.mkdtemp(prefix="toy_", dir="/tmp"))
+        self.port = find_free_port()
+        self.scale, self.delay_s, self.endpoint = scale, delay_s, endpoint
+        self.count_file = self.directory / "count.txt"
+        self.count_file.touch()
+        self.process = None
+        if start:
+            self.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+        shutil.rmtree(self.directory)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the process; clients find out themselves when it is ready."""
+        from nemo_aligner.utils.server_utils import find_libpython
+
+        libraries = [find_libpython(), os.environ.get("LD_LIBRARY_PATH", "")]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(self.directory),
+            "LD_LIBRARY_PATH": ":".join(path for path in libraries if path),
+        }
+        arguments = [self.port, self.scale, self.delay_s, self.count_file, self.endpoint]
+        with open(self.directory / "log.txt", "a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, *map(str, arguments)],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self, limit_s: float = 60.0) -> "ToyRewardServer":
+        from nemo_aligner.servers.http_communicator import http_status
+
+        deadline = time.monotonic() + limit_s
+        while http_status("127.0.0.1", self.port, f"/v2/models/{self.endpoint}/ready", 1.0) != 200:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the server did not come up:\n{(self.directory / 'log.txt').read_text()}")
+            time.sleep(0.05)
+        return self
+
+    def family(self) -> list:
+        """Its processes: Python, then Triton with its stubs."""
+        import psutil
+
+        if self.process is None or self.process.poll() is not None:
+            return []
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to all of its processes, Triton first."""
+        import psutil
+
+        for member in reversed(self.family()):
+            try:
+                member.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes: what the loss of its machine looks like."""
+        if self.process is None:
+            return
+        self.signal_all(signal.SIGKILL)
+        self.process.wait(10)
+        for leftover in glob.glob(f"/dev/shm/pytrtion{self.process.pid}-*"):  # PyTriton's own spelling
+            os.unlink(leftover)
+
+    def kill_python(self) -> list:
+        """SIGKILL to the Python process alone; returns the others, which hold the port for some more seconds."""
+        others = self.family()[1:]
+        self.process.kill()
+        self.process.wait(10)
+        return others
+
+    def rows(self) -> list:
+        """Number of rows of each call of the model, over all its lives."""
+        return [int(line) for line in self.count_file.read_text().split()]
+
+
+if __name__ == "__main__":
+    port_, scale_, delay_, count_file_, endpoint_ = sys.argv[1:]
+    serve(int(port_), float(scale_), float(delay_), count_file_, endpoint_)
