@@ -1,11 +1,15 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a reward model to rejection sampling, or to PPO whose critic has a server of its own.
+"""Serve a reward model, or a Python function as reward, to rejection sampling, or to PPO whose critic has a server of
+its own.
 
     python serve_reward_model.py rm_model_file=reward_model.nemo inference.port=5555
+    python serve_reward_model.py rm_model_file=policy.nemo inference.reward_fn=path/to/file.py:function
 
 The server runs until SIGTERM or SIGINT. One process per device: with `trainer.devices=N` plain `python` starts them
-itself; torchrun and srun work as well. Keys: conf/inference_rm.yaml, docs/config.md.
+itself; torchrun and srun work as well. A function, `(prompts, responses, lengths) -> scores`, is served by one process
+with `inference.reward_fn_workers` workers; the .nemo gives the tokenizer only. Keys: conf/inference_rm.yaml,
+docs/config.md.
 """
 
 from nemo.core.config import hydra_runner
@@ -13,7 +17,9 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.algorithms.reward_server import RewardModelServer
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import build_tokenizer
 from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
+from nemo_aligner.servers.reward_function import RewardFunction
 from nemo_aligner.servers.scoring import model_limits
 from nemo_aligner.utils.config_utils import check_config, check_values
 from nemo_aligner.utils.errors import ConfigError, UserError
@@ -30,7 +36,10 @@ from nemo_aligner.utils.train_script_utils import (
 @user_errors_end_the_job
 def main(cfg) -> None:
     check_config(cfg, "inference_rm")
-    build_model_server(cfg).run_server()
+    if cfg.inference.reward_fn is None:
+        build_model_server(cfg).run_server()
+    else:
+        serve_function(cfg)
 
 
 def build_model_server(cfg: DictConfig) -> RewardModelServer:
@@ -59,6 +68,36 @@ def build_model_server(cfg: DictConfig) -> RewardModelServer:
         max_length=max_length,
         **endpoint_options(cfg.inference),
     )
+
+
+def serve_function(cfg: DictConfig) -> None:
+    """Serve `inference.reward_fn` until the job is stopped; its workers end with it. There is no process group."""
+    tokenizer = build_tokenizer(tokenizer_config(cfg))
+    OmegaConf.resolve(cfg)
+    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
+    options = cfg.inference
+    with RewardFunction(
+        options.reward_fn,
+        tokenizer,
+        workers=options.reward_fn_workers,
+        timeout_s=options.reward_fn_timeout_s,
+        fallback=options.reward_fn_fallback,
+    ) as function:
+        RewardModelServer(
+            infer_fn=function.infer,
+            tokenize_func=function.no_sentences,
+            model_forward_micro_batch_size=1,  # a request gets no rows that only fill it up
+            vocab_size=tokenizer.vocab_size,
+            needs_prompt_lengths=True,
+            **endpoint_options(options),
+        ).run_server()
+
+
+def tokenizer_config(cfg: DictConfig) -> DictConfig:
+    """`tokenizer` of `rm_model_file`, with what is given in `model.tokenizer` over it; without a file the latter."""
+    if cfg.rm_model_file is None:
+        return cfg.model.tokenizer
+    return load_and_override_model_config(check_restore_path(cfg.rm_model_file, "rm_model_file"), cfg.model).tokenizer
 
 
 def endpoint_options(inference_cfg: DictConfig) -> dict:
