@@ -75,6 +75,12 @@ def test_process_inputs_prefers_sentences():
     assert out["inputs"].tolist() == [[9]] and out["sequence_length"].tolist() == [1]
     with pytest.raises(UserError, match="'sequence_lengths' is missing"):
         server_utils.process_inputs({"tokens": np.array([[9]])}, None)
+    for bad, message in (
+        ([[b"a", b"b"]], r"'sentences' has shape \[1, 2\]"),
+        ([[b"a"], [b"\xff"]], "in row 1 that are not UTF-8"),
+    ):
+        with pytest.raises(UserError, match=message):
+            server_utils.process_inputs({"sentences": np.array(bad)}, None)
 
 
 @pytest.mark.parametrize("strip, width", [(None, 8), (4, 4), (3, 3), (16, 8)])
