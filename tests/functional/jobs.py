@@ -121,6 +121,25 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
+def must_succeed(job: ScriptJob) -> None:
+    """Exit code 0 within the time limit, and no process left."""
+    with job:
+        assert job.wait() == 0, job.log[-4000:]
+        assert not job.leftovers()
+
+
+def must_fail_with(job: ScriptJob, *words: str) -> None:
+    """Exit code 1 and one message, which holds `words`, at the end of a log without traceback."""
+    with job:
+        assert job.wait(120) == 1, job.log[-4000:]
+        assert not job.leftovers()
+        assert "Traceback" not in job.log, job.log[-4000:]
+        assert job.log.count("ERROR: ") == 1, job.log[-4000:]
+        message = job.log.split("ERROR: ")[1]
+        for word in words:
+            assert word in message, message
+
+
 def read_metrics(folder: Path, key: str) -> list[float]:
     """Values of one metric in the order of steps; of a step that was logged twice the later one."""
     values = {}
