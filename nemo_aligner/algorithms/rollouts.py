@@ -138,7 +138,7 @@ def reward_columns(rewards: torch.Tensor, future) -> dict[str, torch.Tensor]:
     Args:
         rewards: `[b]` or `[b, 1]`, from `future.result()`; `future.reward_parts` is known by then.
     """
-    parts = {f"rewards_{name}": part.flatten() for name, part in getattr(future, "reward_parts", {}).items()}
+    parts = {f"rewards_{name}": part.flatten() for name, part in future.reward_parts.items()}
     return {"rewards": rewards.flatten()} | parts
 
 

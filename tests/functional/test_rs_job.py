@@ -1,0 +1,238 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rejection sampling from end to end: the real actor script against real reward-model servers, in their own processes,
+at several splits; resumed; and with servers that are killed and come back.
+"""
+
+import contextlib
+import json
+import string
+import time
+
+import pytest
+
+from nemo_aligner.utils.ports import find_free_port
+from tests.functional.jobs import (
+    ScriptJob,
+    assert_ended_well,
+    must_fail_with,
+    read_metrics,
+    reward_server,
+    wait_until_serving,
+)
+from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.timeout(600)  # several processes of ten seconds' start each; their own limits are shorter
+
+# What must not depend on how the work is split, nor on which server scored what. Log-probs and rewards go through sums
+# of another order, so the numbers agree to rounding.
+COMPARED = [
+    "train_rollouts/global_rewards",
+    "train_rollouts/selected_rewards",
+    "train_rollouts/global_response_lengths_mean",
+    "train_rollouts/global_prompt_lengths",
+    "train_rollouts/consumed_samples",
+    "train_optim/loss",
+    "train_optim/grad_norm",
+    "train_optim/lr",
+    "val_rollouts/global_rewards",
+]
+
+
+def actor(inputs, folder, port, ranks=1, launcher="python", *extra):  # noqa: F811
+    folder.mkdir(exist_ok=True)
+    prompts = f"[{inputs}/prompts.jsonl]"
+    return ScriptJob(
+        "train_gpt_rs_actor.py",
+        folder / "actor.log",
+        [
+            "trainer.accelerator=cpu",
+            "trainer.precision=32",
+            "trainer.rs.max_steps=3",
+            "trainer.rs.val_check_interval=3",
+            "remote_rm.host=127.0.0.1",
+            f"remote_rm.port={port}",
+            "remote_rm.init_timeout_s=90",
+            f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
+            f"exp_manager.explicit_log_dir={folder}/actor",
+            "model.encoder_seq_length=48",
+            "model.micro_batch_size=2",
+            "model.global_batch_size=4",
+            "model.optim.lr=1e-3",
+            "model.optim.sched.warmup_steps=1",
+            "model.rs.num_rollout_samples=4",
+            "model.rs.num_rollouts_per_prompt=3",
+            "model.rs.top_n_rollouts=2",
+            "model.rs.rollout_micro_batch_size=2",
+            "model.rs.num_val_samples=4",
+            "model.rs.length_params.max_length=12",
+            # Random weights rarely end a text; letters end one often enough to have answers of many lengths.
+            f"model.rs.sampling_params.end_strings={list(string.ascii_lowercase)}",
+            f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
+            *extra,
+        ],
+        ranks,
+        launcher,
+    )
+
+
+@pytest.fixture(scope="module")
+def server_port(inputs):  # noqa: F811
+    """Port of a reward-model server of one rank, which serves all jobs of this module, one after the other."""
+    port = find_free_port()
+    with reward_server(inputs / "rm.nemo", inputs / "server", port) as server:
+        wait_until_serving(server)
+        yield port
+        assert_ended_well(server, server.stop())
+
+
+@pytest.fixture(scope="module")
+def single(inputs, server_port):  # noqa: F811
+    """Folder of three steps with one rank each."""
+    folder = inputs / "rs-single"
+    with actor(inputs, folder, server_port) as job:
+        assert_ended_well(job, job.wait())
+    return folder
+
+
+def texts(folder):
+    return [(row["prompt"], row["response"]) for row in map(json.loads, (folder / "actor/val_samples.jsonl").open())]
+
+
+def assert_same_run(folder, expected_folder):
+    for key in COMPARED:
+        expected, values = read_metrics(expected_folder / "actor", key), read_metrics(folder / "actor", key)
+        assert len(expected) and values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
+    assert texts(folder) == texts(expected_folder)
+
+
+def test_a_run_trains_saves_and_counts_prompts(single):
+    metrics = single / "actor"
+    assert len(read_metrics(metrics, "train_optim/loss")) == 6  # 4 prompts x 2 kept answers in global batches of 4
+    assert read_metrics(metrics, "train_rollouts/consumed_samples") == [4, 8, 12]
+    assert read_metrics(metrics, "train_rollouts/rollout_size") == [12, 12, 12]
+    means, kept = (read_metrics(metrics, f"train_rollouts/{name}_rewards") for name in ("global", "selected"))
+    assert all(best > mean for best, mean in zip(kept, means, strict=True))
+    assert all(seconds > 0 for seconds in read_metrics(metrics, "timers/generated_tokens_per_s"))
+    names = sorted(path.name for path in (metrics / "checkpoints").iterdir())
+    assert any(
+        name.startswith("megatron_gpt-step=3-consumed_samples=12-rs_optimization_step=6-epoch=0-val_global_rewards=")
+        for name in names
+    ), names
+    assert "megatron_gpt_rs_actor.nemo" in names
+    samples = [json.loads(line) for line in (metrics / "val_samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4 and set(samples[0]) >= {"step", "prompt", "response", "reward", "is_end"}
+
+
+@pytest.mark.parametrize(
+    "reward_split, actor_split",
+    [
+        (("python", 2, 1), ("torchrun", 2, 2)),  # server DP2, actor TP2
+        (("torchrun", 2, 2), ("python", 2, 1)),  # server TP2, actor DP2
+    ],
+    ids=["reward-dp2-actor-tp2", "reward-tp2-actor-dp2"],
+)
+def test_any_split_gives_the_same_numbers(inputs, single, tmp_path, reward_split, actor_split):  # noqa: F811
+    port = find_free_port()
+    (reward_launcher, reward_ranks, reward_tp), (actor_launcher, actor_ranks, actor_tp) = reward_split, actor_split
+    reward_tp, actor_tp = (f"++model.tensor_model_parallel_size={tp}" for tp in (reward_tp, actor_tp))
+    with (
+        reward_server(inputs / "rm.nemo", tmp_path, port, reward_ranks, reward_launcher, reward_tp) as server,
+        actor(inputs, tmp_path, port, actor_ranks, actor_launcher, actor_tp) as job,
+    ):
+        assert_ended_well(job, job.wait(240))
+        assert_ended_well(server, server.stop())
+    assert_same_run(tmp_path, single)
+
+
+def test_the_same_command_resumes(inputs, server_port, tmp_path):  # noqa: F811
+    """Two steps, then the same command with four: as four uninterrupted ones, to the bit; the rate is constant."""
+    for name, limits in (("whole", [4]), ("parts", [2, 4])):
+        for limit in limits:
+            extra = [
+                f"trainer.rs.max_steps={limit}",
+                "trainer.rs.val_check_interval=2",
+                "model.optim.sched.name=constant",
+            ]
+            with actor(inputs, tmp_path / name, server_port, 1, "python", *extra) as job:
+                assert_ended_well(job, job.wait())
+    for key in COMPARED:
+        whole, parts = (read_metrics(tmp_path / name / "actor", key) for name in ("whole", "parts"))
+        assert len(whole) >= 2 and parts == whole, key
+    assert texts(tmp_path / "parts")[-4:] == texts(tmp_path / "whole")[-4:]
+
+
+# ------------------------------------------------------------------------------------------------ a fleet of servers
+
+
+def wait_for(condition, job, what, timeout_s=90.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert job.process.poll() is None, f"the actor ended before {what}:\n{job.log[-4000:]}"
+        assert time.monotonic() < deadline, f"{timeout_s} s without {what}:\n{job.log[-4000:]}"
+        time.sleep(0.1)
+
+
+def steps_done(folder):
+    file = folder / "actor" / "metrics.jsonl"
+    return len(read_metrics(folder / "actor", "train_rollouts/global_rewards")) if file.exists() else 0
+
+
+def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_port, tmp_path):  # noqa: F811
+    """A fleet of two. One is killed with requests in flight, and comes back; then the other one is killed for good."""
+    steps = "trainer.rs.max_steps=16", "trainer.rs.max_epochs=2", "trainer.rs.val_check_interval=16"
+    undisturbed, fleet = tmp_path / "undisturbed", tmp_path / "fleet"
+    with actor(inputs, undisturbed, server_port, 1, "python", *steps) as job:
+        assert_ended_well(job, job.wait(240))
+
+    # A request waits this long for company in the server, without work for this machine: so a step takes long enough
+    # for a server to start in the meantime, and there is always one in flight when a server is killed.
+    slow = "inference.max_queue_delay_microseconds=3000000", "inference.inference_micro_batch_size=64"
+    ports = find_free_port(), find_free_port()
+    addresses = (
+        "remote_rm.host=null",
+        "remote_rm.port=null",
+        "remote_rm.reward_model.ip=127.0.0.1",
+        f"remote_rm.reward_model.port=[{ports[0]},{ports[1]}]",
+    )
+
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        for stack, port, name in ((first, ports[0], "first"), (second, ports[1], "second")):
+            server = reward_server(inputs / "rm.nemo", tmp_path / name, port, 1, "python", *slow)
+            wait_until_serving(stack.enter_context(server))
+        with actor(inputs, fleet, ports[0], 1, "python", *steps, *addresses) as job:
+            wait_for(lambda: steps_done(fleet) >= 2, job, "two steps")
+            first.close()  # SIGKILL to all of its processes
+            wait_for(lambda: f"127.0.0.1:{ports[0]}' is left out" in job.log, job, "the first server's absence")
+            again = reward_server(inputs / "rm.nemo", tmp_path / "again", ports[0], 1, "python", *slow)
+            wait_until_serving(first.enter_context(again))
+            wait_for(lambda: "back: " in job.log, job, "the first server's return")
+            second.close()
+            remaining = 16 - steps_done(fleet)
+            assert remaining >= 2, f"only {remaining} steps were left when the server came back"
+            assert_ended_well(job, job.wait(300))
+            assert f":{ports[1]}' is left out" in job.log, job.log[-4000:]
+    assert_same_run(fleet, undisturbed)
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):  # noqa: F811
+    port = find_free_port()
+    must_fail_with(
+        actor(inputs, tmp_path, port, 1, "python", "remote_rm.init_timeout_s=3"),
+        f"127.0.0.1:{port}",
+        "remote_rm.init_timeout_s",
+    )
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("model.rs.top_n_rollouts=4", ["model.rs.top_n_rollouts=4", "model.rs.num_rollouts_per_prompt=3"]),
+        ("+remote_rm.reward_modle.port=5555", ["reward_modle", "remote_rm.reward_model.port"]),
+    ],
+)
+def test_bad_input_ends_the_actor_with_one_message(inputs, tmp_path, override, words):  # noqa: F811
+    must_fail_with(actor(inputs, tmp_path, find_free_port(), 1, "python", override), *words)
