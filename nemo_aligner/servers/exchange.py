@@ -89,7 +89,9 @@ class Exchange:
             self._connection.sock.settimeout(timeout_s)
             self._connection.request("POST", request.path, request.body, request.headers)
             response = self._connection.getresponse()
-            body = response.read()
+            if response.length is None and not response.chunked:
+                raise http.client.HTTPException("the answer was cut short within its headers")
+            body = response.read()  # raises if there is less than announced
         except (OSError, http.client.HTTPException) as error:
             # The kernel's verdict that the peer is gone is a TimeoutError too, but has a number.
             if connected and isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:

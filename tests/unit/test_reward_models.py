@@ -1,0 +1,81 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses of reward models as the configuration gives them: one server, a fleet, an ensemble."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_aligner.servers.reward_models import read_reward_models
+from nemo_aligner.utils.errors import ConfigError
+
+
+def read(**section):
+    return read_reward_models(OmegaConf.create(section), "remote_rm")
+
+
+@pytest.mark.parametrize(
+    "section, addresses",
+    [
+        ({}, [("localhost", 5555)]),
+        ({"reward_model": None}, [("localhost", 5555)]),
+        ({"reward_model": {"ip": "a", "port": 7}}, [("a", 7)]),
+        ({"reward_model": {"ip": ["a", "b"], "port": 7}}, [("a", 7), ("b", 7)]),
+        ({"reward_model": {"ip": ["a", "b"], "port": [7, 8]}}, [("a", 7), ("b", 8)]),
+        ({"reward_model": {"ip": "a", "port": [7, 8, 9]}}, [("a", 7), ("a", 8), ("a", 9)]),
+        ({"reward_model": {"ip": ["a"], "port": [7, 8]}}, [("a", 7), ("a", 8)]),
+        ({"reward_model": {"ip": "a", "port": 7}, "host": "h", "port": 9}, [("h", 9)]),
+        ({"reward_model": {"ip": "a", "port": 7}, "host": ["h", "i"]}, [("h", 7), ("i", 7)]),
+        ({"reward_model": {"ip": ["a", "b"], "port": 7}, "host": None, "port": 9}, [("a", 9), ("b", 9)]),
+    ],
+)
+def test_addresses_of_one_reward_model(section, addresses):
+    (spec,) = read(**section)
+    assert list(spec.addresses) == addresses
+    assert spec.name is None and spec.endpoint == "reward_model" and spec.weight == 1.0
+
+
+def test_an_ensemble_keeps_names_order_endpoints_and_weights():
+    specs = read(
+        reward_model={"ip": "not_used", "port": 1},
+        reward_models={
+            "helpful": {"name": "rm_a", "ip": ["a", "b"], "port": 7, "weight": 0.7},
+            "terse": {"ip": "c", "port": 8},
+            "watched": {"ip": "d", "port": 9, "weight": 0},
+        },
+    )
+    assert [(s.name, s.endpoint, s.weight, len(s.addresses)) for s in specs] == [
+        ("helpful", "rm_a", 0.7, 2),
+        ("terse", "reward_model", 1.0, 1),
+        ("watched", "reward_model", 0.0, 1),
+    ]
+    assert specs[1].setting == "remote_rm.reward_models.terse"
+
+
+@pytest.mark.parametrize(
+    "section, words",
+    [
+        (
+            {"reward_model": {"ip": ["a", "b"], "port": [1, 2, 3]}},
+            ["2 servers", "3 ports", "remote_rm.reward_model.ip"],
+        ),
+        ({"reward_model": {"ip": "a", "port": 0}}, ["remote_rm.reward_model.port=0", "not a TCP port"]),
+        ({"reward_model": {"ip": "a", "port": [7, True]}}, ["True is not a TCP port"]),
+        ({"reward_model": {"ip": "a", "port": "7"}}, ["'7' is not a TCP port"]),
+        ({"reward_model": {"ip": ["a", ""], "port": 7}}, ["'' is not a host name"]),
+        ({"reward_model": {"ip": [], "port": 7}}, ["names no server"]),
+        ({"reward_model": {"ip": ["a", "b", "a"], "port": 7}}, ["a:7 more than once"]),
+        ({"reward_model": "a:7"}, ["remote_rm.reward_model='a:7'", "section"]),
+        ({"reward_models": ["a", "b"]}, ["remote_rm.reward_models=", "must map names to servers"]),
+        ({"reward_models": {}}, ["must map names to servers"]),
+        ({"reward_models": {"x": "a:7"}}, ["remote_rm.reward_models.x='a:7'", "section"]),
+        ({"reward_models": {"x": {"ip": "a", "port": 7, "weight": "much"}}}, ["x.weight='much'", "finite number"]),
+        ({"reward_models": {"x": {"ip": "a", "port": 7, "weight": float("nan")}}}, ["x.weight=nan"]),
+        ({"reward_models": {"x": {"ip": "a", "port": 7, "weight": 0}}}, ["every weight", "is 0"]),
+        ({"reward_models": {"x": {"ip": "a", "port": 7}}, "host": "h"}, ["remote_rm.host=h", "leave host and port"]),
+    ],
+)
+def test_addresses_that_cannot_work(section, words):
+    with pytest.raises(ConfigError) as caught:
+        read(**section)
+    for word in words:
+        assert word in str(caught.value)
