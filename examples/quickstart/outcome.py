@@ -5,22 +5,38 @@
 import json
 import math
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gold import gold_score
-
-# Each of the two scores must rise by at least this many standard errors of the difference of the two means...
+# Each score must rise by at least this many standard errors of the difference of the two means (by chance alone, one
+# run in thirty thousand would)...
 MIN_STANDARD_ERRORS = 4.0
-# ...and by at least this much. For the reward, whose scale is the reward model's own, in standard deviations of the
-# reward before training (0.5 is what statisticians call a medium effect: a reader sees it in the samples). For the
-# gold score, in its own unit: +0.3 means that 15 more of every 100 sentiment words are good instead of bad.
+# ...and by at least `Score.min_rise`. For the reward, whose scale is the reward model's own, it is in standard
+# deviations before training: 0.5 is what statisticians call a medium effect, a reader sees it in the samples.
 MIN_REWARD_RISE_IN_STD = 0.5
-MIN_GOLD_RISE = 0.3
 
 
 class NoOutcome(Exception):
     """The run wrote too little to judge it."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A number of every validation sample (a line of `val_samples.jsonl`), and which rise of its mean is clear."""
+
+    key: str  # in summary.json
+    name: str
+    of: Callable[[dict], float]
+    min_rise: float
+    in_std: bool = False  # `min_rise` is in standard deviations of the score before training
+    scale: str = ""  # for the reader
+    form: str = "+.2f"  # of a single sample's score
+
+
+REWARD = Score(
+    "reward", "validation reward", lambda sample: float(sample["reward"]), MIN_REWARD_RISE_IN_STD, in_std=True
+)
 
 
 @dataclass(frozen=True)
@@ -39,28 +55,28 @@ class Rise:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the last lines of a quickstart run tell."""
+    """What the last lines of a run tell."""
 
     first_step: int
     last_step: int
     num_samples: int
-    reward: Rise
-    gold: Rise
+    rises: dict[str, Rise]  # by the keys of the scores
     ended_before: float | None  # fraction of answers that ended by themselves
     ended_after: float | None
-    kl_first: float | None  # KL to the reference per token at the first rollout: exactly 0
+    kl_first: float | None  # KL to the reference per token at the first rollout: exactly 0. None without a reference
     kl_last: float | None
     pairs: list[dict]  # prompt, before, after and their scores
 
     @property
     def learned(self) -> bool:
-        return self.reward.clear and self.gold.clear
+        return all(rise.clear for rise in self.rises.values())
 
     def to_dict(self) -> dict:
-        return {**asdict(self), "learned": self.learned}
+        fields = asdict(self)
+        return {**fields.pop("rises"), **fields, "learned": self.learned}
 
 
-def read_outcome(actor_dir: Path) -> Outcome:
+def read_outcome(actor_dir: Path, scores: Sequence[Score]) -> Outcome:
     """Compare the first and the last validation in an actor's folder: `val_samples.jsonl` has every sample of both.
 
     Raises:
@@ -69,7 +85,7 @@ def read_outcome(actor_dir: Path) -> Outcome:
     path = actor_dir / "val_samples.jsonl"
     if not path.exists():
         raise NoOutcome(f"{path} is missing: the actor ran no validation")
-    samples = _read_jsonl(path)
+    samples = read_jsonl(path)
     steps = sorted({sample["step"] for sample in samples})
     if len(steps) < 2:
         raise NoOutcome(f"{path} holds validations of steps {steps}; one before and one after training are needed")
@@ -78,58 +94,55 @@ def read_outcome(actor_dir: Path) -> Outcome:
     if min(len(before), len(after)) < 2:
         raise NoOutcome(f"{path} holds {len(before)} and {len(after)} samples; at least 2 per validation are needed")
 
-    rewards = [[float(sample["reward"]) for sample in part] for part in (before, after)]
-    golds = [[gold_score(sample["response"]) for sample in part] for part in (before, after)]
-    metrics_path = actor_dir / "metrics.jsonl"
-    records = _read_jsonl(metrics_path) if metrics_path.exists() else []
-    kl_first, kl_last = _first_and_last(records, "train_rollouts/init_policy_kl")
-    ended_before, ended_after = _first_and_last(records, "val_rollouts/fraction_of_samples_properly_ended")
+    kl_first, kl_last = first_and_last(actor_dir, "train_rollouts/init_policy_kl")
+    ended_before, ended_after = first_and_last(actor_dir, "val_rollouts/fraction_of_samples_properly_ended")
     return Outcome(
         first_step=steps[0],
         last_step=steps[-1],
         num_samples=len(after),
-        reward=_rise(*rewards, minimum=MIN_REWARD_RISE_IN_STD * statistics.stdev(rewards[0])),
-        gold=_rise(*golds, minimum=MIN_GOLD_RISE),
+        rises={score.key: rise(score, before, after) for score in scores},
         ended_before=ended_before,
         ended_after=ended_after,
         kl_first=kl_first,
         kl_last=kl_last,
-        pairs=_pairs(before, after),
+        pairs=_pairs(before, after, scores),
     )
 
 
-def _rise(before: list[float], after: list[float], minimum: float) -> Rise:
-    error = math.sqrt(statistics.variance(before) / len(before) + statistics.variance(after) / len(after))
+def rise(score: Score, before: list[dict], after: list[dict]) -> Rise:
+    """How the mean of `score` differs between two lists of samples, at least 2 each."""
+    old, new = ([score.of(sample) for sample in part] for part in (before, after))
+    error = math.sqrt(statistics.variance(old) / len(old) + statistics.variance(new) / len(new))
+    minimum = score.min_rise * (statistics.stdev(old) if score.in_std else 1.0)
     return Rise(
-        before=statistics.mean(before),
-        after=statistics.mean(after),
+        before=statistics.mean(old),
+        after=statistics.mean(new),
         standard_error=error,
         needed=max(minimum, MIN_STANDARD_ERRORS * error),
     )
 
 
-def _pairs(before: list[dict], after: list[dict]) -> list[dict]:
+def _pairs(before: list[dict], after: list[dict], scores: Sequence[Score]) -> list[dict]:
     """The answers to the same prompt side by side, in the order of the first validation."""
     after_by_prompt = {sample["prompt"]: sample for sample in after}
-    return [
-        {
-            "prompt": old["prompt"],
-            "before": old["response"],
-            "after": after_by_prompt[old["prompt"]]["response"],
-            "reward_before": old["reward"],
-            "reward_after": after_by_prompt[old["prompt"]]["reward"],
-            "gold_before": gold_score(old["response"]),
-            "gold_after": gold_score(after_by_prompt[old["prompt"]]["response"]),
-        }
-        for old in before
-        if old["prompt"] in after_by_prompt
-    ]
+    pairs = []
+    for old in before:
+        new = after_by_prompt.get(old["prompt"])
+        if new is not None:
+            pair = {"prompt": old["prompt"], "before": old["response"], "after": new["response"]}
+            for score in scores:
+                pair |= {f"{score.key}_before": score.of(old), f"{score.key}_after": score.of(new)}
+            pairs.append(pair)
+    return pairs
 
 
-def _first_and_last(records: list[dict], key: str) -> tuple[float | None, float | None]:
+def first_and_last(job_dir: Path, key: str) -> tuple[float | None, float | None]:
+    """The first and the last value of a metric in a job's `metrics.jsonl`; None if it was never logged."""
+    path = job_dir / "metrics.jsonl"
+    records = read_jsonl(path) if path.exists() else []
     values = [record[key] for record in records if record.get(key) is not None]
     return (values[0], values[-1]) if values else (None, None)
 
 
-def _read_jsonl(path: Path) -> list[dict]:
+def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,0 +1,91 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Kinder film reviews: what `run.py` (PPO) and `run_rs.py` (rejection sampling) share, up to the reward model."""
+
+from pathlib import Path
+
+import make_data
+from commands import data_prefix, from_scratch, nemo_file, optimizer, schedule, script_job, training
+from gold import gold_score
+from jobs import Job
+from narrator import Phase
+from outcome import REWARD, Score, first_and_last
+from walkthrough import Steps, Walk
+
+SEQ_LENGTH = 56  # the longest prompt has about 20 tokens
+MAX_ANSWER = 32  # reviews of the grammar have at most 30 tokens with the end
+BATCH_SIZE = 64  # of every optimizer step
+
+ARCHITECTURE = {  # Llama-like, 0.2 million parameters
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 4,
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "bias": False,
+    "share_embeddings_and_output_weights": False,
+}
+
+# +0.3 means that 15 more of every 100 sentiment words are good instead of bad.
+GOLD = Score("gold", "gold score", lambda sample: gold_score(sample["response"]), 0.3, scale="(-1 to 1)")
+SCORES = (REWARD, GOLD)
+STEPS = (Steps("--sft-steps", 300), Steps("--rm-steps", 100))
+
+
+def phases(args) -> dict[str, Phase]:
+    """Those of `up_to_the_reward_model`."""
+    return {
+        "data": Phase("Data and tokenizer", 1, 2),
+        "sft": Phase("Supervised fine-tuning", args.sft_steps, 40, "train/loss", {"train/loss": "loss"}),
+        "rm": Phase("Reward model", args.rm_steps, 20, "train/loss", {"train/loss": "loss", "train/acc": "accuracy"}),
+    }
+
+
+def up_to_the_reward_model(walk: Walk) -> None:
+    """Data, SFT model and reward model, one after another."""
+    data, seed = walk.run_dir / "data", walk.args.seed
+
+    def write_data() -> str:
+        make_data.make_data(data, seed)
+        return f"{make_data.SIZES['sft']['train']} reviews, {make_data.SIZES['pairs']['train']} pairs"
+
+    def held_out_accuracy() -> str:
+        accuracy = first_and_last(walk.run_dir / "rm", "validation/acc")[1]
+        if accuracy is None:
+            return ""
+        what = f"Reward model: accuracy on {make_data.SIZES['pairs']['validation']} held-out pairs"
+        walk.findings["reward_model_accuracy"] = (what, accuracy)
+        return f"held-out accuracy {accuracy:.3f}"
+
+    walk.do("data", write_data)
+    walk.follow("sft", sft_job(walk.run_dir, seed, walk.args.sft_steps))
+    walk.follow("rm", reward_model_job(walk.run_dir, seed, walk.args.rm_steps), result=held_out_accuracy)
+
+
+def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
+    """A tiny GPT learns the language from random weights, kind and unkind reviews alike."""
+    overrides = {
+        **training(run_dir / "sft", seed, SEQ_LENGTH),
+        **from_scratch(run_dir / "data", ARCHITECTURE, BATCH_SIZE, steps),
+        **optimizer(lr=3e-3, warmup=20),
+    }
+    return script_job("SFT", "train_gpt_sft.py", run_dir / "sft", overrides, threads=2)
+
+
+def reward_model_job(run_dir: Path, seed: int, steps: int) -> Job:
+    """The SFT model with a new head learns from pairs which review is kinder; it never sees the gold score."""
+    overrides = {
+        **training(run_dir / "rm", seed, SEQ_LENGTH),
+        **optimizer(lr=1e-3),
+        "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
+        "model.global_batch_size": BATCH_SIZE // 2,  # pairs
+        "model.micro_batch_size": BATCH_SIZE // 2,
+        "model.force_head_dtype": "float32",
+        "model.data.data_prefix": data_prefix(run_dir / "data", "pairs"),
+        # The policy's answers are rewarded at their end, which is the end-of-text token: train it there too.
+        "++model.data.append_eod": True,
+        **schedule("trainer.rm", steps, steps),
+    }
+    return script_job("Reward model", "train_reward_model.py", run_dir / "rm", overrides, threads=2)

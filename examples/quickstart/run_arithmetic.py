@@ -1,0 +1,176 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""PPO with Python code as reward: `python run_arithmetic.py` (or `make arithmetic`), a few minutes on two cores.
+
+    two-digit sums -> short SFT of a tiny GPT -> code-reward server + critic server + PPO actor -> what changed
+
+SFT ends early, when the policy gets some of the sums right. From then on it is shown no answer: the reward, computed
+by `examples/rewards/arithmetic.py` in a server of its own, only says right (1) or wrong (0). The measure is the share
+of exact answers to 512 sums that no training file holds, sampled at temperature 1 as the policy is trained. Every
+phase after the first is one of the project's own scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
+
+Exit code: 0 if the share of exact answers rose clearly (`outcome.py` says what is clear), 1 if not, 2 if a job failed
+or the arguments make no sense, 128 + signal number if it was stopped.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import arithmetic_data
+import walkthrough
+from commands import data_prefix, from_scratch, nemo_file, on_cpu, optimizer, policy_training, script_job, training
+from jobs import Job
+from narrator import Phase
+from outcome import Score, read_jsonl
+from walkthrough import Ending, Steps, Walk
+
+from nemo_aligner.utils.ports import find_free_port
+
+REWARD_FUNCTION = Path(__file__).resolve().parents[1] / "rewards" / "arithmetic.py"
+SEQ_LENGTH = 16
+MAX_ANSWER = 5  # the longest sum has 3 digits and the end token
+SFT_BATCH_SIZE = 128
+# With a reward of 0 or 1 an answer tells little, so many are needed for an update that is more than noise.
+ROLLOUT_SIZE = 512
+BATCH_SIZE = 256
+PPO_EPOCHS = 2
+
+ARCHITECTURE = {  # 0.3 million parameters; every digit has its fixed place, so absolute positions suit best
+    "num_layers": 2,
+    "hidden_size": 96,
+    "ffn_hidden_size": 384,
+    "num_attention_heads": 4,
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "position_embedding_type": "learned_absolute",
+    "bias": False,
+    "share_embeddings_and_output_weights": False,
+    "make_vocab_size_divisible_by": 16,
+}
+# Of every 100 held-out sums, 20 more are right.
+MIN_RISE = 0.2
+STEPS = (
+    Steps("--steps", 60, f"PPO steps, each a rollout of {ROLLOUT_SIZE} answers"),
+    Steps("--sft-steps", 170, "the more, the better the policy that PPO starts from"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    phases = {
+        "data": Phase("Sums and tokenizer", 1, 1),
+        "sft": Phase("Supervised fine-tuning", args.sft_steps, 35, "train/loss", {"train/loss": "loss"}),
+        "ppo": Phase(
+            "PPO with a code reward",
+            args.steps,
+            90,
+            "train_rollouts/rewards",
+            {"train_rollouts/rewards": "exact", "train_rollouts/init_policy_kl": "KL"},
+        ),
+    }
+    return walkthrough.run(
+        args, phases, story, lambda: Ending("ppo_actor", "PPO", (exact_answers(args.run_dir / "data"),))
+    )
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    return walkthrough.parse_args(argv, __doc__, "arithmetic", STEPS)
+
+
+def exact_answers(data: Path) -> Score:
+    """1 for the answer that the data set has, digit by digit, else 0. It does not ask the reward function."""
+    right = {line["input"]: line["output"] for line in read_jsonl(data / "sft_validation.jsonl")}
+
+    def is_exact(sample: dict) -> float:
+        return float(sample["response"] == right[sample["prompt"]])
+
+    return Score("exact", "share of exact answers", is_exact, MIN_RISE, scale="(0 to 1)", form=".0f")
+
+
+def story(walk: Walk) -> None:
+    """All phases in their order. Raises `JobFailed` when one of the scripts fails."""
+    run_dir, seed, steps = walk.run_dir, walk.args.seed, walk.args.steps
+
+    def write_data() -> str:
+        arithmetic_data.make_data(run_dir / "data", seed)
+        return f"{arithmetic_data.NUM_VALIDATION} of 8100 sums are held out"
+
+    walk.do("data", write_data)
+    walk.follow("sft", sft_job(run_dir, seed, walk.args.sft_steps))
+    reward_port, critic_port = find_free_port(), find_free_port()
+    servers = (reward_server_job(run_dir, reward_port), critic_job(run_dir, seed, steps, critic_port))
+    actor = actor_job(run_dir, seed, steps, reward_port, critic_port)
+    walk.follow(
+        "ppo", actor, servers, f"starting the reward server on port {reward_port}, the critic's on {critic_port}"
+    )
+
+
+def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
+    """A tiny GPT learns to add from random weights, and is stopped when it is half-way."""
+    overrides = {
+        **training(run_dir / "sft", seed, SEQ_LENGTH),
+        **from_scratch(run_dir / "data", ARCHITECTURE, SFT_BATCH_SIZE, steps),
+        **optimizer(lr=3e-3, warmup=20),
+        "model.data.train_ds.prompt_template": "{input}{output}",
+    }
+    return script_job("SFT", "train_gpt_sft.py", run_dir / "sft", overrides, threads=2)
+
+
+def reward_server_job(run_dir: Path, port: int) -> Job:
+    """The server of the code reward; of the SFT model it uses the tokenizer only."""
+    overrides = {
+        **on_cpu(),
+        "rm_model_file": nemo_file(run_dir, "sft"),
+        "inference.host": "127.0.0.1",
+        "inference.port": port,
+        "inference.reward_fn": f"{REWARD_FUNCTION}:exact_answer",
+        "inference.reward_fn_workers": 1,  # the function takes microseconds
+    }
+    return script_job("Reward server", "serve_reward_model.py", run_dir / "reward_server", overrides)
+
+
+def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
+    """The server that gives values and trains the critic; it starts from the SFT model with a fresh head."""
+    overrides = {
+        **training(run_dir / "critic", seed, SEQ_LENGTH),
+        **optimizer(lr=1e-3),
+        "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
+        "trainer.ppo.host": "127.0.0.1",
+        "trainer.ppo.port": port,
+        "trainer.ppo.combine_rm_and_critic_server": False,
+        "trainer.ppo.max_steps": steps * (ROLLOUT_SIZE // BATCH_SIZE),
+        "model.global_batch_size": BATCH_SIZE,
+        "model.micro_batch_size": BATCH_SIZE,
+        "model.loss_clip_val": 0.5,  # the values lie between 0 and 1
+    }
+    return script_job("Critic server", "serve_ppo_critic.py", run_dir / "critic", overrides)
+
+
+def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, critic_port: int) -> Job:
+    """PPO from the SFT model, with two servers."""
+    overrides = {
+        **training(run_dir / "ppo_actor", seed, SEQ_LENGTH),
+        **policy_training("trainer.ppo", steps),
+        **optimizer(lr=1e-3),
+        "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
+        "remote_critic_rm.combine_rm_and_critic_server": False,
+        "remote_critic_rm.reward_model.port": reward_port,
+        "remote_critic_rm.critic.port": critic_port,
+        "remote_critic_rm.init_timeout_s": 120,
+        "trainer.ppo.ppo_epochs": PPO_EPOCHS,
+        "trainer.ppo.gae_lambda": 1.0,  # answers of 3 or 4 tokens: the whole reward may count for each
+        "trainer.ppo.initial_policy_kl_penalty": 0.01,  # weak, for this reward cannot be fooled
+        "model.global_batch_size": BATCH_SIZE,
+        "model.micro_batch_size": BATCH_SIZE,
+        "model.ppo.num_rollout_samples": ROLLOUT_SIZE,
+        "model.ppo.rollout_micro_batch_size": ROLLOUT_SIZE,
+        "model.ppo.num_val_samples": arithmetic_data.NUM_VALIDATION,
+        "model.ppo.length_params.max_length": MAX_ANSWER,
+        "model.data.data_prefix": data_prefix(run_dir / "data", "prompts"),
+    }
+    return script_job("PPO actor", "train_gpt_ppo_actor.py", run_dir / "ppo_actor", overrides)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rejection sampling on the quickstart's data: `python run_rs.py` (or `make rs`), a few minutes on two cores.
+
+    data and tokenizer -> SFT of a tiny GPT -> reward model -> reward-model server + RS actor -> what changed
+
+The first three phases are those of `run.py`. Then the policy answers every prompt several times, the server's reward
+model scores the answers, and the policy is trained on the best one with the likelihood loss: there is no critic. Every
+phase after the first is one of the project's own scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
+
+Exit code: 0 if the validation reward and the gold score rose clearly (`outcome.py` says what is clear), 1 if not, 2 if
+a job failed or the arguments make no sense, 128 + signal number if it was stopped.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import make_data
+import reviews
+import walkthrough
+from commands import data_prefix, nemo_file, on_cpu, optimizer, policy_training, script_job, training
+from jobs import Job
+from narrator import Phase
+from reviews import BATCH_SIZE, MAX_ANSWER, SEQ_LENGTH
+from walkthrough import Ending, Steps, Walk
+
+from nemo_aligner.utils.ports import find_free_port
+
+NUM_PROMPTS = 64  # per step: one optimizer step on the best answer to each
+ANSWERS = 8  # to each prompt
+STEPS = Steps("--steps", 40, f"RS steps, each {NUM_PROMPTS} prompts with {ANSWERS} answers to each")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    headline = {"train_rollouts/global_rewards": "reward", "train_rollouts/selected_rewards": "of the best"}
+    phases = reviews.phases(args)
+    phases["rs"] = Phase("Rejection sampling", args.steps, 60, "train_rollouts/global_rewards", headline)
+    return walkthrough.run(args, phases, story, lambda: Ending("rs_actor", "rejection sampling", reviews.SCORES))
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    return walkthrough.parse_args(argv, __doc__, "rs", (STEPS, *reviews.STEPS))
+
+
+def story(walk: Walk) -> None:
+    """All phases in their order. Raises `JobFailed` when one of the scripts fails."""
+    reviews.up_to_the_reward_model(walk)
+    port = find_free_port()
+    server = reward_server_job(walk.run_dir, port)
+    actor = actor_job(walk.run_dir, walk.args.seed, walk.args.steps, port)
+    walk.follow("rs", actor, servers=(server,), detail=f"starting the reward server on port {port} and the actor")
+
+
+def reward_server_job(run_dir: Path, port: int) -> Job:
+    """The server of the reward model."""
+    overrides = {
+        **on_cpu(),
+        "rm_model_file": nemo_file(run_dir, "rm"),
+        "inference.host": "127.0.0.1",
+        "inference.port": port,
+        "inference.strip_sequence_length_to_multiple": 8,
+        "model.forward_micro_batch_size": NUM_PROMPTS,
+    }
+    return script_job("Reward server", "serve_reward_model.py", run_dir / "reward_server", overrides)
+
+
+def actor_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
+    """Rejection sampling from the SFT model, with the served reward model."""
+    overrides = {
+        **training(run_dir / "rs_actor", seed, SEQ_LENGTH),
+        **policy_training("trainer.rs", steps),
+        **optimizer(lr=1e-3),
+        "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
+        "remote_rm.reward_model.port": port,
+        "remote_rm.init_timeout_s": 120,
+        "model.global_batch_size": BATCH_SIZE,
+        "model.micro_batch_size": BATCH_SIZE,
+        "model.rs.num_rollout_samples": NUM_PROMPTS,
+        "model.rs.num_rollouts_per_prompt": ANSWERS,
+        "model.rs.top_n_rollouts": 1,
+        "model.rs.rollout_micro_batch_size": NUM_PROMPTS,
+        "model.rs.num_val_samples": make_data.SIZES["prompts"]["validation"],
+        "model.rs.length_params.max_length": MAX_ANSWER,
+        "model.data.data_prefix": data_prefix(run_dir / "data", "prompts"),
+    }
+    return script_job("RS actor", "train_gpt_rs_actor.py", run_dir / "rs_actor", overrides)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

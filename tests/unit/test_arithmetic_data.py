@@ -1,0 +1,95 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The data set of two-digit sums: complete, split without a leak, right, and one token per character."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
+sys.path.insert(0, str(QUICKSTART))
+
+import arithmetic_data  # noqa: E402
+import make_data  # noqa: E402
+import run_arithmetic  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sums")
+    arithmetic_data.make_data(folder, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(data_dir):
+    from nemo.collections.common.tokenizers import AutoTokenizer
+
+    return AutoTokenizer(pretrained_model_name=str(data_dir / "tokenizer"))
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def sums(data_dir: Path, split: str) -> list[tuple[int, int]]:
+    """(a, b) of every SFT line."""
+    return [tuple(map(int, line["input"][:-1].split("+"))) for line in lines(data_dir / f"sft_{split}.jsonl")]
+
+
+def test_every_sum_is_there_once_and_right(data_dir):
+    everything = sums(data_dir, "train") + sums(data_dir, "validation")
+    assert sorted(everything) == [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    for split in ("train", "validation"):
+        for (a, b), line in zip(sums(data_dir, split), lines(data_dir / f"sft_{split}.jsonl")):
+            assert line == {"input": f"{a}+{b}=", "output": str(a + b)}
+
+
+def test_held_out_sums_are_not_trained_on_in_any_order(data_dir):
+    held_out, trained_on = sums(data_dir, "validation"), set(sums(data_dir, "train"))
+    assert len(held_out) == arithmetic_data.NUM_VALIDATION == 512
+    assert not any((a, b) in trained_on or (b, a) in trained_on for a, b in held_out)
+
+
+def test_prompts_are_those_of_the_same_split_without_the_answer(data_dir):
+    for split in ("train", "validation"):
+        prompts = [line["text"] for line in lines(data_dir / f"prompts_{split}.jsonl")]
+        assert prompts == [line["input"] for line in lines(data_dir / f"sft_{split}.jsonl")]
+
+
+def test_the_same_seed_writes_the_same_bytes(data_dir, tmp_path):
+    arithmetic_data.make_data(tmp_path / "same", seed=3)
+    arithmetic_data.make_data(tmp_path / "other", seed=4)
+    for file in sorted(path.relative_to(data_dir) for path in data_dir.rglob("*") if path.is_file()):
+        assert (tmp_path / "same" / file).read_bytes() == (data_dir / file).read_bytes(), file
+    assert set(sums(tmp_path / "other", "validation")) != set(sums(data_dir, "validation"))
+
+
+def test_one_token_per_character(tokenizer):
+    assert tokenizer.text_to_tokens("12+34=") == list("12+34=")
+    assert tokenizer.ids_to_text(tokenizer.text_to_ids("12+34=46")) == "12+34=46"
+    assert tokenizer.ids_to_tokens([tokenizer.eos_id]) == [make_data.END_OF_TEXT]
+    assert tokenizer.vocab_size == len("0123456789+=") + 2  # the end and the unknown character
+    assert tokenizer.text_to_tokens("1 2\n") == ["1", arithmetic_data.UNKNOWN, "2", arithmetic_data.UNKNOWN]
+
+
+def test_prompt_and_answer_meet_at_a_token_boundary_and_fit_the_lengths_of_the_run(data_dir, tokenizer):
+    for line in lines(data_dir / "sft_train.jsonl")[::50]:
+        prompt, answer = tokenizer.text_to_ids(line["input"]), tokenizer.text_to_ids(line["output"])
+        assert prompt + answer == tokenizer.text_to_ids(line["input"] + line["output"])
+        assert len(answer) + 1 <= run_arithmetic.MAX_ANSWER
+        assert len(prompt) <= run_arithmetic.SEQ_LENGTH - run_arithmetic.MAX_ANSWER
+
+
+def test_the_reward_function_agrees_with_the_data(data_dir):
+    sys.path.insert(0, str(run_arithmetic.REWARD_FUNCTION.parent))
+    try:
+        from arithmetic import exact_answer
+    finally:
+        sys.path.pop(0)
+    held_out = lines(data_dir / "sft_validation.jsonl")
+    prompts, answers = [line["input"] for line in held_out], [line["output"] for line in held_out]
+    assert exact_answer(prompts, answers, [0] * 512) == [1.0] * 512
+    assert exact_answer(prompts, ["1" + answer for answer in answers], [0] * 512) == [0.0] * 512

@@ -1,0 +1,303 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Whole walk-throughs: the story they tell, their verdict, and that no child process survives them.
+
+They run here with scripts of a few lines in place of the project's own, which have their own tests.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
+sys.path.insert(0, str(QUICKSTART))
+
+import commands  # noqa: E402
+import reviews  # noqa: E402
+import run  # noqa: E402
+import run_arithmetic  # noqa: E402
+import run_rs  # noqa: E402
+
+WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
+
+# --------------------------------------------------------------------------------------------------- stand-in scripts
+
+FAKE_TRAINER = """
+    import json, pathlib, sys, time
+    args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:])
+    folder = pathlib.Path(args["exp_manager.explicit_log_dir"].strip("'"))
+    name = args["exp_manager.name"].strip("'")
+    source = args.get("pretrained_checkpoint.restore_from_path", "null").strip("'")
+    assert source == "null" or pathlib.Path(source).exists(), source
+    with (folder / "metrics.jsonl").open("w") as metrics:
+        for step in range(4):
+            metrics.write(json.dumps({"step": step, "time": time.time(), "train/loss": 1.0 / (step + 1)}) + "\\n")
+        for step, accuracy in ((2, 0.5), (4, 0.96875)):
+            metrics.write(json.dumps({"step": step, "validation/acc": accuracy}) + "\\n")
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / f"{name}.nemo").write_text("weights")
+"""
+FAKE_ACTOR = """
+    import json, pathlib, re, socket, sys, time
+    args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:])
+    folder = pathlib.Path(args["exp_manager.explicit_log_dir"].strip("'"))
+    ports = {int(value) for key, value in args.items() if re.fullmatch(r"remote_.*\\.port", key)}
+    assert ports
+    for port in ports:
+        for _ in range(200):  # the server has to be there
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        else:
+            sys.exit("no server")
+
+    def answer(prompt, word):
+        numbers = re.findall("[0-9]+", prompt)
+        if not numbers:
+            return f" The plot is {word}."
+        return str(sum(map(int, numbers)) + (word == "dull"))
+
+    prompts = [json.loads(line)["text"] for line in (folder.parent / "data" / "prompts_validation.jsonl").open()]
+    with (folder / "val_samples.jsonl").open("w") as samples:
+        for step, word in ((0, "dull"), (2, "superb")):
+            for index, prompt in enumerate(prompts):
+                row = {"step": step, "prompt": prompt, "response": answer(prompt, word), "reward": step + index % 2}
+                samples.write(json.dumps(row) + "\\n")
+    with (folder / "metrics.jsonl").open("w") as metrics:
+        for step in range(2):
+            row = {"step": step, "train_rollouts/init_policy_kl": 0.1 * step}
+            row |= {f"train_rollouts/{name}": step for name in ("rewards", "global_rewards")}
+            metrics.write(json.dumps(row) + "\\n")
+"""
+FAKE_SERVER = """
+    import pathlib, socket, sys
+    args = dict(a.split("=", 1) for a in sys.argv[1:])
+    model = args.get("rm_model_file") or args["pretrained_checkpoint.restore_from_path"]
+    assert pathlib.Path(model.strip("'")).exists(), model
+    port = args.get("inference.port") or args["trainer.ppo.port"]
+    server = socket.create_server(("127.0.0.1", int(port)))
+    while True:
+        server.accept()[0].close()
+"""
+SLEEPER = """
+    import subprocess, sys, time
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    time.sleep(300)
+"""
+BROKEN = """
+    import sys
+    print("loading")
+    sys.exit("ValueError: the value 7 is too odd; choose an even one")
+"""
+TRAINERS = ("train_gpt_sft.py", "train_reward_model.py")
+SERVERS = ("serve_ppo_critic.py", "serve_reward_model.py")
+ACTORS = ("train_gpt_ppo_actor.py", "train_gpt_rs_actor.py")
+# Words that each walk-through must say.
+STORIES = {
+    "run": ("[2/4] Supervised fine-tuning: done", "held-out accuracy 0.969", "KL 0.1", "gold -1.00", "gold +1.00"),
+    "run_rs": ("[3/4] Reward model: done", "held-out pairs: 0.969", "reward 1", "gold -1.00", "gold +1.00"),
+    "run_arithmetic": ("[1/3] Sums and tokenizer: done", "exact 0", "exact 1", "KL 0.1", "share of exact answers"),
+}
+
+
+@pytest.fixture
+def scripts(tmp_path, monkeypatch):
+    """Folder of stand-ins for the project's scripts; returns a function that replaces one of them."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+
+    def replace(name: str, code: str) -> None:
+        (folder / name).write_text(textwrap.dedent(code))
+
+    for names, code in ((TRAINERS, FAKE_TRAINER), (SERVERS, FAKE_SERVER), (ACTORS, FAKE_ACTOR)):
+        for name in names:
+            replace(name, code)
+    replace.folder = folder
+    monkeypatch.setattr(commands, "SCRIPTS", folder)
+    return replace
+
+
+def children() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if process.status() != "zombie"]
+
+
+# ------------------------------------------------------------------------------------------------------------ the walk
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_walk_tells_the_story_and_leaves_nothing_behind(tmp_path, scripts, capsys, name):
+    before = children()
+    assert WALKS[name].main(["--run-dir", str(tmp_path / "a run"), "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    for text in (*STORIES[name], "loss 0.25", "The policy has learned", "Report: ", "GiB of memory"):
+        assert text in said
+    assert (tmp_path / "a run" / "report.html").exists()
+    summary = json.loads((tmp_path / "a run" / "summary.json").read_text())
+    score = summary["exact" if name == "run_arithmetic" else "gold"]
+    assert summary["learned"] and score["after"] == 1.0 and summary["peak_memory_bytes"] > 1e6
+    assert summary.get("reward_model_accuracy") == (None if name == "run_arithmetic" else 0.96875)
+    assert children() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "actor", "message"),
+    [
+        ("run", "train_gpt_ppo_actor.py", "Not learned: the gold score rose by 0.000, clear is 0.300"),
+        ("run_rs", "train_gpt_rs_actor.py", "Not learned: the gold score rose by 0.000, clear is 0.300"),
+        (
+            "run_arithmetic",
+            "train_gpt_ppo_actor.py",
+            "Not learned: the share of exact answers rose by 0.000, clear is",
+        ),
+    ],
+)
+def test_walk_that_does_not_learn_exits_with_one(tmp_path, scripts, capsys, name, actor, message):
+    scripts(actor, FAKE_ACTOR.replace('"superb"', '"dull"'))
+    assert WALKS[name].main(["--run-dir", str(tmp_path / "run"), "--steps", "2"]) == 1
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("run", "train_gpt_sft.py"),
+        ("run", "serve_ppo_critic.py"),
+        ("run", "train_gpt_ppo_actor.py"),
+        ("run_rs", "train_reward_model.py"),
+        ("run_rs", "serve_reward_model.py"),
+        ("run_rs", "train_gpt_rs_actor.py"),
+        ("run_arithmetic", "serve_reward_model.py"),
+        ("run_arithmetic", "serve_ppo_critic.py"),
+    ],
+)
+def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, script):
+    before = children()
+    if script in SERVERS:  # the actor waits for a server that has died
+        for actor in ACTORS:
+            scripts(actor, SLEEPER)
+    scripts(script, BROKEN)
+    assert WALKS[name].main(["--run-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().out
+    assert "the value 7 is too odd" in said and "exit code 1" in said and "failed" in said
+    assert children() == before
+
+
+def test_right_answers_are_those_of_the_data_not_of_the_reward(tmp_path):
+    """A reward that is wrong shows up: the score asks the file of held-out sums."""
+    (tmp_path / "sft_validation.jsonl").write_text('{"input": "12+34=", "output": "46"}\n')
+    score = run_arithmetic.exact_answers(tmp_path).of
+    for response, expected in (("46", 1.0), ("47", 0.0), ("046", 0.0), ("46 ", 0.0), ("", 0.0), ("4", 0.0)):
+        assert score({"prompt": "12+34=", "response": response, "reward": 1.0 - expected}) == expected
+
+
+# ------------------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "num_children", "signum"),
+    [
+        ("run", "train_gpt_sft.py", 2, signal.SIGINT),
+        ("run", "train_gpt_sft.py", 2, signal.SIGTERM),
+        ("run_rs", "train_gpt_rs_actor.py", 3, signal.SIGINT),  # with the reward server
+        ("run_arithmetic", "train_gpt_ppo_actor.py", 4, signal.SIGINT),  # with both servers
+    ],
+)
+def test_signal_stops_every_child(tmp_path, scripts, name, script, num_children, signum):
+    scripts(script, SLEEPER)
+    code = f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import commands, {name}, pathlib; "
+    code += f"commands.SCRIPTS = pathlib.Path({str(scripts.folder)!r}); sys.exit({name}.main(sys.argv[1:]))"
+    env = {**os.environ, "PYTHONPATH": str(QUICKSTART.parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, env=env
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while len(found := psutil.Process(process.pid).children(recursive=True)) < num_children:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signum)
+        said, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signum
+    assert f"stopped by {signal.Signals(signum).name}" in said
+    gone, alive = psutil.wait_procs(found, timeout=5)
+    assert not alive
+
+
+# ----------------------------------------------------------------------------------------------- arguments, overrides
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps is 0"),
+        (["--sft-steps", "-3"], "--sft-steps is -3"),
+        (["--seed", "-1"], "--seed is -1"),
+    ],
+)
+@pytest.mark.parametrize("name", WALKS)
+def test_senseless_arguments(name, arguments, message, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        WALKS[name].parse_args([*arguments, "--run-dir", str(tmp_path / "run")])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_folder_of_an_old_run_is_refused(tmp_path, capsys):
+    (tmp_path / "old").write_text("")
+    with pytest.raises(SystemExit):
+        run.parse_args(["--run-dir", str(tmp_path)])
+    assert f"{tmp_path} is not empty" in capsys.readouterr().err
+
+
+def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
+    """(job, name of its configuration) of a walk-through that chooses `steps` for all of its jobs."""
+    critic, reward = 5556, 5555
+    walk = WALKS[name]
+    if name == "run_arithmetic":
+        return [
+            (walk.sft_job(run_dir, 0, steps), "gpt_sft"),
+            (walk.reward_server_job(run_dir, reward), "inference_rm"),
+            (walk.critic_job(run_dir, 0, steps, critic), "gpt_ppo_critic"),
+            (walk.actor_job(run_dir, 0, steps, reward, critic), "gpt_ppo_actor"),
+        ]
+    first = [
+        (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
+        (reviews.reward_model_job(run_dir, 0, steps), "training_rm"),
+    ]
+    if name == "run_rs":
+        server, actor = walk.reward_server_job(run_dir, reward), walk.actor_job(run_dir, 0, steps, reward)
+        return [*first, (server, "inference_rm"), (actor, "gpt_rs_actor")]
+    server, actor = walk.critic_job(run_dir, 0, steps, critic), walk.actor_job(run_dir, 0, steps, critic)
+    return [*first, (server, "gpt_ppo_critic"), (actor, "gpt_ppo_actor")]
+
+
+@pytest.mark.parametrize("steps", [1, 50, 200])
+@pytest.mark.parametrize("name", WALKS)
+def test_overrides_are_keys_of_the_configurations_and_have_an_effect(tmp_path, name, steps):
+    from hydra import compose, initialize_config_dir
+
+    from nemo_aligner.utils.config_utils import check_config
+
+    for trained in ("sft", "rm"):  # by the jobs before
+        checkpoint = tmp_path / "it's a run" / trained / "checkpoints" / f"{trained}.nemo"
+        checkpoint.parent.mkdir(parents=True)
+        checkpoint.write_text("weights")
+    with initialize_config_dir(str(QUICKSTART.parents[1] / "conf"), version_base=None):
+        for job, config_name in jobs_of(name, tmp_path / "it's a run", steps):
+            cfg = compose(config_name, overrides=job.command[2:])
+            assert (
+                check_config(cfg, config_name, visible_devices=0, env={}) == []
+            )  # no notes about keys without effect
+            if "exp_manager" in cfg:  # a reward server writes no metrics
+                assert cfg.exp_manager.explicit_log_dir == str(job.folder)
