@@ -166,8 +166,6 @@ class FakeScheduler:
 class FakeFuture:
     """Holds a result or an error; says in `events` when somebody waits for it."""
 
-    reward_parts: dict = {}
-
     def __init__(self, events, name, value):
         self.events, self.name, self.value = events, name, value
 
@@ -192,7 +190,9 @@ class FakeCritic:
         tokens = rollout_batch["response_tokens"]
         values = (tokens[:, :-1] / 10).masked_fill(tokens[:, :-1] == EOS, torch.nan)
         rewards = tokens.sum(-1) / rollout_batch["response_lengths"] / 10
-        return FakeFuture(self.events, "critic_infer_result", (rewards, values))
+        future = FakeFuture(self.events, "critic_infer_result", (rewards, values))
+        future.reward_parts = {"kind": rewards, "terse": -rollout_batch["response_lengths"].float()}
+        return future
 
     def train(self, data):
         self.events.append("critic_train")

@@ -16,7 +16,7 @@ index, number of the answer), the gathered rollouts are put in the order of (dat
 one seeded permutation of the selected rows is dealt to the updates and ranks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from typing import Optional
 
@@ -47,10 +47,15 @@ from nemo_aligner.algorithms.rollouts import (
     sample_rows,
     with_prompt_columns,
 )
-from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.ppo_utils import create_mask, sample_seeds, select_topk
 from nemo_aligner.utils.timers import ScopedTimer
-from nemo_aligner.utils.trainer_utils import check_progress, compute_max_steps, compute_num_steps_per_epoch
+from nemo_aligner.utils.trainer_utils import (
+    check_progress,
+    compute_max_steps,
+    compute_num_steps_per_epoch,
+    endless_batches,
+)
 
 POSTFIX_KEYS = ("train_global_rewards", "train_selected_rewards", "train_loss", "val_global_rewards")
 
@@ -143,7 +148,7 @@ class RSTrainer:
         self.num_val_microbatches = compute_num_rollout_microbatches(val_dataloader)
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)
         self.set_max_steps()
-        self.train_batches = self._endless_train_batches()
+        self.train_batches = endless_batches(train_dataloader, self)
 
         self.train_df = empty_table()  # samples of all rollouts since the start of this process
         self.val_df = empty_table()  # and of all validations
@@ -338,18 +343,6 @@ class RSTrainer:
         self.set_max_steps()
 
     # ------------------------------------------------------------------------------------------ steps of the above
-
-    def _endless_train_batches(self) -> Iterator[dict]:
-        """This rank's micro-batches of prompts from `consumed_samples` on, epoch after epoch."""
-        while True:
-            # A loader with workers runs ahead of the training, so the position is told, not taken from the sampler.
-            self.train_dataloader.batch_sampler.consumed_samples = started_at = self.consumed_samples
-            yield from self.train_dataloader
-            if self.consumed_samples == started_at:
-                raise UserError(
-                    f"no prompts left after {started_at}, at step {self.step} of {self.max_steps}: the data set or "
-                    "model.rs.num_rollout_samples has changed since the checkpoint."
-                )
 
     def _check_progress(self, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
         return check_progress(

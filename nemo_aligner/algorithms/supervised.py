@@ -7,17 +7,20 @@ optimizer update on one global batch. Metrics at step k describe the weights aft
 and a validation at k belong to the same weights.
 """
 
-from collections.abc import Iterator
-
 from nemo.utils import logging
 from tqdm import tqdm
 
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
 from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.timers import ScopedTimer
 from nemo_aligner.utils.train_utils import learning_rate, optimizer_step
-from nemo_aligner.utils.trainer_utils import check_progress, compute_limit_batches, compute_num_steps_per_epoch
+from nemo_aligner.utils.trainer_utils import (
+    check_progress,
+    compute_limit_batches,
+    compute_num_steps_per_epoch,
+    endless_batches,
+)
 
 POSTFIX_KEYS = ("train_loss", "val_loss")
 
@@ -122,7 +125,7 @@ class SupervisedTrainer:
         if self.run_init_validation and self.step == 0 and self.val_dataloaders:
             self.run_validation()
 
-        batches = self._train_batches()
+        batches = endless_batches(self.train_dataloader, self)
         val_metrics = {}
         with self._progress_bar() as progress:
             while self.step < self.max_steps:
@@ -190,18 +193,6 @@ class SupervisedTrainer:
             for key, value in metrics.items() if weight else ():  # a batch of empty slots has no values
                 sums[key] = sums.get(key, 0.0) + weight * float(value)
         return self.model.summarize_metrics({key: value / total for key, value in sums.items()}), total
-
-    def _train_batches(self) -> Iterator[dict]:
-        """Endless: from where `consumed_samples` says, epoch after epoch."""
-        while True:
-            # A loader with workers runs ahead of the training, so the position is told, not taken from the sampler.
-            self.train_dataloader.batch_sampler.consumed_samples = started_at = self.consumed_samples
-            yield from self.train_dataloader
-            if self.consumed_samples == started_at:
-                raise UserError(
-                    f"no training data left after {started_at} samples, at step {self.step} of {self.max_steps}: the"
-                    f" data set or the batch size has changed since the checkpoint."
-                )
 
     def _check_progress(self, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
         intervals = self.val_check_interval, self.save_interval

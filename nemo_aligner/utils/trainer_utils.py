@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of a training loop: steps per epoch, and when to validate, save and stop."""
 
-from nemo_aligner.utils.errors import ConfigError
+from collections.abc import Iterator
+
+from nemo_aligner.utils.errors import ConfigError, UserError
 
 
 def compute_limit_batches(number_of_batches: int, limit_batches: int | float | None) -> int:
@@ -33,6 +35,27 @@ def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int)
     """Steps of a run: all epochs, capped by `max_steps` unless that is negative."""
     total = num_steps_per_epoch * max_epochs
     return min(total, max_steps) if max_steps >= 0 else total
+
+
+def endless_batches(dataloader, counters) -> Iterator:
+    """The batches of a data loader, epoch after epoch, from where `counters.consumed_samples` says.
+
+    Args:
+        dataloader: its batch sampler is one of `data/nlp/samplers.py`.
+        counters: the trainer; `consumed_samples`, `step` and `max_steps` are read.
+
+    Raises:
+        UserError: there is no batch at this position of the data.
+    """
+    while True:
+        # A loader with workers runs ahead of the training, so the position is told, not taken from the sampler.
+        dataloader.batch_sampler.consumed_samples = started_at = counters.consumed_samples
+        yield from dataloader
+        if counters.consumed_samples == started_at:
+            raise UserError(
+                f"no training data left after {started_at} samples, at step {counters.step} of {counters.max_steps}:"
+                " the data set or the batch size has changed since the checkpoint."
+            )
 
 
 def check_progress(

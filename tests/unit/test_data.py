@@ -16,6 +16,7 @@ from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_rlhf_datasets,
     build_train_valid_test_rm_datasets,
     collate_with_pad_to_max_batch,
+    the_validation_prompts,
 )
 from nemo_aligner.data.nlp.datasets import (
     RegressionRewardModelDataset,
@@ -426,6 +427,19 @@ def test_data_prefix_refusals(texts, tiny_tokenizer):
     for prefix, options, message in cases:
         with pytest.raises(ConfigError, match=message):
             build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, **options)
+
+
+def test_rollouts_are_validated_on_one_set(texts, tiny_tokenizer):
+    path = texts(["a"])
+    for validation, message in (
+        ({}, "has no validation files"),
+        ({"validation": [path], "validation_b": [path]}, "several validation sets .validation, validation_b"),
+    ):
+        _, built, _ = build(build_train_valid_test_rlhf_datasets, {"train": [path]} | validation, tiny_tokenizer)
+        with pytest.raises(ConfigError, match=message):
+            the_validation_prompts(built)
+    _, built, _ = build(build_train_valid_test_rlhf_datasets, {"train": [path], "validation": [path]}, tiny_tokenizer)
+    assert the_validation_prompts(built) is built
 
 
 def test_dataloader_resumes_and_leaves_the_global_generator_alone(texts, tiny_tokenizer):

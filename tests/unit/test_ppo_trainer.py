@@ -248,6 +248,15 @@ def test_validation_scores_the_same_text_each_time():
     assert list(trainer.val_df.columns) == ["step", "prompt", "response", "reward"]
 
 
+def test_rewards_of_an_ensemble_are_logged_by_name():
+    trainer = make_trainer(max_steps=1, val_check_interval=1)
+    trainer.fit()
+    for family in ("train_rollouts", "val_rollouts"):
+        assert trainer.logger.series(f"{family}/rewards_kind") == trainer.logger.series(f"{family}/rewards")
+        ((_, terse),) = trainer.logger.series(f"{family}/rewards_terse")
+        assert terse == pytest.approx(-trainer.logger.series(f"{family}/response_lengths")[0][1])
+
+
 def test_save_hands_over_counters_and_monitors():
     trainer = make_trainer(val_check_interval=1, save_interval=3)
     trainer.fit()

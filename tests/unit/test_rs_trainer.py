@@ -286,7 +286,7 @@ def test_the_rest_of_an_epoch_is_left_out():
 def test_no_prompts_left_is_one_clear_error():
     trainer = make_rs_trainer(random=False, max_steps=3)
     trainer.load_state_dict({"step": 0, "consumed_samples": 24, "rs_optimization_step": 0})
-    with pytest.raises(UserError, match="no prompts left after 24, at step 0 of 3"):
+    with pytest.raises(UserError, match="no training data left after 24 samples, at step 0 of 3"):
         trainer.fit()
 
 

@@ -22,6 +22,7 @@ from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_rlhf_datasets,
     collate_with_pad_to_max_batch,
+    the_validation_prompts,
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
@@ -76,7 +77,7 @@ def main(cfg) -> None:
     val_dataloader_builder = partial(
         build_dataloader,
         cfg,
-        validation_ds,
+        the_validation_prompts(validation_ds),
         mbs=ppo.val_rollout_micro_batch_size,
         gbs=ppo.num_val_samples,
         load_gbs=False,

@@ -23,6 +23,7 @@ from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_rlhf_datasets,
     collate_with_pad_to_max_batch,
+    the_validation_prompts,
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient
@@ -46,6 +47,7 @@ from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_step
 def main(cfg) -> None:
     check_config(cfg, "gpt_rs_actor")
     cfg.model = load_and_override_model_config(cfg.pretrained_checkpoint.restore_from_path, cfg.model)
+    cfg.model.pop("ppo", None)  # of a checkpoint that PPO trained: its length_params are not this job's
     check_values(cfg, "gpt_rs_actor", complete=True)  # again, now with what the checkpoint says
     trainer = resolve_and_create_trainer(cfg, "rs")
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
@@ -79,7 +81,10 @@ def main(cfg) -> None:
     )
     train_dataloader = prompts_dataloader(train_ds, mbs=rs.rollout_micro_batch_size, gbs=rs.num_rollout_samples)
     val_dataloader = prompts_dataloader(
-        validation_ds, mbs=rs.val_rollout_micro_batch_size, gbs=rs.num_val_samples, use_random_sampler=False
+        the_validation_prompts(validation_ds),
+        mbs=rs.val_rollout_micro_batch_size,
+        gbs=rs.num_val_samples,
+        use_random_sampler=False,
     )
 
     steps_per_epoch = compute_num_steps_per_epoch(train_dataloader.batch_sampler)

@@ -138,6 +138,21 @@ build_train_valid_test_rm_datasets = partial(build_train_valid_test_datasets, _m
 build_train_valid_test_regression_rm_datasets = partial(build_train_valid_test_datasets, _make_regression_rm_dataset)
 
 
+def the_validation_prompts(validation):
+    """The one validation set that a PPO or RS job uses, of what `build_train_valid_test_rlhf_datasets` returns.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    if validation is None or isinstance(validation, dict):
+        have = "no validation files" if validation is None else f"several validation sets ({', '.join(validation)})"
+        raise ConfigError(
+            f"model.data.data_prefix has {have}, but rollouts are validated on one: give {{train: [file.jsonl],"
+            " validation: [file.jsonl]}."
+        )
+    return validation
+
+
 def build_sft_dataset(data_cfg, tokenizer, num_samples=None, answer_only_loss=True, is_chat=True, special_tokens=None):
     """The dataset of `model.data.train_ds` or `validation_ds`: prompt-response jsonl.
 
