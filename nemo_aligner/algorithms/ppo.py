@@ -42,9 +42,11 @@ from nemo_aligner.algorithms.rollout_training import (
     ready_to_save,
     shares_of_global_batches,
     show_progress,
+    what_is_due,
 )
 from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
+    answer_mask,
     compute_num_rollout_microbatches,
     compute_ppo_data_metrics,
     compute_rollout_metrics,
@@ -59,11 +61,10 @@ from nemo_aligner.utils.ppo_utils import (
     calculate_advantages_and_returns,
     calculate_kl_penalty,
     calculate_ppo_rewards,
-    create_mask,
     sample_seeds,
 )
 from nemo_aligner.utils.timers import ScopedTimer
-from nemo_aligner.utils.trainer_utils import check_progress, compute_max_steps, compute_num_steps_per_epoch
+from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_steps_per_epoch
 
 POSTFIX_KEYS = ("train_rewards", "train_init_policy_kl", "train_actor_loss", "train_critic_loss", "val_rewards")
 
@@ -221,7 +222,7 @@ class PPOTrainer:
                 self.step += 1
 
                 run_time_exceeded = self.run_timer.is_finished()
-                run_val, save_model, is_train_end = self._check_progress(run_time_exceeded)
+                run_val, save_model, is_train_end = what_is_due(self.cfg, self.step, self.max_steps, run_time_exceeded)
                 val_metrics = self._log_validation() if run_val else {}
                 shown = show_progress(progress, rollout_metrics | train_metrics, val_metrics, POSTFIX_KEYS)
                 if save_model:
@@ -333,12 +334,7 @@ class PPOTrainer:
             metrics: of all ranks, before advantages are normalized.
         """
         group = parallel_state.get_data_parallel_group()
-        prompt_lengths, response_lengths = rollout_batch["prompt_lengths"], rollout_batch["response_lengths"]
-        mask = create_mask(
-            values=rollout_batch["values"], prompt_lengths=prompt_lengths, response_lengths=response_lengths
-        )
-        if "loss_multiplier" in rollout_batch:  # 0: a stand-in for a prompt that could not be used
-            mask = mask * (rollout_batch["loss_multiplier"] > 0)[:, None]
+        mask = answer_mask(rollout_batch)
         is_response = mask.bool()
         values = torch.where(is_response, rollout_batch["values"], 0)
         logprobs = torch.where(is_response, rollout_batch["logprobs"], 0)
@@ -354,7 +350,7 @@ class PPOTrainer:
         rewards_with_kl = calculate_ppo_rewards(
             values,
             rollout_batch["rewards"],
-            response_lengths,
+            rollout_batch["response_lengths"],
             init_policy_kl,
             penalty_factor=self.cfg.initial_policy_kl_penalty,
         )
@@ -489,16 +485,6 @@ class PPOTrainer:
             rows = data if passed == 0 else self._local_rows(gathered, passed)
             trained_on = {key: tensor for key, tensor in rows.items() if key != "sample_order"}
             yield from shares_of_global_batches(trained_on, self.cfg.model_gbs)
-
-    def _check_progress(self, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
-        return check_progress(
-            self.step,
-            self.max_steps,
-            self.cfg.val_check_interval,
-            self.cfg.save_interval,
-            1.0,
-            run_time_exceeded=run_time_exceeded,
-        )
 
     def _log_validation(self) -> dict:
         with self.timer("validation_time"):

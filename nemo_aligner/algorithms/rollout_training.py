@@ -21,6 +21,7 @@ from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.ppo_utils import sample_seeds
 from nemo_aligner.utils.timers import ScopedTimer
 from nemo_aligner.utils.train_utils import learning_rate, optimizer_step
+from nemo_aligner.utils.trainer_utils import check_progress
 
 # "Step" of the random streams of every validation: always the same, so that validations can be compared. Rollouts of
 # critic warm-up have the steps -critic_warmup_steps .. -1.
@@ -121,6 +122,11 @@ def optimizer_updates(
         yield metrics if grad_norm is None else metrics | {"grad_norm": float(grad_norm)}
     model.finish_training()
     optimizer.zero_grad()
+
+
+def what_is_due(cfg, step: int, max_steps: int, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
+    """(validate, save, training has reached its end) after `step` finished steps, by the intervals in `cfg`."""
+    return check_progress(step, max_steps, cfg.val_check_interval, cfg.save_interval, 1.0, run_time_exceeded)
 
 
 @contextlib.contextmanager

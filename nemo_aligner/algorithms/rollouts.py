@@ -14,6 +14,7 @@ from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.distributed import masked_global_mean_var, rebalance_nd_tensor
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.ppo_utils import create_mask
 
 
 class PPORolloutBatch(UserDict):
@@ -140,6 +141,21 @@ def reward_columns(rewards: torch.Tensor, future) -> dict[str, torch.Tensor]:
     """
     parts = {f"rewards_{name}": part.flatten() for name, part in future.reward_parts.items()}
     return {"rewards": rewards.flatten()} | parts
+
+
+def answer_mask(rollout) -> torch.Tensor:
+    """f32 `[B, S-1]`: 1 on the transitions of the answers, their end tokens included; never on padding, nor in the row
+    of a stand-in for a prompt that could not be used (`loss_multiplier` 0).
+    """
+    tokens = rollout["response_tokens"]
+    mask = create_mask(
+        values=torch.empty(tokens.size(0), tokens.size(1) - 1, device=tokens.device),
+        prompt_lengths=rollout["prompt_lengths"],
+        response_lengths=rollout["response_lengths"],
+    )
+    if "loss_multiplier" in rollout:
+        mask = mask * (rollout["loss_multiplier"] > 0)[:, None]
+    return mask
 
 
 def sample_rows(rollout_batch, tokenizer, num_rows: int) -> list[dict]:

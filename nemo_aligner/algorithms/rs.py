@@ -38,9 +38,11 @@ from nemo_aligner.algorithms.rollout_training import (
     ready_to_save,
     shares_of_global_batches,
     show_progress,
+    what_is_due,
 )
 from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
+    answer_mask,
     compute_num_rollout_microbatches,
     compute_rollout_metrics,
     reward_columns,
@@ -48,10 +50,9 @@ from nemo_aligner.algorithms.rollouts import (
     with_prompt_columns,
 )
 from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.ppo_utils import create_mask, sample_seeds, select_topk
+from nemo_aligner.utils.ppo_utils import sample_seeds, select_topk
 from nemo_aligner.utils.timers import ScopedTimer
 from nemo_aligner.utils.trainer_utils import (
-    check_progress,
     compute_max_steps,
     compute_num_steps_per_epoch,
     endless_batches,
@@ -204,7 +205,7 @@ class RSTrainer:
                 self.step += 1
 
                 run_time_exceeded = self.run_timer.is_finished()
-                run_val, save_model, is_train_end = self._check_progress(run_time_exceeded)
+                run_val, save_model, is_train_end = what_is_due(self.cfg, self.step, self.max_steps, run_time_exceeded)
                 val_metrics = self._log_validation() if run_val else {}
                 shown = show_progress(progress, rollout_metrics | train_metrics, val_metrics, POSTFIX_KEYS)
                 if save_model:
@@ -262,20 +263,10 @@ class RSTrainer:
         return rollout.select(rollout["sample_key"].argsort())
 
     def generate_rs_data(self, rollout_batch) -> dict:
-        """What the updates consume, of selected rollouts: `response_tokens` int64 `[B, S]` and `mask` f32 `[B, S-1]`.
-
-        The mask is 1 exactly on the answers' tokens, their end tokens included: never on padding, nor on the row of a
-        stand-in for a prompt that could not be used (`loss_multiplier` 0).
+        """What the updates consume, of selected rollouts: `response_tokens` int64 `[B, S]`; `mask` f32 `[B, S-1]`, 1
+        exactly on the answers' tokens (`answer_mask`).
         """
-        tokens = rollout_batch["response_tokens"]
-        mask = create_mask(
-            values=torch.empty(tokens.size(0), tokens.size(1) - 1, device=tokens.device),
-            prompt_lengths=rollout_batch["prompt_lengths"],
-            response_lengths=rollout_batch["response_lengths"],
-        )
-        if "loss_multiplier" in rollout_batch:
-            mask = mask * (rollout_batch["loss_multiplier"] > 0)[:, None]
-        return {"response_tokens": tokens, "mask": mask}
+        return {"response_tokens": rollout_batch["response_tokens"], "mask": answer_mask(rollout_batch)}
 
     def run_training(self, dataloader_iter) -> tuple[float, dict]:
         """One optimizer update per global batch (each rank has its share of it); all ranks call it.
@@ -343,16 +334,6 @@ class RSTrainer:
         self.set_max_steps()
 
     # ------------------------------------------------------------------------------------------ steps of the above
-
-    def _check_progress(self, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
-        return check_progress(
-            self.step,
-            self.max_steps,
-            self.cfg.val_check_interval,
-            self.cfg.save_interval,
-            1.0,
-            run_time_exceeded=run_time_exceeded,
-        )
 
     def _log_validation(self) -> dict:
         with self.timer("validation_time"):

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reward models, critics and SFT model give the same on one rank and on two, however the work is split.
+"""Reward models, critics, SFT and rejection-sampling models give the same on one rank and on two, however the work is
+split.
 
 The weights are written to `.nemo` files by one rank and read at each split. One launch serves all splits.
 """
@@ -14,11 +15,12 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticMod
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.train_script_utils import load_from_nemo
 from nemo_aligner.utils.train_utils import optimizer_step
 from tests.distributed.launcher import run_ranks
-from tests.tiny_models import tiny_config
+from tests.tiny_models import PPO, tiny_config
 
 ROWS, WIDTH, ATTRIBUTES = 4, 9, 2
 SPLITS = {
@@ -59,6 +61,7 @@ def batches():
         "critic": transitions,
         "critic of a language model": transitions,
         "sft": answers,
+        "rejection sampling": {"response_tokens": transitions["tokens"], "mask": transitions["mask"]},
     }
 
 
@@ -69,6 +72,7 @@ ROLES = {
     "critic": (MegatronGPTCriticModel, "rm.nemo"),
     "critic of a language model": (MegatronGPTCriticModel, "lm.nemo"),
     "sft": (GPTSFTModel, "lm.nemo"),
+    "rejection sampling": (MegatronGPTRSModel, "lm.nemo"),
 }
 
 
@@ -83,6 +87,7 @@ def evaluate(tokenizer_dir, folder, precision=32, **split):
             precision=precision,
             output_sequence=role.startswith("critic"),
             loss_clip_val=0.2,
+            rs=PPO,
             regression={"num_attributes": ATTRIBUTES if role == "regression" else 1},
             **split,
         )
@@ -105,6 +110,8 @@ def evaluate(tokenizer_dir, folder, precision=32, **split):
             inferred = [model.infer(inputs)]
         elif role == "critic":
             inferred = [x for _ in range(2) for x in model.infer_rm_critic(inputs)]
+        elif role == "rejection sampling":
+            inferred = [model.get_inference_log_probs(batch["response_tokens"])]
         results[role] = (numbers, inferred)
     return results
 
