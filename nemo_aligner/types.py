@@ -67,6 +67,13 @@ class PPOTrainBatch(TypedDict):
     returns: Tensor  # float32 [B, S-1]: advantages (before normalisation) + values
 
 
+class RSTrainBatch(TypedDict):
+    """What the optimizer steps of rejection sampling consume (`generate_rs_data`)."""
+
+    response_tokens: Tensor  # int64 [B, S]: only the best answers to each prompt
+    mask: Tensor  # float32 [B, S-1]: 1 on the response's transitions (see above), else 0
+
+
 class CriticTrainBatch(TypedDict):
     """What `critic_train` receives, and the critic's loss uses."""
 
