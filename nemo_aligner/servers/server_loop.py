@@ -455,6 +455,7 @@ class ServerLoop:
                 while time.monotonic() < deadline and self._store.get("closed") is None:
                     time.sleep(0.2)
         guard.cancel()
+        gc.freeze()  # the process ends next: its last garbage collections would take seconds with torch loaded
 
     # ---- watcher thread ----
 
