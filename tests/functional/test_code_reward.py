@@ -1,0 +1,290 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A Python function as reward, as users start it: the real server script, real clients, PPO against it."""
+
+import importlib.util
+import json
+import signal
+import textwrap
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.servers.http_communicator import ServerRequestError
+from nemo_aligner.utils.ports import find_free_port
+from tests.functional.jobs import ScriptJob, assert_ended_well, read_metrics, reward_server, wait_until_serving
+from tests.functional.test_ppo_job import actor, critic, inputs  # noqa: F401  (a fixture)
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),  # said of time-outs that are larger
+]
+# What a response asks the function to do; of any other text all three arguments enter the score.
+FUNCTION = """
+    import ctypes, os, signal, time
+
+    def score(prompts, responses, lengths):
+        (prompt,), (response,), (length,) = prompts, responses, lengths
+        if response == "raise":
+            raise LookupError("nothing to see")
+        if response == "slow":
+            time.sleep(60)
+        if response == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            ctypes.PyDLL(None).sleep(60)  # in C, with Python's lock held
+        if response == "die":
+            os._exit(3)
+        if response == "nothing":
+            return None
+        return [score_of(prompt, response) + 1000 * length]
+
+    def score_of(prompt, response):
+        return prompt.count("a") + 0.5 * len(response) + 0.25 * sum(map(str.isupper, response))
+
+    def texts_only(prompts, responses, lengths):
+        return [score_of(*texts) for texts in zip(prompts, responses)]
+"""
+
+
+def code_reward_server(folder, port, tokenizer_dir=None, spec="reward.py:score", rm_file="null", *extra) -> ScriptJob:
+    """The server job in `folder`, where it finds reward.py by a relative path; with a tokenizer and no .nemo."""
+    folder.mkdir(exist_ok=True)
+    (folder / "reward.py").write_text(textwrap.dedent(FUNCTION))
+    tokenizer = ["model.tokenizer.library=huggingface", f"model.tokenizer.type={tokenizer_dir}"]
+    overrides = [f"inference.reward_fn={spec}", *(tokenizer if tokenizer_dir else []), *extra]
+    return reward_server(rm_file, folder, port, 1, "python", *overrides)
+
+
+def reward_client(port):
+    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient
+
+    address = {"name": "reward_model", "ip": "127.0.0.1", "port": port}
+    cfg = {"pad_to_length": None, "init_timeout_s": 20, "inference_timeout_s": 60, "reward_model": address}
+    return RemoteGPTRMClient(OmegaConf.create(cfg))
+
+
+def rollout(tokenizer, pairs: list[tuple[str, str]], ended: bool = True) -> dict:
+    """What `infer` of a policy returns for these prompts and responses."""
+    prompts = [tokenizer.text_to_ids(prompt) for prompt, _ in pairs]
+    rows = [p + tokenizer.text_to_ids(r) + [tokenizer.eos_id] * ended for p, (_, r) in zip(prompts, pairs)]
+    width = max(map(len, rows)) + 2
+    return {
+        "response_tokens": torch.tensor([row + [tokenizer.eos_id] * (width - len(row)) for row in rows]),
+        "response_lengths": torch.tensor([len(row) for row in rows]),
+        "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts]),
+    }
+
+
+def ask(port, batch: dict) -> list[float]:
+    client = reward_client(port)
+    try:
+        return client.infer_rm(batch).result().flatten().tolist()
+    finally:
+        client.communicator.close()
+
+
+def expected(tokenizer, pairs, ended=True) -> list[float]:
+    """By hand, one sample at a time."""
+    return [
+        p.count("a")
+        + 0.5 * len(r)
+        + 0.25 * sum(c.isupper() for c in r)
+        + 1000 * (len(tokenizer.text_to_ids(r)) + ended)
+        for p, r in pairs
+    ]
+
+
+def workers_of(job: ScriptJob) -> list[psutil.Process]:
+    children = psutil.Process(job.process.pid).children(recursive=True)
+    return [child for child in children if "reward_worker.py" in " ".join(child.cmdline())]
+
+
+def all_gone(processes, limit_s: float) -> bool:
+    _gone, alive = psutil.wait_procs(processes, timeout=limit_s)
+    return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+# ---- the server alone ----
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory, tiny_tokenizer_dir):
+    """A running server with two workers and a second per sample; SIGTERM ends it clean."""
+    folder, port = tmp_path_factory.mktemp("code") / "server", find_free_port()
+    with code_reward_server(
+        folder, port, tiny_tokenizer_dir, "reward.py:score", "null", "inference.reward_fn_timeout_s=1"
+    ) as job:
+        wait_until_serving(job)
+        yield port
+        assert len(workers_of(job)) == 2
+        assert_ended_well(job, job.stop())
+
+
+PAIRS = [
+    ("a film", "was Bad."),
+    ("", "X"),
+    ("\u00e9t\u00e9 a", "\u2192 \U0001f600 fin"),
+    ("banana", ""),
+    ("a\nb", "\n"),
+]
+
+
+def test_scores_are_the_functions_own(port, tiny_tokenizer):
+    for ended in (True, False):
+        pairs = [pair for pair in PAIRS if ended or "".join(pair)]
+        assert ask(port, rollout(tiny_tokenizer, pairs, ended)) == expected(tiny_tokenizer, pairs, ended)
+    many = [(f"a{'a' * (i % 7)}", "x" * (i % 11) + str(i)) for i in range(700)]
+    assert ask(port, rollout(tiny_tokenizer, many)) == expected(tiny_tokenizer, many)
+
+
+def test_many_clients_at_once_get_their_own_scores(port, tiny_tokenizer):
+    results = {}
+
+    def one(number):
+        pairs = [("a" * number, f"{i} of {number}") for i in range(number)]
+        results[number] = ask(port, rollout(tiny_tokenizer, pairs)) == expected(tiny_tokenizer, pairs)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == dict.fromkeys(range(1, 9), True)
+
+
+@pytest.mark.parametrize(
+    "response, words",
+    [
+        ("raise", ["LookupError: nothing to see", 'raise LookupError("nothing to see")', "reward.py"]),
+        ("slow", ["took longer than 1 s", "inference.reward_fn_timeout_s"]),
+        ("deaf", ["took longer than 1 s"]),
+        ("die", ["exit code 3"]),
+        ("nothing", ["returned None"]),
+    ],
+)
+def test_a_sample_that_fails_is_one_clear_error_and_the_server_goes_on(port, tiny_tokenizer, response, words):
+    pairs = [("p", "fine"), ("the prompt", response), ("p", "fine")]
+    start = time.monotonic()
+    with pytest.raises(ServerRequestError) as caught:
+        ask(port, rollout(tiny_tokenizer, pairs))
+    assert time.monotonic() - start < 15
+    message = str(caught.value)
+    sample = f"sample 1 of 3 (prompt 'the prompt', response '{response}'"
+    assert all(word in message for word in [sample, "reward_fn_fallback", *words]), message
+    assert ask(port, rollout(tiny_tokenizer, PAIRS)) == expected(tiny_tokenizer, PAIRS)
+
+
+def test_requests_that_do_not_say_where_the_answer_begins_are_refused(port, tiny_tokenizer):
+    from pytriton.client import ModelClient
+
+    batch = rollout(tiny_tokenizer, PAIRS)
+    del batch["prompt_lengths"]
+    with pytest.raises(ServerRequestError, match="'prompt_lengths' is missing"):
+        ask(port, batch)
+    with ModelClient(f"http://127.0.0.1:{port}", "reward_model", inference_timeout_s=30) as client:
+        with pytest.raises(Exception, match="'prompt_lengths'"):
+            client.infer_batch(sentences=np.array([[b"a text"]]))
+
+
+def test_a_stop_in_the_middle_of_a_request_and_the_fallback(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
+    """Bad samples get the fallback score with a warning; then a sample that hears nothing does not delay SIGTERM."""
+    port = find_free_port()
+    extra = ["inference.reward_fn_timeout_s=2", "inference.reward_fn_fallback=-7.5", "inference.reward_fn_workers=3"]
+    with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir, "reward.py:score", "null", *extra) as job:
+        wait_until_serving(job)
+        pairs = [("p", "fine"), ("p", "raise"), ("p", "die"), ("p", "slow"), ("a", "Well")]
+        first, *bad, last = ask(port, rollout(tiny_tokenizer, pairs))
+        assert bad == [-7.5] * 3 and [first, last] == expected(tiny_tokenizer, [pairs[0], pairs[-1]])
+        assert "3 of 5 samples got the fallback score -7.5" in job.log and "LookupError: nothing to see" in job.log
+
+        errors = []
+
+        def doomed():
+            try:
+                ask(port, rollout(tiny_tokenizer, [("p", "deaf")] * 60))  # would take 40 s
+            except ServerRequestError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=doomed)
+        thread.start()
+        time.sleep(1)
+        workers = workers_of(job)
+        start = time.monotonic()
+        code = job.stop(20)
+        assert time.monotonic() - start < 15
+        assert_ended_well(job, code)
+        assert len(workers) >= 2 and all_gone(workers, 1)
+        thread.join(30)
+        assert errors
+
+
+def test_a_killed_server_leaves_no_worker(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
+    port = find_free_port()
+    timeout = "inference.reward_fn_timeout_s=60"
+    with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir, "reward.py:score", "null", timeout) as job:
+        wait_until_serving(job)
+
+        def doomed():
+            with pytest.raises(ServerRequestError):
+                ask(port, rollout(tiny_tokenizer, [("p", "deaf")]))
+
+        thread = threading.Thread(target=doomed)
+        thread.start()
+        time.sleep(1)
+        workers = workers_of(job)
+        assert len(workers) == 2
+        job.process.send_signal(signal.SIGKILL)
+        assert all_gone(workers, 5)
+        assert job.wait(10) == -signal.SIGKILL
+        thread.join(120)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("inference.reward_fn=reward.py:scores", ["no function 'scores'", "score, score_of, texts_only"]),
+        ("trainer.devices=2", ["one process", "trainer.devices=1"]),
+        ("model.tokenizer={library: null, type: null}", ["rm_model_file", "model.tokenizer"]),
+    ],
+)
+def test_bad_input_ends_the_server_with_one_message(tmp_path, tiny_tokenizer_dir, override, words):
+    with code_reward_server(
+        tmp_path / "s", find_free_port(), tiny_tokenizer_dir, "reward.py:score", "null", override
+    ) as job:
+        assert_ended_well(job, 0 if job.wait(90) == 1 else 1)
+        assert all(word in job.log for word in words) and "Traceback" not in job.log, job.log[-3000:]
+
+
+# ---- PPO ----
+
+
+def test_ppo_gets_the_rewards_that_the_function_gives(tmp_path, inputs):  # noqa: F811
+    """The rewards in samples and metrics are those computed again from the texts of the samples."""
+    ports = find_free_port(), find_free_port()
+    separate = ["remote_critic_rm.combine_rm_and_critic_server=False", "trainer.ppo.val_check_interval=1"]
+    separate += [f"remote_critic_rm.reward_model.port={ports[1]}", "remote_critic_rm.reward_model.ip=127.0.0.1"]
+    with (
+        critic(inputs, tmp_path, ports[0], 1, "python", "trainer.ppo.combine_rm_and_critic_server=False") as server,
+        code_reward_server(tmp_path / "s", ports[1], None, "reward.py:texts_only", inputs / "policy.nemo") as reward,
+        actor(inputs, tmp_path, ports[0], 1, "python", *separate) as job,
+    ):
+        assert_ended_well(job, job.wait(240))
+        assert_ended_well(server, server.stop())
+        assert_ended_well(reward, reward.stop())
+    spec = importlib.util.spec_from_file_location("reward_of_the_test", tmp_path / "s" / "reward.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = [json.loads(line) for line in (tmp_path / "actor" / "val_samples.jsonl").read_text().splitlines()]
+    again = [module.score_of(row["prompt"], row["response"]) for row in rows]
+    assert [row["reward"] for row in rows] == again and len(set(again)) > 4
+    by_step = {step: [score for row, score in zip(rows, again) if row["step"] == step] for step in (1, 2, 3)}
+    assert [len(scores) for scores in by_step.values()] == [4, 4, 4]
+    means = read_metrics(tmp_path / "actor", "val_rollouts/rewards")
+    assert means == pytest.approx([np.mean(scores) for scores in by_step.values()], rel=1e-6)
+    assert len(set(read_metrics(tmp_path / "actor", "train_rollouts/rewards"))) == 3
