@@ -35,6 +35,7 @@ SFT_BATCH_SIZE = 128
 ROLLOUT_SIZE = 512
 BATCH_SIZE = 256
 PPO_EPOCHS = 2
+CRITIC_WARMUP = 4  # rollouts that train only the critic, whose head is fresh
 
 ARCHITECTURE = {  # 0.3 million parameters; every digit has its fixed place, so absolute positions suit best
     "num_layers": 2,
@@ -51,8 +52,8 @@ ARCHITECTURE = {  # 0.3 million parameters; every digit has its fixed place, so 
 # Of every 100 held-out sums, 20 more are right.
 MIN_RISE = 0.2
 STEPS = (
-    Steps("--steps", 60, f"PPO steps, each a rollout of {ROLLOUT_SIZE} answers"),
-    Steps("--sft-steps", 170, "the more, the better the policy that PPO starts from"),
+    Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} answers"),
+    Steps("--sft-steps", 180, "the more, the better the policy that PPO starts from"),
 )
 
 
@@ -139,7 +140,7 @@ def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
         "trainer.ppo.host": "127.0.0.1",
         "trainer.ppo.port": port,
         "trainer.ppo.combine_rm_and_critic_server": False,
-        "trainer.ppo.max_steps": steps * (ROLLOUT_SIZE // BATCH_SIZE),
+        "trainer.ppo.max_steps": (CRITIC_WARMUP + steps) * (ROLLOUT_SIZE // BATCH_SIZE),
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,
         "model.loss_clip_val": 0.5,  # the values lie between 0 and 1
@@ -160,7 +161,12 @@ def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, critic_por
         "remote_critic_rm.init_timeout_s": 120,
         "trainer.ppo.ppo_epochs": PPO_EPOCHS,
         "trainer.ppo.gae_lambda": 1.0,  # answers of 3 or 4 tokens: the whole reward may count for each
-        "trainer.ppo.initial_policy_kl_penalty": 0.01,  # weak, for this reward cannot be fooled
+        "trainer.ppo.critic_warmup_steps": CRITIC_WARMUP,
+        # Answers that do not end are not trained on, so nothing but the distance to the SFT model keeps the end token
+        # likely after a wrong number. It must be the signed log-ratio: the absolute one would make what has become
+        # unlikely rarer still.
+        "trainer.ppo.initial_policy_kl_penalty": 0.05,
+        "trainer.ppo.use_absolute_kl": False,
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,
         "model.ppo.num_rollout_samples": ROLLOUT_SIZE,

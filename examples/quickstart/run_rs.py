@@ -27,9 +27,9 @@ from walkthrough import Ending, Steps, Walk
 
 from nemo_aligner.utils.ports import find_free_port
 
-NUM_PROMPTS = 64  # per step: one optimizer step on the best answer to each
-ANSWERS = 8  # to each prompt
-STEPS = Steps("--steps", 40, f"RS steps, each {NUM_PROMPTS} prompts with {ANSWERS} answers to each")
+NUM_PROMPTS = 128  # per step: two optimizer steps on the best answer to each
+ANSWERS = 4  # to each prompt
+STEPS = Steps("--steps", 30, f"RS steps, each {NUM_PROMPTS} prompts with {ANSWERS} answers to each")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,7 +71,7 @@ def actor_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
     overrides = {
         **training(run_dir / "rs_actor", seed, SEQ_LENGTH),
         **policy_training("trainer.rs", steps),
-        **optimizer(lr=1e-3),
+        **optimizer(lr=5e-4),  # faster, and the answers grow until they are cut off: more kind sentences score higher
         "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
         "remote_rm.reward_model.port": port,
         "remote_rm.init_timeout_s": 120,
