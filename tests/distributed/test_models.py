@@ -22,6 +22,8 @@ from nemo_aligner.utils.train_utils import optimizer_step
 from tests.distributed.launcher import run_ranks
 from tests.tiny_models import PPO, tiny_config
 
+pytestmark = pytest.mark.timeout(300)
+
 ROWS, WIDTH, ATTRIBUTES = 4, 9, 2
 SPLITS = {
     "TP=2": dict(tensor_model_parallel_size=2),
@@ -137,7 +139,7 @@ def folder(tiny_tokenizer_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_tokenizer_dir, folder):
-    return run_ranks(evaluate_all_splits, 2, 120, tiny_tokenizer_dir, folder)
+    return run_ranks(evaluate_all_splits, 2, 240, tiny_tokenizer_dir, folder)
 
 
 @pytest.mark.parametrize("name", SPLITS)
