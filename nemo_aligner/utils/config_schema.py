@@ -211,6 +211,7 @@ ARCHITECTURE_KEYS = tuple(sorted(key.removeprefix("model.") for key in _ARCHITEC
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
     "reward_model_type",
+    "use_avg_pool",
     "regression.num_attributes",
     "regression.attribute_weights",
 )

@@ -72,11 +72,14 @@ def _member_name(member: tarfile.TarInfo) -> str:
     return member.name.removeprefix("./")
 
 
-@functools.cache
 def _unpack_small_members(path: Path) -> Path:
-    """Everything but the weights, unpacked once per process into a folder that lives as long as the process."""
-    if path.is_dir():
-        return path
+    """Folder with everything but the weights; a file is unpacked once per process, and again when it was replaced."""
+    return path if path.is_dir() else _unpack_file(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _unpack_file(path: Path, _modified_ns: int) -> Path:
+    """`_unpack_small_members` of a file, into a folder that lives as long as the process."""
     folder = Path(tempfile.mkdtemp(prefix="nemo_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with _opened(path) as tar:
