@@ -317,12 +317,13 @@ def test_closing_fails_what_is_in_progress_at_once_and_leaves_nothing(tmp_path):
     thread = threading.Thread(target=ask)
     thread.start()
     assert wait_until(lambda: len(family() - before) == 4)  # both workers have started their sleep
+    processes = family() - before
     start = time.monotonic()
     function.close()
     thread.join(5)
     assert time.monotonic() - start < 3
     assert "shutting down" in outcome[0]
-    assert wait_until(lambda: family() <= before)
+    assert wait_until(lambda: not any(map(alive, processes)))
     function.close()  # a second time does nothing
     with pytest.raises(RewardFunctionError, match="shut down"):
         score_words(function, ["x"])
@@ -392,6 +393,21 @@ def test_a_rollout_becomes_prompt_response_and_length(tmp_path, tokenizers, libr
 
         rewards = function.infer(*map(torch.from_numpy, (tokens, ends, starts)))
         assert rewards.dtype == np.float32 and rewards.tolist() == [[length] for length in lengths]
+
+
+def test_an_end_token_that_the_tokenizer_spells_out_is_no_part_of_the_response(tmp_path):
+    """Only the last one: an end token before it is text that the policy wrote."""
+
+    class Spelling:
+        eos_id = 0
+
+        def ids_to_text(self, ids):
+            return "".join("</s>" if i == 0 else chr(96 + i) for i in ids)
+
+    tokens = np.array([[1, 2, 3, 0, 0, 0], [0, 1, 0, 2, 0, 0], [1, 2, 3, 4, 0, 0], [1, 0, 0, 0, 0, 0]])
+    with RewardFunction(write(tmp_path, "def score(p, r, l): return [1]"), Spelling(), workers=1) as function:
+        prompts, responses, lengths = function.decode(tokens, np.array([4, 5, 4, 2]), np.array([2, 1, 3, 1]))
+    assert prompts == ["ab", "</s>", "abc", "a"] and responses == ["c", "a</s>b", "d", ""] and lengths == [2, 4, 1, 1]
 
 
 def test_requests_without_the_start_of_the_answer_are_refused(naughty):
