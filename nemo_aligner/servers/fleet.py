@@ -381,12 +381,12 @@ class Fleet:
             self._leave_out(server, f"a server answers, but '{self.spec.endpoint}' is not ready")
             return
         server.missed += 1
-        if not server.available:
-            server.state = problem
         if server.missed >= MAX_MISSED_PROBES:
             self._leave_out(server, f"{problem} to {server.missed} probes in a row")
             for sending in self._take_back(server):
                 self._send_again(sending.request, lost=True)
+        if not server.available:
+            server.state = problem
 
     def _expire(self) -> None:
         """Fail the requests that have waited too long for any server; say so while others wait."""

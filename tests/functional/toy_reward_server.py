@@ -7,6 +7,7 @@ The process imports neither torch nor NeMo, so that it is back within seconds. I
 below makes it misbehave.
 """
 
+import ctypes
 import glob
 import os
 import shutil
@@ -36,6 +37,8 @@ def expected_rewards(tokens, lengths, prompts=None, scale=1.0):
 
 def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_name: str) -> None:
     """Serve until SIGTERM. Each call of the model adds a line with its number of rows to `count_file`."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: it ends with the tests, however they end
     from pytriton.decorators import batch, group_by_keys
     from pytriton.model_config import DynamicBatcher, ModelConfig
     from pytriton.triton import Triton, TritonConfig
@@ -69,7 +72,6 @@ def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_nam
     config = TritonConfig(
         http_address="127.0.0.1", http_port=port, allow_grpc=False, allow_metrics=False, exit_timeout_secs=10
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as workspace, Triton(config=config, workspace=workspace + "/w") as triton:
         triton.bind(
             model_name=endpoint_name,
@@ -80,7 +82,10 @@ def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_nam
             strict=False,
         )
         triton.run()
-        signal.pause()
+        try:
+            signal.pause()
+        except KeyboardInterrupt:
+            return
 
 
 class ToyRewardServer:
@@ -135,11 +140,15 @@ class ToyRewardServer:
                 start_new_session=True,
             )
 
-    def wait_until_ready(self, limit_s: float = 60.0) -> "ToyRewardServer":
+    def is_ready(self) -> bool:
         from nemo_aligner.servers.http_communicator import http_status
 
+        return http_status("127.0.0.1", self.port, f"/v2/models/{self.endpoint}/ready", 2.0) == 200
+
+    def wait_until_ready(self, limit_s: float = 60.0) -> "ToyRewardServer":
+        """Itself, once the model is served."""
         deadline = time.monotonic() + limit_s
-        while http_status("127.0.0.1", self.port, f"/v2/models/{self.endpoint}/ready", 1.0) != 200:
+        while not self.is_ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"the server did not come up:\n{(self.directory / 'log.txt').read_text()}")
             time.sleep(0.05)

@@ -1,0 +1,407 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reward clients with fleets of real Triton servers that are killed, stopped and restarted while requests stream in.
+
+Rewards are compared with a sum in plain Python. Failures at moments that no real server can be made to fail at are in
+tests/unit/test_fleet.py.
+"""
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient, RemoteGPTRMCriticClient
+from nemo_aligner.servers import fleet as fleet_module
+from nemo_aligner.servers.http_communicator import ServerRequestError, ServerUnreachableError
+from tests.distributed.launcher import run_ranks
+from tests.functional.critic_job import CriticJob, build_model
+from tests.functional.toy_reward_server import (
+    NAN,
+    RAISE,
+    SLEEP,
+    WRONG_SHAPE,
+    ToyRewardServer,
+    expected_rewards,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What the fleet logs."""
+    said = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(fleet_module.logging, level, said.append)
+    return said
+
+
+@pytest.fixture(scope="module")
+def two_servers():
+    with ToyRewardServer(delay_s=0.1) as a, ToyRewardServer(delay_s=0.1) as b:
+        yield a, b
+
+
+@pytest.fixture
+def pair(two_servers):
+    """Two servers of the same model, both running; a test may end or damage them."""
+    restarted = [server for server in two_servers if server.rows() and not server.is_ready()]
+    for server in restarted:
+        server.kill()
+        server.start()
+    for server in two_servers:
+        server.wait_until_ready()
+    return two_servers
+
+
+def section(*servers, **changes):
+    return OmegaConf.create(
+        {
+            "pad_to_length": 6,
+            "init_timeout_s": 100,
+            "inference_timeout_s": 60,
+            "reward_model": {"ip": "127.0.0.1", "port": [server.port for server in servers]},
+            **changes,
+        }
+    )
+
+
+def member(*servers, **changes):
+    return {"ip": "127.0.0.1", "port": [server.port for server in servers], **changes}
+
+
+def rollout(seed, first=None):
+    """A micro-batch of ragged rows; `first` replaces the first token of the first row."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = 1 + seed % 3, 6
+    tokens = torch.randint(1, 800, (rows, width), generator=generator)
+    if first is not None:
+        tokens[0, 0] = first
+    return {
+        "response_tokens": tokens,
+        "response_lengths": torch.randint(3, width + 1, (rows,), generator=generator),
+        "prompt_lengths": torch.randint(1, 3, (rows,), generator=generator),
+    }
+
+
+def assert_right(rewards, batch, scale=1.0):
+    want = expected_rewards(batch["response_tokens"], batch["response_lengths"], batch["prompt_lengths"], scale)
+    assert rewards.dtype == torch.float32 and rewards.shape == want.shape
+    np.testing.assert_allclose(rewards.numpy(), want, rtol=0, atol=1e-3)
+
+
+def wait_for(condition, limit_s=100.0):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Stream:
+    """Requests sent one after another, with up to MOST of them unanswered: more would only queue up in the client."""
+
+    MOST = 24
+
+    def __init__(self, client):
+        self.client, self.sent = client, []
+        self.fleet = client.reward_models.fleets[None]
+
+    def send(self, count):
+        for _ in range(count):
+            wait_for(lambda: self.answered(len(self.sent) - self.MOST))
+            batch = rollout(len(self.sent))
+            self.sent.append((batch, self.client.infer_rm(batch)))
+            time.sleep(0.01)
+
+    def send_until(self, condition, limit_s=100.0):
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline
+            self.send(1)
+
+    def send_until_busy(self, index):
+        """Send until server number `index` has requests in flight."""
+        self.send_until(lambda: len(self.fleet.servers[index].in_flight) > 1)
+
+    def answered(self, count):
+        """Whether the first `count` requests have their answers."""
+        sent = self.sent[: max(count, 0)]
+        return all(future.done() for _, pending in sent for future in pending.rm_future._futures.values())
+
+    def assert_all_right(self):
+        for batch, future in self.sent:
+            assert_right(future.result(), batch)
+
+
+def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines, record_property):
+    """Each of the two is killed once (machine gone: connections are reset) and restarted on its port."""
+    a, b = pair
+    client = RemoteGPTRMClient(section(a, b))
+    try:
+        stream = Stream(client)
+        stream.send(100)
+        wait_for(lambda: stream.answered(100))
+        share = sum(a.rows()) / (sum(a.rows()) + sum(b.rows()))
+        assert 0.3 < share < 0.7, (a.rows(), b.rows())
+
+        for index, (victim, other) in enumerate(((a, b), (b, a))):
+            stream.send_until_busy(index)
+            before, killed = len(stream.sent), time.monotonic()
+            victim.kill()
+            stream.send_until(lambda before=before: stream.answered(before))
+            failed_over = time.monotonic() - killed
+            served, other_served = sum(victim.rows()), sum(other.rows())
+            stream.send(50)
+            wait_for(lambda: stream.answered(len(stream.sent)))
+            assert sum(victim.rows()) == served and sum(other.rows()) > other_served
+
+            victim.start()
+            ready: list = []
+            watcher = threading.Thread(
+                target=lambda v=victim, r=ready: (v.wait_until_ready(), r.append(time.monotonic()))
+            )
+            watcher.start()
+            stream.send_until(lambda i=index: stream.fleet.servers[i].available)
+            taken_back = time.monotonic()
+            watcher.join(60)
+            stream.send_until(lambda v=victim, s=served: sum(v.rows()) > s)
+            record_property(f"fail_over_s_{index}", round(failed_over, 2))
+            record_property(f"take_back_s_{index}", round(taken_back - ready[0], 2))
+            print(f"failed over in {failed_over:.2f} s, taken back {taken_back - ready[0]:.2f} s after it was ready")
+            assert failed_over < 20 and taken_back - ready[0] < 10
+        stream.assert_all_right()
+        for server in (a, b):
+            about = [line for line in lines if server.address in line]
+            assert len([line for line in about if "is left out" in line]) == 1, about
+            assert len([line for line in about if "back: " in line]) == 1, about
+    finally:
+        client.close()
+
+
+def test_triton_that_outlives_its_process_does_not_hold_requests_back(pair, lines, monkeypatch):
+    """Only the Python process is killed: Triton then keeps the connections open, silently, for ten seconds."""
+    a, b = pair
+    monkeypatch.setattr(fleet_module, "PROBE_INTERVAL_S", 1.0)
+    client = RemoteGPTRMClient(section(a, b))
+    try:
+        stream = Stream(client)
+        stream.send_until_busy(0)
+        before = len(stream.sent)
+        orphans = a.kill_python()
+        wait_for(lambda: stream.answered(before))
+        assert any(orphan.is_running() and orphan.status() != "zombie" for orphan in orphans)
+        stream.assert_all_right()
+        for orphan in orphans:  # the port is free again when they have ended
+            orphan.wait(30)
+    finally:
+        client.close()
+
+
+def test_a_machine_that_falls_silent_and_is_restarted(pair, lines, monkeypatch):
+    """All processes are stopped: connections stand and are even accepted, but probes get no answer."""
+    a, b = pair
+    for name, value in {"PROBE_INTERVAL_S": 0.5, "RETRY_INTERVAL_S": 0.3, "PROBE_TIMEOUT_S": 1.0}.items():
+        monkeypatch.setattr(fleet_module, name, value)
+    client = RemoteGPTRMClient(section(a, b))
+    try:
+        stream = Stream(client)
+        stream.send_until_busy(0)
+        a.signal_all(signal.SIGSTOP)
+        stream.send(30)
+        wait_for(lambda: stream.answered(len(stream.sent)))
+        assert not stream.fleet.servers[0].available
+        a.kill()  # Triton does not always survive that its processes were stopped
+        a.start()
+        stream.send_until(lambda: stream.fleet.servers[0].available)
+        stream.assert_all_right()
+        assert any(f"{a.address} is left out (no answer to 3 probes in a row)" in line for line in lines)
+    finally:
+        client.close()
+
+
+def test_a_model_that_hangs_behind_a_living_triton(pair, lines):
+    """Only the Python process is stopped: probes are answered, the request's time limit passes."""
+    a, b = pair
+    client = RemoteGPTRMClient(section(a, b, inference_timeout_s=3))
+    try:
+        stream = Stream(client)
+        stream.send(1)
+        wait_for(lambda: stream.answered(1))
+        a.process.send_signal(signal.SIGSTOP)
+        stream.send(10)
+        wait_for(lambda: stream.answered(len(stream.sent)))
+        stream.assert_all_right()
+        assert any("although it answers probes; it must be restarted" in line for line in lines)
+        a.process.send_signal(signal.SIGCONT)
+        time.sleep(3 * fleet_module.RETRY_INTERVAL_S)
+        assert not stream.fleet.servers[0].available
+        a.kill()
+        a.start()
+        wait_for(lambda: stream.fleet.servers[0].available)
+
+        with pytest.raises(ServerRequestError, match="remote_rm.inference_timeout_s"):
+            client.infer_rm(rollout(0, first=SLEEP)).result()
+    finally:
+        client.close()
+        for server in pair:  # they sleep for a minute
+            server.kill()
+
+
+@pytest.mark.parametrize(
+    "first, words",
+    [
+        (RAISE, r"(?s)Traceback.*toy_reward_server.py.*the toy met a token it cannot stand"),
+        (NAN, "'rewards' is nan in row .*weights of the served model"),
+        (WRONG_SHAPE, r"'rewards' has shape \[2, 2\] for 2 row.*one reward per sample"),
+    ],
+)
+def test_answers_that_cannot_be_used_are_raised_at_once(pair, first, words, lines):
+    a, b = pair
+    client = RemoteGPTRMClient(section(a, b))
+    try:
+        calls = len(a.rows()) + len(b.rows())
+        with pytest.raises(ServerRequestError, match=words) as caught:
+            client.infer_rm(rollout(1, first=first)).result()
+        assert any(server.address in str(caught.value) for server in pair)
+        assert len(a.rows()) + len(b.rows()) <= calls + 1  # not sent again
+        batch = rollout(2)
+        assert_right(client.infer_rm(batch).result(), batch)
+        assert not any("left out" in line for line in lines)
+    finally:
+        client.close()
+
+
+def test_an_ensemble_adds_weighted_rewards_and_tells_the_parts(pair):
+    a, b = pair
+    with ToyRewardServer(scale=-2.0, endpoint="brevity") as c:
+        models = {"helpful": member(a, b, weight=0.5), "terse": member(c, name="brevity", weight=0.25)}
+        client = RemoteGPTRMClient(section(reward_models=models, init_timeout_s=90))
+        try:
+            for seed in range(4):
+                batch = rollout(seed)
+                future = client.infer_rm(batch)
+                rewards = future.result()
+                assert set(future.reward_parts) == {"helpful", "terse"}
+                parts = future.reward_parts
+                assert_right(parts["helpful"][:, None], batch)
+                assert_right(parts["terse"][:, None], batch, scale=-2.0)
+                torch.testing.assert_close(rewards, (0.5 * parts["helpful"] + 0.25 * parts["terse"])[:, None])
+            single = RemoteGPTRMClient(section(a, b))
+            try:
+                future = single.infer_rm(batch)
+                assert_right(future.result(), batch)
+                assert future.reward_parts == {}
+            finally:
+                single.close()
+        finally:
+            client.close()
+
+
+def test_all_servers_gone_then_one_returns_then_none(lines, monkeypatch):
+    with ToyRewardServer() as server:
+        client = RemoteGPTRMClient(section(server, init_timeout_s=60))
+        try:
+            stream = Stream(client)
+            stream.send(5)
+            stream.assert_all_right()
+            server.kill()
+            stream.send(20)
+            wait_for(lambda: any("waiting for server reward_model" in line and "of 60 s" in line for line in lines))
+            server.start()
+            stream.assert_all_right()
+
+            server.kill()
+            stream.fleet.init_timeout_s = 2.0
+            start = time.monotonic()
+            with pytest.raises(ServerRequestError, match=f"no server has answered for 2 s.*{server.address}"):
+                client.infer_rm(rollout(0)).result()
+            assert time.monotonic() - start < 15
+        finally:
+            client.close()
+
+
+def two_rank_client(port, dead_port, log_file):
+    """On each rank: what the client's calls return or raise."""
+    from nemo_aligner.utils import parallel_state
+
+    parallel_state.initialize(tensor_model_parallel_size=2)
+    config = OmegaConf.create({"init_timeout_s": 60, "reward_model": {"ip": "127.0.0.1", "port": [dead_port, port]}})
+    fleet_module.START_GRACE_S = 1.0
+    client = RemoteGPTRMClient(config)
+    rewards = client.infer_rm(rollout(2)).result()
+    errors = []
+    for bad in (RAISE, NAN):
+        try:
+            client.infer_rm(rollout(1, first=bad)).result()
+        except ServerRequestError as error:
+            errors.append(str(error))
+    unsuitable = {**rollout(1), "prompt_lengths": torch.ones(5, dtype=torch.int64)}  # the other rank sends nothing
+    try:
+        client.infer_rm(unsuitable).result()
+    except ServerRequestError as error:
+        errors.append(str(error))
+    again = client.infer_rm(rollout(2)).result()
+    connections = len(client.reward_models.fleets)
+    client.close()
+    config = OmegaConf.create({"init_timeout_s": 1, "reward_model": {"ip": "127.0.0.1", "port": dead_port}})
+    try:
+        RemoteGPTRMClient(config)
+    except ServerUnreachableError as error:
+        errors.append(str(error))
+    return rewards, again, errors, connections
+
+
+def test_one_rank_sends_and_all_ranks_hear(pair, tmp_path):
+    a, _b = pair
+    with ToyRewardServer(start=False) as dead:
+        results = run_ranks(two_rank_client, 2, 200, a.port, dead.port, str(tmp_path / "log"))
+    assert [connections for *_, connections in results] == [1, 0]
+    for rewards, again, errors, _connections in results:
+        assert_right(rewards, rollout(2))
+        assert_right(again, rollout(2))
+        assert len(errors) == 4
+        for error, words in zip(errors, ("cannot stand", "is nan", "different numbers of rows", "not reachable")):
+            assert words in error
+
+
+def test_separate_mode_takes_values_from_the_critic_and_rewards_from_the_fleet(pair):
+    a, b = pair
+    model = build_model()
+    with CriticJob(combined=False) as job, ToyRewardServer(scale=3.0) as c:
+        job.wait_until_serving()
+        config = section(
+            combine_rm_and_critic_server=False,
+            critic={"ip": "127.0.0.1", "port": job.port},
+            reward_models={"sum": member(a, b, weight=2.0), "triple": member(c, weight=-1.0)},
+        )
+        client = RemoteGPTRMCriticClient(config)
+        try:
+            tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]])
+            batch = {
+                "response_tokens": tokens,
+                "response_lengths": torch.tensor([3, 4]),
+                "prompt_lengths": torch.tensor([1, 2]),
+            }
+            for attempt in range(2):
+                future = client.infer_rm_critic(batch)
+                rewards, values = future.result()
+                want = model(tokens)[:, :-1].detach().clone()
+                want[:, 4:] = 0  # columns after the longest row are not sent
+                torch.testing.assert_close(values, want)
+                assert_right(future.reward_parts["sum"][:, None], batch)
+                assert_right(future.reward_parts["triple"][:, None], batch, scale=3.0)
+                torch.testing.assert_close(rewards, 2.0 * future.reward_parts["sum"] - future.reward_parts["triple"])
+                if attempt == 0:
+                    a.kill()
+            bad = {**batch, "response_tokens": tokens.clone()}
+            bad["response_tokens"][0, 0] = NAN  # the critic's vocabulary does not have it either
+            with pytest.raises(ServerRequestError, match="is nan in row"):
+                client.infer_rm_critic(bad).result()
+            client.check_status(0)
+        finally:
+            client.close()
