@@ -238,7 +238,7 @@ def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):  # noqa: F811
     "override, words",
     [
         ("model.rs.top_n_rollouts=4", ["model.rs.top_n_rollouts=4", "model.rs.num_rollouts_per_prompt=3"]),
-        ("+remote_rm.reward_modle.port=5555", ["reward_modle", "remote_rm.reward_model.port"]),
+        ("+remote_rm.reward_modle.port=5555", ["remote_rm.reward_modle (did you mean remote_rm.reward_model"]),
     ],
 )
 def test_bad_input_ends_the_actor_with_one_message(inputs, tmp_path, override, words):  # noqa: F811
