@@ -18,7 +18,6 @@ INSTALL_REQUIRES = [
     "lightning>=2.4,<2.5",  # the series NeMo 3.0 accepts; imported as lightning.pytorch, never pytorch_lightning
     "hydra-core>=1.3.2,<1.4",  # hydra_runner and the YAML files
     "omegaconf>=2.3,<2.4",  # hydra's configuration objects
-    "pebble>=5.1,<6",  # worker processes with a time limit per call, for rewards that are Python functions
     "psutil>=5.9",  # Megatron Core needs it without saying so: saving a checkpoint hangs for ever without
     "transformers>=4.50,<6",  # Hugging Face tokenizers
     "sentencepiece>=0.2,<1",  # SentencePiece tokenizers
