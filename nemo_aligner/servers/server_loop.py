@@ -332,6 +332,8 @@ class ServerLoop:
                 self._start()
                 self._serve()
         except BaseException as error:
+            with contextlib.suppress(Exception):  # the store may be gone, too
+                self._hear_stop_request()  # the watcher thread may not have come round to it
             if self._stop_reason is None:
                 self._fail_all(ServerJobError(f"{self.name} failed: {error}"))
                 self._close(failed=True)
@@ -505,8 +507,7 @@ class ServerLoop:
                         self.stop(f"received {signal.Signals(number).name}")
             failure = None
             try:
-                if self._stop_reason is None and (reason := self._store.get("stop")):
-                    self.stop(f"another rank ends the job ({reason})")
+                self._hear_stop_request()
                 failure = self._store.get("failure")
                 store_errors = 0
             except Exception:
@@ -526,6 +527,11 @@ class ServerLoop:
                 )
             if self._failure_deadline is not None and now > self._failure_deadline:
                 self._abandon(1, f"a rank failed and the others cannot go on without it:\n{failure}")
+
+    def _hear_stop_request(self) -> None:
+        """Take over what another rank has noted."""
+        if self._stop_reason is None and (reason := self._store.get("stop")):
+            self.stop(f"another rank ends the job ({reason})")
 
     def _abandon(self, code: int, why: str) -> None:
         """End this process although its main thread is still busy."""

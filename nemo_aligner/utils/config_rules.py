@@ -258,6 +258,12 @@ def _check_reward_models(values: Values, remote: str) -> None:
             f"{remote}.reward_models={ensemble!r} must map names to servers, for example "
             "{helpful: {ip: localhost, port: 5555, weight: 0.7}, terse: {ip: localhost, port: 5556, weight: 0.3}}."
         )
+    for name in ensemble or ():
+        if not str(name).isidentifier() or name == "with_kl":
+            raise ConfigError(
+                f"{remote}.reward_models has the name {name!r}, which becomes part of a metric's name, rewards_<name>; "
+                "use letters, digits and underscores (and not with_kl, which is a metric already)."
+            )
     for section in [f"{remote}.reward_models.{name}" for name in ensemble or ()] or [f"{remote}.reward_model"]:
         if ensemble and not isinstance(values.get(section), Mapping):
             raise ConfigError(f"{section}={values.get(section)!r} must be a section with ip, port and weight.")

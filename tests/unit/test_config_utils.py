@@ -288,6 +288,7 @@ def test_accelerator():
         ),
         ("gpt_rs_actor", ["remote_rm.reward_model.ip=[]"], r"ip=\[\] names no server"),
         ("gpt_rs_actor", ["remote_rm.reward_models=5"], "reward_models=5 must map names to servers"),
+        ("gpt_rs_actor", ["remote_rm.reward_models.with_kl.port=5555"], "the name 'with_kl', which becomes part of"),
         ("gpt_rs_actor", ["remote_rm.reward_models.a=5"], "reward_models.a=5 must be a section"),
         ("gpt_rs_actor", ["remote_rm.reward_models.a.weight=much"], "a.weight='much' must be a number"),
         ("gpt_rs_actor", ["remote_rm.reward_models.a.port=0"], "reward_models.a.port=0 is not a TCP port"),
