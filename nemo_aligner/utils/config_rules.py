@@ -261,8 +261,8 @@ def _check_reward_models(values: Values, remote: str) -> None:
     for name in ensemble or ():
         if not str(name).isidentifier() or name == "with_kl":
             raise ConfigError(
-                f"{remote}.reward_models has the name {name!r}, which becomes part of a metric's name, rewards_<name>; "
-                "use letters, digits and underscores (and not with_kl, which is a metric already)."
+                f"{remote}.reward_models has the name {name!r}, which becomes part of a metric's name, "
+                "rewards_<name>: use letters, digits and underscores, and not with_kl, which is a metric already."
             )
     for section in [f"{remote}.reward_models.{name}" for name in ensemble or ()] or [f"{remote}.reward_model"]:
         if ensemble and not isinstance(values.get(section), Mapping):
