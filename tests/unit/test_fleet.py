@@ -328,6 +328,19 @@ def test_a_server_that_says_not_ready_finishes_what_it_has():
         assert (a.requests, b.requests) == (1, 5)
 
 
+def test_nothing_is_sent_to_a_server_that_is_left_out():
+    with ScriptedServer() as a, ScriptedServer() as b, Running(a, b) as running:
+        running.ready()
+        a.ready = 400
+        running.wait_for(lambda: not running.fleet.servers[0].available)
+        assert [running.ask(value) for value in range(6)] == list(range(6))
+        assert (a.requests, b.requests) == (0, 6)
+        a.ready = 200
+        running.wait_for(lambda: running.fleet.servers[0].available)
+        assert [running.ask(value) for value in range(2)] == [0.0, 1.0]
+        assert (a.requests, b.requests) == (1, 7)
+
+
 def test_while_no_server_answers_requests_wait_visibly_then_fail(lines):
     server = ScriptedServer()
     with Running(server, init_timeout_s=1.0) as running:
