@@ -14,6 +14,7 @@ INSTALL_REQUIRES = [
     "nemo_toolkit[common]>=3.0.0,<3.1",  # exp_manager, hydra_runner, .nemo; [core] lacks einops
     "megatron-core>=0.16.1,<0.17",  # 0.17 needs Python 3.12; utils/device.py adapts names of exactly this series
     "nvidia-pytriton>=0.7.0,<0.8",  # 0.6 lets a remote client execute code
+    "tritonclient[http]>=2.50,<3",  # requests to reward servers; PyTriton brings it
     "numpy>=1.24,<2",  # with numpy 2 Triton's Python backend hands corrupted tensors to the server
     "lightning>=2.4,<2.5",  # the series NeMo 3.0 accepts; imported as lightning.pytorch, never pytorch_lightning
     "hydra-core>=1.3.2,<1.4",  # hydra_runner and the YAML files
