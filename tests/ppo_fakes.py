@@ -168,6 +168,7 @@ class FakeFuture:
 
     def __init__(self, events, name, value):
         self.events, self.name, self.value = events, name, value
+        self.pending = ()
 
     def result(self):
         self.events.append(self.name)

@@ -54,6 +54,7 @@ from nemo_aligner.algorithms.rollouts import (
     sample_rows,
     with_prompt_columns,
 )
+from nemo_aligner.servers.source_rank import wait_for_all
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.distributed import all_reduce_dict, normalize_tensor
 from nemo_aligner.utils.errors import ConfigError
@@ -277,6 +278,7 @@ class PPOTrainer:
         local = None if is_validation else self._compute_logprobs(rollout)
 
         with self.timer("critic_wait"):
+            wait_for_all(pending for future in futures for pending in future.pending)
             scores = []
             for future in futures:
                 rewards, values = future.result()

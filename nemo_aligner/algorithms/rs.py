@@ -49,6 +49,7 @@ from nemo_aligner.algorithms.rollouts import (
     sample_rows,
     with_prompt_columns,
 )
+from nemo_aligner.servers.source_rank import wait_for_all
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.ppo_utils import sample_seeds, select_topk
 from nemo_aligner.utils.timers import ScopedTimer
@@ -256,6 +257,7 @@ class RSTrainer:
                     rollout = with_prompt_columns(rollout, batch)
                     rollouts.append(rollout | {"sample_key": key.to(rollout["response_lengths"].device)})
         with self.timer("rm_wait"):
+            wait_for_all(pending for future in futures for pending in future.pending)
             for rollout, future in zip(rollouts, futures, strict=True):
                 rollout.update(reward_columns(future.result(), future))
         eos_id, min_width = self.model.tokenizer.eos_id, self.cfg.rollout_batch_seq_length

@@ -55,13 +55,12 @@ from nemo_aligner.servers.exchange import (
 from nemo_aligner.servers.http_communicator import (
     RESTART_REMEDY,
     PendingAnswer,
-    ServerRequestError,
     ServerUnreachableError,
     http_status,
 )
 from nemo_aligner.servers.reward_models import RewardModelSpec
 from nemo_aligner.servers.schema import Endpoint, validate_request, validate_response
-from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.errors import ServerRequestError, UserError
 
 MAX_MISSED_PROBES = PendingAnswer.MAX_MISSED_PROBES
 MAX_LOST = 5

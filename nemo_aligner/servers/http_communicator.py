@@ -11,15 +11,11 @@ import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.servers.schema import Endpoint, ResponseError, validate_request
-from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.errors import ServerRequestError, UserError
 
 
 class ServerUnreachableError(UserError):
     """No server answers at the configured address."""
-
-
-class ServerRequestError(RuntimeError):
-    """A request failed on the server, or its answer never came; the message carries the remote traceback."""
 
 
 def http_status(host: str, port: int, path: str, timeout_s: float) -> int | None:

@@ -2,18 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that one rank sends and all ranks wait for: the answer reaches every rank, and so does every error."""
 
+import time
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.servers.http_communicator import ServerRequestError
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.errors import ServerRequestError, UserError
 from nemo_aligner.utils.server_utils import FutureResult
 
-# Ranks that wait for another rank's answer hear from it this often, so no collective times out.
+# Ranks that wait for another rank's answer hear from it this often, so no collective times out...
 HEARTBEAT_S = 30.0
+# ...and when all ranks wait for answers of their own, for a failure of one should end the others soon.
+JOINT_HEARTBEAT_S = 10.0
 
 
 def await_on_source(pending, src: int, group) -> dict:
@@ -30,16 +33,7 @@ def await_on_source(pending, src: int, group) -> dict:
     alone = group is None or dist.get_world_size(group) == 1
     is_source = alone or dist.get_rank() == src
     while True:
-        state, answer = "pending", None
-        if is_source:
-            try:
-                if isinstance(pending, Exception):
-                    raise pending
-                if pending.done(HEARTBEAT_S):
-                    state, answer = "done", pending.result()
-            except Exception as error:  # whatever it is: the other ranks must not wait for ever
-                known = isinstance(error, (ServerRequestError, UserError))
-                state, answer = "failed", str(error) if known else repr(error)
+        state, answer = _poll(pending, HEARTBEAT_S) if is_source else ("pending", None)
         if not alone:
             box = [(state, answer)]
             dist.broadcast_object_list(box, src=src, group=group)
@@ -48,6 +42,50 @@ def await_on_source(pending, src: int, group) -> dict:
             return answer
         if state == "failed":
             raise ServerRequestError(answer)
+
+
+def _poll(pending, timeout_s: float) -> tuple:
+    """("done", answer), ("failed", what is wrong) or, after `timeout_s`, ("pending", None)."""
+    try:
+        if isinstance(pending, Exception):
+            raise pending
+        return ("done", pending.result()) if pending.done(timeout_s) else ("pending", None)
+    except Exception as error:  # whatever it is: the other ranks must not wait for ever
+        return "failed", str(readable_error(error))
+
+
+def wait_for_all(pending) -> None:
+    """Return once every rank has its answers; every rank of the job calls it.
+
+    Ranks may wait for different numbers of answers, and for a different time: nobody goes on to a collective of the
+    job, where a time limit runs, before all can. When one rank's request fails, all ranks hear of it here.
+
+    Args:
+        pending: what this rank waits for, the `pending` of its futures; may be empty.
+
+    Raises:
+        ServerRequestError: the same on all ranks, that of the lowest rank whose request failed.
+    """
+    left = list(pending)
+    while True:
+        deadline = time.monotonic() + JOINT_HEARTBEAT_S
+        failure = None
+        while left and failure is None:
+            state, answer = _poll(left[0], max(deadline - time.monotonic(), 0.0))
+            if state == "pending":
+                break
+            if state == "failed":
+                failure = answer
+            left.pop(0)
+        outcomes = [(failure, not left)]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            outcomes = [None] * dist.get_world_size()
+            dist.all_gather_object(outcomes, (failure, not left))
+        for text, _ in outcomes:
+            if text is not None:
+                raise ServerRequestError(text)
+        if all(finished for _, finished in outcomes):
+            return
 
 
 def get_future_result(future, *keys):
@@ -80,7 +118,12 @@ def outcome_or_error(send):
     try:
         return send()
     except Exception as error:
-        return error if isinstance(error, (ServerRequestError, UserError)) else ServerRequestError(repr(error))
+        return readable_error(error)
+
+
+def readable_error(error: Exception) -> Exception:
+    """`error`, or one that names its type if its message alone says little."""
+    return error if isinstance(error, (ServerRequestError, UserError)) else ServerRequestError(repr(error))
 
 
 class RankZeroFuture(FutureResult):
@@ -89,6 +132,7 @@ class RankZeroFuture(FutureResult):
     def __init__(self, pending):
         self._pending = pending
         self._outcome = None
+        self.pending = () if pending is None else (pending,)
 
     def result(self):
         """The answer, by tensor name."""

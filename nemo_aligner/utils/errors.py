@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that a user caused and can mend: each message names the offending value and the remedy."""
+"""Errors that a job ends with, each with one message and no traceback of its own: those that a user caused and can
+mend (the message names the offending value and the remedy), and those that came from a server.
+"""
 
 
 class UserError(ValueError):
@@ -9,3 +11,7 @@ class UserError(ValueError):
 
 class ConfigError(UserError):
     """A configuration key or a combination of values that cannot work."""
+
+
+class ServerRequestError(RuntimeError):
+    """A request failed on the server, or its answer never came; the message carries the remote traceback."""

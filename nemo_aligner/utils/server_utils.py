@@ -19,7 +19,14 @@ from nemo_aligner.utils.errors import UserError
 
 
 class FutureResult(ABC):
-    """The pending answer of a server. Every rank that holds one calls `result()`: it communicates."""
+    """The pending answer of a server. Every rank that holds one calls `result()`: it communicates.
+
+    Attributes:
+        pending: what this rank itself waits for: objects with `done(timeout_s)` and `result()`, or the exception of an
+            attempt to send. Empty on a rank that gets the answer from another.
+    """
+
+    pending: tuple = ()
 
     @abstractmethod
     def result(self):

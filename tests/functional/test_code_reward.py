@@ -15,7 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.servers.http_communicator import ServerRequestError
+from nemo_aligner.utils.errors import ServerRequestError
 from nemo_aligner.utils.ports import find_free_port
 from tests.functional.jobs import ScriptJob, assert_ended_well, read_metrics, reward_server, wait_until_serving
 from tests.functional.test_ppo_job import actor, critic, inputs  # noqa: F401  (a fixture)

@@ -17,8 +17,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.servers.http_communicator import ServerRequestError, ServerUnreachableError
-from nemo_aligner.utils.errors import UserError
+from nemo_aligner.servers.http_communicator import ServerUnreachableError
+from nemo_aligner.utils.errors import ServerRequestError, UserError
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import RAISE, SLEEP, CriticJob, build_model
 
@@ -227,8 +227,8 @@ def test_client_checks_before_it_sends(job):
     client = RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
     try:
         rollout = {"response_tokens": torch.ones(2, 9).long(), "response_lengths": torch.tensor([9, 9])}
-        with pytest.raises(UserError, match="9 tokens.*remote_critic_rm.pad_to_length=8"):
-            client.infer_rm_critic(rollout)
+        with pytest.raises(ServerRequestError, match="9 tokens.*remote_critic_rm.pad_to_length=8"):
+            client.infer_rm_critic(rollout).result()
         client.check_status(3)
         with pytest.raises(UserError, match="actor is at step 5.*checkpoint of actor step 3"):
             client.check_status(5)

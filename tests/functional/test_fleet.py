@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient, RemoteGPTRMCriticClient
 from nemo_aligner.servers import fleet as fleet_module
-from nemo_aligner.servers.http_communicator import ServerRequestError, ServerUnreachableError
+from nemo_aligner.servers.http_communicator import ServerUnreachableError
+from nemo_aligner.utils.errors import ServerRequestError
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import CriticJob, build_model
 from tests.functional.toy_reward_server import (

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from nemo_aligner.servers import exchange, fleet, schema
-from nemo_aligner.servers.http_communicator import PendingAnswer, ServerRequestError, ServerUnreachableError
+from nemo_aligner.servers.http_communicator import PendingAnswer, ServerUnreachableError
 from nemo_aligner.servers.reward_models import RewardModelSpec
+from nemo_aligner.utils.errors import ServerRequestError
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -22,7 +22,7 @@ from nemo.utils import logging
 
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.fleet import Fleet, PendingRewards
-from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerRequestError, ServerUnreachableError
+from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.reward_models import read_reward_models
 from nemo_aligner.servers.source_rank import (
     RankZeroFuture,
@@ -30,10 +30,11 @@ from nemo_aligner.servers.source_rank import (
     get_future_result,
     outcome_or_error,
     try_on_source,
+    wait_for_all,
 )
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.errors import ConfigError, ServerRequestError, UserError
 from nemo_aligner.utils.server_utils import FutureResult
 
 
@@ -52,6 +53,7 @@ class RMFutureResult(FutureResult):
 
     def __init__(self, rm_future, weights: dict | None = None):
         self.rm_future, self.weights = rm_future, weights
+        self.pending = () if rm_future is None else (rm_future,)
         self.reward_parts = {}
 
     def result(self) -> torch.Tensor:
@@ -87,6 +89,9 @@ class RMCriticFutureResult(FutureResult):
         self.rm_future = rm_future
         self.combine_rm_and_critic_server = combine_rm_and_critic_server
         self.og_seq_length = og_seq_length
+        self.pending = () if critic_future is None else (critic_future,)
+        if rm_future is not None:
+            self.pending += rm_future.pending
         self.reward_parts = {}
 
     def result(self) -> tuple:
@@ -124,6 +129,9 @@ def _scoring_payload(rollout_batch: dict, pad_to_length, setting: str) -> dict:
     Args:
         rollout_batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
         pad_to_length: columns to send, the rest filled with 0; None sends the columns of the longest row.
+
+    Raises:
+        UserError: S is above `pad_to_length`.
     """
     tokens = rollout_batch["response_tokens"].cpu()
     lengths = rollout_batch["response_lengths"].cpu().long()
@@ -149,7 +157,7 @@ def _used_values(rollout_batch: dict, columns: int) -> np.ndarray:
 
 
 class _Connecting:
-    """The start of fleets as something to wait for on a source rank (see `await_on_source`)."""
+    """The start of fleets as something to wait for on a source rank (see `wait_for_all`)."""
 
     def __init__(self, fleets: list):
         self._fleets = fleets
@@ -176,7 +184,7 @@ class _RewardModels:
 
     Raises:
         ConfigError: the section cannot work.
-        ServerUnreachableError: on every rank of the model-parallel group: no server of a reward model answers.
+        ServerUnreachableError: on every rank of the job: no server of a reward model answers.
     """
 
     def __init__(self, cfg, communicator: HTTPCommunicator, setting: str):
@@ -196,22 +204,26 @@ class _RewardModels:
             }
         for fleet in self.fleets.values():
             communicator.attach(fleet)
-        src, group = parallel_state.get_model_parallel_src_rank(), parallel_state.get_model_parallel_group()
         try:
-            await_on_source(_Connecting(list(self.fleets.values())) if self.fleets else None, src, group)
+            wait_for_all([_Connecting(list(self.fleets.values()))] if self.fleets else [])
         except ServerRequestError as error:
             communicator.close()
             raise ServerUnreachableError(str(error)) from None
 
-    def score(self, rollout_batch: dict, payload: dict) -> RMFutureResult:
-        """Send `payload` (of `_scoring_payload`) to every reward model; returns at once.
+    def score(self, rollout_batch: dict, make_payload) -> RMFutureResult:
+        """Send `make_payload()` (see `_scoring_payload`) to every reward model; returns at once.
 
         A reward that is code needs to know where the response starts: `prompt_lengths` go along when there are any.
         """
-        if "prompt_lengths" in rollout_batch:
-            prompts = rollout_batch["prompt_lengths"].cpu().long()
-            payload = {**payload, "prompt_lengths": prompts[:, None].numpy()}
-        return RMFutureResult(try_on_source(lambda: PendingRewards(self.fleets, payload)), self.weights)
+
+        def send():
+            payload = make_payload()
+            if "prompt_lengths" in rollout_batch:
+                prompts = rollout_batch["prompt_lengths"].cpu().long()
+                payload = {**payload, "prompt_lengths": prompts[:, None].numpy()}
+            return PendingRewards(self.fleets, payload)
+
+        return RMFutureResult(try_on_source(send), self.weights)
 
 
 def _gather_rows(tensors: dict) -> dict | None:
@@ -323,24 +335,28 @@ class RemoteGPTRMCriticClient:
         self.communicator.print_server_dict()
 
     def infer_rm_critic(self, rollout_batch: dict) -> RMCriticFutureResult:
-        """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b]) to be scored.
+        """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b]) to be scored; returns at once.
 
-        Raises:
-            UserError: on every rank, if S is above `pad_to_length`.
+        An S above `pad_to_length`, as any error, is raised by the future's `result()`.
         """
-        payload = _scoring_payload(rollout_batch, self.pad_to_length, self.SETTING)
-        check = functools.partial(
-            schema.validate_response,
-            schema.critic_infer_endpoint(self.combine_rm_and_critic_server),
-            rows=payload["tokens"].shape[0],
-            used=_used_values(rollout_batch, payload["tokens"].shape[1] - 1),
-        )
-        rm_future = None if self.reward_models is None else self.reward_models.score(rollout_batch, payload)
-        critic_future = try_on_source(
-            lambda: self.communicator.send_data_to_server(self.infer_name, payload, check=check)
-        )
+        make_payload = functools.partial(_scoring_payload, rollout_batch, self.pad_to_length, self.SETTING)
+
+        def send():
+            payload = make_payload()
+            check = functools.partial(
+                schema.validate_response,
+                schema.critic_infer_endpoint(self.combine_rm_and_critic_server),
+                rows=payload["tokens"].shape[0],
+                used=_used_values(rollout_batch, payload["tokens"].shape[1] - 1),
+            )
+            return self.communicator.send_data_to_server(self.infer_name, payload, check=check)
+
+        rm_future = None if self.reward_models is None else self.reward_models.score(rollout_batch, make_payload)
         return RMCriticFutureResult(
-            critic_future, rm_future, self.combine_rm_and_critic_server, rollout_batch["response_tokens"].shape[1]
+            try_on_source(send),
+            rm_future,
+            self.combine_rm_and_critic_server,
+            rollout_batch["response_tokens"].shape[1],
         )
 
     def train(self, rollout_batch: dict) -> TrainFuture:
@@ -448,13 +464,10 @@ class RemoteGPTRMClient:
 
     def infer_rm(self, rollout_batch: dict) -> RMFutureResult:
         """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b], optionally `prompt_lengths` [b]) to be
-        scored; returns at once.
-
-        Raises:
-            UserError: on every rank, if S is above `pad_to_length`.
+        scored; returns at once. An S above `pad_to_length`, as any error, is raised by the future's `result()`.
         """
-        payload = _scoring_payload(rollout_batch, self.pad_to_length, self.SETTING)
-        return self.reward_models.score(rollout_batch, payload)
+        make_payload = functools.partial(_scoring_payload, rollout_batch, self.pad_to_length, self.SETTING)
+        return self.reward_models.score(rollout_batch, make_payload)
 
     def close(self) -> None:
         """End all connections."""

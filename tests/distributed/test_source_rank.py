@@ -1,0 +1,68 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for answers on several ranks at once: nobody runs into a time limit, and all hear of one rank's failure."""
+
+import concurrent.futures
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from nemo_aligner.servers import source_rank
+from nemo_aligner.servers.source_rank import wait_for_all
+from nemo_aligner.utils.errors import ServerRequestError, UserError
+from tests.distributed.launcher import run_ranks
+
+
+class Answer:
+    """An answer that comes after `seconds`, or an error in its place."""
+
+    def __init__(self, seconds: float, error: Exception | None = None):
+        self._future = concurrent.futures.Future()
+        finish = (lambda: self._future.set_exception(error)) if error else (lambda: self._future.set_result({}))
+        timer = threading.Timer(seconds, finish)
+        timer.daemon = True
+        timer.start()
+
+    def done(self, timeout_s: float) -> bool:
+        return bool(concurrent.futures.wait([self._future], timeout_s).done)
+
+    def result(self) -> dict:
+        return self._future.result()
+
+
+def wait_longer_than_a_collective_may(answers):
+    """Collectives have two seconds here, and rank 1's second answer takes five."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), torch.distributed.group.WORLD)
+    source_rank.JOINT_HEARTBEAT_S = 0.5
+    start = time.monotonic()
+    wait_for_all([Answer(seconds) for seconds in answers[torch.distributed.get_rank()]])
+    return time.monotonic() - start
+
+
+def test_a_rank_that_is_done_waits_for_the_others_without_a_time_limit():
+    waited = run_ranks(wait_longer_than_a_collective_may, 2, 60, [[0.1], [0.1, 5.0]])
+    assert all(4.5 < seconds < 9.0 for seconds in waited)
+
+
+def hear_of_a_failure(kind):
+    source_rank.JOINT_HEARTBEAT_S = 0.5
+    errors = {
+        "answer": Answer(0.2, ServerRequestError("the model said no")),
+        "sending": UserError("the rollout is too wide"),
+        "other": Answer(0.2, KeyError("rewards")),
+    }
+    try:
+        wait_for_all([Answer(0.1), errors[kind]] if torch.distributed.get_rank() == 1 else [Answer(0.1), Answer(30.0)])
+    except ServerRequestError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [("answer", "the model said no"), ("sending", "the rollout is too wide"), ("other", "KeyError('rewards')")],
+)
+def test_all_ranks_raise_what_one_rank_met(kind, text):
+    assert run_ranks(hear_of_a_failure, 2, 60, kind) == [text, text]
