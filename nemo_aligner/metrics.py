@@ -46,7 +46,7 @@ def correlations_from_moments(metrics: dict[str, float]) -> dict[str, float]:
     Returns:
         The other metrics and `correlation`: of the one attribute, or the mean over several, which are then reported
         as `correlation_<attribute>` too. Where predictions or labels do not vary there is no correlation, and no such
-        key.
+        key; NaN where a prediction is not finite.
     """
     rest = {key: value for key, value in metrics.items() if not key.startswith("moment_")}
     num_attributes = sum(key.startswith("moment_n_") for key in metrics)
@@ -64,6 +64,8 @@ def _pearson(n: float, x: float, y: float, xx: float, yy: float, xy: float) -> f
     if n <= 0:
         return None
     x, y, xx, yy, xy = (moment / n for moment in (x, y, xx, yy, xy))
+    if not all(map(math.isfinite, (x, y, xx, yy, xy))):
+        return math.nan  # a prediction was NaN, or too large to square
     var_x, var_y = xx - x * x, yy - y * y
     if var_x <= _NO_VARIANCE * xx or var_y <= _NO_VARIANCE * yy:
         return None

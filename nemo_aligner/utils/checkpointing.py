@@ -13,6 +13,7 @@ Nothing is ever read out of a file name.
 """
 
 import json
+import math
 import random
 import re
 import shutil
@@ -202,14 +203,13 @@ class CheckpointCallback:
         if self.save_top_k < 0 or not checkpoints:
             return
         sign = 1 if self.mode == "min" else -1
-        # A monitor that was not measured yet ranks behind all that were; among equals the newer one wins.
-        ranked = sorted(
-            checkpoints,
-            key=lambda item: (
-                sign * item[1]["metrics"].get(self.monitor, sign * float("inf")),
-                -item[1]["save_number"],
-            ),
-        )
+
+        def rank(item) -> tuple:
+            """A monitor that was not measured yet, or is NaN, is behind all others; among equals the newer one wins."""
+            value = sign * item[1]["metrics"].get(self.monitor, math.nan)
+            return (math.inf if math.isnan(value) else value, -item[1]["save_number"])
+
+        ranked = sorted(checkpoints, key=rank)
         # Two of the newest: if a job dies between the critic's save and the actor's, the older ones match.
         keep = {path for path, _ in ranked[: self.save_top_k]} | {path for path, _ in checkpoints[-2:]}
         for path, _ in checkpoints:

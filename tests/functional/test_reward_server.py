@@ -281,6 +281,9 @@ def test_what_cannot_be_served_is_one_clear_error(regression, rm_file, tiny_toke
             (stack.enter_context(reward_server(path, tmp_path / str(i), port)), words)
             for i, (path, port, words) in enumerate(cases)
         ]
+        weights = "model.regression.attribute_weights=[2.0]"  # of a model with one attribute, not merged
+        job = stack.enter_context(reward_server(rm_file, tmp_path / "w", find_free_port(), 1, "python", weights))
+        jobs.append((job, ["attribute_weights=[2.0]", "model.regression.merge_attributes=True"]))
         for job, words in jobs:
             assert job.wait(150) == 1
             message = job.log.split("ERROR: ")[-1]

@@ -231,7 +231,7 @@ def test_checkpoints_keep_the_best_and_the_last_two(tiny_tokenizer_dir, tmp_path
     callback = CheckpointCallback(
         tmp_path, model, optimizer, scheduler, name="x", filename="c-{step}", monitor="val", save_top_k=1, mode="max"
     )
-    for step, value in enumerate([0.1, 0.9, 0.3, 0.2, 0.5]):
+    for step, value in enumerate([0.1, 0.9, float("nan"), 0.2, 0.5]):
         callback.custom_save({"step": step, "val": value})
     # The best, and the last two: a critic that has saved one step more than its actor can go back.
     assert sorted(path.name for path in callback.root.iterdir()) == ["c-step=1", "c-step=3", "c-step=4"]

@@ -54,6 +54,14 @@ def test_one_attribute_by_hand():
     assert pooled(torch.tensor([[0.0], [2.0], [1.0]]), labels, every, [2, 1])["correlation"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("bad", [NAN, float("inf"), -1e200])
+def test_predictions_that_are_no_numbers_have_no_good_correlation(bad):
+    labels = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    predictions = labels.clone().double()
+    predictions[1] = bad
+    assert np.isnan(pooled(predictions, labels, torch.ones(4, 1), [2, 2])["correlation"])
+
+
 def test_what_does_not_vary_has_no_correlation():
     generator = torch.Generator().manual_seed(1)
     vary, same = torch.randn(9, 1, generator=generator), torch.full((9, 1), 0.1234567)

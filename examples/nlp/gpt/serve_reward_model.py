@@ -118,6 +118,12 @@ def check_one_reward_per_text(model_cfg: DictConfig) -> None:
             "number per text; set model.regression.merge_attributes=True, and model.regression.attribute_weights to "
             f"{attributes} numbers unless they all count the same."
         )
+    weights = regression.get("attribute_weights")
+    if weights is not None and not regression.get("merge_attributes", False):
+        raise ConfigError(
+            f"model.regression.attribute_weights={list(weights)} has an effect only when attributes are merged; set "
+            "model.regression.merge_attributes=True, as a critic from the same checkpoint does."
+        )
     if model_cfg.get("output_sequence", False):
         raise ConfigError(
             "model.output_sequence=True gives a number per token, as a critic does, but a reward is one number per "

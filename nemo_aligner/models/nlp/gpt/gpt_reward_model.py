@@ -78,7 +78,9 @@ class RewardModelHead(RowParallelLinear):
             attributes_weights = [1.0 / output_size] * output_size
         if len(attributes_weights) != output_size:
             raise ValueError(f"{len(attributes_weights)} attribute weights for {output_size} attributes")
-        self.register_buffer("attributes_weights", torch.tensor(attributes_weights, dtype=dtype), persistent=False)
+        self.register_buffer(
+            "attributes_weights", torch.tensor(attributes_weights, dtype=torch.float32), persistent=False
+        )
         self.output_sequence = output_sequence
         self.use_avg_pool = use_avg_pool
         self.merge_attributes = merge_attributes
@@ -100,7 +102,7 @@ class RewardModelHead(RowParallelLinear):
             lengths: int64 [B], tokens of each row without its padding, at least 1; not needed with `output_sequence`.
 
         Returns:
-            [B, S] with `output_sequence`, else [B, A], or [B, 1] merged; in the head's dtype.
+            [B, S] with `output_sequence`, else [B, 1] merged, both float32; or [B, A] in the head's dtype.
         """
         if self.input_is_sequence_parallel:
             # Every rank computes the same from here on, so each one's gradient is the whole one: nothing to sum.
@@ -109,9 +111,13 @@ class RewardModelHead(RowParallelLinear):
             hidden_states = hidden_states.to(self.weight.dtype)
             if self.output_sequence:
                 attributes = super().forward(hidden_states)[0]  # [S, B, A]
-                return (attributes @ self.attributes_weights).transpose(0, 1).contiguous()
+                return self._merge(attributes).transpose(0, 1).contiguous()
             attributes = super().forward(self._pool(hidden_states, lengths))[0].squeeze(0)  # [B, A]
-            return (attributes @ self.attributes_weights).unsqueeze(-1) if self.merge_attributes else attributes
+            return self._merge(attributes).unsqueeze(-1) if self.merge_attributes else attributes
+
+    def _merge(self, attributes: Tensor) -> Tensor:
+        """The weighted sum over the last dimension, in float32: bfloat16 would make different rewards equal."""
+        return attributes.float() @ self.attributes_weights
 
     def _pool(self, hidden_states: Tensor, lengths: Tensor) -> Tensor:
         """[1, B, H]: one vector per row."""
