@@ -58,9 +58,9 @@ from nemo_aligner.servers.http_communicator import (
     ServerUnreachableError,
     http_status,
 )
-from nemo_aligner.servers.reward_models import RewardModelSpec
 from nemo_aligner.servers.schema import Endpoint, validate_request, validate_response
 from nemo_aligner.utils.errors import ServerRequestError, UserError
+from nemo_aligner.utils.reward_models import RewardModelSpec
 
 MAX_MISSED_PROBES = PendingAnswer.MAX_MISSED_PROBES
 MAX_LOST = 5

@@ -14,18 +14,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.reward_models import REWARD_MODEL
 
 # Default ports and endpoint names.
 CRITIC_PORT = 5556
-REWARD_MODEL_PORT = 5555
 CRITIC_INFER = "critic_infer"
 CRITIC_TRAIN = "critic_train"
 CRITIC_SAVE = "critic_save"
 CRITIC_STATUS = "critic_status"
-REWARD_MODEL = "reward_model"
 
 # `actor_step` of a critic that does not know which actor step its weights belong to.
 UNKNOWN_STEP = -1
+
+
+_NOT_COMBINED = (
+    "The critic server gives no rewards: its job has trainer.ppo.combine_rm_and_critic_server=False, this one "
+    "remote_critic_rm.combine_rm_and_critic_server=True. Set both alike; with False the reward model has a server of "
+    "its own."
+)
 
 
 class RequestError(UserError):
@@ -74,7 +80,11 @@ _SCORING_INPUTS = (
     TensorSpec("tokens", np.int64, (-1,), True, "token ids, right-padded [N, S]"),
     TensorSpec("sequence_lengths", np.int64, (-1,), True, "number of real tokens of each row [N, 1]"),
 )
-
+# A server that has another tokenizer refuses: the same ids would stand for other texts. One for each row, as all inputs
+# that Triton may merge with those of other clients.
+_TOKENIZER = TensorSpec(
+    "tokenizer", np.bytes_, (1,), True, "fingerprint of the sender's tokenizer (`tokenizer_fingerprint`) [N, 1]"
+)
 
 # Where the answer starts: a reward that is code, not a model, scores the text behind the prompt.
 _PROMPT_LENGTHS = TensorSpec(
@@ -87,7 +97,7 @@ def critic_infer_endpoint(combined: bool) -> Endpoint:
     outputs = (TensorSpec("values", np.float32, (-1,), meaning="value at each token position [N, S]"),)
     if combined:
         outputs += (TensorSpec("rewards", np.float32, (-1,), meaning="reward of each sample [N, 1]"),)
-    return Endpoint(CRITIC_INFER, _SCORING_INPUTS, outputs, batching=True)
+    return Endpoint(CRITIC_INFER, (*_SCORING_INPUTS, _TOKENIZER), outputs, batching=True)
 
 
 def critic_train_endpoint() -> Endpoint:
@@ -139,7 +149,7 @@ def critic_status_endpoint() -> Endpoint:
 def reward_model_endpoint() -> Endpoint:
     """The reward [N, 1] of each sample."""
     outputs = (TensorSpec("rewards", np.float32, (1,), meaning="reward of each sample [N, 1]"),)
-    return Endpoint(REWARD_MODEL, (*_SCORING_INPUTS, _PROMPT_LENGTHS), outputs, batching=True)
+    return Endpoint(REWARD_MODEL, (*_SCORING_INPUTS, _PROMPT_LENGTHS, _TOKENIZER), outputs, batching=True)
 
 
 def triton_tensors(specs) -> list:
@@ -202,6 +212,31 @@ def _validate_tokens(tokens: np.ndarray, vocab_size, max_length) -> None:
         raise RequestError(
             f"'tokens' holds the id {bad}, outside the served model's vocabulary [0, {vocab_size}). "
             "Actor and server must use the same tokenizer; pad with 0."
+        )
+
+
+def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
+    """Refuse an infer request of a policy whose tokenizer is not the server's.
+
+    Requests that Triton merged are refused together, as with any other fault; each row is looked at.
+
+    Args:
+        sent: the request's `tokenizer`, bytes [N, 1]; None for a client that does not say.
+        own: `tokenizer_fingerprint` of the server's tokenizer; None if it has none.
+
+    Raises:
+        RequestError: naming both fingerprints and the remedy.
+    """
+    if sent is None or own is None:
+        return
+    others = {bytes(fingerprint) for fingerprint in sent.reshape(-1)} - {own.encode()}
+    if others:
+        theirs = "; ".join(sorted(fingerprint.decode(errors="replace") for fingerprint in others))
+        raise RequestError(
+            f"the policy's tokenizer ({theirs}) is not this server's ({own}): the same token ids stand for other texts "
+            "here, and the scores would mean nothing. Serve a reward model or critic that was trained with the "
+            "policy's tokenizer; for a reward that is a function, name in rm_model_file a .nemo with the policy's "
+            "tokenizer (the policy itself), or that tokenizer in model.tokenizer."
         )
 
 
@@ -287,7 +322,7 @@ def validate_response(endpoint: Endpoint, answer: dict, rows: int, used: np.ndar
         if array is None:
             raise ResponseError(
                 f"the answer has no tensor '{spec.name}' ({spec.meaning}), only {sorted(answer)}. "
-                + _other_server(endpoint)
+                + (_NOT_COMBINED if endpoint.name == CRITIC_INFER else _other_server(endpoint))
             )
         if array.dtype.kind != "f":
             raise ResponseError(

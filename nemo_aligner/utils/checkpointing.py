@@ -205,7 +205,7 @@ class CheckpointCallback:
         sign = 1 if self.mode == "min" else -1
 
         def rank(item) -> tuple:
-            """A monitor that was not measured yet, or is NaN, is behind all others; among equals the newer one wins."""
+            """A monitor that was not measured, or is NaN, is behind all others; among equals the newer one wins."""
             value = sign * item[1]["metrics"].get(self.monitor, math.nan)
             return (math.inf if math.isnan(value) else value, -item[1]["save_number"])
 

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.utils.config_schema import ONLY
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.reward_models import read_reward_models
 
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
@@ -151,8 +152,8 @@ class Values:
         value = self.get(key)
         if value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"{key}={value!r} must be a number.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ConfigError(f"{key}={value!r} must be a finite number.")
         if not low <= value <= high or (above and value == low):
             lower = f"above {low}" if above else f"at least {low}"
             raise ConfigError(
@@ -165,11 +166,9 @@ class Values:
             raise ConfigError(f"{key}={value!r} must be one of {', '.join(choices)}.")
 
     def port(self, key: str) -> None:
-        """A TCP port or, for a fleet of servers, a list of them."""
-        ports = self.get(key)
-        for value in ports if isinstance(ports, list) else [] if ports is None else [ports]:
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
-                raise ConfigError(f"{key}={ports!r} is not a TCP port; use a number from 1 to 65535.")
+        value = self.whole(key)
+        if value is not None and not 1 <= value <= 65535:
+            raise ConfigError(f"{key}={value} is not a TCP port; use a number from 1 to 65535.")
 
 
 def _parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int]:
@@ -220,7 +219,7 @@ def _check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) ->
     _check_generation(v, model, remote)
     v.number(f"{remote}.init_timeout_s", 0, above=True)
     v.number(f"{remote}.inference_timeout_s", 0, above=True)
-    _check_reward_models(v, remote)
+    read_reward_models(v.get(remote, {}), remote)
 
 
 def _check_generation(values: Values, model: str, remote: str) -> None:
@@ -250,35 +249,6 @@ def _check_generation(values: Values, model: str, remote: str) -> None:
     v.whole(sampling + "top_k", 0)
 
 
-def _check_reward_models(values: Values, remote: str) -> None:
-    """The address of the reward model, or those of an ensemble: names, fleets of servers, weights."""
-    ensemble = values.get(f"{remote}.reward_models")
-    if ensemble is not None and (not isinstance(ensemble, Mapping) or not ensemble):
-        raise ConfigError(
-            f"{remote}.reward_models={ensemble!r} must map names to servers, for example "
-            "{helpful: {ip: localhost, port: 5555, weight: 0.7}, terse: {ip: localhost, port: 5556, weight: 0.3}}."
-        )
-    for name in ensemble or ():
-        if not str(name).isidentifier() or name == "with_kl":
-            raise ConfigError(
-                f"{remote}.reward_models has the name {name!r}, which becomes part of a metric's name, "
-                "rewards_<name>: use letters, digits and underscores, and not with_kl, which is a metric already."
-            )
-    for section in [f"{remote}.reward_models.{name}" for name in ensemble or ()] or [f"{remote}.reward_model"]:
-        if ensemble and not isinstance(values.get(section), Mapping):
-            raise ConfigError(f"{section}={values.get(section)!r} must be a section with ip, port and weight.")
-        values.number(f"{section}.weight")
-        ips, ports = (values.get(f"{section}.{key}") for key in ("ip", "port"))
-        values.port(f"{section}.port")
-        if isinstance(ips, list) and not ips:
-            raise ConfigError(f"{section}.ip=[] names no server.")
-        if isinstance(ips, list) and isinstance(ports, list) and len(ips) != len(ports):
-            raise ConfigError(
-                f"{section}.ip={ips} names {len(ips)} servers, but {section}.port={ports} has {len(ports)} ports; "
-                "give one port for all of them, or one for each."
-            )
-
-
 def _check_actor(values: Values, dp: dict[str, int]) -> None:
     v = values
     _check_policy(v, "ppo", "remote_critic_rm", dp)
@@ -302,13 +272,18 @@ def _check_actor(values: Values, dp: dict[str, int]) -> None:
 def _check_rs(values: Values, dp: dict[str, int]) -> None:
     v = values
     _check_policy(v, "rs", "remote_rm", dp)
-    v.port("remote_rm.port")
     prompts = v.whole("model.rs.num_rollout_samples", 1)
     answers, kept = (v.whole(f"model.rs.{key}", 1) for key in ("num_rollouts_per_prompt", "top_n_rollouts"))
     if answers and kept and kept > answers:
         raise ConfigError(
             f"model.rs.top_n_rollouts={kept} is above model.rs.num_rollouts_per_prompt={answers}: no more can be kept "
             "than were drawn; lower the first or raise the second."
+        )
+    sampling = "model.rs.sampling_params."
+    if answers and answers > 1 and (v.get(sampling + "use_greedy") or v.get(sampling + "top_k") == 1):
+        raise ConfigError(
+            f"model.rs.num_rollouts_per_prompt={answers} answers to a prompt would be the same with "
+            "sampling_params.use_greedy=True or top_k=1; sample, or draw one answer."
         )
     batch = v.whole("model.global_batch_size", 1)
     if prompts and kept and batch and prompts * kept % batch:

@@ -8,6 +8,8 @@ phase). The first update already has a rate above zero (`lr / (warmup + 1)`); Ne
 the first rollout.
 """
 
+import warnings
+
 import torch
 from nemo.utils import logging
 
@@ -20,6 +22,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # i
 from megatron.core.optimizer import get_standard_config_overrides  # isort: skip
 from megatron.core.optimizer.optimizer_config import ParamKey  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+
+# Megatron Core asks every parameter for its gradient, copies included, in each step.
+warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf Tensor")
 
 DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
 OPTIMIZERS = (*DISTRIBUTED_OPTIMIZERS, "adamw", "fused_adam", "megatron_fused_adam")

@@ -18,8 +18,8 @@ import pytest
 
 from nemo_aligner.servers import exchange, fleet, schema
 from nemo_aligner.servers.http_communicator import PendingAnswer, ServerUnreachableError
-from nemo_aligner.servers.reward_models import RewardModelSpec
 from nemo_aligner.utils.errors import ServerRequestError
+from nemo_aligner.utils.reward_models import RewardModelSpec
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -5,8 +5,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_aligner.servers.reward_models import read_reward_models
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.reward_models import read_reward_models
 
 
 def read(**section):
@@ -19,6 +19,7 @@ def read(**section):
         ({}, [("localhost", 5555)]),
         ({"reward_model": None}, [("localhost", 5555)]),
         ({"reward_model": {"ip": "a", "port": 7}}, [("a", 7)]),
+        ({"reward_model": {"ip": "fe80::1", "port": 7}}, [("fe80::1", 7)]),
         ({"reward_model": {"ip": ["a", "b"], "port": 7}}, [("a", 7), ("b", 7)]),
         ({"reward_model": {"ip": ["a", "b"], "port": [7, 8]}}, [("a", 7), ("b", 8)]),
         ({"reward_model": {"ip": "a", "port": [7, 8, 9]}}, [("a", 7), ("a", 8), ("a", 9)]),
@@ -68,6 +69,14 @@ def test_an_ensemble_keeps_names_order_endpoints_and_weights():
         ({"reward_models": ["a", "b"]}, ["remote_rm.reward_models=", "must map names to servers"]),
         ({"reward_models": {}}, ["must map names to servers"]),
         ({"reward_models": {"x": "a:7"}}, ["remote_rm.reward_models.x='a:7'", "section"]),
+        ({"reward_models": {"x": {"ip": "a", "port": 7, "wieght": 0.1}}}, ["x has the unknown key wieght", "weight"]),
+        ({"reward_models": {"x": {"ip": "a"}}}, ["x.port is not set"]),
+        ({"reward_models": {"x": {"port": 7}}}, ["x.ip is not set"]),
+        ({"reward_models": {"with_kl": {"ip": "a", "port": 7}}}, ["'with_kl'", "metric"]),
+        ({"reward_models": {"a b": {"ip": "a", "port": 7}}}, ["'a b'", "letters"]),
+        ({"reward_model": {"ip": "a:7"}}, ["ip='a:7'", "remote_rm.reward_model.port"]),
+        ({"reward_model": {"ip": "http://a"}}, ["ip='http://a'"]),
+        ({"reward_model": {"ip": " a"}}, ["ip=' a'"]),
         ({"reward_models": {"x": {"ip": "a", "port": 7, "weight": "much"}}}, ["x.weight='much'", "finite number"]),
         ({"reward_models": {"x": {"ip": "a", "port": 7, "weight": float("nan")}}}, ["x.weight=nan"]),
         ({"reward_models": {"x": {"ip": "a", "port": 7, "weight": 0}}}, ["every weight", "is 0"]),

@@ -23,7 +23,6 @@ from nemo.utils import logging
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.fleet import Fleet, PendingRewards
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
-from nemo_aligner.servers.reward_models import read_reward_models
 from nemo_aligner.servers.source_rank import (
     RankZeroFuture,
     await_on_source,
@@ -35,7 +34,8 @@ from nemo_aligner.servers.source_rank import (
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.errors import ConfigError, ServerRequestError, UserError
-from nemo_aligner.utils.server_utils import FutureResult
+from nemo_aligner.utils.reward_models import read_reward_models
+from nemo_aligner.utils.server_utils import FutureResult, tokenizer_fingerprint
 
 
 class RMFutureResult(FutureResult):
@@ -123,12 +123,13 @@ class SaveFuture(RankZeroFuture):
         return int(super().result()["status"][0])
 
 
-def _scoring_payload(rollout_batch: dict, pad_to_length, setting: str) -> dict:
+def _scoring_payload(rollout_batch: dict, pad_to_length, setting: str, fingerprint: str | None = None) -> dict:
     """Arrays of an infer request.
 
     Args:
         rollout_batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
         pad_to_length: columns to send, the rest filled with 0; None sends the columns of the longest row.
+        fingerprint: of the policy's tokenizer, for the server to compare; None leaves it out.
 
     Raises:
         UserError: S is above `pad_to_length`.
@@ -145,7 +146,10 @@ def _scoring_payload(rollout_batch: dict, pad_to_length, setting: str) -> dict:
         )
     else:
         tokens = torch.nn.functional.pad(tokens, (0, pad_to_length - tokens.shape[1]))
-    return {"tokens": tokens.long().numpy(), "sequence_lengths": lengths[:, None].numpy()}
+    payload = {"tokens": tokens.long().numpy(), "sequence_lengths": lengths[:, None].numpy()}
+    if fingerprint is not None:
+        payload["tokenizer"] = np.full((len(lengths), 1), fingerprint.encode())
+    return payload
 
 
 def _used_values(rollout_batch: dict, columns: int) -> np.ndarray:
@@ -293,6 +297,7 @@ class RemoteGPTRMCriticClient:
         cfg: `remote_critic_rm`: `pad_to_length`, `combine_rm_and_critic_server`,
             `critic.{name.{train,infer,save,status},ip,port}`; with separate servers `reward_model.{name,ip,port}` or
             `reward_models`; and optionally `init_timeout_s`, `inference_timeout_s`.
+        tokenizer: of the policy; servers with another one refuse its texts. None has them not compare.
 
     Raises:
         ConfigError: the section cannot work.
@@ -301,8 +306,9 @@ class RemoteGPTRMCriticClient:
 
     SETTING = "remote_critic_rm"
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, tokenizer=None):
         self.cfg = cfg
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.pad_to_length = cfg.get("pad_to_length", None)
         self.combine_rm_and_critic_server = cfg.get("combine_rm_and_critic_server", True)
         self.communicator = _communicator(cfg, self.SETTING)
@@ -339,7 +345,9 @@ class RemoteGPTRMCriticClient:
 
         An S above `pad_to_length`, as any error, is raised by the future's `result()`.
         """
-        make_payload = functools.partial(_scoring_payload, rollout_batch, self.pad_to_length, self.SETTING)
+        make_payload = functools.partial(
+            _scoring_payload, rollout_batch, self.pad_to_length, self.SETTING, self.fingerprint
+        )
 
         def send():
             payload = make_payload()
@@ -448,6 +456,7 @@ class RemoteGPTRMClient:
     Args:
         cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}` or `reward_models`; `host` and `port` beside
             them win over those of `reward_model`; optionally `init_timeout_s`, `inference_timeout_s`.
+        tokenizer: of the policy; servers with another one refuse its texts. None has them not compare.
 
     Raises:
         ConfigError: the section cannot work.
@@ -456,8 +465,9 @@ class RemoteGPTRMClient:
 
     SETTING = "remote_rm"
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, tokenizer=None):
         self.cfg = cfg
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.pad_to_length = cfg.get("pad_to_length", None)
         self.communicator = _communicator(cfg, self.SETTING)
         self.reward_models = _RewardModels(cfg, self.communicator, self.SETTING)
@@ -466,7 +476,9 @@ class RemoteGPTRMClient:
         """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b], optionally `prompt_lengths` [b]) to be
         scored; returns at once. An S above `pad_to_length`, as any error, is raised by the future's `result()`.
         """
-        make_payload = functools.partial(_scoring_payload, rollout_batch, self.pad_to_length, self.SETTING)
+        make_payload = functools.partial(
+            _scoring_payload, rollout_batch, self.pad_to_length, self.SETTING, self.fingerprint
+        )
         return self.reward_models.score(rollout_batch, make_payload)
 
     def close(self) -> None:

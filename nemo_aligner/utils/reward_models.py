@@ -4,15 +4,19 @@
 
 One reward model (`reward_model: {name, ip, port}`), or several named ones whose weighted rewards are added
 (`reward_models: {helpful: {ip, port, weight}, terse: {...}}`). Each may be served by a fleet: `ip`, `port` or both are
-then lists. Nothing here talks to a server (see fleet.py).
+then lists. Nothing here talks to a server (see servers/fleet.py).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_aligner.servers import schema
 from nemo_aligner.utils.errors import ConfigError
+
+# Defaults: the endpoint of a reward model, and its port.
+REWARD_MODEL = "reward_model"
+REWARD_MODEL_PORT = 5555
+_MEMBER_KEYS = ("ip", "port", "name", "weight")
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,31 @@ def read_reward_models(cfg, setting: str) -> list[RewardModelSpec]:
             f"{setting}.host={host} and {setting}.port={port} are the address of one reward model, but "
             f"{setting}.reward_models names {len(ensemble)}; give the addresses there and leave host and port null."
         )
+    for name, member in ensemble.items():
+        _check_member(f"{setting}.reward_models", name, member)
     specs = [_read_one(member, f"{setting}.reward_models.{name}", name=str(name)) for name, member in ensemble.items()]
     if all(spec.weight == 0 for spec in specs):
         raise ConfigError(f"every weight in {setting}.reward_models is 0: all rewards would be 0. Set at least one.")
     return specs
+
+
+def _check_member(setting: str, name, member) -> None:
+    """A member's name, and its keys: one that is misspelt would leave its default in force."""
+    if not str(name).isidentifier() or name == "with_kl":
+        raise ConfigError(
+            f"{setting} has the name {name!r}, which becomes part of a metric's name, rewards_<name>: use letters, "
+            "digits and underscores, and not with_kl, which is a metric already."
+        )
+    if not isinstance(member, Mapping):
+        raise ConfigError(
+            f"{setting}.{name}={member!r} must be a section with ip, port and optionally name and weight."
+        )
+    for key in member:
+        if key not in _MEMBER_KEYS:
+            raise ConfigError(f"{setting}.{name} has the unknown key {key}; a member has {', '.join(_MEMBER_KEYS)}.")
+    for key in ("ip", "port"):
+        if member.get(key, None) is None:
+            raise ConfigError(f"{setting}.{name}.{key} is not set; every member of an ensemble needs ip and port.")
 
 
 def _read_one(section, setting: str, name: str | None = None, ip=None, port=None) -> RewardModelSpec:
@@ -74,9 +99,9 @@ def _read_one(section, setting: str, name: str | None = None, ip=None, port=None
         port = section.get("port", None)
     return RewardModelSpec(
         name=name,
-        endpoint=section.get("name", None) or schema.REWARD_MODEL,
+        endpoint=section.get("name", None) or REWARD_MODEL,
         addresses=_read_addresses(
-            "localhost" if ip is None else ip, schema.REWARD_MODEL_PORT if port is None else port, setting
+            "localhost" if ip is None else ip, REWARD_MODEL_PORT if port is None else port, setting
         ),
         weight=float(weight),
         setting=setting,
@@ -89,6 +114,10 @@ def _read_addresses(ip, port, setting: str) -> tuple:
     for value in ips:
         if not isinstance(value, str) or not value.strip():
             raise ConfigError(f"{setting}.ip={ip!r}: {value!r} is not a host name or IP address.")
+        if "/" in value or value.count(":") == 1 or any(map(str.isspace, value)):  # IPv6 addresses have more colons
+            raise ConfigError(
+                f"{setting}.ip={ip!r}: give the host name or IP address alone; the port goes to {setting}.port."
+            )
     for value in ports:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
             raise ConfigError(f"{setting}.port={port!r}: {value!r} is not a TCP port; use numbers from 1 to 65535.")
