@@ -15,6 +15,7 @@ from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_regression_rm_datasets,
     build_train_valid_test_rlhf_datasets,
     build_train_valid_test_rm_datasets,
+    check_pad_to_length,
     collate_with_pad_to_max_batch,
     the_validation_prompts,
 )
@@ -440,6 +441,54 @@ def test_rollouts_are_validated_on_one_set(texts, tiny_tokenizer):
             the_validation_prompts(built)
     _, built, _ = build(build_train_valid_test_rlhf_datasets, {"train": [path], "validation": [path]}, tiny_tokenizer)
     assert the_validation_prompts(built) is built
+
+
+@pytest.mark.parametrize("section, remote", [("ppo", "remote_critic_rm"), ("rs", "remote_rm")])
+def test_requests_too_narrow_for_the_longest_rollout_are_refused(texts, tiny_tokenizer, section, remote):
+    sentence = "the film is the film"
+    tokens = len(tiny_tokenizer.text_to_ids(sentence))
+    assert tokens < len(sentence)  # so a bound from the number of characters is not the length
+    model = {"seed": 1, "data": {"seq_length": 48, "num_workers": 0}, section: {"length_params": {"max_length": 12}}}
+    # 36 tokens are the limit: the prompt of 40 is replaced and does not count
+    train_file, validation_file = (
+        texts(["#" * 9, "#" * 40, sentence], "train.jsonl"),
+        texts(["a", "é" * 8], "val.jsonl"),
+    )
+    train, validation, _ = build(
+        build_train_valid_test_rlhf_datasets,
+        {"train": [train_file], "validation": [validation_file]},
+        tiny_tokenizer,
+        OmegaConf.create(model),
+        seq_length=48,
+    )
+    lengths = {
+        dataset.name: max(int(dataset[i]["length"]) for i in range(len(dataset))) for dataset in (train, validation)
+    }
+
+    def check(pad_to_length, datasets):
+        cfg = OmegaConf.create({"model": model, remote: {"pad_to_length": pad_to_length}})
+        check_pad_to_length(cfg, remote, section, datasets)
+
+    for datasets in ([train], [validation], [train, validation], [validation, train]):
+        longest = max(lengths[dataset.name] for dataset in datasets)
+        name = next(dataset.name for dataset in datasets if lengths[dataset.name] == longest)
+        for enough in (longest + 12, 47, 48, 100, None):
+            check(enough, datasets)
+        for too_small in (longest + 11, 13, 12):
+            message = (
+                rf"^{remote}.pad_to_length={too_small} is too small: the longest prompt of the {name} data has"
+                rf" {longest} tokens, and model.{section}.length_params.max_length=12 .* to {longest + 12} or more"
+            )
+            with pytest.raises(ConfigError, match=message):
+                check(too_small, datasets)
+
+
+def test_wide_requests_need_no_lengths(texts, tiny_tokenizer):
+    train, _, _ = build(build_train_valid_test_rlhf_datasets, {"train": [texts(["a", "b" * 15])]}, tiny_tokenizer)
+    train.encode = None  # so that tokenizing would fail
+    for pad_to_length in (32, 33, None):
+        cfg = OmegaConf.create({"model": model_cfg(), "remote_rm": {"pad_to_length": pad_to_length}})
+        check_pad_to_length(cfg, "remote_rm", "ppo", [train])
 
 
 def test_dataloader_resumes_and_leaves_the_global_generator_alone(texts, tiny_tokenizer):

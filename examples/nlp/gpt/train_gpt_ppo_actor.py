@@ -21,6 +21,7 @@ from nemo_aligner.algorithms.ppo import PPOTrainer, compute_num_optimizer_steps
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_rlhf_datasets,
+    check_pad_to_length,
     collate_with_pad_to_max_batch,
     the_validation_prompts,
 )
@@ -70,6 +71,7 @@ def main(cfg) -> None:
         seed=cfg.model.seed,
         tokenizer=model.tokenizer,
     )
+    check_pad_to_length(cfg, "remote_critic_rm", "ppo", [train_ds, the_validation_prompts(validation_ds)])
     ppo = cfg.model.ppo
     train_dataloader_builder = partial(
         build_dataloader, cfg, train_ds, mbs=ppo.rollout_micro_batch_size, gbs=ppo.num_rollout_samples, load_gbs=False
@@ -94,7 +96,7 @@ def main(cfg) -> None:
     ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
     logger.log_hyperparams(OmegaConf.to_container(cfg))
 
-    rm_critic = RemoteGPTRMCriticClient(cfg.remote_critic_rm)
+    rm_critic = RemoteGPTRMCriticClient(cfg.remote_critic_rm, model.tokenizer)
     try:
         ppo_trainer = PPOTrainer(
             cfg=cfg.trainer.ppo,

@@ -22,6 +22,7 @@ from nemo_aligner.algorithms.rs import RSTrainer, compute_num_optimizer_steps
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_rlhf_datasets,
+    check_pad_to_length,
     collate_with_pad_to_max_batch,
     the_validation_prompts,
 )
@@ -69,6 +70,7 @@ def main(cfg) -> None:
         seed=cfg.model.seed,
         tokenizer=model.tokenizer,
     )
+    check_pad_to_length(cfg, "remote_rm", "rs", [train_ds, the_validation_prompts(validation_ds)])
     rs = cfg.model.rs
     prompts_dataloader = partial(
         build_dataloader,
@@ -97,7 +99,7 @@ def main(cfg) -> None:
     ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
     logger.log_hyperparams(OmegaConf.to_container(cfg))
 
-    rm = RemoteGPTRMClient(cfg.remote_rm)
+    rm = RemoteGPTRMClient(cfg.remote_rm, model.tokenizer)
     try:
         rs_trainer = RSTrainer(
             cfg=cfg.trainer.rs,

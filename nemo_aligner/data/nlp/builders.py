@@ -153,6 +153,45 @@ def the_validation_prompts(validation):
     return validation
 
 
+def check_pad_to_length(cfg, remote: str, section: str, datasets) -> None:
+    """Refuse requests to a server that are too narrow for the longest rollout, before the first one is generated.
+
+    Args:
+        cfg: whole configuration; `<remote>.pad_to_length` and `model.<section>.length_params.max_length` are read.
+        remote: "remote_rm" or "remote_critic_rm".
+        section: "ppo" or "rs".
+        datasets: `RLHFDataset`s whose prompts are answered. Texts are read only where their lengths are in doubt.
+
+    Raises:
+        ConfigError: with the longest prompt and a value that would do.
+    """
+    pad_to_length, max_length = cfg[remote].get("pad_to_length"), cfg.model[section].length_params.max_length
+    if pad_to_length is None:
+        return
+    longest, name = max((_longest_prompt(dataset, pad_to_length - max_length), dataset.name) for dataset in datasets)
+    if longest + max_length > pad_to_length:
+        raise ConfigError(
+            f"{remote}.pad_to_length={pad_to_length} is too small: the longest prompt of the {name} data has"
+            f" {longest} tokens, and model.{section}.length_params.max_length={max_length} more may be generated. Set"
+            f" {remote}.pad_to_length to {longest + max_length} or more (or to null), shorten the prompts, or lower"
+            " max_length."
+        )
+
+
+def _longest_prompt(dataset: RLHFDataset, enough: int) -> int:
+    """Tokens of the longest prompt that is answered; if no prompt has more than `enough`, perhaps less than that."""
+    if dataset.max_prompt_length <= enough:
+        return 0
+    bounds = dataset.lines.notes[dataset.documents]  # never below the length, see `_TextEncoder.length`
+    in_doubt = dataset.documents[(bounds > enough) & (bounds <= dataset.max_prompt_length)]
+    longest = 0
+    for document in sorted(in_doubt, key=lambda document: -dataset.lines.notes[document]):
+        if dataset.lines.notes[document] <= longest:
+            break
+        longest = max(longest, len(dataset.encode(dataset.lines[document]["text"])))
+    return longest
+
+
 def build_sft_dataset(data_cfg, tokenizer, num_samples=None, answer_only_loss=True, is_chat=True, special_tokens=None):
     """The dataset of `model.data.train_ds` or `validation_ds`: prompt-response jsonl.
 
