@@ -157,7 +157,7 @@ def test_pairs(texts, tiny_tokenizer, warnings):
     assert dataset[-1]["chosen"].tolist() == dataset[0]["chosen"].tolist()
 
 
-def test_bad_pairs(texts, tiny_tokenizer):
+def test_bad_pairs(tmp_path, texts, tiny_tokenizer):
     odd = texts(["a", "b", "c"])
     with pytest.raises(UserError, match=r"data.jsonl has 3 lines, an odd number"):
         RewardModelDataset([odd], tiny_tokenizer, 8)
@@ -165,6 +165,9 @@ def test_bad_pairs(texts, tiny_tokenizer):
         RewardModelDataset([texts(["a"], "one.jsonl"), odd], tiny_tokenizer, 8)
     with pytest.raises(UserError, match="all 1 pairs have a text longer than seq_length=8 tokens; the longest has 9"):
         RewardModelDataset([texts(["#" * 9, "a"])], tiny_tokenizer, 8)
+    labelled = write(tmp_path / "labelled.jsonl", [{"text": "a"}, {"text": "b", "label": [1.0]}])
+    with pytest.raises(UserError, match=r"labelled.jsonl, line 2: field 'label'.* model.reward_model_type=regression"):
+        build(build_train_valid_test_rm_datasets, {"train": [labelled]}, tiny_tokenizer)
 
 
 @pytest.mark.parametrize("limit", [4, 6, 7, 8, 9, 12])

@@ -221,7 +221,7 @@ class RewardModelDataset(_Dataset):
         self.name = name
         self.seq_length = seq_length
         self.pad_id = tokenizer.eos_id
-        self.lines = JsonLines(paths, ["text"], lambda record: self.encode.length(record["text"], seq_length))
+        self.lines = JsonLines(paths, ["text"], self._inspect)
         for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
             if count % 2:
                 raise UserError(
@@ -230,6 +230,14 @@ class RewardModelDataset(_Dataset):
                 )
         lengths = self.lines.notes.reshape(-1, 2).max(axis=1)
         self.documents = _that_fit(lengths, seq_length, name, "pairs", "have a text longer")
+
+    def _inspect(self, record: dict) -> int:
+        if "label" in record:  # neighbours of a file of labelled texts are no pairs
+            raise UserError(
+                "field 'label': this is data for regression, but pairs of neighbouring lines are needed. Set"
+                " model.reward_model_type=regression; if the lines are pairs, leave the field out."
+            )
+        return self.encode.length(record["text"], self.seq_length)
 
     def __getitem__(self, index: int) -> dict:
         pair = int(self.documents[max(index, 0)])
