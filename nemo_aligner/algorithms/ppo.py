@@ -65,7 +65,7 @@ from nemo_aligner.utils.ppo_utils import (
     sample_seeds,
 )
 from nemo_aligner.utils.timers import ScopedTimer
-from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_steps_per_epoch
+from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_steps_per_epoch, is_complete
 
 POSTFIX_KEYS = ("train_rewards", "train_init_policy_kl", "train_actor_loss", "train_critic_loss", "val_rewards")
 
@@ -199,6 +199,7 @@ class PPOTrainer:
         a failed critic update ends the run with the server's error, and no later request can overtake it.
         """
         self.run_timer.start_time()
+        is_complete(self.step, self.max_steps, "trainer.ppo.max_steps or max_epochs")
         if self.step == 0:
             if self.cfg.get("run_init_validation", False):
                 self._log_validation()
@@ -441,6 +442,7 @@ class PPOTrainer:
             "consumed_samples": self.consumed_samples,
             "epoch": self.epoch,
             "ppo_optimization_step": self.ppo_optimization_step,
+            "num_rollout_samples": self.num_rollout_samples,
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -448,8 +450,10 @@ class PPOTrainer:
 
         Raises:
             RuntimeError: a rank read another state than the first.
+            UserError: the state is of a job with another `num_rollout_samples`.
         """
-        state = agreed_counters(state_dict, ("step", "consumed_samples", "ppo_optimization_step"))
+        counters = ("step", "consumed_samples", "ppo_optimization_step")
+        state = agreed_counters(state_dict, counters, "model.ppo", self.num_rollout_samples)
         self.step, self.consumed_samples = state["step"], state["consumed_samples"]
         self.ppo_optimization_step = state["ppo_optimization_step"]
         self.resumed = True

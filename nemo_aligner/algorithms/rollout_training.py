@@ -17,7 +17,7 @@ from nemo_aligner.algorithms.rollouts import PPORolloutBatch, deal
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.distributed import all_reduce_dict
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.errors import ConfigError, UserError
 from nemo_aligner.utils.ppo_utils import sample_seeds
 from nemo_aligner.utils.timers import ScopedTimer
 from nemo_aligner.utils.train_utils import learning_rate, optimizer_step
@@ -141,13 +141,19 @@ def ready_to_save(model):
     model.finish_training()
 
 
-def agreed_counters(state_dict: dict, names: Iterable[str]) -> dict[str, int]:
+def agreed_counters(state_dict: dict, names: Iterable[str], section: str, num_rollout_samples: int) -> dict[str, int]:
     """The counters `names` of a resumed state, which all ranks must have read alike; all ranks call it.
+
+    Args:
+        state_dict: may hold `num_rollout_samples` of the job that it is from.
+        section: of this job's `num_rollout_samples`, for messages: "model.ppo".
 
     Raises:
         RuntimeError: a rank read another state than the first.
+        UserError: steps of that job had another number of prompts, so that `step` counts something else.
     """
-    state = {name: int(state_dict[name]) for name in names}
+    optional = [name for name in ("num_rollout_samples",) if name in state_dict]
+    state = {name: int(state_dict[name]) for name in [*names, *optional]}
     if parallel_state.get_world_size() > 1:
         states = [None] * parallel_state.get_world_size()
         torch.distributed.all_gather_object(states, state)
@@ -156,6 +162,14 @@ def agreed_counters(state_dict: dict, names: Iterable[str]) -> dict[str, int]:
                 raise RuntimeError(
                     f"rank {rank} resumes from {other}, but rank 0 from {states[0]}: give all one checkpoint."
                 )
+    before = state.get("num_rollout_samples", num_rollout_samples)
+    if before != num_rollout_samples:
+        raise UserError(
+            f"{section}.num_rollout_samples={num_rollout_samples}, but the checkpoint to resume is of a job with"
+            f" {before}: its steps, and with them epochs and max_steps, count rounds of {before} prompts. Set"
+            f" {section}.num_rollout_samples={before}, or start anew from the checkpoint's .nemo file"
+            " (pretrained_checkpoint.restore_from_path) in another exp_manager.explicit_log_dir."
+        )
     return state
 
 

@@ -57,6 +57,7 @@ from nemo_aligner.utils.trainer_utils import (
     compute_max_steps,
     compute_num_steps_per_epoch,
     endless_batches,
+    is_complete,
 )
 
 POSTFIX_KEYS = ("train_global_rewards", "train_selected_rewards", "train_loss", "val_global_rewards")
@@ -187,6 +188,7 @@ class RSTrainer:
     def fit(self) -> None:
         """Train until the last step or the end of the time limit; all ranks call it."""
         self.run_timer.start_time()
+        is_complete(self.step, self.max_steps, "trainer.rs.max_steps or max_epochs")
         if self.step == 0 and self.cfg.get("run_init_validation", False):
             self._log_validation()
 
@@ -322,6 +324,7 @@ class RSTrainer:
             "consumed_samples": self.consumed_samples,
             "epoch": self.epoch,
             "rs_optimization_step": self.rs_optimization_step,
+            "num_rollout_samples": self.num_rollout_samples,
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -329,8 +332,10 @@ class RSTrainer:
 
         Raises:
             RuntimeError: a rank read another state than the first.
+            UserError: the state is of a job with another `num_rollout_samples`.
         """
-        state = agreed_counters(state_dict, ("step", "consumed_samples", "rs_optimization_step"))
+        counters = ("step", "consumed_samples", "rs_optimization_step")
+        state = agreed_counters(state_dict, counters, "model.rs", self.num_rollout_samples)
         self.step, self.consumed_samples = state["step"], state["consumed_samples"]
         self.rs_optimization_step = state["rs_optimization_step"]
         self.set_max_steps()

@@ -20,6 +20,7 @@ from nemo_aligner.utils.trainer_utils import (
     compute_limit_batches,
     compute_num_steps_per_epoch,
     endless_batches,
+    is_complete,
 )
 
 POSTFIX_KEYS = ("train_loss", "val_loss")
@@ -119,8 +120,7 @@ class SupervisedTrainer:
     def fit(self) -> None:
         """Train until `max_steps` or until the time is over; all ranks call it together."""
         self.run_timer.start_time()
-        if self.step >= self.max_steps:
-            logging.info(f"step {self.step} of {self.max_steps}: training is already complete.")
+        if is_complete(self.step, self.max_steps, "max_steps or max_epochs (trainer.sft or trainer.rm)"):
             return
         if self.run_init_validation and self.step == 0 and self.val_dataloaders:
             self.run_validation()

@@ -4,6 +4,8 @@
 
 from collections.abc import Iterator
 
+from nemo.utils import logging
+
 from nemo_aligner.utils.errors import ConfigError, UserError
 
 
@@ -35,6 +37,14 @@ def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int)
     """Steps of a run: all epochs, capped by `max_steps` unless that is negative."""
     total = num_steps_per_epoch * max_epochs
     return min(total, max_steps) if max_steps >= 0 else total
+
+
+def is_complete(step: int, max_steps: int, keys: str) -> bool:
+    """Whether a job that starts at `step` has nothing to do; if so, a log line says it and which `keys` to raise."""
+    if step < max_steps:
+        return False
+    logging.info(f"step {step} of {max_steps}: training is already complete; raise {keys} to go on.")
+    return True
 
 
 def endless_batches(dataloader, counters) -> Iterator:

@@ -39,8 +39,9 @@ def rank_0_draws_everything(sampler_iter, num_microbatches, dataset, collate_fn)
 
 
 def run_on_this_rank():
-    """Three experiments in one start of the interpreters."""
+    """All experiments in one start of the interpreters."""
     from nemo_aligner.utils import parallel_state
+    from nemo_aligner.utils.errors import UserError
     from tests import ppo_fakes
 
     parallel_state.initialize()
@@ -51,6 +52,11 @@ def run_on_this_rank():
         ppo_fakes.make_trainer().load_state_dict(state)
     except RuntimeError as error:
         results["unequal_states"] = str(error)
+    state = {"step": 1, "consumed_samples": 6, "ppo_optimization_step": 0, "num_rollout_samples": 6}
+    try:
+        ppo_fakes.make_trainer().load_state_dict(state)
+    except UserError as error:
+        results["other_steps"] = str(error)
     return results
 
 
@@ -83,3 +89,4 @@ def test_two_ranks_equal_one(two_ranks, iterator):
 def test_ranks_that_resume_from_different_checkpoints_are_refused(two_ranks):
     for results in two_ranks:
         assert "rank 1 resumes from {'step': 1" in results["unequal_states"]
+        assert "a job with 6" in results["other_steps"]

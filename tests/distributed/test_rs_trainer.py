@@ -31,8 +31,9 @@ def run_trainer(micro_batch_size=2):
 
 
 def run_on_this_rank():
-    """Three experiments in one start of the interpreters."""
+    """All experiments in one start of the interpreters."""
     from nemo_aligner.utils import parallel_state
+    from nemo_aligner.utils.errors import UserError
     from tests import rs_fakes
 
     parallel_state.initialize()
@@ -43,6 +44,11 @@ def run_on_this_rank():
         rs_fakes.make_rs_trainer().load_state_dict(state)
     except RuntimeError as error:
         results["unequal_states"] = str(error)
+    state = {"step": 1, "consumed_samples": 6, "rs_optimization_step": 0, "num_rollout_samples": 6}
+    try:
+        rs_fakes.make_rs_trainer().load_state_dict(state)
+    except UserError as error:
+        results["other_steps"] = str(error)
     return results
 
 
@@ -71,3 +77,4 @@ def test_two_ranks_equal_one(two_ranks, micro_batches):
 def test_ranks_that_resume_from_different_checkpoints_are_refused(two_ranks):
     for results in two_ranks:
         assert "rank 1 resumes from {'step': 1" in results["unequal_states"]
+        assert "a job with 6" in results["other_steps"]

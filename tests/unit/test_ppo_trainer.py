@@ -8,10 +8,11 @@ import math
 
 import pytest
 import torch
+from nemo.utils import logging
 
 from nemo_aligner.algorithms import ppo
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_rollout_metrics, deal
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.errors import ConfigError, UserError
 from tests import ppo_fakes
 from tests.ppo_fakes import NUM_PROMPTS, make_trainer
 
@@ -72,7 +73,13 @@ def test_calls_of_a_step_come_in_order():
 def test_run_counts_steps_and_logs_by_family():
     trainer = make_trainer()
     trainer.fit()
-    assert trainer.state_dict() == {"step": 3, "consumed_samples": 24, "epoch": 1, "ppo_optimization_step": 6}
+    assert trainer.state_dict() == {
+        "step": 3,
+        "consumed_samples": 24,
+        "epoch": 1,
+        "ppo_optimization_step": 6,
+        "num_rollout_samples": 8,
+    }
     assert all(type(value) is int for value in trainer.state_dict().values())
     assert trainer.scheduler.num_steps == 6
     logger = trainer.logger
@@ -192,11 +199,36 @@ def test_counters_beyond_float32_survive():
     assert trainer.state_dict()["ppo_optimization_step"] == 2**24 + 1
 
 
-def test_finished_run_does_nothing():
+def test_finished_run_does_nothing_and_says_so(monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging, "info", lambda message, *_args: lines.append(message))
     trainer = make_trainer()
     trainer.load_state_dict({"step": 3, "consumed_samples": 24, "ppo_optimization_step": 6})
     trainer.fit()
     assert trainer.events == [] and trainer.logger.finalized == 1
+    complete = "training is already complete; raise trainer.ppo.max_steps or max_epochs to go on."
+    assert lines == [f"step 3 of 3: {complete}"]
+    ongoing = make_trainer(max_steps=3)
+    ongoing.load_state_dict({"step": 2, "consumed_samples": 16, "ppo_optimization_step": 4})
+    ongoing.fit()
+    assert ongoing.step == 3 and len(lines) == 1
+
+
+def test_resume_with_other_steps_is_refused():
+    """Epochs and max_steps count steps, so a step must stay what it was."""
+    state = make_trainer(rollout_size=8).state_dict()
+    assert state["num_rollout_samples"] == 8
+    other = make_trainer(rollout_size=12)
+    with pytest.raises(
+        UserError,
+        match="model.ppo.num_rollout_samples=12, but .* a job with 8: .* Set model.ppo.num_rollout_samples=8, or start"
+        " anew from .*nemo",
+    ):
+        other.load_state_dict(state | {"step": 1})
+    assert other.step == 0
+    del state["num_rollout_samples"]  # an older checkpoint does not say
+    other.load_state_dict(state | {"step": 1})
+    assert other.step == 1
 
 
 def test_warm_up_trains_the_critic_only_and_gives_its_prompts_back():
@@ -298,7 +330,13 @@ def test_epochs_with_the_projects_own_sampler_and_a_remainder():
     trainer = make_trainer(builder=builder, max_epochs=3, model_gbs=5)
     trainer.batch_iterator_cls = DefaultBatchIterator
     trainer.fit()
-    assert trainer.state_dict() == {"step": 6, "consumed_samples": 60, "epoch": 3, "ppo_optimization_step": 12}
+    assert trainer.state_dict() == {
+        "step": 6,
+        "consumed_samples": 60,
+        "epoch": 3,
+        "ppo_optimization_step": 12,
+        "num_rollout_samples": 10,
+    }
     assert trainer.logger.series("train_rollouts/rollout_size") == [(step, 10) for step in range(6)]
     assert trainer.logger.series("train_rollouts/epoch") == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 3), (5, 3)]
 

@@ -5,6 +5,7 @@ brute-force loop, the mask, resume, epochs, bad values."""
 
 import pytest
 import torch
+from nemo.utils import logging
 
 from nemo_aligner.algorithms import rs
 from nemo_aligner.utils.errors import ConfigError, UserError
@@ -55,7 +56,13 @@ def test_calls_of_a_step_come_in_order_and_scoring_is_awaited_after_generation()
 def test_run_counts_prompts_and_logs_by_family():
     trainer = make_rs_trainer()
     trainer.fit()
-    assert trainer.state_dict() == {"step": 3, "consumed_samples": 24, "epoch": 1, "rs_optimization_step": 12}
+    assert trainer.state_dict() == {
+        "step": 3,
+        "consumed_samples": 24,
+        "epoch": 1,
+        "rs_optimization_step": 12,
+        "num_rollout_samples": 8,
+    }
     assert all(type(value) is int for value in trainer.state_dict().values())
     assert trainer.scheduler.num_steps == 12
     logger = trainer.logger
@@ -237,7 +244,13 @@ def test_resume_continues_exactly():
     first.fit()
     _, is_train_end, state = first.ckpt_callback.saved[-1]
     assert not is_train_end
-    assert state == {"step": 2, "consumed_samples": 16, "epoch": 0, "rs_optimization_step": 8}
+    assert state == {
+        "step": 2,
+        "consumed_samples": 16,
+        "epoch": 0,
+        "rs_optimization_step": 8,
+        "num_rollout_samples": 8,
+    }
 
     second = make_rs_trainer(**settings)
     second.model.weight = first.model.weight
@@ -251,6 +264,38 @@ def test_resume_continues_exactly():
     for resumed, uninterrupted in zip(second.model.batches, whole.model.batches[8:], strict=True):
         for key, value in uninterrupted.items():
             torch.testing.assert_close(resumed[key], value, rtol=0, atol=0)
+
+
+def test_finished_run_does_nothing_and_says_so(monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging, "info", lambda message, *_args: lines.append(message))
+    trainer = make_rs_trainer()
+    trainer.load_state_dict({"step": 3, "consumed_samples": 24, "rs_optimization_step": 12})
+    trainer.fit()
+    assert trainer.events == [] and trainer.logger.finalized == 1
+    complete = "training is already complete; raise trainer.rs.max_steps or max_epochs to go on."
+    assert lines == [f"step 3 of 3: {complete}"]
+    ongoing = make_rs_trainer(max_steps=3)
+    ongoing.load_state_dict({"step": 2, "consumed_samples": 16, "rs_optimization_step": 8})
+    ongoing.fit()
+    assert ongoing.step == 3 and len(lines) == 1
+
+
+def test_resume_with_other_steps_is_refused():
+    """Epochs and max_steps count steps, so a step must stay what it was."""
+    state = make_rs_trainer(rollout_size=8).state_dict()
+    assert state["num_rollout_samples"] == 8
+    other = make_rs_trainer(rollout_size=12)
+    with pytest.raises(
+        UserError,
+        match="model.rs.num_rollout_samples=12, but .* a job with 8: .* Set model.rs.num_rollout_samples=8, or start"
+        " anew from .*nemo",
+    ):
+        other.load_state_dict(state | {"step": 1})
+    assert other.step == 0
+    del state["num_rollout_samples"]  # an older checkpoint does not say
+    other.load_state_dict(state | {"step": 1})
+    assert other.step == 1
 
 
 def test_loader_that_runs_ahead_changes_nothing():
@@ -278,7 +323,13 @@ def test_the_rest_of_an_epoch_is_left_out():
     # 24 prompts in rounds of 10: two steps per epoch.
     trainer = make_rs_trainer(rollout_size=10, max_epochs=3, model_gbs=5)
     trainer.fit()
-    assert trainer.state_dict() == {"step": 6, "consumed_samples": 60, "epoch": 3, "rs_optimization_step": 24}
+    assert trainer.state_dict() == {
+        "step": 6,
+        "consumed_samples": 60,
+        "epoch": 3,
+        "rs_optimization_step": 24,
+        "num_rollout_samples": 10,
+    }
     assert trainer.logger.series("train_rollouts/rollout_size") == [(step, 30) for step in range(6)]
     assert trainer.logger.series("train_rollouts/epoch") == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 3), (5, 3)]
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
@@ -247,14 +248,17 @@ def test_resume_equals_the_uninterrupted_run(workers):
             break
 
 
-def test_time_limit_saves_and_stops_without_the_end():
+def test_time_limit_saves_and_stops_without_the_end(monkeypatch):
     trainer = make(timer=FakeTimer(checks=3), val=dataloader(4, random=False))
     trainer.fit()
     (save,) = trainer.ckpt_callback.saves
     assert trainer.step == 3 and not save.end and "val_loss" in save.candidates
     trainer = make()
     trainer.load_state_dict({"step": 10, "consumed_samples": 40, "epoch": 2})
-    trainer.fit()  # already complete
+    lines = []
+    monkeypatch.setattr(logging, "info", lambda message, *_args: lines.append(message))
+    trainer.fit()
+    assert len(lines) == 1 and "step 10 of 10: training is already complete; raise max_steps or max_epochs" in lines[0]
     assert not trainer.model.batches and not trainer.ckpt_callback.saves
 
 
