@@ -5,6 +5,7 @@
 import io
 import json
 import os
+import shutil
 import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests are small; several of them may share the machine
@@ -58,6 +59,18 @@ def tiny_tokenizer(tiny_tokenizer_dir):
     from nemo.collections.common.tokenizers import AutoTokenizer
 
     return AutoTokenizer(pretrained_model_name=tiny_tokenizer_dir)
+
+
+@pytest.fixture(scope="session")
+def reversed_tokenizer_dir(tiny_tokenizer_dir, tmp_path_factory) -> str:
+    """`tiny_tokenizer_dir` with all ids but that of the end in reverse order: the same size and end, other texts."""
+    folder = tmp_path_factory.mktemp("reversed") / "tokenizer"
+    shutil.copytree(tiny_tokenizer_dir, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    ids = content["model"]["vocab"]
+    content["model"]["vocab"] = {token: len(ids) - 1 - id_ for token, id_ in ids.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

@@ -90,6 +90,7 @@ class CriticServerTrainer:
             cfg.get("strip_sequence_length_to_multiple", None),
             self.vocab_size,
             self.max_length,
+            tokenizer=getattr(model, "tokenizer", None),
         )
 
         self.step = 0  # optimizer steps of the weights in memory

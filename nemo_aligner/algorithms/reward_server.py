@@ -40,6 +40,7 @@ class RewardModelServer:
         vocab_size, max_length: bounds of the model for token ids and S; requests beyond are refused.
         needs_prompt_lengths: `infer_fn` is called as (tokens, lengths, prompt_lengths int64 [n]), and a request that
             does not say where its answers begin is refused. Models score whole texts and do without.
+        tokenizer: of the model or function; a request that names another one is refused. None refuses none.
     """
 
     infer_fn: Callable
@@ -54,6 +55,7 @@ class RewardModelServer:
     vocab_size: int | None = None
     max_length: int | None = None
     needs_prompt_lengths: bool = False
+    tokenizer: object | None = None
 
     def __post_init__(self):
         self._loop = None
@@ -65,6 +67,7 @@ class RewardModelServer:
             self.vocab_size,
             self.max_length,
             self.needs_prompt_lengths,
+            self.tokenizer,
         )
 
     def run_server(self) -> None:
@@ -93,7 +96,7 @@ class RewardModelServer:
 
         Args:
             inputs: `tokens` int64 [N, S] and `sequence_lengths` int64 [N, 1], or `sentences` bytes [N, 1]; optionally
-                `prompt_lengths` int64 [N, 1].
+                `prompt_lengths` int64 [N, 1] and `tokenizer` bytes [N, 1].
 
         Raises:
             UserError: on rank 0, naming the tensor that does not fit.

@@ -80,8 +80,8 @@ _SCORING_INPUTS = (
     TensorSpec("tokens", np.int64, (-1,), True, "token ids, right-padded [N, S]"),
     TensorSpec("sequence_lengths", np.int64, (-1,), True, "number of real tokens of each row [N, 1]"),
 )
-# A server that has another tokenizer refuses: the same ids would stand for other texts. One for each row, as all inputs
-# that Triton may merge with those of other clients.
+# A server that has another tokenizer refuses: the same ids would stand for other texts. It comes for each row, as all
+# inputs of requests that Triton may merge.
 _TOKENIZER = TensorSpec(
     "tokenizer", np.bytes_, (1,), True, "fingerprint of the sender's tokenizer (`tokenizer_fingerprint`) [N, 1]"
 )
@@ -233,10 +233,10 @@ def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
     if others:
         theirs = "; ".join(sorted(fingerprint.decode(errors="replace") for fingerprint in others))
         raise RequestError(
-            f"the policy's tokenizer ({theirs}) is not this server's ({own}): the same token ids stand for other texts "
-            "here, and the scores would mean nothing. Serve a reward model or critic that was trained with the "
+            f"the policy's tokenizer ({theirs}) is not this server's ({own}): token ids do not mean the same to both, "
+            "and training on such scores would be nonsense. Serve a reward model or critic that was trained with the "
             "policy's tokenizer; for a reward that is a function, name in rm_model_file a .nemo with the policy's "
-            "tokenizer (the policy itself), or that tokenizer in model.tokenizer."
+            "tokenizer (the policy's own), or give that tokenizer in model.tokenizer."
         )
 
 

@@ -25,6 +25,7 @@ from nemo_aligner.utils.server_utils import (
     pad_batch_and_strip_sequence,
     pad_rows,
     process_inputs,
+    tokenizer_fingerprint,
 )
 
 
@@ -82,6 +83,7 @@ class Scorer:
         strip_sequence_length_to_multiple: columns that no row uses are cut, down to this multiple; None keeps them.
         vocab_size, max_length: bounds of the served model for token ids and S; None for no bound.
         needs_prompt_lengths: refuse a request that does not say where its answers begin.
+        tokenizer: of the served model or function; a request that names another one is refused. None refuses none.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Scorer:
         vocab_size: int | None = None,
         max_length: int | None = None,
         needs_prompt_lengths: bool = False,
+        tokenizer=None,
     ):
         self.score_rows = score_rows
         self.tokenize_func = tokenize_func
@@ -100,6 +103,7 @@ class Scorer:
         self.strip_sequence_length_to_multiple = strip_sequence_length_to_multiple
         self.vocab_size, self.max_length = vocab_size, max_length
         self.needs_prompt_lengths = needs_prompt_lengths
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
         self._control = None
 
     @property
@@ -132,6 +136,7 @@ class Scorer:
 
     def _prepare(self, inputs: dict) -> tuple[dict, Callable]:
         """Checked, stripped and padded arrays of a request, and the function that undoes it on the outputs."""
+        schema.validate_tokenizer(inputs.get("tokenizer"), self.fingerprint)
         prompt_lengths = inputs.get("prompt_lengths")
         if self.needs_prompt_lengths and prompt_lengths is None:
             raise schema.RequestError(

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the critic server, the reward server and their clients share: request decoding and padding, the fingerprint of a
-tokenizer, and Triton's needs.
+"""What the critic server, the reward server and their clients share: request decoding and padding, fingerprints of
+tokenizers, and Triton's needs.
 
 Nothing here imports PyTriton: `prepare_triton_environment` must run before it is started.
 """

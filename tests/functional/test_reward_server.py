@@ -15,7 +15,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.utils.errors import ServerRequestError
 from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.utils.server_utils import tokenizer_fingerprint
 from tests.functional.jobs import assert_ended_well, reward_server, wait_until_serving
 from tests.tiny_models import tiny_config
 
@@ -90,11 +92,11 @@ def client_config(port: int, **changes):
     )
 
 
-def through_client(port: int, rows: list[torch.Tensor], pad_to_length=None) -> np.ndarray:
+def through_client(port: int, rows: list[torch.Tensor], pad_to_length=None, tokenizer=None) -> np.ndarray:
     """Rewards [N, 1] as an actor gets them; the rollout is padded with the last token id, as `infer` pads with eos."""
     from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient
 
-    client = RemoteGPTRMClient(client_config(port, pad_to_length=pad_to_length))
+    client = RemoteGPTRMClient(client_config(port, pad_to_length=pad_to_length), tokenizer)
     try:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=VOCAB - 1)
         lengths = torch.tensor([len(row) for row in rows])
@@ -201,6 +203,30 @@ def test_prompt_lengths_make_no_difference_to_a_model(port, model):
     rows = make_rows(3, seed=2)
     answer = ask(port, **request(rows), prompt_lengths=np.ones((3, 1), np.int64))
     np.testing.assert_allclose(answer["rewards"], direct(model, rows), **TOLERANCE)
+
+
+def test_a_policy_with_another_tokenizer_is_refused(port, model, tiny_tokenizer, reversed_tokenizer_dir):
+    from nemo.collections.common.tokenizers import AutoTokenizer
+
+    rows = make_rows(3, seed=3)
+    other = AutoTokenizer(reversed_tokenizer_dir)
+    with pytest.raises(ServerRequestError) as caught:
+        through_client(port, rows, tokenizer=other)
+    theirs, own = tokenizer_fingerprint(other), tokenizer_fingerprint(tiny_tokenizer)
+    assert theirs != own
+    for words in (f"the policy's tokenizer ({theirs})", f"this server's ({own})", "Serve a reward model"):
+        assert words in str(caught.value)
+    np.testing.assert_allclose(through_client(port, rows, tokenizer=tiny_tokenizer), direct(model, rows), **TOLERANCE)
+
+
+def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_tokenizer):
+    """Triton merges what comes together; it gets its own rewards whether or not it says its tokenizer."""
+    every = [make_rows(3, seed, longest=12) for seed in range(12)]
+    name = {"tokenizer": np.full((3, 1), tokenizer_fingerprint(tiny_tokenizer).encode())}
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        pending = [pool.submit(ask, port, **request(rows), **(name if i % 2 else {})) for i, rows in enumerate(every)]
+    for rows, answer in zip(every, pending):
+        np.testing.assert_allclose(answer.result()["rewards"], direct(model, rows), **TOLERANCE)
 
 
 # ---- two ranks ----

@@ -35,9 +35,10 @@ def test_endpoints_are_those_of_the_protocol():
         ("tokens", "int64", (-1,), True),
         ("sequence_lengths", "int64", (-1,), True),
     ]
+    tokenizer = ("tokenizer", "bytes", (1,), True)
     combined, alone = schema.critic_infer_endpoint(True), schema.critic_infer_endpoint(False)
     assert combined.name == alone.name == "critic_infer" and combined.batching
-    assert table(combined.inputs) == table(alone.inputs) == scoring
+    assert table(combined.inputs) == table(alone.inputs) == [*scoring, tokenizer]
     assert table(combined.outputs) == [("values", "float32", (-1,), False), ("rewards", "float32", (-1,), False)]
     assert table(alone.outputs) == [("values", "float32", (-1,), False)]
 
@@ -59,7 +60,7 @@ def test_endpoints_are_those_of_the_protocol():
 
     reward = schema.reward_model_endpoint()
     assert reward.name == "reward_model" and reward.batching
-    assert table(reward.inputs) == [*scoring, ("prompt_lengths", "int64", (1,), True)]
+    assert table(reward.inputs) == [*scoring, ("prompt_lengths", "int64", (1,), True), tokenizer]
     assert table(reward.outputs) == [("rewards", "float32", (1,), False)]
 
 
@@ -92,6 +93,20 @@ def test_wrong_training_requests_name_the_tensor_and_the_remedy(change, words):
         schema.validate_request(schema.critic_train_endpoint(), request)
     for word in [*words, "critic_train"]:
         assert word in str(caught.value)
+
+
+def test_a_request_of_a_policy_with_another_tokenizer_names_both_and_the_remedy():
+    mine, other = "9 tokens, end 0, aaaaaaaaaaaa", "9 tokens, end 0, bbbbbbbbbbbb"
+    sent = np.array([[mine.encode()], [mine.encode()], [other.encode()]])  # merged: two clients
+    for array in (sent, sent.astype(object)):
+        schema.validate_request(schema.critic_infer_endpoint(True), {**scoring_request(rows=3), "tokenizer": array})
+        with pytest.raises(schema.RequestError) as caught:
+            schema.validate_tokenizer(array, mine)
+        for words in (f"tokenizer ({other}) is not this server's ({mine})", "rm_model_file"):
+            assert words in str(caught.value)
+        schema.validate_tokenizer(array[:2], mine)
+        schema.validate_tokenizer(array, None)
+    schema.validate_tokenizer(None, mine)
 
 
 def test_rows_of_a_scoring_request_must_agree():

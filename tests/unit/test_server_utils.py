@@ -3,7 +3,9 @@
 """Decoding and padding of requests, Triton's needs, and the client's errors that need no server."""
 
 import contextlib
+import json
 import os
+import re
 import socket
 import sysconfig
 import threading
@@ -22,6 +24,55 @@ from nemo_aligner.utils.errors import UserError
 def test_decode_bytes_ndarray():
     array = np.array([["Grüße".encode()], [b"b"]], dtype=object)
     assert server_utils.decode_bytes_ndarray(array).tolist() == ["Grüße", "b"]
+
+
+def test_the_fingerprint_of_a_hugging_face_tokenizer(tiny_tokenizer, tiny_tokenizer_dir, reversed_tokenizer_dir):
+    from nemo.collections.common.tokenizers import AutoTokenizer
+
+    fingerprint = server_utils.tokenizer_fingerprint(tiny_tokenizer)
+    assert re.fullmatch(r"300 tokens, end 299, [0-9a-f]{12}", fingerprint)
+    assert server_utils.tokenizer_fingerprint(AutoTokenizer(tiny_tokenizer_dir)) == fingerprint
+    other = AutoTokenizer(reversed_tokenizer_dir)
+    assert other.text_to_tokens("the film") == tiny_tokenizer.text_to_tokens("the film")
+    assert server_utils.tokenizer_fingerprint(other)[:-12] == fingerprint[:-12]
+    assert server_utils.tokenizer_fingerprint(other) != fingerprint
+
+
+def test_the_fingerprint_of_a_sentencepiece_tokenizer(tmp_path):
+    """Another order of its pieces shows; that the same tokens come from a Hugging Face tokenizer does not."""
+    from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
+    from sentencepiece import SentencePieceTrainer
+    from tokenizers import Tokenizer, models
+
+    for name, symbols in (("a.model", ["<user>", "<bot>"]), ("b.model", ["<bot>", "<user>"])):
+        with open(tmp_path / name, "wb") as file:
+            texts = iter(["the film was a joy from the first scene to the last"])
+            SentencePieceTrainer.train(
+                sentence_iterator=texts,
+                model_writer=file,
+                vocab_size=40,
+                model_type="bpe",
+                user_defined_symbols=symbols,
+            )
+    tokenizer = SentencePieceTokenizer(str(tmp_path / "a.model"))
+    fingerprint = server_utils.tokenizer_fingerprint(tokenizer)
+    assert re.fullmatch(rf"{tokenizer.vocab_size} tokens, end 2, [0-9a-f]{{12}}", fingerprint)
+    again = SentencePieceTokenizer(str(tmp_path / "a.model"))
+    assert server_utils.tokenizer_fingerprint(again) == fingerprint
+    swapped = server_utils.tokenizer_fingerprint(SentencePieceTokenizer(str(tmp_path / "b.model")))
+    assert swapped[:-12] == fingerprint[:-12] and swapped != fingerprint
+
+    pieces = tokenizer.ids_to_tokens(range(tokenizer.vocab_size))
+    words = Tokenizer(models.WordLevel({piece: id_ for id_, piece in enumerate(pieces)}, unk_token="<unk>"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert server_utils.tokenizer_fingerprint(AutoTokenizer(str(tmp_path))) == fingerprint
+
+
+def test_what_cannot_list_its_tokens_has_no_fingerprint():
+    assert server_utils.tokenizer_fingerprint(None) is None
+    assert server_utils.tokenizer_fingerprint(type("Tokenizer", (), {"vocab_size": 9})) is None
 
 
 def test_lock_method_serialises_callers():

@@ -66,6 +66,7 @@ def build_model_server(cfg: DictConfig) -> RewardModelServer:
         model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
         vocab_size=vocab_size,
         max_length=max_length,
+        tokenizer=model.tokenizer,
         **endpoint_options(cfg.inference),
     )
 
@@ -89,6 +90,7 @@ def serve_function(cfg: DictConfig) -> None:
             model_forward_micro_batch_size=1,  # a request gets no rows that only fill it up
             vocab_size=tokenizer.vocab_size,
             needs_prompt_lengths=True,
+            tokenizer=tokenizer,
             **endpoint_options(options),
         ).run_server()
 
