@@ -53,8 +53,9 @@ def tokenizer_fingerprint(tokenizer) -> str | None:
     """
     if not hasattr(tokenizer, "ids_to_tokens") or not hasattr(tokenizer, "eos_id"):
         return None
-    if hasattr(tokenizer.tokenizer, "get_vocab"):  # Hugging Face: its ids may have holes
-        tokens = sorted((id_, token) for token, id_ in tokenizer.tokenizer.get_vocab().items())
+    inner = getattr(tokenizer, "tokenizer", None)
+    if hasattr(inner, "get_vocab"):  # Hugging Face: its ids may have holes
+        tokens = sorted((id_, token) for token, id_ in inner.get_vocab().items())
     else:
         tokens = list(enumerate(tokenizer.ids_to_tokens(list(range(tokenizer.vocab_size)))))
     digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()

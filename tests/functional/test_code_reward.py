@@ -60,12 +60,12 @@ def code_reward_server(folder, port, tokenizer_dir=None, spec="reward.py:score",
     return reward_server(rm_file, folder, port, 1, "python", *overrides)
 
 
-def reward_client(port):
+def reward_client(port, tokenizer=None):
     from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient
 
     address = {"name": "reward_model", "ip": "127.0.0.1", "port": port}
     cfg = {"pad_to_length": None, "init_timeout_s": 20, "inference_timeout_s": 60, "reward_model": address}
-    return RemoteGPTRMClient(OmegaConf.create(cfg))
+    return RemoteGPTRMClient(OmegaConf.create(cfg), tokenizer)
 
 
 def rollout(tokenizer, pairs: list[tuple[str, str]], ended: bool = True) -> dict:
@@ -80,8 +80,8 @@ def rollout(tokenizer, pairs: list[tuple[str, str]], ended: bool = True) -> dict
     }
 
 
-def ask(port, batch: dict) -> list[float]:
-    client = reward_client(port)
+def ask(port, batch: dict, tokenizer=None) -> list[float]:
+    client = reward_client(port, tokenizer)
     try:
         return client.infer_rm(batch).result().flatten().tolist()
     finally:
@@ -140,6 +140,15 @@ def test_scores_are_the_functions_own(port, tiny_tokenizer):
         assert ask(port, rollout(tiny_tokenizer, pairs, ended)) == expected(tiny_tokenizer, pairs, ended)
     many = [(f"a{'a' * (i % 7)}", "x" * (i % 11) + str(i)) for i in range(700)]
     assert ask(port, rollout(tiny_tokenizer, many)) == expected(tiny_tokenizer, many)
+
+
+def test_a_policy_with_another_tokenizer_is_refused(port, tiny_tokenizer, reversed_tokenizer_dir):
+    from nemo.collections.common.tokenizers import AutoTokenizer
+
+    other = AutoTokenizer(reversed_tokenizer_dir)
+    with pytest.raises(ServerRequestError, match="policy's tokenizer .300 tokens.*name in rm_model_file a .nemo"):
+        ask(port, rollout(other, PAIRS), other)
+    assert ask(port, rollout(tiny_tokenizer, PAIRS), tiny_tokenizer) == expected(tiny_tokenizer, PAIRS)
 
 
 def test_many_clients_at_once_get_their_own_scores(port, tiny_tokenizer):

@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.utils.errors import ServerRequestError, UserError
+from nemo_aligner.utils.server_utils import tokenizer_fingerprint
 from tests.distributed.launcher import run_ranks
-from tests.functional.critic_job import RAISE, SLEEP, CriticJob, build_model
+from tests.functional.critic_job import RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -219,6 +220,29 @@ def test_an_error_of_the_model_comes_back_with_its_traceback(job, mirror):
     finally:
         client.communicator.close()
     assert_serving(Raw(job), mirror)
+
+
+def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
+    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
+
+    class Other(TinyTokenizer):
+        eos_id = 1
+
+    rollout = {"response_tokens": torch.ones(2, 5).long(), "response_lengths": torch.tensor([5, 5])}
+    own, others = tokenizer_fingerprint(TinyTokenizer), tokenizer_fingerprint(Other)
+    for tokenizer, refused in ((Other, True), (TinyTokenizer, False)):
+        client = RemoteGPTRMCriticClient(client_config(job), tokenizer)
+        try:
+            future = client.infer_rm_critic(rollout)
+            if refused:
+                with pytest.raises(ServerRequestError) as caught:
+                    future.result()
+                assert f"policy's tokenizer ({others}) is not this server's ({own})" in str(caught.value)
+            else:
+                rewards, _ = future.result()
+                assert torch.allclose(rewards.cpu(), expected_scores(mirror, *rollout.values())[0])
+        finally:
+            client.communicator.close()
 
 
 def test_client_checks_before_it_sends(job):
