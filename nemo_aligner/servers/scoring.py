@@ -138,12 +138,12 @@ class Scorer:
         """Checked, stripped and padded arrays of a request, and the function that undoes it on the outputs."""
         schema.validate_tokenizer(inputs.get("tokenizer"), self.fingerprint)
         prompt_lengths = inputs.get("prompt_lengths")
+        processed = process_inputs(inputs, self.tokenize_func)  # refuses sentences where they cannot be scored
         if self.needs_prompt_lengths and prompt_lengths is None:
             raise schema.RequestError(
                 "'prompt_lengths' is missing: this reward looks at the answer alone and must know where it begins. "
                 "Send 'tokens', 'sequence_lengths' and 'prompt_lengths' (number of prompt tokens of each row, [N, 1])."
             )
-        processed = process_inputs(inputs, self.tokenize_func)
         tokens, lengths = processed["inputs"], processed["sequence_length"]
         schema.validate_scoring_inputs(tokens, lengths, self.vocab_size, self.max_length, prompt_lengths)
         rows = tokens.shape[0]

@@ -168,6 +168,25 @@ def train_steps(model, optimizer, scheduler, steps):
     return results
 
 
+def test_attributes_of_a_bf16_head_are_merged_in_float32(tiny_tokenizer_dir):
+    weights = [0.7, 0.2, 0.1]
+    model = make_model(
+        tiny_tokenizer_dir,
+        precision="bf16",
+        force_head_dtype="bfloat16",
+        regression={"num_attributes": 3, "merge_attributes": True, "attribute_weights": weights},
+    )
+    head = head_of(model)
+    hidden = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    lengths = torch.ones(64, dtype=torch.int64)
+    with torch.no_grad():
+        merged = head(hidden, lengths)
+        head.merge_attributes = False
+        attributes = head(hidden, lengths)
+    assert attributes.dtype == torch.bfloat16 and merged.dtype == torch.float32
+    torch.testing.assert_close(merged[:, 0], (attributes.double() @ torch.tensor(weights).double()).float())
+
+
 def test_fp32_head_of_a_bf16_model_trains_and_resumes(tiny_tokenizer_dir, tmp_path):
     """The distributed optimizer, with weights of two dtypes, does what the plain one does, and goes on after a
     restart.
