@@ -4,7 +4,9 @@
 # make quickstart   watch a policy learn, on this machine, in a few minutes
 # make rs           the same with rejection sampling against a served reward model
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
-# make test         every test that runs without a GPU
+# make test         the tests that run without a GPU (on two cores in less than 25 minutes)
+# make test-full    the same and the long matrices of splits (less than an hour)
+# make mutants      plant ten faults in copies of the code, one by one, and see a test fail for each
 # make test-gpu     the tests that need a GPU
 # make lint         ruff, check and format
 # make clean        remove what the targets made (.venv too)
@@ -27,11 +29,11 @@ RUN := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs arithmetic test test-gpu lint format clean
+.PHONY: help install quickstart rs arithmetic test test-full test-gpu mutants lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '4,22s/^# \{0,1\}//p' Makefile
+	@sed -n '4,24s/^# \{0,1\}//p' Makefile
 
 $(RUN):
 	@command -v $(PYTHON) >/dev/null || { \
@@ -65,7 +67,13 @@ arithmetic: install
 	$(RUN) examples/quickstart/run_arithmetic.py $(ARGS)
 
 test: $(VENV)/.installed-test
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not full" tests/unit tests/distributed tests/functional $(ARGS)
+
+test-full: $(VENV)/.installed-test
 	$(RUN) -m pytest -n 2 --dist loadfile tests/unit tests/distributed tests/functional $(ARGS)
+
+mutants: $(VENV)/.installed-test
+	$(RUN) -m tests.mutants $(ARGS)
 
 test-gpu: $(VENV)/.installed-test
 	$(RUN) -m pytest tests/gpu $(ARGS)
