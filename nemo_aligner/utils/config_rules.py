@@ -176,7 +176,19 @@ def _parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, in
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     tp, pp, cp = (values.whole(f"model.{name}", minimum=1) for name in names)
     dp = data_parallel_size(ranks, tp or 1, pp or 1, cp or 1)
-    return {"data parallel size": dp} if complete or (tp and pp) else {}
+    if not complete and not (tp and pp):
+        return {}
+    experts, ep = values.whole("model.num_moe_experts", 1), values.whole("model.expert_model_parallel_size", 1) or 1
+    if ep > 1:
+        if not experts:
+            raise ConfigError(
+                f"model.expert_model_parallel_size={ep} spreads experts over ranks, but this model has none; set it "
+                "to 1."
+            )
+        require_multiple("model.num_moe_experts", experts, {"model.expert_model_parallel_size": ep})
+        name = f"the number of data-parallel x context-parallel ranks, {dp} x {cp or 1}"
+        require_multiple(name, dp * (cp or 1), {"model.expert_model_parallel_size": ep})
+    return {"data parallel size": dp}
 
 
 def _divides(values: Values, whole: str, *parts: str, dp: dict[str, int]) -> None:
@@ -376,6 +388,13 @@ def check_architecture(values: Mapping) -> None:
             layers,
             stages | ({"model.virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}),
         )
+    experts, topk = v.whole("model.num_moe_experts", 1), v.whole("model.moe_router_topk", 1)
+    if experts and topk and topk > experts:
+        raise ConfigError(f"model.moe_router_topk={topk} is above model.num_moe_experts={experts}; lower it.")
+    v.number("model.moe_aux_loss_coeff", 0)
+    v.number("model.moe_z_loss_coeff", 0)
+    v.choice("model.moe_token_dispatcher_type", ("alltoall", "allgather"))
+    v.choice("model.moe_router_load_balancing_type", ("aux_loss", "none"))
     if vpp > 1 and pp == 1:
         raise ConfigError(
             f"model.virtual_pipeline_model_parallel_size={vpp} needs model.pipeline_model_parallel_size of 2 or more; "

@@ -62,7 +62,8 @@ _ARCHITECTURE = _keys(
     layernorm_epsilon layernorm_zero_centered_gamma activation position_embedding_type rotary_base
     rotary_percentage rotary_interleaved seq_len_interpolation_factor bias add_qkv_bias
     share_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std hidden_dropout
-    attention_dropout qkv_bias apply_query_key_layer_scaling attention_softmax_in_fp32""",
+    attention_dropout qkv_bias apply_query_key_layer_scaling attention_softmax_in_fp32 num_moe_experts
+    moe_router_topk moe_ffn_hidden_size moe_router_pre_softmax moe_router_load_balancing_type""",
 ) | _keys(
     "model.tokenizer",
     """library type model vocab_file merge_file use_fast delimiter sentencepiece_legacy additional_special_tokens
@@ -71,14 +72,15 @@ _ARCHITECTURE = _keys(
 _PARALLEL = _keys(
     "model",
     """tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-    context_parallel_size sequence_parallel activations_checkpoint_granularity activations_checkpoint_method
-    activations_checkpoint_num_layers""",
+    context_parallel_size expert_model_parallel_size sequence_parallel activations_checkpoint_granularity
+    activations_checkpoint_method activations_checkpoint_num_layers""",
 )
 _MODEL = _keys(
     "model",
     """micro_batch_size global_batch_size megatron_amp_O2 encoder_seq_length max_position_embeddings seed
     precision overwrite_base_config target nemo_version use_cpu_initialization persist_layer_norm
-    masked_softmax_fusion bias_dropout_add_fusion apply_rope_fusion gradient_accumulation_fusion""",
+    masked_softmax_fusion bias_dropout_add_fusion apply_rope_fusion gradient_accumulation_fusion
+    moe_aux_loss_coeff moe_z_loss_coeff moe_token_dispatcher_type""",
 )
 _OPTIM = _keys(
     "model.optim",
@@ -120,7 +122,11 @@ _ACTOR = (
         """critic_warmup_steps max_epochs max_steps ppo_epochs run_init_validation val_check_interval save_interval
         gradient_clip_val initial_policy_kl_penalty use_absolute_kl discount_factor gae_lambda
         normalize_advantages ratio_eps entropy_bonus rollout_batch_seq_length model_gbs model_mbs trt_llm.enable
-        trt_llm.reshard batch_iterator.use_flask""",
+        trt_llm.reshard batch_iterator.use_flask advantage_estimator kl_estimator adaptive_kl.enable
+        adaptive_kl.target adaptive_kl.horizon target_kl critic_gae_lambda advantage_clip reward_clip
+        whiten_rewards overlong_buffer_len overlong_penalty_factor alarms.sampling_mismatch
+        alarms.clip_fraction alarms.explained_variance alarms.truncated_fraction
+        alarms.replica_check_interval""",
     )
     | _keys(
         "remote_critic_rm",
@@ -128,13 +134,17 @@ _ACTOR = (
     )
     | _keys("remote_critic_rm.reward_model", _REWARD_ADDRESS)
     | _keys("remote_critic_rm.critic", "name.train name.infer name.save name.status ip port")
-    | _keys("model.ppo", f"{_POLICY} entropy_bonus ratio_eps trt_llm.enable trt_llm.reshard")
+    | _keys(
+        "model.ppo",
+        f"""{_POLICY} entropy_bonus ratio_eps dual_clip kl_loss_coef kl_loss_estimator train_on_truncated
+        num_rollouts_per_prompt trt_llm.enable trt_llm.reshard""",
+    )
 )
 _RS = (
     _keys(
         "trainer.rs",
         """max_epochs max_steps run_init_validation val_check_interval save_interval gradient_clip_val
-        rollout_batch_seq_length model_gbs model_mbs""",
+        rollout_batch_seq_length model_gbs model_mbs alarms.truncated_fraction alarms.replica_check_interval""",
     )
     | _keys("remote_rm", "pad_to_length init_timeout_s inference_timeout_s host port reward_models")
     | _keys("remote_rm.reward_model", _REWARD_ADDRESS)
@@ -164,7 +174,7 @@ _SFT = (
         """max_epochs max_steps val_check_interval save_interval limit_train_batches limit_val_batches
         gradient_clip_val""",
     )
-    | _keys("model", "restore_from_path answer_only_loss")
+    | _keys("model", "restore_from_path answer_only_loss loss_reduction")
     | _keys("model.data", "chat num_workers sample")
     | _keys("model.data.chat_prompt_tokens", "system_turn_start turn_start label_start end_of_turn end_of_name")
     | set().union(*(_keys(f"model.data.{split}", _SFT_SET) for split in ("train_ds", "validation_ds", "test_ds")))
@@ -210,6 +220,7 @@ ARCHITECTURE_KEYS = tuple(sorted(key.removeprefix("model.") for key in _ARCHITEC
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
+    "expert_model_parallel_size",
     "reward_model_type",
     "use_avg_pool",
     "regression.num_attributes",
@@ -422,17 +433,14 @@ INERT["inference_rm"].pop("inference")  # there it is the server
 # key -> (accepted values, what to do instead). None (not set) is always accepted.
 ONLY = {
     "model.transformer_block_type": (("pre_ln",), "only pre-LayerNorm models exist here"),
-    "model.num_moe_experts": ((0, 1), "mixture-of-experts models are not supported"),
-    "model.expert_model_parallel_size": ((1,), "mixture-of-experts models are not supported"),
     "model.peft.peft_scheme": (("none",), "set it to none; every weight is trained"),
-    "model.context_parallel_size": ((1,), "context parallelism is not supported yet"),
     "model.fp8": ((False,), "fp8 is not supported: train in bf16"),
     "model.headscale": ((False,), "such a model cannot be built on Megatron Core"),
     "model.openai_gelu": ((False,), "set model.activation=gelu: only the exact gelu is built"),
     "model.onnx_safe": ((False,), "set it to False"),
     "model.normalize_attention_scores": ((True,), "attention scores are always scaled by 1/sqrt(head size)"),
     "model.window_size": ((), "sliding-window attention is not supported"),
-    "model.moe_grouped_gemm": ((False,), "mixture-of-experts models are not supported"),
+    "model.moe_grouped_gemm": ((False,), "the experts are computed one after the other; set it to False"),
     "model.qk_layernorm": ((False,), "normalised queries and keys are not supported"),
     "model.apply_residual_connection_post_layernorm": ((False,), "only pre-LayerNorm models exist here"),
 }

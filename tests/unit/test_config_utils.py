@@ -267,7 +267,7 @@ def test_accelerator():
         ("gpt_ppo_actor", ["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
         ("gpt_ppo_actor", ["model.data.data_prefix=null"], "data_prefix is not set; give the data files"),
         ("gpt_ppo_actor", ["model.tensor_model_parallel_size=2"], "= 2 does not divide the 1 rank of"),
-        ("gpt_ppo_actor", ["model.num_moe_experts=8"], "num_moe_experts=8 is not supported here"),
+        ("gpt_ppo_actor", ["model.moe_grouped_gemm=True"], "moe_grouped_gemm=True is not supported here"),
         ("gpt_ppo_actor", ["trainer.accelerator=gpu"], "no CUDA device"),
         ("gpt_ppo_actor", ["model.seed=${model.sead}"], "reference that cannot be resolved"),
         ("gpt_ppo_actor", ["remote_critic_rm.reward_model.port=[5555,0]"], r"port=\[5555, 0\]: 0 is not a TCP port"),
