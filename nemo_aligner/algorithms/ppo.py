@@ -25,6 +25,7 @@ from typing import Optional
 
 import torch
 
+from nemo_aligner.algorithms.ppo_data import DataSettings, make_ppo_data
 from nemo_aligner.algorithms.rollout_training import (
     TRAIN_TABLE_ROWS,
     VALIDATION_STEP,
@@ -46,9 +47,7 @@ from nemo_aligner.algorithms.rollout_training import (
 )
 from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
-    answer_mask,
     compute_num_rollout_microbatches,
-    compute_ppo_data_metrics,
     compute_rollout_metrics,
     reward_columns,
     sample_rows,
@@ -56,14 +55,9 @@ from nemo_aligner.algorithms.rollouts import (
 )
 from nemo_aligner.servers.source_rank import wait_for_all
 from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.distributed import all_reduce_dict, normalize_tensor
+from nemo_aligner.utils.distributed import all_reduce_dict
 from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.ppo_utils import (
-    calculate_advantages_and_returns,
-    calculate_kl_penalty,
-    calculate_ppo_rewards,
-    sample_seeds,
-)
+from nemo_aligner.utils.ppo_utils import sample_seeds
 from nemo_aligner.utils.timers import ScopedTimer
 from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_steps_per_epoch, is_complete
 
@@ -167,6 +161,7 @@ class PPOTrainer:
         self.ppo_epochs = int(cfg.get("ppo_epochs", 1))
         self.critic_warmup_steps = int(cfg.get("critic_warmup_steps", 0))
         self.compute_init_policy_kl = cfg.initial_policy_kl_penalty > 0
+        self.data_settings = DataSettings.from_config(cfg)
 
         val_dataloader_builder(consumed_samples=0)  # sizes that do not fit are refused now, not after the first steps
         sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
@@ -336,55 +331,12 @@ class PPOTrainer:
                 tokens), `advantages`, `returns`, `values`, `prev_logprobs`.
             metrics: of all ranks, before advantages are normalized.
         """
-        group = parallel_state.get_data_parallel_group()
-        mask = answer_mask(rollout_batch)
-        is_response = mask.bool()
-        values = torch.where(is_response, rollout_batch["values"], 0)
-        logprobs = torch.where(is_response, rollout_batch["logprobs"], 0)
-
-        if self.compute_init_policy_kl:
-            init_policy_kl = calculate_kl_penalty(
-                log_probs_a=logprobs,
-                log_probs_b=torch.where(is_response, rollout_batch["init_logprobs"], 0),
-                use_absolute_kl=self.cfg.use_absolute_kl,
-            )
-        else:
-            init_policy_kl = torch.zeros_like(logprobs)
-        rewards_with_kl = calculate_ppo_rewards(
-            values,
-            rollout_batch["rewards"],
-            rollout_batch["response_lengths"],
-            init_policy_kl,
-            penalty_factor=self.cfg.initial_policy_kl_penalty,
+        return make_ppo_data(
+            rollout_batch,
+            self.data_settings,
+            kl_penalty=self.cfg.initial_policy_kl_penalty,
+            group=parallel_state.get_data_parallel_group(),
         )
-        advantages, returns = calculate_advantages_and_returns(
-            values=values,
-            rewards=rewards_with_kl,
-            discount_factor=self.cfg.discount_factor,
-            gae_lambda=self.cfg.gae_lambda,
-            mask=mask,
-        )
-        metrics = compute_ppo_data_metrics(
-            init_policy_kl=init_policy_kl,
-            rewards_with_kl=rewards_with_kl,
-            advantages=advantages,
-            returns=returns,
-            values=values,
-            mask=mask,
-            group=group,
-        )
-        if self.cfg.normalize_advantages:
-            advantages = normalize_tensor(advantages, mask, group=group)
-        data = {
-            "response_tokens": rollout_batch["response_tokens"],
-            "is_end": rollout_batch["is_end"],
-            "mask": mask,
-            "advantages": advantages,
-            "returns": returns,
-            "values": values,
-            "prev_logprobs": logprobs,
-        }
-        return data, metrics
 
     def run_training(self, dataloader_iter) -> tuple[float, dict]:
         """One optimizer update per global batch (each rank has its share of it); all ranks call it.

@@ -12,7 +12,7 @@ import torch
 
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.distributed import masked_global_mean_var, rebalance_nd_tensor
+from nemo_aligner.utils.distributed import rebalance_nd_tensor
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.ppo_utils import create_mask
 
@@ -197,29 +197,3 @@ def compute_rollout_metrics(rollout_batch) -> dict[str, float]:
         **{key: mean(values) for key, values in rollout_batch.items() if key.startswith("rewards_")},
         "fraction_of_samples_properly_ended": mean(rollout_batch["is_end"]),
     }
-
-
-def mean_of_sample_means(values: torch.Tensor, mask: torch.Tensor, group=None) -> float:
-    """Mean over the samples of all DP ranks of each sample's masked mean; samples without a masked slot do not count.
-
-    Args:
-        values: `[B, S-1]`; slots outside the mask may hold anything, NaN included.
-        mask: `[B, S-1]`, True where a slot counts.
-        group: DP group; every rank of it calls this.
-    """
-    mask = mask.bool()
-    count = mask.sum(-1)
-    means = torch.where(mask, values, 0).sum(-1) / count.clamp(min=1)
-    return float(masked_global_mean_var(means, count > 0, group=group)[0])
-
-
-def compute_ppo_data_metrics(*, init_policy_kl, rewards_with_kl, advantages, returns, values, mask, group) -> dict:
-    """Metrics of the training data of a rollout, over the response tokens of all DP ranks; all `[B, S-1]`."""
-    metrics = {
-        "init_policy_kl": mean_of_sample_means(init_policy_kl, mask, group),
-        "rewards_with_kl": mean_of_sample_means(rewards_with_kl, mask, group),
-    }
-    for name, tensor in (("advantages", advantages), ("returns", returns), ("values", values)):
-        mean, var = masked_global_mean_var(tensor, mask, group=group)
-        metrics |= {f"{name}_mean": float(mean), f"{name}_std": float(var) ** 0.5}
-    return metrics
