@@ -266,7 +266,11 @@ def _check_actor(values: Values, dp: dict[str, int]) -> None:
     _check_policy(v, "ppo", "remote_critic_rm", dp)
     if v.whole("trainer.ppo.ppo_epochs", 1) is None:
         raise ConfigError("trainer.ppo.ppo_epochs is not set; give a whole number.")
-    _divides(v, "model.ppo.num_rollout_samples", "model.global_batch_size", dp={})
+    prompts, answers = (v.whole(f"model.ppo.{key}", 1) for key in ("num_rollout_samples", "num_rollouts_per_prompt"))
+    batch = v.whole("model.global_batch_size", 1)
+    if prompts and batch:
+        name = "model.ppo.num_rollout_samples" + (f" x num_rollouts_per_prompt={answers}" if (answers or 1) > 1 else "")
+        require_multiple(name, prompts * (answers or 1), {"model.global_batch_size": batch})
     v.number("model.ppo.ratio_eps", 0, above=True)
     v.number("model.ppo.entropy_bonus", 0)
     for key in ("discount_factor", "gae_lambda"):
