@@ -269,7 +269,9 @@ def _check_actor(values: Values, dp: dict[str, int]) -> None:
     prompts, answers = (v.whole(f"model.ppo.{key}", 1) for key in ("num_rollout_samples", "num_rollouts_per_prompt"))
     batch = v.whole("model.global_batch_size", 1)
     if prompts and batch:
-        name = "model.ppo.num_rollout_samples" + (f" x num_rollouts_per_prompt={answers}" if (answers or 1) > 1 else "")
+        name = "model.ppo.num_rollout_samples" + (
+            f" x num_rollouts_per_prompt={answers}" if (answers or 1) > 1 else ""
+        )
         require_multiple(name, prompts * (answers or 1), {"model.global_batch_size": batch})
     v.number("model.ppo.ratio_eps", 0, above=True)
     v.number("model.ppo.entropy_bonus", 0)
