@@ -176,3 +176,11 @@ def is_pipeline_last_stage() -> bool:
 
 def get_context_parallel_world_size() -> int:
     return _mcore.get_context_parallel_world_size() if is_initialized() else 1
+
+
+def get_context_parallel_rank() -> int:
+    return _mcore.get_context_parallel_rank() if is_initialized() else 0
+
+
+def get_context_parallel_group():
+    return _mcore.get_context_parallel_group() if is_initialized() else None
