@@ -199,6 +199,12 @@ def _divides(values: Values, whole: str, *parts: str, dp: dict[str, int]) -> Non
         require_multiple(whole, total, factors | dp)
 
 
+def _virtual_pipeline_group(values: Values) -> dict[str, int]:
+    """Virtual pipelining needs as many micro-batches as there are stages, or a multiple: that factor of a batch."""
+    pp, vpp = (values.whole(f"model.{name}pipeline_model_parallel_size", 1) or 1 for name in ("", "virtual_"))
+    return {"model.pipeline_model_parallel_size (with virtual stages)": pp} if vpp > 1 else {}
+
+
 def _check_same(values: Values, key: str, other: str) -> None:
     a, b = values.get(key), values.get(other)
     if a is not None and b is not None and a != b:
@@ -469,7 +475,7 @@ def _check_start(values: Values, config_name: str) -> bool:
 
 def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> None:
     """What all jobs that train have in common."""
-    _divides(values, "model.global_batch_size", "model.micro_batch_size", dp=dp)
+    _divides(values, "model.global_batch_size", "model.micro_batch_size", dp=dp | _virtual_pipeline_group(values))
     values.number("model.optim.lr", 0, above=True)
     values.choice("exp_manager.checkpoint_callback_params.mode", ("min", "max"))
     data_length, length = values.whole("model.data.seq_length", 2), values.whole("model.encoder_seq_length", 2)
@@ -492,9 +498,11 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
 
 
 def _check_sft(values: Values, dp: dict[str, int]) -> None:
+    values.choice("model.loss_reduction", LOSS_REDUCTIONS)
     for split in ("train_ds", "validation_ds"):
         name = f"model.data.{split}"
-        _divides(values, f"{name}.global_batch_size", f"{name}.micro_batch_size", dp=dp)
+        factors = dp | _virtual_pipeline_group(values)
+        _divides(values, f"{name}.global_batch_size", f"{name}.micro_batch_size", dp=factors)
         limit, length = values.whole(f"{name}.max_seq_length", 2), values.whole("model.encoder_seq_length")
         if limit and length and limit > length:
             raise ConfigError(f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower it.")

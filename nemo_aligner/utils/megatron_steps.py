@@ -55,6 +55,13 @@ def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
     return output
 
 
+def _micro_batch_group(model_chunks) -> int:
+    """Virtual pipelining walks over micro-batches in groups of as many as there are stages: their number is a
+    multiple of this.
+    """
+    return parallel_state.get_pipeline_model_parallel_world_size() if len(model_chunks) > 1 else 1
+
+
 def _run_schedule(model_chunks, batch: Batch, micro_batch_size: int, consume, model_inputs, forward_only: bool):
     """Run the schedule; `consume(output, micro_batch)` is the schedule's loss function on the last stage."""
     config = get_model_config(model_chunks[0])
@@ -122,7 +129,8 @@ def forward_backward(
         Metrics summed over micro-batches and data-parallel ranks, equal on every rank.
 
     Raises:
-        UserError: `micro_batch_size` does not divide the rows.
+        UserError: `micro_batch_size` does not divide the rows, or virtual pipelining needs another number of
+            micro-batches.
     """
     rows = batch["tokens"].size(0)
     if rows % micro_batch_size:
@@ -130,6 +138,14 @@ def forward_backward(
             f"{rows} samples per data-parallel rank are not divisible by model.micro_batch_size={micro_batch_size}; "
             "change "
             "model.global_batch_size or model.micro_batch_size."
+        )
+    group = _micro_batch_group(model_chunks)
+    if rows // micro_batch_size % group:
+        raise UserError(
+            f"{rows} samples per data-parallel rank make {rows // micro_batch_size} micro-batch(es) of "
+            f"model.micro_batch_size={micro_batch_size}; with model.virtual_pipeline_model_parallel_size their number "
+            f"must be a multiple of model.pipeline_model_parallel_size={group}. Change model.global_batch_size or "
+            "model.micro_batch_size."
         )
     scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()
     totals: dict[str, torch.Tensor] = {}
@@ -165,15 +181,17 @@ def forward_collect(
     """Forward pass of this rank's rows; all ranks call it, with equal shapes within a pipeline.
 
     Args:
-        micro_batch_size: rows per forward pass; the last one is filled up with repeated rows, which are dropped again.
+        micro_batch_size: most rows per forward pass; what is missing is filled up with repeated rows, which are
+            dropped again. Virtual pipelining takes fewer rows at a time where there are few.
         output_fn: `(output, micro_batch) -> tensor [b, ...]`, called on the last stage.
 
     Returns:
         The tensors of all micro-batches, `[B, ...]`, on every pipeline stage.
     """
     rows = batch["tokens"].size(0)
-    micro_batch_size = min(micro_batch_size, rows)
-    missing = -rows % micro_batch_size
+    group = _micro_batch_group(model_chunks)
+    micro_batch_size = min(micro_batch_size, -(-rows // group))
+    missing = -rows % (micro_batch_size * group)
     if missing:
         batch = {key: torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]) for key, value in batch.items()}
     outputs = _run_schedule(

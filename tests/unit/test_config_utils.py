@@ -347,6 +347,14 @@ def test_data_parallel_size_counts_once_it_is_known(tmp_path):
     check_values(cfg, "gpt_ppo_actor", complete=True, visible_devices=0, env=NO_LAUNCHER)
 
 
+def test_virtual_stages_need_whole_groups_of_micro_batches(tmp_path):
+    sizes = ["tensor_model_parallel_size=1", "pipeline_model_parallel_size=2", "micro_batch_size=2", "num_layers=4"]
+    overrides = ["trainer.devices=2", "model.global_batch_size=2", *(f"model.{size}" for size in sizes)]
+    check("training_rm", tmp_path, *overrides)
+    with pytest.raises(ConfigError, match=r"multiple of 4 .*model.pipeline_model_parallel_size"):
+        check("training_rm", tmp_path, *overrides, "model.virtual_pipeline_model_parallel_size=2")
+
+
 def test_a_checkpoints_own_keys_pass_in_silence(tmp_path):
     cfg = load("gpt_ppo_actor", tmp_path, "model.some_key_of_an_old_checkpoint=1")
     check_values(cfg, "gpt_ppo_actor", complete=True, visible_devices=0, env=NO_LAUNCHER)

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GPTSFTModel`: supervised fine-tuning, the language-model loss on the answers."""
 
+from omegaconf import DictConfig
+
 from nemo_aligner.losses import loss_weights, sft_loss
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -12,7 +14,15 @@ from nemo_aligner.utils.vocab_parallel import from_parallel_logits_to_logprobs
 
 
 class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
-    """Learns to give the answers of a data set. Its loss is the mean over all answer tokens of the global batch."""
+    """Learns to give the answers of a data set.
+
+    Its loss is the mean over all answer tokens of the global batch, or what else `loss_reduction` of the configuration
+    names (`nemo_aligner.losses.loss_weights`).
+    """
+
+    def __init__(self, cfg: DictConfig, trainer=None):
+        super().__init__(cfg, trainer=trainer)
+        self.loss_reduction = self.cfg.get("loss_reduction", None) or "token"
 
     def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
         """Negative log-likelihood of a global batch, and its gradient unless `forward_only`; all ranks call it.
@@ -25,10 +35,11 @@ class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
             The loss, and `loss` and `weights` (number of tokens that count) over the global batch.
         """
         mask = batch["loss_mask"].to(get_device())
+        micro_batch_size = self.cfg.micro_batch_size
         rows = {
             "tokens": batch["tokens"],
             "labels": batch["labels"],
-            "weights": loss_weights(mask, sum_over_dp=sum_over_dp),
+            "weights": loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp),
         }
 
         def loss_fn(logits, rows):
@@ -43,7 +54,7 @@ class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
             return sft_loss(logprobs=logprobs, weights=rows["weights"])
 
         metrics = forward_backward(
-            self.model, rows, micro_batch_size=self.cfg.micro_batch_size, loss_fn=loss_fn, forward_only=forward_only
+            self.model, rows, micro_batch_size=micro_batch_size, loss_fn=loss_fn, forward_only=forward_only
         )
         metrics["weights"] = float(sum_over_dp(mask.ne(0).sum()))
         return metrics["loss"], metrics
