@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
+from nemo_aligner.utils.ppo_utils import masked_mean_var, whiten
 
 # Where scripts written for NeMo-Aligner look for them.
 from nemo_aligner.utils.timers import ScopedTimer, SyncTimer, Timer  # noqa: F401
@@ -165,20 +166,18 @@ def masked_global_mean_var(values: Tensor, mask: Tensor, group=None) -> tuple[Te
     Returns:
         Two float32 scalars on the process's device; 0 if no slot counts anywhere.
     """
-    values, keep = values.detach().to(get_device(), torch.float64), mask.to(get_device()) != 0
-    kept = torch.where(keep, values, 0)
-    total, count = _all_reduce(torch.stack([kept.sum(), keep.sum(dtype=torch.float64)]), group)
-    count = count.clamp(min=1)
-    mean = total / count
-    # A second pass over the deviations: E[x^2] - E[x]^2 would cancel.
-    squares = _all_reduce(torch.where(keep, kept - mean, 0).square().sum(), group)
-    return mean.float(), (squares / count).float()
+    device = get_device()
+    mean, var = masked_mean_var(values.to(device), mask.to(device), lambda tensor: _all_reduce(tensor, group))
+    return mean.float(), var.float()
 
 
-def normalize_tensor(tensor: Tensor, mask: Tensor, group=None) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) with the masked mean and variance of all ranks; garbage outside the mask."""
-    mean, var = masked_global_mean_var(tensor, mask, group)
-    return (tensor - mean.to(tensor.device)) * torch.rsqrt(var + 1e-8).to(tensor.device)
+def normalize_tensor(tensor: Tensor, mask: Tensor, group=None, shift_mean: bool = True) -> Tensor:
+    """`ppo_utils.whiten` with the mean and variance of all ranks of `group`; 0 outside the mask."""
+
+    def sum_over_group(sums: Tensor) -> Tensor:
+        return _all_reduce(sums.to(get_device()), group).to(sums.device)
+
+    return whiten(tensor, mask, shift_mean, sum_over_group)
 
 
 def all_reduce_dict(

@@ -1,13 +1,35 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of PPO rollouts: masks, KL penalty, rewards per transition, GAE, selection, seeds. No ranks.
+"""The mathematics of PPO rollouts: masks, rewards per transition, statistics, selection, seeds. No ranks.
+
+The estimators of advantages are in `nemo_aligner.utils.advantages`, those of the KL divergence in
+`nemo_aligner.utils.kl`; both can be imported from here too.
 
 Shapes: [B, S-1] is per transition, column t predicting token t+1; see `nemo_aligner.types` for a worked picture. A
 mask is non-zero (or True) where a slot belongs to the response; elsewhere a tensor may hold anything, NaN included.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+# Where NeMo-Aligner has them, and what belongs to them.
+from nemo_aligner.utils.advantages import (  # noqa: F401
+    calculate_advantages_and_returns,
+    calculate_grpo_advantages,
+    calculate_reinforce_returns,
+    calculate_rloo_advantages,
+    calculate_rloo_baseline,
+    clip_advantages,
+    group_rows,
+    spread_over_response,
+)
+from nemo_aligner.utils.kl import (  # noqa: F401
+    AdaptiveKLController,
+    FixedKLController,
+    calculate_kl_penalty,
+)
 
 
 def create_mask(values: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
@@ -25,12 +47,6 @@ def create_mask(values: Tensor, prompt_lengths: Tensor, response_lengths: Tensor
     start = prompt_lengths.to(values.device).reshape(-1, 1) - 1
     stop = response_lengths.to(values.device).reshape(-1, 1) - 1
     return ((column >= start) & (column < stop)).to(values.dtype)
-
-
-def calculate_kl_penalty(log_probs_a: Tensor, log_probs_b: Tensor, use_absolute_kl: bool = True) -> Tensor:
-    """One-sample estimate of KL(a || b) per transition: log_probs_a - log_probs_b, or its absolute value. [B, S-1]."""
-    kl = log_probs_a - log_probs_b
-    return kl.abs() if use_absolute_kl else kl
 
 
 def calculate_ppo_rewards(
@@ -62,39 +78,44 @@ def calculate_ppo_rewards(
     return per_token
 
 
-def calculate_advantages_and_returns(
-    values: Tensor, rewards: Tensor, discount_factor: float, gae_lambda: float, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2015, arXiv:1506.02438, eq. 16).
+def clip_rewards(rewards: Tensor, limit: float | None) -> Tensor:
+    """Scalar `rewards` [B] kept within [-limit, limit]; as they are if `limit` is None. NaN stays NaN."""
+    return rewards if limit is None else rewards.clamp(-limit, limit)
 
-        delta_t = r_t + gamma * v_{t+1} - v_t,    A_t = delta_t + gamma * lambda * A_{t+1},    return_t = A_t + v_t
 
-    Values and rewards outside the mask are replaced by 0 *before* the recursion: a critic's value after the end token
-    would otherwise be bootstrapped into every advantage of the row. Prompt columns receive an advantage too; only the
-    loss mask removes it.
+def calculate_overlong_penalty(
+    response_token_counts: Tensor, max_length: int, buffer_len: int, factor: float = 1.0
+) -> Tensor:
+    """Soft punishment of answers that come close to the length limit (Yu et al. 2025, DAPO, arXiv:2503.14476, eq. 13).
+
+    With L tokens: 0 up to max_length - buffer_len, then falling evenly to -factor at max_length, -factor beyond:
+
+        factor * clip((max_length - buffer_len - L) / buffer_len, -1, 0)
 
     Args:
-        values: [B, S-1].
-        rewards: [B, S-1], from `calculate_ppo_rewards`.
-        discount_factor: gamma.
-        gae_lambda: lambda.
-        mask: [B, S-1] from `create_mask`, or None: every slot counts.
+        response_token_counts: int [B], R - P: tokens of the answers alone, end token included.
+        max_length: L_max, the most tokens an answer can have.
+        buffer_len: L_cache, length of the slope; 0 switches the penalty off.
+        factor: of the penalty.
 
     Returns:
-        Advantages and returns, each [B, S-1].
+        float32 [B], to be added to the scalar rewards.
+
+    Raises:
+        ValueError: `buffer_len` is negative or above `max_length`.
     """
-    if mask is not None:
-        keep = mask != 0
-        # A selection, not a product: 0 * NaN is NaN.
-        values, rewards = torch.where(keep, values, 0), torch.where(keep, rewards, 0)
-    advantages = torch.zeros_like(values)
-    next_advantage = next_value = torch.zeros_like(values[:, 0])
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + discount_factor * next_value - values[:, t]
-        next_advantage = delta + discount_factor * gae_lambda * next_advantage
-        next_value = values[:, t]
-        advantages[:, t] = next_advantage
-    return advantages, advantages + values
+    if not 0 <= buffer_len <= max_length:
+        raise ValueError(f"overlong_buffer_len={buffer_len} must be between 0 and max_length={max_length}")
+    beyond = response_token_counts.float() - (max_length - buffer_len)
+    if not buffer_len:
+        return torch.zeros_like(beyond)
+    return -factor * (beyond / buffer_len).clamp(0.0, 1.0)
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of `values` where `mask` (same shape) is non-zero, over all of it or along `dim`."""
+    kept = torch.where(mask != 0, values, 0)
+    return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -114,6 +135,55 @@ def masked_std(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     deviation = values - masked_mean(values, keep, dim).unsqueeze(dim)
     squares = torch.where(keep, deviation, 0).square().sum(dim)
     return (squares / (keep.sum(dim) - 1).clamp(min=1)).sqrt()
+
+
+def masked_mean_var(
+    values: Tensor, mask: Tensor, sum_over_dp: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance (not Bessel-corrected) over the slots of all ranks where `mask` is non-zero.
+
+    Args:
+        values: any shape; slots outside the mask may hold NaN.
+        mask: same shape.
+        sum_over_dp: sums a float64 tensor over the ranks; all of them call this function.
+
+    Returns:
+        Two float64 scalars; 0 if no slot counts anywhere.
+    """
+    keep = mask != 0
+    kept = torch.where(keep, values.detach().double(), 0)
+    total, count = sum_over_dp(torch.stack([kept.sum(), keep.sum(dtype=torch.float64)]))
+    count = count.clamp(min=1)
+    mean = total / count
+    # A second pass over the deviations: E[x^2] - E[x]^2 would cancel.
+    return mean, sum_over_dp(torch.where(keep, kept - mean, 0).square().sum()) / count
+
+
+def whiten(
+    values: Tensor,
+    mask: Tensor,
+    shift_mean: bool = True,
+    sum_over_dp: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) with `masked_mean_var`, plus the mean again unless `shift_mean`.
+
+    Token rewards are whitened without shifting their mean, as a reward that moves with the others of its batch would
+    no longer say what is good (TRL does the same, with the Bessel-corrected variance).
+
+    Args:
+        values: any shape; slots outside the mask may hold NaN.
+        mask: same shape, non-zero where a slot counts.
+        shift_mean: False keeps the mean what it was.
+        sum_over_dp: sums a float64 tensor over the ranks; all of them call this function.
+
+    Returns:
+        dtype and shape of `values`; 0 outside the mask.
+    """
+    mean, var = masked_mean_var(values, mask, sum_over_dp)
+    whitened = (values.double() - mean) * torch.rsqrt(var + 1e-8)
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask != 0, whitened, 0).to(values.dtype)
 
 
 def calculate_entropy(log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -153,38 +223,13 @@ def select_topk(batch: dict[str, Tensor], num_select: int = 1, group_by: str = "
     rewards = batch["rewards"].flatten()
     if rewards.isnan().any():
         raise ValueError(f"the reward of rollout {int(rewards.isnan().nonzero()[0])} is NaN; cannot select the best")
-    group, size = _groups(batch[group_by])
+    group, size = group_rows(batch[group_by])
     order = torch.argsort(rewards, stable=True)
     order = order[torch.argsort(group[order], stable=True)]  # by prompt, and by reward inside
     stop = size.cumsum(0)[group[order]]
     position = torch.arange(len(order), device=order.device)
     chosen = order[position >= stop - num_select]
     return {key: tensor[chosen.to(tensor.device)] for key, tensor in batch.items()}
-
-
-def calculate_rloo_baseline(prompts: Tensor, reward: Tensor, mask: Tensor) -> Tensor:
-    """Leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740): mean reward of the prompt's *other* valid rows.
-
-    Args:
-        prompts: int [N, P]; identical rows belong together.
-        reward: [N].
-        mask: [N], non-zero where a row is valid.
-
-    Returns:
-        [N]; a row without a valid other row gets its own reward (so its advantage is 0).
-    """
-    group, size = _groups(prompts)
-    valid = (mask != 0).to(reward.dtype)
-    gained = torch.where(mask != 0, reward, 0)
-    total = torch.zeros_like(size, dtype=reward.dtype).index_add_(0, group, gained)[group] - gained
-    others = torch.zeros_like(size, dtype=reward.dtype).index_add_(0, group, valid)[group] - valid
-    return torch.where(others > 0, total / others.clamp(min=1), reward)
-
-
-def _groups(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(group of each row [N], size of each group): equal rows share a group; groups are in sorted order."""
-    _, group, size = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
-    return group, size
 
 
 def sample_seeds(seed: int, step: int, idx: Tensor) -> Tensor:
