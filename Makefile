@@ -51,8 +51,11 @@ $(VENV)/.installed: setup.py | $(RUN)
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) --editable .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
+# The libraries to compare with go without their requirements into a folder of their own: tests/oracles.txt says why.
+$(VENV)/.installed-test: $(VENV)/.installed tests/oracles.txt
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) --editable '.[test,dev]'
+	rm -rf $(VENV)/oracles
+	$(RUN) -m pip install --quiet $(PIP_FLAGS) --no-deps --target $(VENV)/oracles --requirement tests/oracles.txt
 	@touch $@
 
 install: $(VENV)/.installed

@@ -1,0 +1,116 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Import of other libraries' PPO mathematics, to compare ours with. See tests/oracles.txt for what and why.
+
+They lie in a folder that is on `sys.path` only while they are imported, last. What of them needs a cluster or a GPU
+(ray, vLLM) is not installed: inside their own modules, and only there, an absent package is an inert stand-in. None of
+the functions that the tests call touches one.
+"""
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(sys.prefix) / "oracles"
+LIBRARIES = ("verl", "openrlhf", "torchrl")
+ABSENT = ("ray", "vllm", "codetiming", "openrlhf.trainer.ray")  # imported by them, not needed by what we call
+UNRUN = ("openrlhf", "openrlhf.models", "openrlhf.trainer", "openrlhf.utils")  # packages whose __init__ wants a GPU
+
+
+@functools.cache
+def oracle(name: str) -> types.ModuleType:
+    """The module `name` of one of LIBRARIES, the way `importlib.import_module` gives it; skips where there is none."""
+    if not FOLDER.exists():
+        pytest.skip(f"{FOLDER} does not exist; `make test` installs tests/oracles.txt there")
+    for library in ("transformers", "accelerate", "trl.core"):
+        importlib.import_module(library)  # they look at what is installed once, so before any stand-in exists
+    with _import_path():
+        return importlib.import_module(name)
+
+
+@functools.cache
+def nemo_aligner_ppo_utils() -> types.ModuleType:
+    """`nemo_aligner/utils/ppo_utils.py` of NeMo-Aligner 0.7.0, by its file: the package has our name.
+
+    Its one import from there, `masked_mean`, is taken out: `calculate_entropy` must not be called.
+    """
+    path = FOLDER / "nemo_aligner" / "utils" / "ppo_utils.py"
+    if not path.exists():
+        pytest.skip(f"{path} does not exist; `make test` installs tests/oracles.txt there")
+    module = types.ModuleType("oracle_nemo_aligner_ppo_utils")
+    source = path.read_text()
+    line = "from nemo_aligner.utils.utils import masked_mean\n"
+    assert line in source
+    exec(compile(source.replace(line, "\n"), str(path), "exec"), vars(module))
+    return module
+
+
+class _Inert(type):
+    """A class each of whose attributes is itself, and which, called as a decorator, gives back what it decorates."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+    def __call__(cls, *args, **kwargs):
+        return args[0] if len(args) == 1 and callable(args[0]) else cls
+
+
+class _StandIn(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Inert(name, (), {})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stand-ins for ABSENT, and empty packages for UNRUN, to be seen by modules of LIBRARIES alone."""
+
+    def find_spec(self, name, path=None, target=None):
+        absent = any(name == package or name.startswith(package + ".") for package in ABSENT)
+        if not (absent or name in UNRUN) or not _asked_by_oracle():
+            return None
+        spec = importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if name in UNRUN:
+            spec.submodule_search_locations.append(str(FOLDER.joinpath(*name.split("."))))
+        return spec
+
+    def create_module(self, spec):
+        return types.ModuleType(spec.name) if spec.name in UNRUN else _StandIn(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+def _asked_by_oracle() -> bool:
+    """Whether the import statement under way stands in a module of LIBRARIES, or in this one."""
+    frame = sys._getframe(2)
+    while frame and (frame.f_globals.get("__name__") or "").partition(".")[0] == "importlib":
+        frame = frame.f_back
+    asker = frame.f_globals.get("__name__", "") if frame else ""
+    return asker == __name__ or asker.partition(".")[0] in LIBRARIES
+
+
+@contextmanager
+def _import_path() -> Iterator[None]:
+    """The oracles' folder at the end of the import path; afterwards neither it nor a stand-in is left."""
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    sys.path.append(str(FOLDER))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(FOLDER))
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
+            del sys.modules[name]
