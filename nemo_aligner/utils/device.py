@@ -85,6 +85,11 @@ REPLACED = [
     ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", "random-number tracker of tensor parallelism"),
     ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", "random-number tracker of tensor parallelism"),
     (
+        "megatron.core.models.common.embeddings.rotary_pos_embedding",
+        "get_pos_emb_on_this_cp_rank",
+        "asks for pinned memory, which there is none of without CUDA",
+    ),
+    (
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer._set_main_param_and_optimizer_states",
         "native Adam: loads in place into leaves that need a gradient, and asks for a 'step' the checkpoint lacks",
@@ -93,6 +98,16 @@ REPLACED = [
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer.load_state_dict",
         "native Adam: one 'step' tensor shared by all parameters would be advanced once per parameter",
+    ),
+    (
+        "megatron.core.transformer.moe.token_dispatcher",
+        "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
+        "the constructor makes a CUDA stream unless there is one",
+    ),
+    (
+        "megatron.core.transformer.moe.token_dispatcher",
+        "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+        "copies the sizes of the exchange to the host on a CUDA stream; on the CPU they are there",
     ),
 ]
 
@@ -142,6 +157,7 @@ def _replacements():
     """CPU counterpart of each entry of `REPLACED`, by (module, dotted name)."""
     distributed_optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     load_state_dict = distributed_optimizer.load_state_dict
+    dispatcher = "megatron.core.transformer.moe.token_dispatcher"
 
     def set_states(self, model_param, tensors):
         group, order = self.model_param_group_index_map[model_param]
@@ -151,13 +167,28 @@ def _replacements():
             for key, tensor in tensors.items():
                 destination[key].copy_(tensor)
 
+    def chunks_of_context_rank(embeddings, seq_dim, cp_group):
+        chunks = embeddings.chunk(2 * cp_group.size(), seq_dim)
+        return torch.cat([chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]], seq_dim)
+
     @functools.wraps(load_state_dict)
     def load_with_own_steps(self, state_dict):
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
 
+    def sizes_on_host(self, _point, tokens_per_expert=None):
+        for name in ("input_splits", "output_splits"):
+            sizes = getattr(self, name)
+            if isinstance(sizes, torch.Tensor):
+                setattr(self, name, sizes.tolist())  # gloo's all-to-all takes a list
+        return tokens_per_expert
+
     return {
+        (
+            "megatron.core.models.common.embeddings.rotary_pos_embedding",
+            "get_pos_emb_on_this_cp_rank",
+        ): chunks_of_context_rank,
         ("torch.cuda", "current_device"): lambda: torch.device("cpu"),
         ("torch.cuda", "synchronize"): lambda *_args, **_kwargs: None,
         ("torch.cuda", "get_rng_state"): _get_rng_state,
@@ -170,6 +201,8 @@ def _replacements():
             "DistributedOptimizer._set_main_param_and_optimizer_states",
         ): set_states,
         ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict"): load_with_own_steps,
+        (dispatcher, "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream"): "none on the CPU",
+        (dispatcher, "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"): sizes_on_host,
     }
 
 

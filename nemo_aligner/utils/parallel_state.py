@@ -19,6 +19,8 @@ adapt_megatron_core()
 from megatron.core import parallel_state as _mcore  # noqa: E402  (the adaptation comes first)
 from megatron.core import tensor_parallel as _tensor_parallel  # noqa: E402
 
+_replica_group = None  # TP x PP x CP, with context parallelism
+
 
 def is_initialized() -> bool:
     """True once Megatron's groups exist in this process."""
@@ -39,7 +41,7 @@ def initialize(
     A process without `torch.distributed` becomes a world of its own (size 1, through an in-process store: no port).
 
     Raises:
-        ConfigError: TP x PP x CP does not divide the number of ranks.
+        ConfigError: TP x PP x CP does not divide the number of ranks, or EP not the ranks that share a model's work.
     """
     if not torch.distributed.is_initialized():
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -57,7 +59,16 @@ def initialize(
             "divide "
             f"the {world_size} rank(s) of this job. Change trainer.devices / trainer.num_nodes or the parallel sizes."
         )
+    replicas = world_size // (tensor_model_parallel_size * pipeline_model_parallel_size)
+    if replicas % expert_model_parallel_size:
+        raise ConfigError(
+            f"expert_model_parallel_size={expert_model_parallel_size} does not divide the {replicas} data-parallel x "
+            f"context-parallel rank(s) of this job ({world_size} ranks, TP={tensor_model_parallel_size}, "
+            f"PP={pipeline_model_parallel_size}). Change trainer.devices / trainer.num_nodes or the parallel sizes."
+        )
+    global _replica_group
     if not _mcore.is_initialized():
+        _replica_group = None  # of groups that were destroyed since
         _mcore.initialize_model_parallel(
             tensor_model_parallel_size=tensor_model_parallel_size,
             pipeline_model_parallel_size=pipeline_model_parallel_size,
@@ -68,14 +79,51 @@ def initialize(
             create_gloo_process_groups=True,
         )
     else:
-        have = (_mcore.get_tensor_model_parallel_world_size(), _mcore.get_pipeline_model_parallel_world_size())
-        if have != (tensor_model_parallel_size, pipeline_model_parallel_size):
-            raise ConfigError(
-                f"this process already runs with TP={have[0]}, PP={have[1]}; a second model cannot use "
-                f"TP={tensor_model_parallel_size}, PP={pipeline_model_parallel_size}."
-            )
+        have = {
+            "TP": _mcore.get_tensor_model_parallel_world_size(),
+            "PP": _mcore.get_pipeline_model_parallel_world_size(),
+            "CP": _mcore.get_context_parallel_world_size(),
+            "EP": _mcore.get_expert_model_parallel_world_size(),
+        }
+        want = {
+            "TP": tensor_model_parallel_size,
+            "PP": pipeline_model_parallel_size,
+            "CP": context_parallel_size,
+            "EP": expert_model_parallel_size,
+        }
+        if have != want:
+            sizes = [", ".join(f"{name}={size}" for name, size in x.items()) for x in (have, want)]
+            raise ConfigError(f"this process already runs with {sizes[0]}; a second model cannot use {sizes[1]}.")
+    if context_parallel_size > 1 and _replica_group is None:
+        _replica_group = _new_replica_group(timeout)
+    seed_generators(seed)
+
+
+def _new_replica_group(timeout: timedelta):
+    """The ranks of this rank's TP x PP x CP, for which Megatron Core has no group; every rank of the job calls it."""
+    replicas = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(replicas, _mcore.get_data_parallel_rank())
+    mine = None
+    for replica in range(_mcore.get_data_parallel_world_size()):
+        # A collective of all ranks, members or not.
+        group = torch.distributed.new_group([r for r, other in enumerate(replicas) if other == replica], timeout)
+        mine = group if replica == _mcore.get_data_parallel_rank() else mine
+    return mine
+
+
+def seed_generators(seed: int, by_context_rank: bool = False) -> None:
+    """Seed Megatron's random-number tracker and the generator of the device.
+
+    Args:
+        seed: of the job.
+        by_context_rank: give the context-parallel ranks different numbers, for dropout: they hold different positions.
+            Without it the same, for initial weights: they hold the same weights.
+    """
     # Pipeline stages hold other layers: they must not draw the same weights and dropout masks.
-    _tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * _mcore.get_pipeline_model_parallel_rank())
+    stream = _mcore.get_pipeline_model_parallel_rank()
+    if by_context_rank:
+        stream += _mcore.get_pipeline_model_parallel_world_size() * _mcore.get_context_parallel_rank()
+    _tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * stream)
 
 
 def destroy() -> None:
@@ -118,13 +166,19 @@ def get_data_parallel_src_rank() -> int:
 
 
 def get_model_parallel_group():
+    """The ranks of one replica of the model, TP x PP x CP, by global rank: they work on the same rows."""
     if not is_initialized():
         return None
-    return _mcore.get_model_parallel_group()
+    return _replica_group if get_context_parallel_world_size() > 1 else _mcore.get_model_parallel_group()
+
+
+def get_tensor_and_pipeline_parallel_group():
+    """The ranks that hold one copy of the weights, TP x PP, by global rank: the last TP of them are the last stage."""
+    return _mcore.get_model_parallel_group() if is_initialized() else None
 
 
 def get_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's TP x PP group."""
+    """Global rank of the first member of this rank's TP x PP x CP group."""
     if not is_initialized():
         return 0
     return torch.distributed.get_process_group_ranks(get_model_parallel_group())[0]
@@ -184,3 +238,23 @@ def get_context_parallel_rank() -> int:
 
 def get_context_parallel_group():
     return _mcore.get_context_parallel_group() if is_initialized() else None
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Number of ranks over which the experts of a layer are spread."""
+    return _mcore.get_expert_model_parallel_world_size() if is_initialized() else 1
+
+
+def get_expert_model_parallel_rank() -> int:
+    return _mcore.get_expert_model_parallel_rank() if is_initialized() else 0
+
+
+def get_expert_model_parallel_group():
+    """The ranks that hold the experts of one layer between them. They work on different rows of a batch, but must
+    pass through every layer equally often: tokens travel between them."""
+    return _mcore.get_expert_model_parallel_group() if is_initialized() else None
+
+
+def get_expert_data_parallel_group():
+    """The ranks that hold the same experts: replicas of each other's expert weights."""
+    return _mcore.get_expert_data_parallel_group() if is_initialized() else None

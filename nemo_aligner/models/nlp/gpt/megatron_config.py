@@ -14,6 +14,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router, expert_settings
 from nemo_aligner.utils.errors import ConfigError
 
 from nemo_aligner.utils import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core)
@@ -158,6 +159,7 @@ def build_transformer_config(cfg) -> TransformerConfig:
         bias_dropout_fusion=accelerated and bool(cfg.get("bias_dropout_add_fusion", True)),
         bias_activation_fusion=accelerated and bias and name in ("gelu", "swiglu", "fast-swiglu"),
         apply_rope_fusion=accelerated and bool(cfg.get("apply_rope_fusion", False)),
+        **expert_settings(cfg),
     )
 
 
@@ -254,6 +256,9 @@ def build_layer_spec(config: TransformerConfig, vp_stage: int | None = None):
     submodules.pre_mlp_layernorm = LocalNorm
     submodules.self_attention.submodules.core_attention = SDPAttention
     submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
+    if config.num_moe_experts:
+        submodules.mlp.submodules.router = Router
+        submodules.mlp.submodules.experts.module = Experts
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=LocalNorm
     )

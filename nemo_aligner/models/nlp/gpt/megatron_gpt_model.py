@@ -97,6 +97,7 @@ class MegatronGPTModel(ModelPT):
             pipeline_model_parallel_size=cfg.get("pipeline_model_parallel_size", 1) or 1,
             virtual_pipeline_model_parallel_size=cfg.get("virtual_pipeline_model_parallel_size", None),
             context_parallel_size=cfg.get("context_parallel_size", 1) or 1,
+            expert_model_parallel_size=cfg.get("expert_model_parallel_size", 1) or 1,
             seed=cfg.get("seed", 1234),
         )
         super().__init__(cfg, trainer=trainer)
