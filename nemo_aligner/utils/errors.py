@@ -15,3 +15,11 @@ class ConfigError(UserError):
 
 class ServerRequestError(RuntimeError):
     """A request failed on the server, or its answer never came; the message carries the remote traceback."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss, a gradient, a reward or a value is NaN or infinite; raised by all ranks together."""
+
+
+class ReplicaError(RuntimeError):
+    """Weights that must be equal on several ranks are not; raised by all ranks together."""

@@ -19,6 +19,7 @@ import torch
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.finite import check_finite
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.utils import get_model_config  # isort: skip
@@ -122,7 +123,8 @@ def forward_backward(
         batch: this rank's rows; `tokens` int64 `[B, S]` and what `loss_fn` needs.
         micro_batch_size: rows per forward pass; must divide B.
         loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are partial sums over
-            the global batch. `output` is `[b, S, V / TP]` logits of a language model or what the model's head returns.
+            the global batch, and `loss` is one of the metrics. `output` is `[b, S, V / TP]` logits of a language
+            model or what the model's head returns.
         model_inputs: further keys of the batch that are handed to the model by name.
 
     Returns:
@@ -131,6 +133,7 @@ def forward_backward(
     Raises:
         UserError: `micro_batch_size` does not divide the rows, or virtual pipelining needs another number of
             micro-batches.
+        NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, and before a weight has changed.
     """
     rows = batch["tokens"].size(0)
     if rows % micro_batch_size:
@@ -149,9 +152,11 @@ def forward_backward(
         )
     scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()
     totals: dict[str, torch.Tensor] = {}
+    losses: list[torch.Tensor] = []
 
     def consume(output, micro_batch):
         loss, metrics = loss_fn(output, micro_batch)
+        losses.append(loss.detach())
         # The schedule divides the loss in place, so what is reported must be a copy: the sum is one.
         for key, value in metrics.items():
             totals[key] = totals.get(key, 0.0) + value.detach().double()  # float64: a correlation's moments need it
@@ -166,7 +171,10 @@ def forward_backward(
     values = torch.stack([totals[key] for key in keys]) if keys else torch.zeros(0, device=get_device())
     if keys and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
         torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return broadcast_from_last_stage(dict(zip(keys, values.tolist(), strict=True)))
+    metrics = broadcast_from_last_stage(dict(zip(keys, values.tolist(), strict=True)))
+    if not forward_only:
+        check_finite(model_chunks, metrics["loss"], losses, micro_batch_size)
+    return metrics
 
 
 @torch.no_grad()

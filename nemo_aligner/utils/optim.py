@@ -34,14 +34,15 @@ SCHEDULES = ("CosineAnnealing", *CONSTANT_SCHEDULES)
 
 def wrap_with_ddp(model_chunks: list, optim_cfg) -> list:
     """Wrap every chunk in Megatron's DistributedDataParallel and register its gradient hooks; all ranks call it."""
-    overlap = bool(optim_cfg.get("overlap_grad_sync", False)) and parallel_state.get_data_parallel_world_size() > 1
+    several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    overlap = bool(optim_cfg.get("overlap_grad_sync", False)) and several
     bucket_mb = optim_cfg.get("bucket_cap_mb", None)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=optim_cfg.name in DISTRIBUTED_OPTIMIZERS,
-        # A NaN or Inf gradient stops the job before it reaches a weight.
-        check_for_nan_in_grad=True,
+        # Megatron's check leaves the other ranks in the reduction; ours (utils/finite.py) raises on all of them.
+        check_for_nan_in_grad=False,
         bucket_size=int(bucket_mb * 2**20 / 4) if bucket_mb else None,
     )
     wrapped = []

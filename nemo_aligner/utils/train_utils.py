@@ -4,6 +4,8 @@
 
 import math
 
+from nemo_aligner.utils.errors import NonFiniteError
+
 
 def clip_gradients(optimizer, clip_val: float | None) -> None:
     """Set the gradient norm to which the next `optimizer.step()` clips; None or <= 0 switches clipping off."""
@@ -18,12 +20,12 @@ def optimizer_step(optimizer, scheduler, clip_val: float | None) -> float | None
         The gradient norm before clipping, or None when clipping is off.
 
     Raises:
-        RuntimeError: the gradient norm is NaN or infinite, or the optimizer refused the step.
+        NonFiniteError: the gradient norm is NaN or infinite, or the optimizer refused the step.
     """
     clip_gradients(optimizer, clip_val)
     succeeded, grad_norm, _num_zeros = optimizer.step()
     if not succeeded or (grad_norm is not None and not math.isfinite(grad_norm)):
-        raise RuntimeError(
+        raise NonFiniteError(
             f"the gradient norm is {grad_norm}: the update would destroy the weights. Lower model.optim.lr or check "
             "the data."
         )
