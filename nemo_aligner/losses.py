@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from nemo_aligner.utils.kl import calculate_kl_penalty
+
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
 
 
@@ -72,12 +74,24 @@ def ppo_actor_loss(
     advantages: Tensor,
     weights: Tensor,
     ratio_eps: float,
+    dual_clip: float | None = None,
+    ref_logprobs: Tensor | None = None,
+    kl_loss_coef: float = 0.0,
+    kl_loss_estimator: str = "k3",
     entropy: Tensor | None = None,
     entropy_bonus: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7), minus an entropy bonus (eq. 9).
 
-    With rho = exp(logprobs - prev_logprobs), per slot: max(-A rho, -A clamp(rho, 1-eps, 1+eps)) - bonus * H.
+    With rho = exp(logprobs - prev_logprobs), per slot:
+
+        surrogate = max(-A rho, -A clamp(rho, 1-eps, 1+eps)),  and with dual_clip where A < 0: min(surrogate, -A c)
+        loss = surrogate + kl_loss_coef * KL(logprobs, ref_logprobs) - entropy_bonus * H
+
+    The dual clip (Ye et al. 2020, arXiv:1912.09729, eq. 5) bounds what a token can cost that the policy has come to
+    like although it is bad, where the first clip does not bound it. The KL in the loss (Shao et al. 2024,
+    arXiv:2402.03300, eq. 3 and 4) is differentiated through its estimator: `kl.calculate_kl_penalty` says what that
+    gives.
 
     Args:
         logprobs: [B, S-1], of the policy in training; carries the gradient.
@@ -85,29 +99,62 @@ def ppo_actor_loss(
         advantages: [B, S-1].
         weights: [B, S-1], from `loss_weights`.
         ratio_eps: clip range.
-        entropy: [B, S-1], per slot; needed when `entropy_bonus` is not 0.
+        dual_clip: c > 1, or None: off.
+        ref_logprobs: [B, S-1], of the reference policy; needed when `kl_loss_coef` is not 0.
+        kl_loss_coef: coefficient of the KL; 0 switches it off.
+        kl_loss_estimator: one of `kl.KL_ESTIMATORS`.
+        entropy: [B, S-1], per slot; needed when `entropy_bonus` is not 0, otherwise only reported.
         entropy_bonus: coefficient of the entropy.
 
     Returns:
-        Partial sums: the loss, and metrics `loss`, `ppo_ratio`, `ppo_ratio_clamped` (weighted means of rho) and
-        `scaled_entropy` (bonus times mean entropy).
+        Partial sums: the loss, and the metrics, which are weighted means:
+        `loss`; `ppo_ratio`, `ppo_ratio_clamped` (rho); `ppo_clip_fraction` (share of slots whose gradient the clip
+        cuts: the ratio is outside the range on the side that the advantage pushes to); `approx_kl` (KL of the policy
+        that generated to the one in training, estimator k3); `scaled_entropy` (bonus times mean entropy);
+        with `dual_clip`, `dual_clip_fraction` (share of slots whose gradient that cuts); with `kl_loss_coef`,
+        `kl_loss` (the mean estimate, without the coefficient); with `entropy`, `entropy`.
+
+    Raises:
+        ValueError: a tensor that a coefficient needs is missing, `dual_clip` is not above 1, or an unknown estimator.
     """
-    ratio = (_kept(logprobs, weights) - _kept(prev_logprobs, weights)).exp()
+    logprobs, prev_logprobs, advantages = (_kept(x, weights) for x in (logprobs, prev_logprobs, advantages))
+    # Beyond e^80 a float32 ratio would overflow, and 0 * inf make a NaN gradient of a slot that the clip has cut.
+    ratio = (logprobs - prev_logprobs).clamp(max=80.0).exp()
     clamped = ratio.clamp(1.0 - ratio_eps, 1.0 + ratio_eps)
-    advantages = _kept(advantages, weights)
-    loss = (weights * torch.maximum(-advantages * ratio, -advantages * clamped)).sum()
-    scaled_entropy = torch.zeros_like(loss)
-    if entropy_bonus:
-        if entropy is None:
-            raise ValueError(f"entropy_bonus={entropy_bonus} needs the entropy of each slot")
-        scaled_entropy = entropy_bonus * (weights * _kept(entropy, weights)).sum()
-        loss = loss - scaled_entropy
-    return loss, {
-        "loss": loss.detach(),
-        "ppo_ratio": (weights * ratio.detach()).sum(),
-        "ppo_ratio_clamped": (weights * clamped.detach()).sum(),
-        "scaled_entropy": scaled_entropy.detach(),
+    unclipped, clipped = -advantages * ratio, -advantages * clamped
+    surrogate = torch.maximum(unclipped, clipped)
+    metrics = {
+        "ppo_ratio": ratio,
+        "ppo_ratio_clamped": clamped,
+        "ppo_clip_fraction": clipped > unclipped,
+        "approx_kl": calculate_kl_penalty(prev_logprobs, logprobs.detach(), estimator="k3"),
     }
+    if dual_clip is not None:
+        surrogate, metrics["dual_clip_fraction"] = _dual_clip(surrogate, advantages, dual_clip)
+    loss = (weights * surrogate).sum()
+    if kl_loss_coef:
+        _require(ref_logprobs, f"kl_loss_coef={kl_loss_coef} needs the log-probs of the reference policy")
+        kl = calculate_kl_penalty(logprobs, _kept(ref_logprobs, weights), estimator=kl_loss_estimator)
+        loss = loss + kl_loss_coef * (weights * kl).sum()
+        metrics["kl_loss"] = kl
+    if entropy_bonus:
+        _require(entropy, f"entropy_bonus={entropy_bonus} needs the entropy of each slot")
+    scaled_entropy = torch.zeros_like(loss)
+    if entropy is not None:
+        metrics["entropy"] = _kept(entropy, weights)
+        scaled_entropy = entropy_bonus * (weights * metrics["entropy"]).sum()
+        loss = loss - scaled_entropy
+    means = {name: (weights * value.detach()).sum() for name, value in metrics.items()}
+    return loss, {"loss": loss.detach(), "scaled_entropy": scaled_entropy.detach(), **means}
+
+
+def _dual_clip(surrogate: Tensor, advantages: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """(`surrogate` of at most -A * limit where A < 0, bool: where that bounds it)."""
+    if not limit > 1:
+        raise ValueError(f"dual_clip={limit} must be above 1 (or None: off)")
+    bound = -advantages * limit
+    bounded = (advantages < 0) & (surrogate > bound)
+    return torch.where(bounded, bound, surrogate), bounded
 
 
 def ppo_critic_loss(
@@ -125,15 +172,21 @@ def ppo_critic_loss(
         loss_clip_val: None or <= 0 switches clipping off.
 
     Returns:
-        Partial sums: the loss and the metric `loss`.
+        Partial sums: the loss, and metrics `loss` and `value_clip_fraction` (share of slots whose gradient the clip
+        cuts: the clipped value is the worse one; 0 if clipping is off). `metrics.explained_variance_moments` has
+        those of the explained variance.
     """
     values, prev_values, returns = (_kept(x, weights) for x in (values, prev_values, returns))
     error = (values - returns).square()
+    cut = torch.zeros_like(error, dtype=torch.bool)
     if loss_clip_val is not None and loss_clip_val > 0:
         clipped = prev_values + (values - prev_values).clamp(-loss_clip_val, loss_clip_val)
-        error = torch.maximum((clipped - returns).square(), error)
+        clipped_error = (clipped - returns).square()
+        # Where nothing is clipped, prev + (v - prev) may differ from v by a rounding.
+        cut = (clipped_error > error) & ((values - prev_values).abs() > loss_clip_val)
+        error = torch.maximum(clipped_error, error)
     loss = 0.5 * (weights * error).sum()
-    return loss, {"loss": loss.detach()}
+    return loss, {"loss": loss.detach(), "value_clip_fraction": (weights * cut).sum()}
 
 
 def sft_loss(*, logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -194,6 +247,11 @@ def regression_loss(*, predictions: Tensor, labels: Tensor, weights: Tensor) -> 
 def _kept(values: Tensor, weights: Tensor) -> Tensor:
     """float32 `values` where the weight is not 0, else 0: a selection, since 0 * NaN would stay NaN, backward too."""
     return torch.where(weights != 0, values.float(), 0.0)
+
+
+def _require(tensor: Tensor | None, message: str) -> None:
+    if tensor is None:
+        raise ValueError(message)
 
 
 def _count(keep: Tensor, dim: int) -> Tensor:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.losses import loss_weights, ppo_critic_loss
+from nemo_aligner.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.models.alignable_interface import CriticModelInterface
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel, num_attributes
 from nemo_aligner.utils.device import get_device
@@ -136,7 +137,8 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
             batch: a `CriticTrainBatch`: `tokens` int64 [N, S]; `returns`, `prev_values`, `mask` [N, S-1].
 
         Returns:
-            The loss, and the metric `loss`, over the global batch.
+            The loss and, over the global batch: `loss`, `value_clip_fraction` and, unless all returns are equal,
+            `explained_variance` of the returns by the values in training.
         """
         self._load(StateDictState.CRITIC)
         micro_batch_size = self.cfg.micro_batch_size
@@ -149,18 +151,20 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         }
 
         def loss_fn(values, rows):
-            return ppo_critic_loss(
-                values=self._standardize(values[:, :-1]),
-                prev_values=rows["prev_values"],
-                returns=rows["returns"],
-                weights=rows["weights"],
-                loss_clip_val=self.loss_clip_val,
+            inputs = {
+                "values": self._standardize(values[:, :-1]),
+                "returns": rows["returns"],
+                "weights": rows["weights"],
+            }
+            loss, metrics = ppo_critic_loss(
+                **inputs, prev_values=rows["prev_values"], loss_clip_val=self.loss_clip_val
             )
+            return loss, metrics | explained_variance_moments(**inputs)
 
         metrics = forward_backward(
             self.model, rows, micro_batch_size=micro_batch_size, loss_fn=loss_fn, forward_only=forward_only
         )
-        return metrics["loss"], metrics
+        return metrics["loss"], explained_variance_from_moments(metrics)
 
     # --- inference ------------------------------------------------------------------------------------------------
 

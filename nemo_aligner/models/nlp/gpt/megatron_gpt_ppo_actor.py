@@ -26,7 +26,8 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
 
     Attributes:
         init_policy_state_dict: weights of the reference policy in host memory, from `set_reference_policy`, or None.
-        entropy_bonus, ratio_eps: coefficients of the loss.
+        entropy_bonus, ratio_eps, dual_clip, kl_loss_coef, kl_loss_estimator: of the loss.
+        train_on_truncated: rows that reached no end train the policy too.
     """
 
     SECTION = "ppo"
@@ -35,12 +36,21 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
         super().__init__(cfg, trainer=trainer)
         self.entropy_bonus = self.settings.get("entropy_bonus", 0.0)
         self.ratio_eps = self.settings.ratio_eps
+        self.dual_clip = self.settings.get("dual_clip", None)
+        self.kl_loss_coef = self.settings.get("kl_loss_coef", 0.0)
+        self.kl_loss_estimator = self.settings.get("kl_loss_estimator", "k3")
+        self.train_on_truncated = self.settings.get("train_on_truncated", False)
         self.init_policy_state_dict = None
         if self.generation_params.changes_distribution:
             logging.warning(
                 "top_k, top_p, repetition_penalty and min_length above 1 make the sampler draw from another "
                 "distribution than the one whose log-probs PPO uses (softmax of logits / temperature): the updates "
                 "are off-policy to that extent."
+            )
+        if self.kl_loss_coef and self.kl_loss_estimator == "k1":
+            logging.warning(
+                "model.ppo.kl_loss_estimator=k1: its gradient is 0 on average, so the KL in the loss does not hold "
+                "the policy to the reference; k2 and k3 do."
             )
         # Greedy decoding ignores the temperature, so the log-probs do too.
         self.temperature = 1.0 if self.generation_params.use_greedy else self.generation_params.temperature
@@ -67,16 +77,17 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
     def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
         """PPO loss (`nemo_aligner.losses.ppo_actor_loss`) of a global batch, with its gradient unless `forward_only`.
 
-        Only samples that ended properly (`is_end`) count. All ranks call it, each with its share of the rows.
+        Only samples that ended properly (`is_end`) count, unless `train_on_truncated`. All ranks call it, each with
+        its share of the rows.
 
         Args:
-            batch: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`; `mask`, `advantages` and `prev_logprobs`
-                `[B, S-1]`.
+            batch: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`; `mask`, `advantages`, `prev_logprobs` and,
+                with `kl_loss_coef`, `init_logprobs` (of the reference policy) `[B, S-1]`.
 
         Returns:
             The loss and its metrics over the global batch, equal on every rank.
         """
-        mask = batch["mask"] * batch["is_end"].unsqueeze(-1)
+        mask = batch["mask"] if self.train_on_truncated else batch["mask"] * batch["is_end"].unsqueeze(-1)
         micro_batch_size = self.cfg.micro_batch_size
         rows = {
             "tokens": batch["response_tokens"],
@@ -84,6 +95,8 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
             "prev_logprobs": batch["prev_logprobs"],
             "weights": loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp),
         }
+        if self.kl_loss_coef:
+            rows["ref_logprobs"] = batch["init_logprobs"]
 
         def loss_fn(logits, rows):
             # An entropy that is not in the loss is not worth a pass over the vocabulary.
@@ -98,6 +111,10 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
                 advantages=rows["advantages"],
                 weights=rows["weights"],
                 ratio_eps=self.ratio_eps,
+                dual_clip=self.dual_clip,
+                ref_logprobs=rows.get("ref_logprobs"),
+                kl_loss_coef=self.kl_loss_coef,
+                kl_loss_estimator=self.kl_loss_estimator,
                 entropy=entropy,
                 entropy_bonus=self.entropy_bonus,
             )
