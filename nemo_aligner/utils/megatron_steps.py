@@ -177,6 +177,17 @@ def forward_backward(
     return metrics
 
 
+def _most_of_expert_ranks(count: int) -> int:
+    """The largest `count` among the ranks of an expert-parallel group; they call it together."""
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return count
+    most = torch.tensor(count, device=get_device())
+    torch.distributed.all_reduce(
+        most, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group()
+    )
+    return int(most)
+
+
 @torch.no_grad()
 def forward_collect(
     model_chunks: list,
@@ -187,6 +198,9 @@ def forward_collect(
     model_inputs: Iterable[str] = (),
 ) -> torch.Tensor:
     """Forward pass of this rank's rows; all ranks call it, with equal shapes within a pipeline.
+
+    Data-parallel ranks may have rows of another number and width. With expert parallelism they then make as many
+    passes as the one with the most, as every pass needs the experts of all; so all of them must call it equally often.
 
     Args:
         micro_batch_size: most rows per forward pass; what is missing is filled up with repeated rows, which are
@@ -199,7 +213,8 @@ def forward_collect(
     rows = batch["tokens"].size(0)
     group = _micro_batch_group(model_chunks)
     micro_batch_size = min(micro_batch_size, -(-rows // group))
-    missing = -rows % (micro_batch_size * group)
+    rounds = _most_of_expert_ranks(-(-rows // (micro_batch_size * group)))
+    missing = rounds * micro_batch_size * group - rows
     if missing:
         batch = {key: torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]) for key, value in batch.items()}
     outputs = _run_schedule(
