@@ -15,10 +15,12 @@ from torch import Tensor
 from nemo_aligner.generation.sampling import choose_tokens, sample_uniforms, seen_tokens
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.distributed import rebalance_nd_tensor
+from nemo_aligner.utils.errors import UserError
 from nemo_aligner.utils.text_generation_utils import EndConditions, GenerationParams
 
 from megatron.core.inference.contexts import StaticInferenceContext  # isort: skip
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
 
@@ -75,8 +77,15 @@ class MegatronGenerator(TextGenerator):
     the model (not generated) until its end. So each token keeps the position that it has in training. Rows that have
     ended are taken out of the batch whenever they are half of it.
 
-    Every rank of a TP x PP group calls `generate` with the same arguments; the data-parallel ranks are independent of
-    each other. Tokens are chosen on one rank and sent to the others, so ranks cannot disagree.
+    Every rank of a TP x PP x CP group calls `generate` with the same arguments; the data-parallel ranks are independent
+    of each other. Tokens are chosen on one rank and sent to the others of its TP x PP, so ranks cannot disagree.
+
+    Sequences are not split while they grow: the context-parallel ranks share out the rows of a batch, each decodes its
+    own as if it were alone, and all get the results.
+
+    With expert parallelism the data-parallel ranks of an expert-parallel group hold each other's experts: they must
+    call `generate` equally often, each with rows of its own, and advance in lockstep. A rank whose rows are done goes
+    through the model with a stand-in until the last one is done.
 
     Args:
         model: model chunks of this pipeline stage, wrapped or not.
@@ -85,8 +94,6 @@ class MegatronGenerator(TextGenerator):
     """
 
     def __init__(self, model: list[torch.nn.Module], tokenizer, max_sequence_length: int):
-        if parallel_state.get_context_parallel_world_size() > 1:
-            raise ConfigError("no text generation with context parallelism; set model.context_parallel_size=1.")
         self.model = list(model)
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
@@ -105,22 +112,37 @@ class MegatronGenerator(TextGenerator):
         limits = self._length_limits(prompts, lengths, params)
         if params.end_strings not in self._end_conditions:
             self._end_conditions[params.end_strings] = EndConditions(self.tokenizer, params.end_strings)
-        rows = _Rows(
-            prompts, lengths, limits, sample_seeds, params, self._end_conditions[params.end_strings], self.vocab_size
-        )
+        end = self._end_conditions[params.end_strings]
+
+        def decode(*rows: Tensor) -> GenerationOutput:
+            return self._decode(_Rows(*rows, params, end, self.vocab_size))
+
+        inputs = prompts, lengths, limits, sample_seeds.to(device)
+        if parallel_state.get_context_parallel_world_size() == 1:
+            return decode(*inputs)
+        return _share_out_rows(decode, inputs, pad_id=end.token_ids[0])
+
+    def _decode(self, rows: "_Rows") -> GenerationOutput:
+        """The responses of `rows`; all ranks of a TP x PP group call it."""
         context = StaticInferenceContext(rows.tokens.size(0), rows.tokens.size(1))
         with decoding_mode(self.model):
             while True:
                 logits = self._forward(rows.tokens[:, context.sequence_len_offset : rows.cursor], context)
                 tokens, logprobs = self._share(*(rows.choose(logits) if logits is not None else (None, None)), rows)
                 rows.append(tokens, logprobs)
-                if rows.all_done():
-                    return rows.output()
+                done = rows.all_done()
+                everybody_done = _on_all_expert_ranks(done)
+                if done:
+                    break
                 keep = rows.compact()
                 if keep is not None:
                     for layer, memory in context.key_value_memory_dict.items():
                         context.key_value_memory_dict[layer] = tuple(cache[:, keep] for cache in memory)
                 context.enable_decode_mode()
+            while not everybody_done:
+                self._forward(rows.tokens[:1, :1], StaticInferenceContext(1, 1))
+                everybody_done = _on_all_expert_ranks(True)
+        return rows.output()
 
     def _length_limits(self, prompts: Tensor, lengths: Tensor, params: GenerationParams) -> Tensor:
         """int64 `[b]`: longest R of each row. Raises `UserError` for prompts that cannot be answered."""
@@ -168,7 +190,7 @@ class MegatronGenerator(TextGenerator):
 
     def _share(self, tokens: Tensor | None, logprobs: Tensor | None, rows: "_Rows") -> tuple[Tensor, Tensor | None]:
         """Choices of the first tensor-parallel rank of the last stage, on every rank of the model."""
-        group = parallel_state.get_model_parallel_group()
+        group = parallel_state.get_tensor_and_pipeline_parallel_group()
         ranks = torch.distributed.get_process_group_ranks(group)
         if len(ranks) == 1:
             return tokens, logprobs
@@ -181,6 +203,55 @@ class MegatronGenerator(TextGenerator):
                 logprobs = torch.empty(rows.tokens.size(0), dtype=torch.float32, device=rows.tokens.device)
             torch.distributed.broadcast(logprobs, src=source, group=group)
         return tokens, logprobs
+
+
+def _on_all_expert_ranks(done: bool) -> bool:
+    """True if `done` is on all ranks of the expert-parallel group; they call it together."""
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return done
+    flag = torch.tensor(done, dtype=torch.int32, device=get_device())
+    torch.distributed.all_reduce(
+        flag, op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_expert_model_parallel_group()
+    )
+    return bool(flag)
+
+
+def _share_out_rows(decode, inputs: tuple[Tensor, ...], pad_id: int) -> GenerationOutput:
+    """`decode(*inputs)` with the rows split over the context-parallel ranks, which all call it; the same on each.
+
+    Raises:
+        RuntimeError: `decode` raised one on some rank; on all of them.
+    """
+    group, size = parallel_state.get_context_parallel_group(), parallel_state.get_context_parallel_world_size()
+    mine = torch.arange(len(inputs[0])).tensor_split(size)[parallel_state.get_context_parallel_rank()]
+    # A rank with no row of its own decodes a copy of the first: where experts are spread over the ranks, none may pass.
+    rows = mine if len(mine) else torch.zeros(1, dtype=torch.int64)
+    output, error = None, None
+    try:
+        output = decode(*(tensor[rows.to(tensor.device)] for tensor in inputs))
+    except RuntimeError as failure:
+        error = failure
+    told = [None] * size
+    width = 0 if output is None else output.response_tokens.size(1)
+    torch.distributed.all_gather_object(told, (None if error is None else str(error), width), group=group)
+    if error is not None:
+        raise error
+    for text, _ in told:
+        if text is not None:
+            raise RuntimeError(text)
+    pad = max(width for _, width in told) - width
+    kept = slice(len(mine))
+
+    def gather(tensor: Tensor, **pad_options) -> Tensor:
+        tensor = torch.nn.functional.pad(tensor, (0, pad), **pad_options) if tensor.dim() > 1 else tensor
+        return rebalance_nd_tensor(tensor[kept], group)
+
+    return GenerationOutput(
+        gather(output.response_tokens, value=pad_id),
+        gather(output.response_lengths),
+        gather(output.is_end),
+        None if output.logprobs is None else gather(output.logprobs),
+    )
 
 
 class _Rows:
@@ -303,11 +374,12 @@ class _Rows:
 
 @contextlib.contextmanager
 def decoding_mode(model: list[torch.nn.Module]):
-    """Inside, the chunks are in evaluation mode and do not split the sequence over TP ranks."""
+    """Inside, the chunks are in evaluation mode and do not split the sequence over TP or CP ranks."""
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
     modules = [module for chunk in model for module in chunk.modules()]
     owners = modules + list({id(m.config): m.config for m in modules if hasattr(m, "config")}.values())
     changed = [(owner, name) for owner in owners for name in names if getattr(owner, name, None) is True]
+    restore_context = _leave_context_parallelism(modules, owners)
     training = [chunk for chunk in model if chunk.training]
     for owner, name in changed:
         setattr(owner, name, False)
@@ -320,3 +392,38 @@ def decoding_mode(model: list[torch.nn.Module]):
             chunk.train()
         for owner, name in changed:
             setattr(owner, name, True)
+        restore_context()
+
+
+def _leave_context_parallelism(modules: list[torch.nn.Module], owners: list):
+    """Let each module compute as if there were one context-parallel rank; returns the function that undoes it.
+
+    Args:
+        modules: of the model.
+        owners: these and their configurations.
+    """
+    configs = [owner for owner in owners if getattr(owner, "context_parallel_size", 1) > 1]
+    if not configs:
+        return lambda: None
+    sizes = [config.context_parallel_size for config in configs]
+    rotary = [(module, module.cp_group) for module in modules if isinstance(module, RotaryEmbedding)]
+    # Transformer Engine's attention.
+    names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+    attention = [
+        (module, [getattr(module, name) for name in names])
+        for module in modules
+        if hasattr(module, "set_context_parallel_group") and hasattr(module, "cp_comm_type")
+    ]
+
+    def set_all(sizes, rotary, attention):
+        for config, size in zip(configs, sizes, strict=True):
+            config.context_parallel_size = size
+        for module, group in rotary:
+            module.cp_group = group
+        for module, settings in attention:
+            module.set_context_parallel_group(*settings)
+        RotaryEmbedding.forward.cache_clear()  # it remembers embeddings by length alone
+
+    alone = [(module, [None, None, None, settings[-1]]) for module, settings in attention]
+    set_all([1] * len(configs), [(module, None) for module, _ in rotary], alone)
+    return lambda: set_all(sizes, rotary, attention)

@@ -45,8 +45,8 @@ def expert_settings(cfg) -> dict:
         raise ConfigError(f"model.moe_router_topk={top_k} must be from 1 to model.num_moe_experts={experts}.")
     if top_k == 1 and not pre_softmax:
         raise ConfigError(
-            "model.moe_router_topk=1 needs model.moe_router_pre_softmax=True: the softmax over one expert is always 1, "
-            "and its router would never learn."
+            "model.moe_router_topk=1 needs model.moe_router_pre_softmax=True: the softmax over one expert is always 1, so "
+            "that the router would never learn."
         )
     if balancing not in ("aux_loss", "none"):
         raise ConfigError(
@@ -109,10 +109,10 @@ class Router(TopKRouter):
 
 
 class Experts(SequentialMLP):
-    """Megatron Core's experts, one after the other, with initial weights that do not depend on their split over ranks.
+    """Megatron Core's experts, one after the other, with initial weights that do not depend on the split over ranks.
 
-    Every rank draws the weights of all experts of its layer and keeps its own. Megatron Core's CPU initialization draws
-    for those of the rank alone, which gives the first expert of every rank the same weights.
+    Every rank draws the weights of all experts of its layer and keeps its own. Megatron Core's CPU initialization
+    draws for those of the rank alone, which gives the first expert of every rank the same weights.
     """
 
     def __init__(self, num_local_experts, config, submodules, pg_collection=None):
