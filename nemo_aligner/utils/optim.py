@@ -28,12 +28,19 @@ warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor tha
 
 DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
 OPTIMIZERS = (*DISTRIBUTED_OPTIMIZERS, "adamw", "fused_adam", "megatron_fused_adam")
-CONSTANT_SCHEDULES = ("constant", "WarmupHoldPolicy")
+CONSTANT_EXPERTS = ".mlp.experts."  # in the names of the experts' weights
+SCHEDULES = ("constant", "WarmupHoldPolicy")
 SCHEDULES = ("CosineAnnealing", *CONSTANT_SCHEDULES)
 
 
 def wrap_with_ddp(model_chunks: list, optim_cfg) -> list:
     """Wrap every chunk in Megatron's DistributedDataParallel and register its gradient hooks; all ranks call it."""
+    for chunk in model_chunks:
+        for name, parameter in chunk.named_parameters():
+            if EXPERTS in name:
+                # Megatron Core gives experts an optimizer of their own where they are spread over ranks. With one
+                # everywhere, a checkpoint has the same form at every expert_model_parallel_size.
+                parameter.allreduce = False
     several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     overlap = bool(optim_cfg.get("overlap_grad_sync", False)) and several
     bucket_mb = optim_cfg.get("bucket_cap_mb", None)
