@@ -1,0 +1,399 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The mathematics of rollouts and rewards against other libraries, on random ragged batches. Losses: test_oracle_losses.
+
+A comparison is a function of a random `Case`, registered for a quantity and a library, that returns pairs (ours,
+theirs). Where their convention differs from ours, the comparison converts it, and says so. Ours always get NaN in the
+slots outside the mask, theirs 0: they multiply by the mask, and could not stand it.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_aligner.utils.advantages import (
+    calculate_advantages_and_returns,
+    calculate_grpo_advantages,
+    calculate_reinforce_returns,
+    calculate_rloo_advantages,
+    calculate_rloo_baseline,
+    spread_over_response,
+)
+from nemo_aligner.utils.distributed import normalize_tensor
+from nemo_aligner.utils.kl import AdaptiveKLController, calculate_kl_penalty
+from nemo_aligner.utils.ppo_utils import (
+    calculate_overlong_penalty,
+    calculate_ppo_rewards,
+    clip_rewards,
+    create_mask,
+    masked_mean,
+    masked_std,
+    select_topk,
+)
+from tests.oracles import nemo_aligner_ppo_utils, oracle
+
+GAMMA, LAMBDA, CRITIC_LAMBDA, BETA = 0.97, 0.9, 0.98, 0.05
+GROUPS, GROUP_SIZE = 3, 4
+
+COMPARISONS = {}
+# Quantities that fewer than two of the libraries have in a form that can be called.
+ONLY_ONE = {"mask": "the others make theirs where they tokenize", "top-k": "the others have no rejection sampling"}
+
+
+def compares(quantity: str, *libraries: str):
+    """Register a comparison; with several libraries it is called with the name of each."""
+
+    def register(function):
+        for library in libraries:
+            COMPARISONS[quantity, library] = function if len(libraries) == 1 else _with(function, library)
+        return function
+
+    return register
+
+
+def _with(function, library):
+    return lambda case: function(case, library)
+
+
+class Case:
+    """A random rollout of GROUPS prompts with GROUP_SIZE answers each, rows in random order, answers of any length."""
+
+    def __init__(self, seed: int):
+        random = torch.Generator().manual_seed(seed)
+        rows, width = GROUPS * GROUP_SIZE, 11
+        self.prompt_lengths = torch.randint(1, 5, (rows,), generator=random)
+        self.lengths = self.prompt_lengths + torch.randint(1, 8, (rows,), generator=random)
+        columns = torch.arange(width)
+        # By hand, not by create_mask: transitions of the answer, [P-1, R-1).
+        self.keep = (columns >= self.prompt_lengths[:, None] - 1) & (columns < self.lengths[:, None] - 1)
+        self.mask = self.keep.float()
+        self.values, self.rewards, self.logprobs = torch.randn(3, rows, width, generator=random) * self.mask
+        self.ref_logprobs = (self.logprobs + 0.5 * torch.randn(rows, width, generator=random)) * self.mask
+        self.scores = torch.randn(rows, generator=random)
+        self.prompts = torch.arange(GROUPS).repeat(GROUP_SIZE)[torch.randperm(rows, generator=random)]
+
+    def planted(self, x: Tensor) -> Tensor:
+        return torch.where(self.keep, x, torch.nan)
+
+    def bessel(self) -> Tensor:
+        """Factor from our whitening, with the variance of the sample, to that with Bessel's correction."""
+        n = self.keep.sum()
+        return ((n - 1) / n).sqrt()
+
+    def token_scores(self) -> Tensor:
+        """Token rewards whose sum over each row is `scores`: what the critic-free estimators of verl read."""
+        shares = torch.rand(self.mask.shape, generator=torch.Generator().manual_seed(0)) * self.mask
+        return shares / shares.sum(1, keepdim=True) * self.scores[:, None]
+
+
+def trl_trainer(**config):
+    """trl's PPO trainer without a trainer: its methods read nothing of it but these."""
+    from trl.trainer.ppo_trainer import PPOTrainer
+
+    fake = SimpleNamespace(config=SimpleNamespace(**config), kl_ctl=SimpleNamespace(value=BETA))
+    fake._kl_penalty = lambda a, b: PPOTrainer._kl_penalty(fake, a, b)
+    return PPOTrainer, fake
+
+
+def verl():
+    return oracle("verl.trainer.ppo.core_algos")
+
+
+def openrlhf_experience(case: Case, estimator: str, **args):
+    """The rollout after OpenRLHF's compute_advantages_and_returns: its `rewards` are the scores, its KL is 0.
+
+    It finds the groups by position, so `index` says where each row stands when the rows are sorted by prompt.
+    """
+    maker = oracle("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
+    defaults = dict(n_samples_per_prompt=GROUP_SIZE, reward_clip_range=None, gamma=1.0, no_advantage_std_norm=False)
+    args = SimpleNamespace(advantage_estimator=estimator, **(defaults | args))
+    fake = SimpleNamespace(
+        strategy=SimpleNamespace(args=args),
+        args=args,
+        advantage_estimator=estimator,
+        kl_ctl=SimpleNamespace(value=BETA),
+        get_cumulative_returns=lambda *a: maker.get_cumulative_returns(None, *a),
+    )
+    position = torch.empty_like(case.prompts)
+    position[torch.argsort(case.prompts, stable=True)] = torch.arange(len(case.prompts))
+    experience = SimpleNamespace(
+        index=position.tolist(),
+        rewards=case.scores.clone(),
+        kl=torch.zeros_like(case.values),
+        action_mask=case.mask,
+        info={"response_length": case.mask.sum(1)},
+    )
+    return maker.compute_advantages_and_returns(fake, [experience])[0]
+
+
+@compares("GAE", "trl", "verl", "openrlhf", "torchrl", "nemo-aligner")
+def _(case, library):
+    """trl and verl whiten their advantages, so theirs are returns minus values."""
+    for lam, critic_lam in ((LAMBDA, None), (LAMBDA, CRITIC_LAMBDA)):
+        ours = calculate_advantages_and_returns(
+            case.planted(case.values), case.planted(case.rewards), GAMMA, lam, case.mask, critic_lam
+        )
+        advantages, returns = their_gae(case, library, lam)
+        yield ours[0][case.keep], advantages[case.keep]
+        if critic_lam is not None:  # decoupled GAE: the returns are those of another lambda
+            returns = their_gae(case, library, critic_lam)[1]
+        yield ours[1][case.keep], returns[case.keep]
+
+
+def their_gae(case, library, lam):
+    values, rewards, mask = case.values, case.rewards, case.mask
+    if library == "trl":
+        trainer, fake = trl_trainer(gamma=GAMMA, lam=lam, whiten_rewards=False)
+        returns = trainer.compute_advantages(fake, values, rewards, mask)[2]
+        return returns - values, returns
+    if library == "verl":
+        returns = verl().compute_gae_advantage_return(rewards, values, mask, GAMMA, lam)[1]
+        return returns - values, returns
+    if library == "openrlhf":
+        maker = oracle("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
+        return maker.get_advantages_and_returns(None, values, rewards, mask, GAMMA, lam)
+    if library == "torchrl":  # [B, T, 1]; the next state's value is given, and an episode is done at its last token
+        done = torch.arange(mask.shape[1]) == (case.lengths - 2)[:, None]
+        following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+        estimate = oracle("torchrl.objectives.value.functional").generalized_advantage_estimate
+        results = estimate(GAMMA, lam, *(x.unsqueeze(-1) for x in (values, following, rewards, done)))
+        return [x.squeeze(-1) for x in results]
+    return nemo_aligner_ppo_utils().calculate_advantages_and_returns(values, rewards, GAMMA, lam, mask)
+
+
+@compares("whitening", "trl", "verl", "openrlhf")
+def _(case, library):
+    """trl and verl correct the variance (Bessel), OpenRLHF does not; ours are 0 outside the mask, theirs are not."""
+    ours = normalize_tensor(case.planted(case.values), case.mask)
+    assert not ours[~case.keep].any()
+    if library == "openrlhf":
+        normalize = oracle("openrlhf.models.utils").masked_normalize
+        yield ours[case.keep], normalize(case.values, case.mask, dim=None)[case.keep]
+        return
+    whiten = oracle("trl.core" if library == "trl" else "verl.utils.torch_functional").masked_whiten
+    yield ours[case.keep] * case.bessel(), whiten(case.values, case.mask)[case.keep]
+    # Rewards are divided by their deviation, their mean kept.
+    mean = case.values[case.keep].mean()
+    ours = normalize_tensor(case.planted(case.values), case.mask, shift_mean=False)[case.keep]
+    yield (ours - mean) * case.bessel() + mean, whiten(case.values, case.mask, shift_mean=False)[case.keep]
+
+
+@compares("masked mean and deviation", "trl", "verl", "openrlhf")
+def _(case, library):
+    values = case.planted(case.values)
+    if library == "openrlhf":
+        module = oracle("openrlhf.models.utils")
+        yield masked_mean(values, case.mask, 1), module.masked_mean(case.values, case.mask, 1)
+    else:
+        module = oracle("trl.core" if library == "trl" else "verl.utils.torch_functional")
+        yield masked_std(values, case.mask), module.masked_var(case.values, case.mask).sqrt()
+    yield masked_mean(values, case.mask), module.masked_mean(case.values, case.mask)
+
+
+@compares("KL estimators", "trl", "verl", "openrlhf", "nemo-aligner")
+def _(case, library):
+    """trl has no k3 and calls k2 "mse"; verl and OpenRLHF keep k3 within 10, which these log-probs do not reach."""
+    a, b = (x[case.keep] for x in (case.logprobs, case.ref_logprobs))
+    approximate = lambda estimator: oracle("openrlhf.models.utils").compute_approx_kl(a, b, estimator)
+    trl = lambda estimator: trl_trainer(kl_penalty=estimator)[1]._kl_penalty(a, b)
+    nemo_aligner = lambda absolute: nemo_aligner_ppo_utils().calculate_kl_penalty(a, b, use_absolute_kl=absolute)
+    theirs = {
+        "trl": {"k1": lambda: trl("kl"), "abs": lambda: trl("abs"), "k2": lambda: trl("mse")},
+        "verl": {name: lambda name=name: verl().kl_penalty(a, b, name) for name in ("k1", "abs", "k2", "k3")},
+        "openrlhf": {name: lambda name=name: approximate(name) for name in ("k1", "k2", "k3")},
+        "nemo-aligner": {"k1": lambda: nemo_aligner(False), "abs": lambda: nemo_aligner(True)},
+    }[library]
+    for estimator, calculate in theirs.items():
+        yield calculate_kl_penalty(a, b, estimator=estimator), calculate()
+    assert (calculate_kl_penalty(a, b, estimator="k3") < 10).all()
+
+
+@compares("adaptive KL controller", "trl", "verl", "openrlhf", "torchrl")
+def _(case, library):
+    """torchrl reads the penalties, -beta * KL of each sample, and counts the samples itself."""
+    target, horizon, samples = 6.0, 1000, 64
+    module, coefficient = {
+        "trl": ("trl.trainer.utils", "value"),
+        "verl": ("verl.trainer.ppo.core_algos", "value"),
+        "openrlhf": ("openrlhf.trainer.ppo_utils.kl_controller", "value"),
+        "torchrl": ("torchrl.data.llm.utils", "coef"),
+    }[library]
+    theirs = oracle(module).AdaptiveKLController(
+        init_kl_coef=BETA, horizon=horizon, **{"target_kl" if library == "verl" else "target": target}
+    )
+    ours = AdaptiveKLController(BETA, target, horizon)
+    for kl in (0.0, 1.0, 5.5, 6.0, 6.7, 50.0):
+        ours.update(kl, samples)
+        if library == "torchrl":
+            theirs.update([-theirs.coef * kl] * samples)
+        else:
+            theirs.update(kl, samples)
+        yield torch.tensor(ours.value), torch.as_tensor(getattr(theirs, coefficient), dtype=torch.float32)
+
+
+@compares("token rewards", "trl", "openrlhf", "nemo-aligner")
+def _(case, library):
+    """All of them put the score on the answer's last token; NeMo-Aligner's width is ours, S-1. OpenRLHF clips first."""
+    kl = calculate_kl_penalty(case.logprobs, case.ref_logprobs, use_absolute_kl=False)
+    scores = clip_rewards(case.scores, 0.7) if library == "openrlhf" else case.scores
+    ours = calculate_ppo_rewards(case.values, scores, case.lengths, case.planted(kl), penalty_factor=BETA)
+    if library == "trl":
+        trainer, fake = trl_trainer(kl_penalty="kl")
+        theirs = trainer.compute_rewards(fake, case.scores, case.logprobs, case.ref_logprobs, case.mask)[0]
+    elif library == "openrlhf":
+        reward = oracle("openrlhf.models.utils").compute_reward
+        theirs = reward(case.scores, BETA, kl, case.mask, reward_clip_range=(-0.7, 0.7))
+    else:
+        reward = nemo_aligner_ppo_utils().calculate_ppo_rewards
+        theirs = reward(case.values, case.scores, case.lengths, kl, penalty_factor=BETA)
+    yield ours[case.keep], theirs[case.keep]
+
+
+@compares("REINFORCE++", "verl", "openrlhf")
+def _(case, library):
+    """Returns and normalised advantages. verl corrects the variance (Bessel); OpenRLHF rewards the last token only."""
+    if library == "verl":
+        rewards, config, bessel = case.rewards, SimpleNamespace(gamma=GAMMA), case.bessel()
+        advantages, returns = verl().compute_reinforce_plus_plus_outcome_advantage(rewards, case.mask, config)
+    else:
+        rewards = calculate_ppo_rewards(case.values, case.scores, case.lengths, 0.0)
+        bessel, experience = 1.0, openrlhf_experience(case, "reinforce", gamma=GAMMA)
+        advantages, returns = experience.advantages, experience.returns
+    ours = calculate_reinforce_returns(case.planted(rewards), GAMMA, case.mask)
+    yield ours[case.keep], returns[case.keep]
+    yield normalize_tensor(ours, case.mask)[case.keep] * bessel, advantages[case.keep]
+
+
+@compares("RLOO", "verl", "openrlhf", "nemo-aligner")
+def _(case, library):
+    """NeMo-Aligner has the baseline alone. trl 0.11 has RLOO inside a training loop only."""
+    ours = spread_over_response(calculate_rloo_advantages(case.scores, case.prompts), case.mask)
+    if library == "verl":
+        for name in ("compute_rloo_outcome_advantage", "compute_rloo_vectorized_outcome_advantage"):
+            yield ours, getattr(verl(), name)(case.token_scores(), case.mask, case.prompts.numpy())[0]
+    elif library == "openrlhf":
+        yield ours[case.keep], openrlhf_experience(case, "rloo").advantages[case.keep]
+    else:
+        baseline = nemo_aligner_ppo_utils().calculate_rloo_baseline
+        valid = (case.lengths % 3 > 0).float()  # rows that do not count; NeMo-Aligner's own baseline is not used
+        for mask in (torch.ones_like(case.scores), valid):
+            keep = mask.bool()
+            theirs = baseline(case.prompts[:, None], case.scores, mask)
+            scores = torch.where(keep, case.scores, torch.nan)
+            yield calculate_rloo_baseline(case.prompts, scores, mask)[keep], theirs[keep]
+            advantages = calculate_rloo_advantages(scores, case.prompts, mask)
+            yield advantages[keep], (case.scores - theirs)[keep]
+            assert not advantages[~keep].any()
+
+
+@compares("GRPO", "verl", "openrlhf", "torchrl")
+def _(case, library):
+    """All use the Bessel-corrected deviation; added to it are 1e-6 (verl, ours), 1e-9 (OpenRLHF), nothing (torchrl)."""
+    ours = spread_over_response(calculate_grpo_advantages(case.scores, case.prompts), case.mask)
+    doctor = calculate_grpo_advantages(case.scores, case.prompts, normalize_std=False)
+    doctor = spread_over_response(doctor, case.mask)
+    if library == "verl":
+        index = case.prompts.numpy()
+        grpo = verl().compute_grpo_outcome_advantage
+        yield ours, grpo(case.token_scores(), case.mask, index)[0]
+        yield doctor, grpo(case.token_scores(), case.mask, index, norm_adv_by_std_in_grpo=False)[0]
+        yield ours, verl().compute_grpo_vectorized_outcome_advantage(case.token_scores(), case.mask, case.prompts)[0]
+    elif library == "openrlhf":
+        yield ours[case.keep], openrlhf_experience(case, "group_norm").advantages[case.keep]
+        yield doctor[case.keep], openrlhf_experience(case, "dr_grpo").advantages[case.keep]
+    else:
+        yield calculate_grpo_advantages(case.scores, case.prompts), torchrl_grpo(case)
+
+
+def torchrl_grpo(case: Case) -> Tensor:
+    """[N]: torchrl takes one trajectory of each row, and gives a group back when its last one has come."""
+    TensorDict = oracle("tensordict").TensorDict
+    advantage = oracle("torchrl.objectives.llm.grpo").MCAdvantage(
+        grpo_size=GROUP_SIZE, prompt_key="group", trajectory_return="sum"
+    )
+    result = torch.full_like(case.scores, torch.nan)
+    for row, tokens in enumerate(case.token_scores()):
+        steps = int(case.mask[row].sum())
+        done = torch.arange(steps) == steps - 1
+        following = {"reward": tokens[case.keep[row]][:, None], "done": done[:, None]}
+        whole = {"row": torch.full((steps,), row), "group": case.prompts[row].expand(steps), "next": following}
+        finished = advantage.inv(TensorDict(whole, batch_size=[steps]))
+        if finished is not None:
+            result[finished["row"]] = finished["advantage"].flatten()
+    return result
+
+
+@compares("soft overlong penalty", "verl", "openrlhf")
+def _(case, library):
+    """verl does not end the slope at -factor, but no answer is longer than the limit there."""
+    limit, buffer, factor = 7, 4, 0.6
+    counts = case.lengths - case.prompt_lengths
+    ours = case.scores + calculate_overlong_penalty(counts, limit, buffer, factor)
+    if library == "openrlhf":
+        experience = SimpleNamespace(rewards=case.scores.clone(), info={"response_length": counts})
+        penalize = oracle("openrlhf.trainer.ppo_utils.length_penalty").apply_overlong_penalty
+        penalize([experience], limit, buffer, factor)
+        yield ours, experience.rewards
+    else:
+        yield ours, verl_dapo_rewards(case, counts, limit, buffer, factor)
+    assert ours.lt(case.scores).any() and ours.eq(case.scores).any()
+
+
+def verl_dapo_rewards(case, counts, limit, buffer, factor) -> Tensor:
+    """[N]: verl's reward manager reads texts, here of an answer each whose text is the number of its row."""
+
+    class Rows(list):
+        batch = {"responses": torch.zeros(len(counts), limit)}
+
+    manager = oracle("verl.workers.reward_manager.dapo").DAPORewardManager(
+        tokenizer=SimpleNamespace(decode=lambda ids, **_: str(int(ids[0])), eos_token="<end>"),
+        num_examine=0,
+        compute_score=lambda solution_str, **_: case.scores[int(solution_str)].clone(),
+        max_resp_len=limit,
+        overlong_buffer_cfg=SimpleNamespace(enable=True, len=buffer, penalty_factor=factor, log=False),
+    )
+    rows = Rows()
+    for row, count in enumerate(counts):
+        attention = torch.cat([torch.ones(1), torch.arange(limit) < count])
+        tokens = {
+            "prompts": torch.zeros(1),
+            "responses": torch.full((limit,), row),
+            "attention_mask": attention.long(),
+        }
+        facts = {"reward_model": {"ground_truth": ""}, "data_source": "", "extra_info": {}}
+        rows.append(SimpleNamespace(batch=tokens, non_tensor_batch=facts))
+    return manager(rows).sum(1)
+
+
+@compares("mask", "nemo-aligner")
+def _(case):
+    yield case.mask, create_mask(case.values, case.prompt_lengths, case.lengths)
+    yield case.mask, nemo_aligner_ppo_utils().create_mask(case.values, case.prompt_lengths, case.lengths)
+
+
+@compares("top-k", "nemo-aligner")
+def _(case):
+    batch = {"prompt_tokens": case.prompts[:, None], "rewards": case.scores, "row": torch.arange(len(case.scores))}
+    for num_select in (1, 3, GROUP_SIZE + 1):
+        theirs = nemo_aligner_ppo_utils().select_topk(batch, num_select)
+        yield select_topk(batch, num_select)["row"], theirs["row"]
+
+
+@pytest.mark.parametrize("quantity,library", [pytest.param(*key, id="-".join(key)) for key in COMPARISONS])
+def test_same_as(quantity, library):
+    for seed in range(3):
+        pairs = list(COMPARISONS[quantity, library](Case(seed)))
+        assert pairs
+        for ours, theirs in pairs:
+            assert ours.isfinite().all()
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_every_quantity_is_compared_with_two_libraries():
+    libraries = defaultdict(set)
+    for quantity, library in COMPARISONS:
+        libraries[quantity].add(library)
+    assert {quantity for quantity, names in libraries.items() if len(names) < 2} == set(ONLY_ONE)
