@@ -90,10 +90,15 @@ def _optimizer_settings(optimizer) -> list[dict]:
 
 
 def _with_step(state: dict) -> dict:
-    """Optimizer state with a step count: Megatron Core writes none before the first step, and needs one to load."""
-    for part in (state, state.get("optimizer")):
-        if isinstance(part, dict) and "state" in part:
-            part["state"].setdefault("common_step", torch.tensor(0.0))
+    """Optimizer state with a step count: Megatron Core writes none before the first step, and needs one to load.
+
+    With experts there are two optimizers, and `state` holds theirs under 0 and 1.
+    """
+    if "state" in state:
+        state["state"].setdefault("common_step", torch.tensor(0.0))
+    for key, part in state.items():
+        if key == "optimizer" or isinstance(key, int):
+            _with_step(part)
     return state
 
 
