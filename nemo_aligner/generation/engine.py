@@ -129,9 +129,13 @@ class MegatronGenerator(TextGenerator):
             while True:
                 logits = self._forward(rows.tokens[:, context.sequence_len_offset : rows.cursor], context)
                 tokens, logprobs = self._share(*(rows.choose(logits) if logits is not None else (None, None)), rows)
-                rows.append(tokens, logprobs)
+                failure = None
+                try:
+                    rows.append(tokens, logprobs)
+                except RuntimeError as error:
+                    failure = error
                 done = rows.all_done()
-                everybody_done = _on_all_expert_ranks(done)
+                everybody_done = _on_all_expert_ranks(done, failure)
                 if done:
                     break
                 keep = rows.compact()
@@ -205,15 +209,23 @@ class MegatronGenerator(TextGenerator):
         return tokens, logprobs
 
 
-def _on_all_expert_ranks(done: bool) -> bool:
-    """True if `done` is on all ranks of the expert-parallel group; they call it together."""
-    if parallel_state.get_expert_model_parallel_world_size() == 1:
-        return done
-    flag = torch.tensor(done, dtype=torch.int32, device=get_device())
-    torch.distributed.all_reduce(
-        flag, op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_expert_model_parallel_group()
-    )
-    return bool(flag)
+def _on_all_expert_ranks(done: bool, failure: RuntimeError | None = None) -> bool:
+    """True if `done` is on all ranks of the expert-parallel group; they call it together.
+
+    Raises:
+        RuntimeError: the `failure` of this rank or of another one, on all of them: nobody waits for one that left.
+    """
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        state = torch.tensor(-1 if failure else int(done), device=get_device())
+        torch.distributed.all_reduce(
+            state, op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_expert_model_parallel_group()
+        )
+        done = int(state) == 1
+        if failure is None and int(state) < 0:
+            failure = RuntimeError("generation failed on another rank of this expert-parallel group; see its error.")
+    if failure is not None:
+        raise failure
+    return done
 
 
 def _share_out_rows(decode, inputs: tuple[Tensor, ...], pad_id: int) -> GenerationOutput:
