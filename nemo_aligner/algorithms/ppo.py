@@ -4,15 +4,18 @@
 
 `PPOTrainer.fit` is the algorithm. It speaks to the policy only through `AlignableGenerativeInterface`, to the critic
 only through futures (`infer_rm_critic`, `train`, `save`), and knows nothing of tensor or pipeline parallelism: the
-ranks of one data-parallel (DP) replica hold equal batches and all call the same methods.
+ranks of one data-parallel (DP) replica hold equal batches and all call the same methods. How rewards become
+advantages is in `ppo_data.py`; some ways need no critic, whose part an object then plays that has rewards only.
 
-Shapes: N samples of a rollout over all DP ranks, B of them on this rank, S padded length (prompt + response), G the
-global batch of one optimizer update. Tensors per transition are `[B, S-1]`; `nemo_aligner.types` has their alignment.
+Shapes: N samples of a rollout over all DP ranks (prompts x answers to each), B of them on this rank, S padded length
+(prompt + response), G the global batch of one optimizer update. Tensors per transition are `[B, S-1]`;
+`nemo_aligner.types` has their alignment.
 
 The split of the work does not change the numbers:
 
-* a sample's random stream depends on (seed, step, dataset index), not on the rank or micro-batch that generates it;
-* a gathered rollout is put in the order of the dataset indices before it is shuffled, whoever generated which row;
+* a sample's random stream depends on (seed, step, dataset index, number of the answer), not on the rank or
+  micro-batch that generates it;
+* a gathered rollout is put in the order of dataset index and answer before it is shuffled, whoever generated what;
 * one seeded permutation of the N rows is cut into global batches of G consecutive rows, and each global batch into one
   share per DP rank. So update k sees the same G samples with any number of ranks (`deal`).
 
@@ -25,10 +28,11 @@ from typing import Optional
 
 import torch
 
-from nemo_aligner.algorithms.ppo_data import DataSettings, make_ppo_data
+from nemo_aligner.algorithms.ppo_data import DataSettings, make_kl_controller, make_ppo_data
 from nemo_aligner.algorithms.rollout_training import (
     TRAIN_TABLE_ROWS,
     VALIDATION_STEP,
+    EarlyStop,
     agreed_counters,
     check_sizes,
     consume_timings,
@@ -47,6 +51,7 @@ from nemo_aligner.algorithms.rollout_training import (
 )
 from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
+    answers_to,
     compute_num_rollout_microbatches,
     compute_rollout_metrics,
     reward_columns,
@@ -57,7 +62,6 @@ from nemo_aligner.servers.source_rank import wait_for_all
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.distributed import all_reduce_dict
 from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.ppo_utils import sample_seeds
 from nemo_aligner.utils.timers import ScopedTimer
 from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_steps_per_epoch, is_complete
 
@@ -65,10 +69,17 @@ POSTFIX_KEYS = ("train_rewards", "train_init_policy_kl", "train_actor_loss", "tr
 
 
 def compute_num_optimizer_steps(
-    ppo_steps: int, num_rollout_samples: int, global_batch_size: int, ppo_epochs: int
+    ppo_steps: int,
+    num_rollout_samples: int,
+    global_batch_size: int,
+    ppo_epochs: int,
+    num_rollouts_per_prompt: int = 1,
 ) -> int:
-    """Optimizer updates in `ppo_steps` PPO steps: the horizon of the learning-rate schedule, which counts updates."""
-    return ppo_steps * ppo_epochs * (num_rollout_samples // global_batch_size)
+    """Optimizer updates in `ppo_steps` PPO steps: the horizon of the learning-rate schedule, which counts updates.
+
+    Updates that `target_kl` leaves out are counted; the schedule then does not come to its end.
+    """
+    return ppo_steps * ppo_epochs * (num_rollout_samples * num_rollouts_per_prompt // global_batch_size)
 
 
 def check_policy_equals_reference(logprobs: torch.Tensor, init_logprobs: torch.Tensor, mask: torch.Tensor) -> None:
@@ -118,6 +129,9 @@ class PPOTrainer:
         logger,
         ckpt_callback,
         run_timer,
+        num_rollouts_per_prompt=1,
+        max_response_length=None,
+        kl_loss_coef=0.0,
     ):
         """Every rank builds one.
 
@@ -128,13 +142,17 @@ class PPOTrainer:
             train_dataloader_builder, val_dataloader_builder: `builder(consumed_samples=...)` gives a data loader whose
                 batch sampler yields this rank's micro-batches of one rollout after the other.
             collate_fn: list of samples of the dataset to an inference batch; must carry `idx`, the dataset index.
-            rm_critic: critic and reward model; its methods return futures and are called by all ranks.
+            rm_critic: critic and reward model; its methods return futures and are called by all ranks. With an
+                `advantage_estimator` that needs no critic, the reward model alone with the same methods.
             batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to an iterable of inference
                 batches.
             logger: `log_metrics(metrics, step, prefix)`, `log_table(key, dataframe, step)`, `log_samples(name, rows,
                 step)`, `finalize()`.
             ckpt_callback: `custom_save(monitor_candidates, is_train_end, trainer_state)`.
             run_timer: `start_time()`, `is_finished()`: the wall-clock limit of this run.
+            num_rollouts_per_prompt: answers to each training prompt.
+            max_response_length: most tokens of an answer, where an overlong penalty ends.
+            kl_loss_coef: of the model's loss; above 0 the updates get the reference's log-probs.
 
         Raises:
             ConfigError: values that cannot work together.
@@ -160,8 +178,10 @@ class PPOTrainer:
         self.seed = int(model.cfg.seed)
         self.ppo_epochs = int(cfg.get("ppo_epochs", 1))
         self.critic_warmup_steps = int(cfg.get("critic_warmup_steps", 0))
-        self.compute_init_policy_kl = cfg.initial_policy_kl_penalty > 0
-        self.data_settings = DataSettings.from_config(cfg)
+        self.num_rollouts_per_prompt = int(num_rollouts_per_prompt)
+        self.data_settings = DataSettings.from_config(cfg, max_response_length)
+        self.kl_controller = make_kl_controller(cfg)
+        self.compute_init_policy_kl = cfg.initial_policy_kl_penalty > 0 or kl_loss_coef > 0
 
         val_dataloader_builder(consumed_samples=0)  # sizes that do not fit are refused now, not after the first steps
         sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
@@ -169,7 +189,10 @@ class PPOTrainer:
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)
         if self.ppo_epochs < 1:
             raise ConfigError(f"trainer.ppo.ppo_epochs={self.ppo_epochs} must be at least 1.")
-        check_sizes("trainer.ppo", cfg, sampler, self.num_rollout_samples, "model.ppo.num_rollout_samples")
+        rows, name = self.num_rollout_samples, "model.ppo.num_rollout_samples"
+        if self.num_rollouts_per_prompt != 1:
+            name += f"={rows} x model.ppo.num_rollouts_per_prompt={self.num_rollouts_per_prompt}"
+        check_sizes("trainer.ppo", cfg, sampler, rows * self.num_rollouts_per_prompt, name)
         self.set_max_steps()
 
         self.train_df = empty_table()  # samples of all rollouts since the start of this process
@@ -213,7 +236,9 @@ class PPOTrainer:
                 with self.timer("train_time"):
                     _, train_metrics = self.run_training(self._global_batches(data))
                 with self.timer("critic_train_wait"):
-                    train_metrics["critic_loss"] = self._finish_critic_update(critic_update)
+                    train_metrics |= self._finish_critic_update(critic_update)
+                kl = rollout_metrics["init_policy_kl_per_sample"]
+                self.kl_controller.update(kl, num_samples=rollout_metrics["rollout_size"])
                 timings |= consume_timings(self.timer, self.update_timer)
                 self.logger.log_metrics(timings, step=self.step, prefix="timers/")
                 self.step += 1
@@ -243,7 +268,7 @@ class PPOTrainer:
             rollout_batch, metrics = self._run_inference(
                 self.train_dataloader_builder, self.consumed_samples, is_validation=False, sampling_step=sampling_step
             )
-            self.consumed_samples += metrics["rollout_size"]
+            self.consumed_samples += self.num_rollout_samples
             data, ppo_metrics = self.generate_ppo_data(rollout_batch)
             if self.compute_init_policy_kl and self.ppo_optimization_step == 0 and not self.resumed:
                 check_policy_equals_reference(rollout_batch["logprobs"], rollout_batch["init_logprobs"], data["mask"])
@@ -259,16 +284,18 @@ class PPOTrainer:
         """Generate and score one rollout: `(rows of this rank or None, metrics of all rows)`.
 
         The rows of this rank: `response_tokens` int64 `[B, S]`; `response_lengths`, `prompt_lengths`, `idx`,
-        `sample_order` int64 `[B]`; `is_end` bool `[B]`; `rewards` f32 `[B]`; `values`, `logprobs` and, with a KL
-        penalty, `init_logprobs` f32 `[B, S-1]`. A validation needs rewards only, so nothing else is computed for it.
+        `sample_key`, `sample_order` int64 `[B]`; `is_end` bool `[B]`; `rewards` f32 `[B]`; `logprobs`, with a critic
+        `values` and with a KL to measure `init_logprobs` f32 `[B, S-1]`. A validation needs one answer to a prompt and
+        its reward only, so nothing else is computed for it.
         """
-        rollouts, futures = self._generate(dataloader_builder, consumed_samples, sampling_step)
+        answers = 1 if is_validation else self.num_rollouts_per_prompt
+        rollouts, futures = self._generate(dataloader_builder, consumed_samples, sampling_step, answers)
         eos_id = self.model.tokenizer.eos_id
         min_width = None if is_validation else self.cfg.rollout_batch_seq_length
         rollout = PPORolloutBatch.from_rollout_batches(rollouts, eos_id, min_width).gather_and_balance_globally()
         # The order in which ranks delivered depends on their number; the order of the dataset does not. Rows with the
-        # same index have the same prompt and random stream, so their order is of no matter.
-        order = rollout["idx"].argsort(stable=True)
+        # same key have the same prompt and random stream, so their order is of no matter.
+        order = rollout["sample_key"].argsort(stable=True)
         rollout = rollout.select(order)
 
         local = None if is_validation else self._compute_logprobs(rollout)
@@ -278,7 +305,8 @@ class PPOTrainer:
             scores = []
             for future in futures:
                 rewards, values = future.result()
-                scores.append(reward_columns(rewards, future) | ({} if is_validation else {"values": values}))
+                unused = is_validation or values is None  # without a critic there are none
+                scores.append(reward_columns(rewards, future) | ({} if unused else {"values": values}))
             width = rollout["response_tokens"].size(1)
             scores = PPORolloutBatch.from_rollout_batches(scores, eos_id, width).gather_and_balance_globally()
         scores = scores.select(order)
@@ -292,7 +320,9 @@ class PPOTrainer:
             local.update(self._local_rows(scores))
         return local, metrics
 
-    def _generate(self, dataloader_builder, consumed_samples: int, sampling_step: int) -> tuple[list, list]:
+    def _generate(
+        self, dataloader_builder, consumed_samples: int, sampling_step: int, answers: int
+    ) -> tuple[list, list]:
         """This rank's rollouts by micro-batch, and the futures of their scores: the critic works while we generate."""
         dataloader = dataloader_builder(consumed_samples=consumed_samples)
         num_microbatches = compute_num_rollout_microbatches(dataloader)
@@ -302,8 +332,7 @@ class PPOTrainer:
             )
         rollouts, futures = [], []
         with self.timer("generate"):
-            for batch in batches:
-                batch["sample_seeds"] = sample_seeds(self.seed, sampling_step, batch["idx"])
+            for batch in answers_to(batches, answers, self.seed, sampling_step):
                 rollout = self.model.infer(batch)
                 futures.append(self.rm_critic.infer_rm_critic(rollout))
                 rollouts.append(with_prompt_columns(rollout, batch))
@@ -328,25 +357,27 @@ class PPOTrainer:
 
         Returns:
             data: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`, and f32 `[B, S-1]`: `mask` (1 on response
-                tokens), `advantages`, `returns`, `values`, `prev_logprobs`.
+                tokens), `advantages`, `prev_logprobs`; with a critic `returns` and `values`; with a KL to measure
+                `init_logprobs`.
             metrics: of all ranks, before advantages are normalized.
         """
-        return make_ppo_data(
-            rollout_batch,
-            self.data_settings,
-            kl_penalty=self.cfg.initial_policy_kl_penalty,
-            group=parallel_state.get_data_parallel_group(),
-        )
+        kl_penalty = self.kl_controller.value
+        data, metrics = make_ppo_data(rollout_batch, self.data_settings, kl_penalty)
+        return data, metrics | {"kl_penalty": kl_penalty}
 
     def run_training(self, dataloader_iter) -> tuple[float, dict]:
         """One optimizer update per global batch (each rank has its share of it); all ranks call it.
+
+        With `target_kl`, those after an update that found the policy farther than that from the one that generated
+        the rollout are skipped.
 
         Returns:
             Loss and metrics of the last update.
         """
         metrics = {"loss": 0.0}
+        early_stop = EarlyStop(self.cfg.get("target_kl"))
         for metrics in optimizer_updates(
-            dataloader_iter,
+            early_stop.until_reached(dataloader_iter),
             self.model,
             self.optimizer,
             self.scheduler,
@@ -360,7 +391,10 @@ class PPOTrainer:
                 "ppo_step": self.step,
             }
             self.logger.log_metrics(metrics, step=self.ppo_optimization_step, prefix="train_optim/")
-        return metrics["loss"], metrics
+            early_stop.look_at(metrics)
+        skipped = early_stop.metrics()
+        self.logger.log_metrics(skipped, step=self.ppo_optimization_step, prefix="train_optim/")
+        return metrics["loss"], metrics | skipped
 
     @torch.no_grad()
     def run_validation(self) -> dict:
@@ -388,13 +422,14 @@ class PPOTrainer:
             )
             critic_save.result()
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | float]:
         return {
             "step": self.step,
             "consumed_samples": self.consumed_samples,
             "epoch": self.epoch,
             "ppo_optimization_step": self.ppo_optimization_step,
             "num_rollout_samples": self.num_rollout_samples,
+            **self.kl_controller.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -408,6 +443,7 @@ class PPOTrainer:
         state = agreed_counters(state_dict, counters, "model.ppo", self.num_rollout_samples)
         self.step, self.consumed_samples = state["step"], state["consumed_samples"]
         self.ppo_optimization_step = state["ppo_optimization_step"]
+        self.kl_controller.load_state_dict(state)
         self.resumed = True
         self.set_max_steps()
 
@@ -418,16 +454,17 @@ class PPOTrainer:
         for i in range(self.critic_warmup_steps):
             self.consumed_samples = (i % self.num_steps_per_epoch) * self.num_rollout_samples
             data, metrics, _ = self.generate_rollouts(sampling_step=i - self.critic_warmup_steps)
-            metrics["critic_loss"] = self.rm_critic.train(data).result()
+            metrics["critic_loss"] = float(self.rm_critic.train(data).result())
             metrics.pop("table")
             self.logger.log_metrics(metrics, step=i, prefix="critic_warmup/")
         self.consumed_samples = 0
 
-    def _finish_critic_update(self, critic_update) -> float:
+    def _finish_critic_update(self, critic_update) -> dict:
         """Wait for the critic's update; log its loss beside the actor's, at the last optimizer update of this step."""
-        critic_loss = float(critic_update.result())
-        self.logger.log_metrics({"critic_loss": critic_loss}, step=self.ppo_optimization_step, prefix="train_optim/")
-        return critic_loss
+        critic_loss = critic_update.result()
+        metrics = {} if critic_loss is None else {"critic_loss": float(critic_loss)}  # None: there is no critic
+        self.logger.log_metrics(metrics, step=self.ppo_optimization_step, prefix="train_optim/")
+        return metrics
 
     def _local_rows(self, rollout: PPORolloutBatch, passed: int = 0) -> PPORolloutBatch:
         """This rank's rows in pass number `passed` over a gathered rollout."""

@@ -2,122 +2,238 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a scored rollout to the data of the updates: rewards with KL, advantages, returns, and their metrics.
 
-Shapes: B samples of a rollout on this rank, S padded length (prompt + response). Tensors per transition are
-`[B, S-1]`; `nemo_aligner.types` has their alignment. A `group` is the data-parallel (DP) one: all its ranks call.
+Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length (prompt + response).
+Tensors per transition are `[B, S-1]`; `nemo_aligner.types` has their alignment. All DP ranks call these functions.
 """
 
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 
-from nemo_aligner.algorithms.rollouts import answer_mask
+from nemo_aligner.algorithms.rollouts import PPORolloutBatch, answer_mask
+from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.distributed import masked_global_mean_var, normalize_tensor
 from nemo_aligner.utils.ppo_utils import (
+    AdaptiveKLController,
+    FixedKLController,
     calculate_advantages_and_returns,
+    calculate_grpo_advantages,
     calculate_kl_penalty,
+    calculate_overlong_penalty,
     calculate_ppo_rewards,
+    calculate_reinforce_returns,
+    calculate_rloo_advantages,
+    clip_advantages,
+    clip_rewards,
+    group_rows,
+    masked_sum,
+    spread_over_response,
 )
+
+# Of the answers to one prompt, each with one score: [N] scores, groups and validity to [N] advantages.
+GROUP_ESTIMATORS = {"rloo": calculate_rloo_advantages, "grpo": calculate_grpo_advantages}
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """How rewards become advantages; the keys of `trainer.ppo` of the same names."""
+    """How rewards become advantages: the keys of `trainer.ppo` of the same names (docs/ppo.md).
 
-    use_absolute_kl: bool
+    Attributes:
+        max_response_length: most tokens of an answer; needed for the overlong penalty only.
+    """
+
     discount_factor: float
     gae_lambda: float
     normalize_advantages: bool
+    use_absolute_kl: bool = True
+    kl_estimator: Optional[str] = None
+    advantage_estimator: str = "gae"
+    critic_gae_lambda: Optional[float] = None
+    advantage_clip: Optional[float] = None
+    reward_clip: Optional[float] = None
+    whiten_rewards: bool = False
+    overlong_buffer_len: int = 0
+    overlong_penalty_factor: float = 1.0
+    max_response_length: Optional[int] = None
 
     @classmethod
-    def from_config(cls, cfg) -> "DataSettings":
-        """Of `trainer.ppo`."""
-        return cls(
-            use_absolute_kl=cfg.use_absolute_kl,
-            discount_factor=cfg.discount_factor,
-            gae_lambda=cfg.gae_lambda,
-            normalize_advantages=cfg.normalize_advantages,
-        )
+    def from_config(cls, cfg, max_response_length: Optional[int] = None) -> "DataSettings":
+        """Of `trainer.ppo`. A configuration written before a variant existed does not have its keys."""
+        names = [name for name in cls.__dataclass_fields__ if name in cfg]
+        return cls(**{name: cfg[name] for name in names}, max_response_length=max_response_length)
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantage_estimator == "gae"
 
 
-def make_ppo_data(rollout_batch, settings: DataSettings, kl_penalty: float, group=None) -> tuple[dict, dict]:
+def make_kl_controller(cfg) -> FixedKLController | AdaptiveKLController:
+    """Of the weight of the KL penalty, as `trainer.ppo` says."""
+    adaptive = cfg.get("adaptive_kl") or {}
+    if adaptive.get("enable", False):
+        return AdaptiveKLController(cfg.initial_policy_kl_penalty, adaptive.target, adaptive.horizon)
+    return FixedKLController(cfg.initial_policy_kl_penalty)
+
+
+def make_ppo_data(rollout_batch, settings: DataSettings, kl_penalty: float) -> tuple[dict, dict]:
     """Training data of this rank's rows of a scored rollout: `(data, metrics)`; see `PPOTrainer.generate_ppo_data`.
 
     Args:
-        rollout_batch: what `PPOTrainer._run_inference` describes; `init_logprobs` are needed with a KL penalty only.
-            Slots outside the response may hold anything, NaN included.
-        kl_penalty: beta.
+        rollout_batch: what `PPOTrainer._run_inference` describes; with `values` if the estimator uses a critic, and
+            with `init_logprobs` if there is a KL to measure. Slots outside the response may hold anything.
+        kl_penalty: beta, the weight of the KL in the reward.
     """
     mask = answer_mask(rollout_batch)
-    is_response = mask.bool()
-    values = torch.where(is_response, rollout_batch["values"], 0)
-    logprobs = torch.where(is_response, rollout_batch["logprobs"], 0)
-
-    if kl_penalty > 0:
+    response = {
+        key: torch.where(mask.bool(), rollout_batch[key], 0)
+        for key in ("logprobs", "init_logprobs", "values")
+        if key in rollout_batch
+    }
+    init_policy_kl = torch.zeros_like(response["logprobs"])
+    if "init_logprobs" in response:
         init_policy_kl = calculate_kl_penalty(
-            log_probs_a=logprobs,
-            log_probs_b=torch.where(is_response, rollout_batch["init_logprobs"], 0),
-            use_absolute_kl=settings.use_absolute_kl,
+            response["logprobs"], response["init_logprobs"], settings.use_absolute_kl, settings.kl_estimator
         )
-    else:
-        init_policy_kl = torch.zeros_like(logprobs)
-    rewards_with_kl = calculate_ppo_rewards(
-        values,
-        rollout_batch["rewards"],
-        rollout_batch["response_lengths"],
-        init_policy_kl,
-        penalty_factor=kl_penalty,
+    rewards, reward_metrics = shape_rewards(rollout_batch, mask, settings)
+    token_rewards = calculate_ppo_rewards(
+        response["logprobs"], rewards, rollout_batch["response_lengths"], init_policy_kl, penalty_factor=kl_penalty
     )
-    advantages, returns = calculate_advantages_and_returns(
-        values=values,
-        rewards=rewards_with_kl,
-        discount_factor=settings.discount_factor,
-        gae_lambda=settings.gae_lambda,
-        mask=mask,
-    )
-    metrics = compute_ppo_data_metrics(
-        init_policy_kl=init_policy_kl,
-        rewards_with_kl=rewards_with_kl,
-        advantages=advantages,
-        returns=returns,
-        values=values,
-        mask=mask,
-        group=group,
-    )
-    if settings.normalize_advantages:
-        advantages = normalize_tensor(advantages, mask, group=group)
+    metrics = reward_metrics | {
+        "init_policy_kl": mean_of_sample_means(init_policy_kl, mask),
+        "init_policy_kl_per_sample": mean_of_sample_sums(init_policy_kl, mask),
+        "rewards_with_kl": mean_of_sample_means(token_rewards, mask),
+    }
+    if settings.whiten_rewards:
+        token_rewards = normalize_tensor(token_rewards, mask, group=_dp_group(), shift_mean=False)
+
+    learnt, learnt_metrics = estimate_advantages(token_rewards, response.get("values"), rollout_batch, mask, settings)
+    metrics |= learnt_metrics
+    learnt["advantages"], clip_metrics = shape_advantages(learnt["advantages"], mask, settings)
     data = {
         "response_tokens": rollout_batch["response_tokens"],
         "is_end": rollout_batch["is_end"],
         "mask": mask,
-        "advantages": advantages,
-        "returns": returns,
-        "values": values,
-        "prev_logprobs": logprobs,
+        "prev_logprobs": response["logprobs"],
+        **{key: response[key] for key in ("values", "init_logprobs") if key in response},
+        **learnt,
     }
-    return data, metrics
+    return data, metrics | clip_metrics
 
 
-def mean_of_sample_means(values: torch.Tensor, mask: torch.Tensor, group=None) -> float:
+# ------------------------------------------------------------------------------------------------ rewards
+
+
+def shape_rewards(rollout_batch, mask: torch.Tensor, settings: DataSettings) -> tuple[torch.Tensor, dict]:
+    """Rewards `[B]` of the whole answers, clipped and less the penalty of overlong ones; and metrics of that."""
+    counts, metrics = mask.bool().any(-1), {}
+    rewards = clip_rewards(rollout_batch["rewards"], settings.reward_clip)
+    if settings.reward_clip is not None:
+        metrics["fraction_of_rewards_clipped"] = _mean(rewards != rollout_batch["rewards"], counts)
+    if settings.overlong_buffer_len > 0:
+        penalty = calculate_overlong_penalty(
+            rollout_batch["response_lengths"] - rollout_batch["prompt_lengths"],
+            settings.max_response_length,
+            settings.overlong_buffer_len,
+            settings.overlong_penalty_factor,
+        )
+        rewards = rewards + penalty
+        metrics["overlong_penalty"] = _mean(penalty, counts)
+    return rewards, metrics
+
+
+# ------------------------------------------------------------------------------------------------ advantages
+
+
+def estimate_advantages(
+    token_rewards: torch.Tensor, values, rollout_batch, mask: torch.Tensor, settings: DataSettings
+) -> tuple[dict, dict]:
+    """What policy and critic learn of the rewards: `({"advantages"[, "returns"]}, metrics)`.
+
+    Args:
+        token_rewards: `[B, S-1]`, KL penalty included.
+        values: `[B, S-1]`, or None: no critic.
+    """
+    metrics = {}
+    if settings.uses_critic:
+        advantages, returns = calculate_advantages_and_returns(
+            values=values,
+            rewards=token_rewards,
+            discount_factor=settings.discount_factor,
+            gae_lambda=settings.gae_lambda,
+            mask=mask,
+            critic_gae_lambda=settings.critic_gae_lambda,
+        )
+        learnt = {"advantages": advantages, "returns": returns}
+        metrics = _mean_and_std("returns", returns, mask) | _mean_and_std("values", values, mask)
+    elif settings.advantage_estimator == "reinforce_plus_plus":
+        learnt = {"advantages": calculate_reinforce_returns(token_rewards, settings.discount_factor, mask)}
+    else:
+        learnt, metrics = compare_answers(
+            masked_sum(token_rewards, mask, dim=1), rollout_batch["idx"], mask, settings.advantage_estimator
+        )
+    return learnt, _mean_and_std("advantages", learnt["advantages"], mask) | metrics
+
+
+def compare_answers(scores: torch.Tensor, idx: torch.Tensor, mask: torch.Tensor, estimator: str) -> tuple[dict, dict]:
+    """Advantages of answers over the others to the same prompt, which may be on other DP ranks; see above.
+
+    Args:
+        scores: `[B]`, of whole answers.
+        idx: int64 `[B]`, dataset index: what the answers to one prompt have in common, as texts may occur twice.
+        estimator: a key of `GROUP_ESTIMATORS`.
+    """
+    rows = PPORolloutBatch(scores=scores, idx=idx, valid=mask.bool().any(-1)).gather_and_balance_globally()
+    advantages = GROUP_ESTIMATORS[estimator](rows["scores"], rows["idx"], rows["valid"])
+    group, size = group_rows(rows["idx"])
+    differ = torch.zeros_like(size).index_add_(0, group, (advantages != 0).to(size)) > 0
+    metrics = {"fraction_of_prompts_without_signal": 1 - differ.double().mean().item()}
+    first = parallel_state.get_data_parallel_rank() * len(scores)  # every rank has as many rows
+    return {"advantages": spread_over_response(advantages[first : first + len(scores)], mask)}, metrics
+
+
+def shape_advantages(
+    advantages: torch.Tensor, mask: torch.Tensor, settings: DataSettings
+) -> tuple[torch.Tensor, dict]:
+    """Advantages `[B, S-1]` normalized and clipped, and metrics of that.
+
+    Those of a group of answers are not normalized: they have a scale of their own.
+    """
+    if settings.normalize_advantages and settings.advantage_estimator not in GROUP_ESTIMATORS:
+        advantages = normalize_tensor(advantages, mask, group=_dp_group())
+    if settings.advantage_clip is None:
+        return advantages, {}
+    clipped = clip_advantages(advantages, settings.advantage_clip)
+    return clipped, {"fraction_of_advantages_clipped": _mean(clipped != advantages, mask)}
+
+
+# ------------------------------------------------------------------------------------------------ metrics
+
+
+def mean_of_sample_means(values: torch.Tensor, mask: torch.Tensor) -> float:
     """Mean over the samples of all DP ranks of each sample's masked mean; samples without a masked slot do not count.
 
     Args:
         values: `[B, S-1]`; slots outside the mask may hold anything, NaN included.
-        mask: `[B, S-1]`, True where a slot counts.
-        group: DP group; every rank of it calls this.
+        mask: `[B, S-1]`, non-zero where a slot counts.
     """
-    mask = mask.bool()
-    count = mask.sum(-1)
-    means = torch.where(mask, values, 0).sum(-1) / count.clamp(min=1)
-    return float(masked_global_mean_var(means, count > 0, group=group)[0])
+    count = (mask != 0).sum(-1)
+    return _mean(masked_sum(values, mask, dim=-1) / count.clamp(min=1), count > 0)
 
 
-def compute_ppo_data_metrics(*, init_policy_kl, rewards_with_kl, advantages, returns, values, mask, group) -> dict:
-    """Metrics of the training data of a rollout, over the response tokens of all DP ranks; all `[B, S-1]`."""
-    metrics = {
-        "init_policy_kl": mean_of_sample_means(init_policy_kl, mask, group),
-        "rewards_with_kl": mean_of_sample_means(rewards_with_kl, mask, group),
-    }
-    for name, tensor in (("advantages", advantages), ("returns", returns), ("values", values)):
-        mean, var = masked_global_mean_var(tensor, mask, group=group)
-        metrics |= {f"{name}_mean": float(mean), f"{name}_std": float(var) ** 0.5}
-    return metrics
+def mean_of_sample_sums(values: torch.Tensor, mask: torch.Tensor) -> float:
+    """As `mean_of_sample_means`, of each sample's masked sum."""
+    return _mean(masked_sum(values, mask, dim=-1), (mask != 0).any(-1))
+
+
+def _mean_and_std(name: str, values: torch.Tensor, mask: torch.Tensor) -> dict:
+    mean, var = masked_global_mean_var(values, mask, group=_dp_group())
+    return {f"{name}_mean": float(mean), f"{name}_std": float(var) ** 0.5}
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor) -> float:
+    return float(masked_global_mean_var(values, mask, group=_dp_group())[0])
+
+
+def _dp_group():
+    return parallel_state.get_data_parallel_group()

@@ -124,6 +124,40 @@ def optimizer_updates(
     optimizer.zero_grad()
 
 
+class EarlyStop:
+    """Ends the updates on a rollout once the policy is too far from the one that generated it.
+
+    Args:
+        target_kl: farther than this is too far; None: nothing is.
+    """
+
+    def __init__(self, target_kl: float | None):
+        self.target_kl, self.reached, self.skipped = target_kl, False, 0
+
+    def until_reached(self, batches: Iterable[dict]) -> Iterator[dict]:
+        """The batches until then; the others are only counted."""
+        for batch in batches:
+            if self.reached:
+                self.skipped += 1
+            else:
+                yield batch
+
+    def look_at(self, metrics: dict) -> None:
+        """Look at an update's `approx_kl`: of the rollout's policy to that before the update; all ranks call it.
+
+        The largest of all ranks decides: should a bit differ between them, they must still stop together.
+        """
+        if self.target_kl is None:
+            return
+        kl = {"approx_kl": metrics["approx_kl"]}
+        largest = all_reduce_dict(kl, dtype=torch.float64, group=None, op=torch.distributed.ReduceOp.MAX)
+        self.reached = largest["approx_kl"] > self.target_kl
+
+    def metrics(self) -> dict[str, int]:
+        """`updates_skipped` so far, if there is a target."""
+        return {} if self.target_kl is None else {"updates_skipped": self.skipped}
+
+
 def what_is_due(cfg, step: int, max_steps: int, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
     """(validate, save, training has reached its end) after `step` finished steps, by the intervals in `cfg`."""
     return check_progress(step, max_steps, cfg.val_check_interval, cfg.save_interval, 1.0, run_time_exceeded)
@@ -145,15 +179,15 @@ def agreed_counters(state_dict: dict, names: Iterable[str], section: str, num_ro
     """The counters `names` of a resumed state, which all ranks must have read alike; all ranks call it.
 
     Args:
-        state_dict: may hold `num_rollout_samples` of the job that it is from.
+        state_dict: may hold `num_rollout_samples` of the job that it is from, and `kl_coef` (`AdaptiveKLController`).
         section: of this job's `num_rollout_samples`, for messages: "model.ppo".
 
     Raises:
         RuntimeError: a rank read another state than the first.
         UserError: steps of that job had another number of prompts, so that `step` counts something else.
     """
-    optional = [name for name in ("num_rollout_samples",) if name in state_dict]
-    state = {name: int(state_dict[name]) for name in [*names, *optional]}
+    state = {name: int(state_dict[name]) for name in names}
+    state |= {name: state_dict[name] for name in ("num_rollout_samples", "kl_coef") if name in state_dict}
     if parallel_state.get_world_size() > 1:
         states = [None] * parallel_state.get_world_size()
         torch.distributed.all_gather_object(states, state)

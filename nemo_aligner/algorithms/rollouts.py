@@ -6,6 +6,7 @@ Shapes: N samples of a rollout over all DP ranks, B of them on this rank, S padd
 """
 
 from collections import UserDict
+from collections.abc import Iterable, Iterator
 from typing import Optional
 
 import torch
@@ -14,7 +15,7 @@ from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.distributed import rebalance_nd_tensor
 from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.ppo_utils import create_mask
+from nemo_aligner.utils.ppo_utils import create_mask, sample_seeds
 
 
 class PPORolloutBatch(UserDict):
@@ -127,9 +128,29 @@ def compute_num_rollout_microbatches(dataloader) -> int:
     return num_samples // (micro_batch_size * dp_size)
 
 
+def answers_to(batches: Iterable[dict], answers: int, seed: int, step: int) -> Iterator[dict]:
+    """Each batch of prompts `answers` times, for one answer to each of its prompts after the other.
+
+    Args:
+        batches: must carry `idx`, int64 `[b]`, the dataset indices.
+        seed: of the run.
+        step: of training, so that a prompt that comes back is answered anew.
+
+    Yields:
+        The batch with `sample_seeds` int64 `[b]`, which depend on (seed, step, index, number of the answer) alone, so
+        that with more answers the first ones stay what they were; and `sample_key` int64 `[b]`, unique and in the
+        order of index and answer.
+    """
+    for batch in batches:
+        first = sample_seeds(seed, step, batch["idx"])
+        for answer in range(answers):
+            seeds = first if answer == 0 else sample_seeds(seed, answer, first)
+            yield batch | {"sample_seeds": seeds, "sample_key": batch["idx"] * answers + answer}
+
+
 def with_prompt_columns(rollout: dict, batch: dict) -> dict:
     """What `infer` returned for a batch of prompts, and what must stay with each row of them."""
-    kept = ("idx", "loss_multiplier")
+    kept = ("idx", "sample_key", "loss_multiplier")
     return dict(rollout) | {key: batch[key].to(get_device()) for key in kept if key in batch}
 
 

@@ -43,6 +43,7 @@ from nemo_aligner.algorithms.rollout_training import (
 from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
     answer_mask,
+    answers_to,
     compute_num_rollout_microbatches,
     compute_rollout_metrics,
     reward_columns,
@@ -51,7 +52,7 @@ from nemo_aligner.algorithms.rollouts import (
 )
 from nemo_aligner.servers.source_rank import wait_for_all
 from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.ppo_utils import sample_seeds, select_topk
+from nemo_aligner.utils.ppo_utils import select_topk
 from nemo_aligner.utils.timers import ScopedTimer
 from nemo_aligner.utils.trainer_utils import (
     compute_max_steps,
@@ -251,13 +252,10 @@ class RSTrainer:
         """
         rollouts, futures = [], []
         with self.timer("generate"):
-            for batch in batches:
-                for answer in range(answers):
-                    key = batch["idx"] * answers + answer
-                    rollout = self.model.infer(batch | {"sample_seeds": sample_seeds(self.seed, sampling_step, key)})
-                    futures.append(self.rm.infer_rm(rollout))  # scored while we generate on
-                    rollout = with_prompt_columns(rollout, batch)
-                    rollouts.append(rollout | {"sample_key": key.to(rollout["response_lengths"].device)})
+            for batch in answers_to(batches, answers, self.seed, sampling_step):
+                rollout = self.model.infer(batch)
+                futures.append(self.rm.infer_rm(rollout))  # scored while we generate on
+                rollouts.append(with_prompt_columns(rollout, batch))
         with self.timer("rm_wait"):
             wait_for_all(pending for future in futures for pending in future.pending)
             for rollout, future in zip(rollouts, futures, strict=True):

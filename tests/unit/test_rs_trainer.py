@@ -152,7 +152,8 @@ def brute_force(dataset, indices, step, answers, top_n, score):
         candidates = []
         for answer in range(answers):
             batch = collate([dataset[index]])
-            batch["sample_seeds"] = sample_seeds(SEED, step, torch.tensor([index * answers + answer]))
+            first = sample_seeds(SEED, step, torch.tensor([index]))
+            batch["sample_seeds"] = first if answer == 0 else sample_seeds(SEED, answer, first)
             rollout = FakeRSPolicy([]).infer(batch)
             length = int(rollout["response_lengths"])
             tokens = rollout["response_tokens"][0, :length].tolist()
