@@ -28,7 +28,7 @@ warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor tha
 
 DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
 OPTIMIZERS = (*DISTRIBUTED_OPTIMIZERS, "adamw", "fused_adam", "megatron_fused_adam")
-CONSTANT_EXPERTS = ".mlp.experts."  # in the names of the experts' weights
+EXPERTS = ".mlp.experts."  # in the names of the experts' weights
 CONSTANT_SCHEDULES = ("constant", "WarmupHoldPolicy")
 SCHEDULES = ("CosineAnnealing", *CONSTANT_SCHEDULES)
 
