@@ -137,11 +137,11 @@ def ppo_actor_loss(
         kl = calculate_kl_penalty(logprobs, _kept(ref_logprobs, weights), estimator=kl_loss_estimator)
         loss = loss + kl_loss_coef * (weights * kl).sum()
         metrics["kl_loss"] = kl
-    if entropy_bonus:
-        _require(entropy, f"entropy_bonus={entropy_bonus} needs the entropy of each slot")
     scaled_entropy = torch.zeros_like(loss)
     if entropy is not None:
         metrics["entropy"] = _kept(entropy, weights)
+    if entropy_bonus:  # without it the entropy is not worth a backward pass either
+        _require(entropy, f"entropy_bonus={entropy_bonus} needs the entropy of each slot")
         scaled_entropy = entropy_bonus * (weights * metrics["entropy"]).sum()
         loss = loss - scaled_entropy
     means = {name: (weights * value.detach()).sum() for name, value in metrics.items()}
