@@ -50,6 +50,7 @@ class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
                 ignore_last=False,
                 # As in sampling: the padding of the vocabulary is no token.
                 vocab_size=self.tokenizer.vocab_size,
+                overwrite_logits=True,  # nothing else needs them
             )
             return sft_loss(logprobs=logprobs, weights=rows["weights"])
 

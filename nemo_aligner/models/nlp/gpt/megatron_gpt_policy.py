@@ -15,7 +15,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.megatron_steps import forward_collect
 from nemo_aligner.utils.ppo_utils import sample_seeds
-from nemo_aligner.utils.vocab_parallel import from_parallel_logits_to_logprobs
+from nemo_aligner.utils.vocab_parallel import from_parallel_logits_to_logprobs, logprobs_and_entropy
 
 
 class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGenerativeInterface):
@@ -66,7 +66,7 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
 
     @torch.no_grad()
     def infer(self, inference_batch: dict) -> dict:
-        """Sample one response to each prompt; every rank of a TP x PP group calls it with the same prompts.
+        """Sample one response to each prompt; every rank of a TP x PP x CP group calls it with the same prompts.
 
         Args:
             inference_batch: `text` int64 `[B, W]` prompts padded on the right, `length` int64 `[B]`; optional
@@ -105,17 +105,27 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
     # --- log-probs ------------------------------------------------------------------------------------------------
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, inference_only: bool) -> torch.Tensor:
-        """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits."""
+        """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits.
+
+        A backward pass writes the gradient over the logits; nothing else may need them.
+        """
         return from_parallel_logits_to_logprobs(
-            logits,
-            tokens,
-            inference_only=inference_only,
-            temperature=self.temperature,
-            vocab_size=self.tokenizer.vocab_size,
+            logits, tokens, inference_only=inference_only, overwrite_logits=True, **self._distribution()
         )
 
+    def logprobs_and_entropy(
+        self, logits: torch.Tensor, tokens: torch.Tensor, inference_only: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs`, the same bits, and the entropy `[b, S-1]` of the same distributions, at little cost."""
+        return logprobs_and_entropy(
+            logits, tokens, inference_only=inference_only, overwrite_logits=True, **self._distribution()
+        )
+
+    def _distribution(self) -> dict:
+        return {"temperature": self.temperature, "vocab_size": self.tokenizer.vocab_size}
+
     def get_inference_log_probs(self, response_tokens, forward_micro_batch_size: int | None = None) -> torch.Tensor:
-        """Log-prob of each token given those before it; every rank of a TP x PP group calls it with the same rows.
+        """Log-prob of each token given those before it; a TP x PP x CP group calls it with the same rows.
 
         Args:
             response_tokens: int64 `[B, S]`.

@@ -14,7 +14,6 @@ from nemo_aligner.losses import loss_weights, ppo_actor_loss
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.utils.distributed import sum_over_dp
 from nemo_aligner.utils.megatron_steps import forward_backward
-from nemo_aligner.utils.vocab_parallel import calculate_distributed_entropy
 
 
 class MegatronGPTActorModel(MegatronGPTPolicyModel):
@@ -99,14 +98,9 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
             rows["ref_logprobs"] = batch["init_logprobs"]
 
         def loss_fn(logits, rows):
-            # An entropy that is not in the loss is not worth a pass over the vocabulary.
-            entropy = None
-            if self.entropy_bonus > 0:
-                entropy = calculate_distributed_entropy(
-                    logits, temperature=self.temperature, vocab_size=self.tokenizer.vocab_size
-                )
+            logprobs, entropy = self.logprobs_and_entropy(logits, rows["tokens"], inference_only=forward_only)
             return ppo_actor_loss(
-                logprobs=self.logprobs(logits, rows["tokens"], inference_only=forward_only),
+                logprobs=logprobs,
                 prev_logprobs=rows["prev_logprobs"],
                 advantages=rows["advantages"],
                 weights=rows["weights"],
