@@ -1,0 +1,152 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Alarms: quantities against numbers by hand, warnings that are said once, checksums that see every bit; and on a real
+model the faults that each is there for."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_aligner.algorithms import alarms
+from nemo_aligner.utils.errors import NonFiniteError
+from nemo_aligner.utils.finite import naming_step
+from nemo_aligner.utils.replicas import CHUNK, checksum
+
+NAN = float("nan")
+
+
+# ------------------------------------------------------------------------------------------------ warnings
+
+
+def test_a_warning_is_said_when_its_state_begins_and_again_after_it_has_ended():
+    said = []
+    watch = alarms.Alarms("trainer.ppo.alarms", {"clip_fraction": 0.5, "truncated_fraction": None}, said.append)
+    active = []
+    for step, share in enumerate([0.5, 0.6, 0.9, 0.5, 0.51]):
+        active.append(watch.watch({"ppo_clip_fraction": share}, step)["alarms_active"])
+        watch.watch({"fraction_of_samples_properly_ended": 0.0}, step)  # switched off, and not of this phase
+    assert active == [0, 1, 1, 0, 1]
+    assert len(said) == 2
+    assert said[0].startswith("alarm: clip_fraction is 0.6 at step 1, above trainer.ppo.alarms.clip_fraction=0.5. ")
+    assert "at step 4" in said[1] and "learning rate" not in said[1] and "model.optim.lr" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "threshold", "silent", "loud"),
+    [
+        ("sampling_mismatch", 0.05, {"sampling_ratio_mean_error": 0.05}, {"sampling_ratio_mean_error": math.inf}),
+        ("clip_fraction", 0.5, {"ppo_clip_fraction": 0.5}, {"ppo_clip_fraction": 0.51}),
+        ("explained_variance", -1.0, {"explained_variance": -1.0}, {"explained_variance": -1.01}),
+        ("explained_variance", -1.0, {"explained_variance": NAN}, {"explained_variance": -math.inf}),
+        (
+            "truncated_fraction",
+            0.9,
+            {"fraction_of_samples_properly_ended": 0.125},
+            {"fraction_of_samples_properly_ended": 0.0},
+        ),
+    ],
+)
+def test_thresholds(key, threshold, silent, loud):
+    said = []
+    watch = alarms.Alarms("trainer.ppo.alarms", {key: threshold}, said.append)
+    assert watch.watch(silent, 0) == {"alarms_active": 0} and not said
+    assert watch.watch(loud, 1) == {"alarms_active": 1} and f"alarm: {key} is " in said[0]
+    assert alarms.Alarms("trainer.ppo.alarms", {key: None}, said.append).watch(loud, 2) == {"alarms_active": 0}
+    assert alarms.Alarms("trainer.ppo.alarms", None, said.append).watch(loud, 2) == {"alarms_active": 0}
+    assert len(said) == 1
+
+
+def test_only_the_first_rank_speaks(monkeypatch):
+    said = []
+    watch = alarms.Alarms("trainer.ppo.alarms", {"clip_fraction": 0.5}, said.append)
+    monkeypatch.setattr(alarms.parallel_state, "get_rank", lambda: 1)
+    assert watch.watch({"ppo_clip_fraction": 1.0}, 0) == {"alarms_active": 1} and not said
+
+
+# ------------------------------------------------------------------------------------------------ quantities
+
+
+def test_sampling_ratio_by_hand():
+    trainer = torch.log(torch.tensor([[0.5, 0.2, 0.1], [0.25, 0.3, 0.9]]))
+    sampler = torch.log(torch.tensor([[0.4, 0.2, 0.9], [0.5, 0.3, 0.1]]))
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
+    trainer[0, 2] = sampler[1, 2] = NAN  # outside the mask
+    metrics = alarms.sampling_ratio_metrics(trainer, sampler, mask)
+    # ratios 1.25, 1, 0.5, 1
+    assert metrics["sampling_ratio_mean_error"] == pytest.approx((0.25 + 0 + 0.5 + 0) / 4)
+    assert metrics["sampling_ratio_max"] == pytest.approx(2.0)  # 1 / 0.5
+    trainer[0, 0] = NAN
+    assert alarms.sampling_ratio_metrics(trainer, sampler, mask)["sampling_ratio_mean_error"] == math.inf
+
+
+def test_explained_variance_equals_scikit_learns_definition():
+    generator = torch.Generator().manual_seed(0)
+    returns, values = torch.randn(2, 4, 6, generator=generator)
+    mask = torch.rand(4, 6, generator=generator) < 0.5
+    kept_returns, kept_values = returns[mask].numpy(), values[mask].numpy()
+    expected = 1 - (kept_returns - kept_values).var() / kept_returns.var()
+    returns[~mask], values[~mask] = NAN, NAN
+    assert alarms.explained_variance(values, returns, mask) == pytest.approx(float(expected), rel=1e-5)
+    assert alarms.explained_variance(returns, returns, mask) == 1.0
+    assert math.isnan(alarms.explained_variance(values, torch.ones_like(values), mask))
+    assert math.isnan(alarms.explained_variance(values, returns, torch.zeros_like(mask)))
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+class Tokenizer:
+    def ids_to_text(self, ids):
+        return " ".join(map(str, ids))
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_named_by_its_prompt(bad):
+    rollout = {
+        "rewards": torch.tensor([1.0, bad, NAN]),
+        "idx": torch.tensor([7, 11, 12]),
+        "prompt_lengths": torch.tensor([2, 3, 90]),
+        "response_tokens": torch.arange(300).reshape(3, 100),
+    }
+    with pytest.raises(NonFiniteError, match=f"PPO step 4: rewards of sample 11 .*'100 101 102'.* is {bad}; 2 of 3"):
+        with naming_step("PPO step 4"):
+            alarms.check_rewards(rollout, Tokenizer())
+    rollout["rewards"] = torch.tensor([1.0, 2.0, 3.0])
+    alarms.check_rewards(rollout, Tokenizer())
+    rollout["rewards_terse"] = torch.tensor([1.0, 2.0, bad])
+    with pytest.raises(NonFiniteError, match=r"rewards_terse of sample 12 .*'200 201 [^']*\.\.\.'"):
+        alarms.check_rewards(rollout, Tokenizer())
+
+
+# ------------------------------------------------------------------------------------------------ checksums
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_checksum_sees_every_bit_and_every_place(dtype):
+    tensor = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    original = int(checksum(tensor))
+    assert int(checksum(tensor.clone())) == original
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    for place in range(tensor.numel()):
+        for bit in range(8 * tensor.element_size() - 1):
+            changed = tensor.clone()
+            changed.view(-1).view(integers)[place] ^= 1 << bit
+            assert int(checksum(changed)) != original
+    negative_zero = torch.zeros(3, dtype=dtype)
+    negative_zero[1] = -0.0
+    assert int(checksum(negative_zero)) != int(checksum(negative_zero.abs()))
+    swapped = tensor.clone().view(-1)
+    swapped[[2, 9]] = swapped[[9, 2]]
+    assert int(checksum(swapped)) != original
+
+
+def test_a_checksum_of_a_tensor_that_is_longer_than_a_piece_or_empty():
+    tensor = torch.arange(2 * CHUNK + 5, dtype=torch.float32)
+    swapped = tensor.clone()
+    swapped[[3, CHUNK + 3]] = swapped[[CHUNK + 3, 3]]  # the same place in two pieces
+    assert int(checksum(swapped)) != int(checksum(tensor))
+    assert int(checksum(torch.empty(0))) == 0
+    assert int(checksum(tensor[: 2 * CHUNK].view(2, -1).t())) == int(
+        checksum(tensor[: 2 * CHUNK].view(2, -1).t().clone())
+    )
