@@ -6,6 +6,12 @@
         "model.data.data_prefix={train: [prompts.jsonl], validation: [val.jsonl], test: [val.jsonl]}" \
         remote_critic_rm.critic.ip=localhost remote_critic_rm.critic.port=5556
 
+With `trainer.ppo.advantage_estimator` grpo, rloo or reinforce_plus_plus there is no critic; the rewards come from a
+reward model or a function that serve_reward_model.py serves (docs/ppo.md):
+
+    python train_gpt_ppo_actor.py ... trainer.ppo.advantage_estimator=grpo model.ppo.num_rollouts_per_prompt=8 \
+        remote_critic_rm.combine_rm_and_critic_server=False remote_critic_rm.reward_model.port=5555
+
 One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well.
 The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_actor.yaml,
 docs/config.md.
@@ -27,6 +33,7 @@ from nemo_aligner.data.nlp.builders import (
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
+from nemo_aligner.models.nlp.gpt.rewards_in_place_of_critic import RewardsInPlaceOfCritic
 from nemo_aligner.utils.batch_iterators import get_batch_iterator_cls
 from nemo_aligner.utils.config_utils import check_config, check_values
 from nemo_aligner.utils.timers import Timer
@@ -58,7 +65,8 @@ def main(cfg) -> None:
         MegatronGPTActorModel, cfg.model, trainer, restore_path=cfg.pretrained_checkpoint.restore_from_path
     )
     model.init_peft(cfg.model.get("peft"))
-    if cfg.trainer.ppo.initial_policy_kl_penalty > 0:
+    ppo = cfg.model.ppo
+    if cfg.trainer.ppo.initial_policy_kl_penalty > 0 or ppo.get("kl_loss_coef", 0) > 0:
         model.set_reference_policy()  # before a checkpoint is resumed: the reference stays the model we started from
 
     train_ds, validation_ds, _ = build_train_valid_test_rlhf_datasets(
@@ -72,7 +80,6 @@ def main(cfg) -> None:
         tokenizer=model.tokenizer,
     )
     check_pad_to_length(cfg, "remote_critic_rm", "ppo", [train_ds, the_validation_prompts(validation_ds)])
-    ppo = cfg.model.ppo
     train_dataloader_builder = partial(
         build_dataloader, cfg, train_ds, mbs=ppo.rollout_micro_batch_size, gbs=ppo.num_rollout_samples, load_gbs=False
     )
@@ -90,13 +97,19 @@ def main(cfg) -> None:
     ppo_steps = compute_max_steps(steps_per_epoch, cfg.trainer.ppo.max_epochs, cfg.trainer.ppo.max_steps)
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=compute_num_optimizer_steps(
-            ppo_steps, ppo.num_rollout_samples, cfg.model.global_batch_size, cfg.trainer.ppo.ppo_epochs
+            ppo_steps,
+            ppo.num_rollout_samples,
+            cfg.model.global_batch_size,
+            cfg.trainer.ppo.ppo_epochs,
+            ppo.get("num_rollouts_per_prompt", 1),
         )
     )
     ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
     logger.log_hyperparams(OmegaConf.to_container(cfg))
 
-    rm_critic = RemoteGPTRMCriticClient(cfg.remote_critic_rm, model.tokenizer)
+    has_critic = cfg.trainer.ppo.get("advantage_estimator", "gae") == "gae"
+    rm_critic_cls = RemoteGPTRMCriticClient if has_critic else RewardsInPlaceOfCritic
+    rm_critic = rm_critic_cls(cfg.remote_critic_rm, model.tokenizer)
     try:
         ppo_trainer = PPOTrainer(
             cfg=cfg.trainer.ppo,
@@ -113,6 +126,9 @@ def main(cfg) -> None:
             logger=logger,
             ckpt_callback=ckpt_callback,
             run_timer=Timer((cfg.get("exp_manager") or {}).get("max_time_per_run")),
+            num_rollouts_per_prompt=ppo.get("num_rollouts_per_prompt", 1),
+            max_response_length=ppo.length_params.max_length,
+            kl_loss_coef=ppo.get("kl_loss_coef", 0),
         )
         state = load_trainer_state(cfg, ckpt_callback)
         if state is not None:

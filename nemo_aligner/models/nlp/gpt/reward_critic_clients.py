@@ -457,27 +457,27 @@ class RemoteGPTRMClient:
         cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}` or `reward_models`; `host` and `port` beside
             them win over those of `reward_model`; optionally `init_timeout_s`, `inference_timeout_s`.
         tokenizer: of the policy; servers with another one refuse its texts. None has them not compare.
+        setting: name of the section, for messages.
 
     Raises:
         ConfigError: the section cannot work.
         ServerUnreachableError: no server within `init_timeout_s`; progress is logged while waiting.
     """
 
-    SETTING = "remote_rm"
-
-    def __init__(self, cfg, tokenizer=None):
+    def __init__(self, cfg, tokenizer=None, setting: str = "remote_rm"):
         self.cfg = cfg
+        self.setting = setting
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.pad_to_length = cfg.get("pad_to_length", None)
-        self.communicator = _communicator(cfg, self.SETTING)
-        self.reward_models = _RewardModels(cfg, self.communicator, self.SETTING)
+        self.communicator = _communicator(cfg, setting)
+        self.reward_models = _RewardModels(cfg, self.communicator, setting)
 
     def infer_rm(self, rollout_batch: dict) -> RMFutureResult:
         """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b], optionally `prompt_lengths` [b]) to be
         scored; returns at once. An S above `pad_to_length`, as any error, is raised by the future's `result()`.
         """
         make_payload = functools.partial(
-            _scoring_payload, rollout_batch, self.pad_to_length, self.SETTING, self.fingerprint
+            _scoring_payload, rollout_batch, self.pad_to_length, self.setting, self.fingerprint
         )
         return self.reward_models.score(rollout_batch, make_payload)
 
