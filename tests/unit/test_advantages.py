@@ -1,0 +1,222 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages and the shaping of rewards, against naive loops over Python numbers and the statistics module."""
+
+import statistics
+
+import pytest
+import torch
+
+from nemo_aligner.utils.advantages import (
+    calculate_advantages_and_returns,
+    calculate_grpo_advantages,
+    calculate_reinforce_returns,
+    calculate_rloo_advantages,
+    clip_advantages,
+    spread_over_response,
+)
+from nemo_aligner.utils.ppo_utils import (
+    calculate_overlong_penalty,
+    clip_rewards,
+    create_mask,
+    masked_mean_var,
+    masked_sum,
+    whiten,
+)
+from tests.rank_threads import run_rank_threads
+
+NAN = float("nan")
+
+
+def ragged(seed=0, rows=6, width=9):
+    """(values, token rewards, mask) [rows, width]; the masks start and end anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(1, 5, (rows,), generator=generator)
+    total = prompt + torch.randint(1, 5, (rows,), generator=generator)
+    values, rewards = (torch.randn(rows, width, generator=generator) for _ in range(2))
+    return values, rewards, create_mask(values, prompt, total)
+
+
+def scored_groups(seed=0):
+    """(scores [N], prompts [N, 2], valid [N]): groups of 1 to 5 rows in mixed order, some of them not valid."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [1, 2, 3, 4, 5, 4]
+    prompt = torch.tensor([g for g, size in enumerate(sizes) for _ in range(size)])
+    order = torch.randperm(len(prompt), generator=generator)
+    prompts = torch.stack([prompt % 3, prompt // 3], dim=1)[order]
+    valid = torch.rand(len(prompt), generator=generator) > 0.25
+    return torch.randn(len(prompt), generator=generator), prompts, valid
+
+
+def members(prompts, valid, row):
+    """Valid rows of the same prompt, the row itself included if it is valid."""
+    return [i for i in range(len(prompts)) if valid[i] and prompts[i].tolist() == prompts[row].tolist()]
+
+
+def planted(x, keep):
+    return torch.where(keep.bool(), x, NAN)
+
+
+@pytest.mark.parametrize("gamma,lam,critic_lam", [(1.0, 0.95, 1.0), (0.9, 0.5, 0.8), (0.99, 1.0, 0.0)])
+def test_decoupled_gae_against_naive_sums(gamma, lam, critic_lam):
+    values, rewards, mask = ragged()
+
+    def naive(row, t, lam):
+        slots = mask[row].nonzero().flatten().tolist()
+        v, r = values[row].tolist(), rewards[row].tolist()
+        return sum(
+            (gamma * lam) ** (k - t) * (r[k] + gamma * (v[k + 1] if k + 1 in slots else 0.0) - v[k])
+            for k in slots
+            if k >= t
+        )
+
+    advantages, returns = calculate_advantages_and_returns(values, rewards, gamma, lam, mask, critic_lam)
+    for row, t in mask.nonzero().tolist():
+        assert advantages[row, t].item() == pytest.approx(naive(row, t, lam), abs=1e-5)
+        assert returns[row, t].item() == pytest.approx(naive(row, t, critic_lam) + values[row, t].item(), abs=1e-5)
+    dirty = calculate_advantages_and_returns(
+        planted(values, mask), planted(rewards, mask), gamma, lam, mask, critic_lam
+    )
+    assert torch.equal(dirty[0], advantages) and torch.equal(dirty[1], returns)
+    # Without a lambda of its own the critic has the actor's.
+    same = calculate_advantages_and_returns(values, rewards, gamma, lam, mask)
+    assert torch.equal(same[0], advantages)
+    assert torch.equal(same[1], calculate_advantages_and_returns(values, rewards, gamma, lam, mask, lam)[1])
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_returns_against_naive_sums(gamma):
+    _, rewards, mask = ragged(seed=1)
+    returns = calculate_reinforce_returns(rewards, gamma, mask)
+    for row, t in mask.nonzero().tolist():
+        slots = [k for k in mask[row].nonzero().flatten().tolist() if k >= t]
+        expected = sum(gamma ** (k - t) * rewards[row, k].item() for k in slots)
+        assert returns[row, t].item() == pytest.approx(expected, abs=1e-5)
+    assert torch.equal(calculate_reinforce_returns(planted(rewards, mask), gamma, mask), returns)
+
+
+def test_rloo_against_naive_means_of_the_others():
+    scores, prompts, valid = scored_groups()
+    advantages = calculate_rloo_advantages(scores, prompts, valid)
+    lonely = 0
+    for row in range(len(scores)):
+        others = [scores[i].item() for i in members(prompts, valid, row) if i != row]
+        expected = scores[row].item() - statistics.fmean(others) if valid[row] and others else 0.0
+        lonely += not others
+        assert advantages[row].item() == pytest.approx(expected, abs=1e-6)
+    assert lonely and not valid.all()
+    assert torch.equal(calculate_rloo_advantages(planted(scores, valid), prompts, valid), advantages)
+    assert calculate_rloo_advantages(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3)).tolist() == [-3.0, -1.5, 4.5]
+
+
+def test_grpo_against_the_statistics_module():
+    scores, prompts, valid = scored_groups(seed=4)
+    advantages = calculate_grpo_advantages(scores, prompts, valid)
+    centred = calculate_grpo_advantages(scores, prompts, valid, normalize_std=False)
+    lonely = 0
+    for row in range(len(scores)):
+        group = [scores[i].item() for i in members(prompts, valid, row)]
+        expected = std = 0.0
+        if valid[row] and len(group) > 1:
+            expected, std = scores[row].item() - statistics.fmean(group), statistics.stdev(group)
+        lonely += bool(valid[row]) and len(group) == 1
+        assert centred[row].item() == pytest.approx(expected, abs=1e-6)
+        assert advantages[row].item() == pytest.approx(expected / (std + 1e-6), abs=1e-5)
+    assert lonely and not valid.all()
+    assert torch.equal(calculate_grpo_advantages(planted(scores, valid), prompts, valid), advantages)
+
+
+def test_equal_scores_give_no_advantage():
+    """0.1 is no binary number: its mean over three rows must not leave a rounding that eps would blow up."""
+    scores, idx = torch.full((3,), 0.1), torch.tensor([5, 5, 5])
+    assert calculate_grpo_advantages(scores, idx).abs().max() < 1e-9
+    assert calculate_rloo_advantages(scores, idx).abs().max() < 1e-9
+    assert calculate_grpo_advantages(scores + 1000, idx).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("estimator", [calculate_grpo_advantages, calculate_rloo_advantages])
+def test_groups_do_not_depend_on_the_order_of_rows_or_on_rows_that_are_not_valid(estimator):
+    scores, prompts, valid = scored_groups(seed=2)
+    advantages = estimator(scores, prompts, valid)
+    order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(estimator(scores[order], prompts[order], valid[order]), advantages[order])
+    torch.testing.assert_close(estimator(scores[valid], prompts[valid]), advantages[valid])
+    # An index for each prompt says the same as its tokens.
+    assert torch.equal(estimator(scores, prompts[:, 0] + 3 * prompts[:, 1], valid), advantages)
+    assert estimator(scores[:0], prompts[:0], valid[:0]).shape == (0,)
+
+
+def test_scores_are_spread_over_the_response_alone():
+    _, rewards, mask = ragged(seed=4)
+    mask[2] = 0
+    scores = masked_sum(planted(rewards, mask), mask, dim=1)
+    for row in range(len(rewards)):
+        expected = sum(rewards[row, t].item() for t in mask[row].nonzero().flatten().tolist())
+        assert scores[row].item() == pytest.approx(expected, abs=1e-5)
+    assert masked_sum(planted(rewards, mask), mask).item() == pytest.approx(scores.sum().item(), abs=1e-5)
+    scores[2] = NAN  # a row without a response
+    for column in (scores, scores[:, None]):
+        assert torch.equal(spread_over_response(column, mask), torch.where(mask.bool(), scores[:, None], 0))
+
+
+def test_clipping():
+    x = torch.tensor([-7.0, -0.5, 0.0, 3.0, 9.0, NAN])
+    for clip in (clip_rewards, clip_advantages):
+        assert clip(x, 3.0)[:5].tolist() == [-3.0, -0.5, 0.0, 3.0, 3.0]
+        assert clip(x, 3.0).isnan().tolist() == [False] * 5 + [True]  # what is wrong stays to be seen
+        assert clip(x, None) is x
+
+
+def test_overlong_penalty_by_the_cases_of_the_paper():
+    max_length, buffer, factor = 20, 8, 0.5
+    lengths = torch.arange(0, 24)
+    penalty = calculate_overlong_penalty(lengths, max_length, buffer, factor)
+    for length in lengths.tolist():
+        if length <= max_length - buffer:
+            expected = 0.0
+        elif length <= max_length:
+            expected = ((max_length - buffer) - length) / buffer
+        else:
+            expected = -1.0
+        assert penalty[length].item() == pytest.approx(factor * expected)
+    assert calculate_overlong_penalty(lengths, max_length, 0).abs().sum() == 0
+    assert calculate_overlong_penalty(torch.tensor([1, 20]), 20, 20).tolist() == pytest.approx([-0.05, -1.0])
+    for bad in (-1, 21):
+        with pytest.raises(ValueError, match=f"overlong_buffer_len={bad} must be between 0 and max_length=20"):
+            calculate_overlong_penalty(lengths, 20, bad)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_whitening_over_ranks_against_the_statistics_module(num_ranks):
+    values, _, mask = ragged(seed=5)
+    values = 3.0 * values + 100.0
+    mask[0] = 0
+    if num_ranks == 3:
+        mask[2:4] = 0  # nothing counts on the second rank
+    kept = [values[row, t].item() for row, t in mask.nonzero().tolist()]
+    mean, std = statistics.fmean(kept), statistics.pstdev(kept)
+    rows = len(values) // num_ranks
+
+    def rank_main(rank, sum_over_ranks):
+        share = slice(rank * rows, (rank + 1) * rows)
+        x = planted(values, mask)[share]
+        moments = masked_mean_var(x, mask[share], sum_over_ranks)
+        return *moments, *(whiten(x, mask[share], shift, sum_over_ranks) for shift in (True, False))
+
+    means, variances, whitened, scaled = zip(*run_rank_threads(num_ranks, rank_main), strict=True)
+    assert [float(m) for m in means] == pytest.approx([mean] * num_ranks)
+    assert [float(v) for v in variances] == pytest.approx([std**2] * num_ranks)
+    whitened, scaled = torch.cat(whitened), torch.cat(scaled)
+    assert (whitened[mask == 0] == 0).all() and (scaled[mask == 0] == 0).all()
+    for row, t in mask.nonzero().tolist():
+        expected = (values[row, t].item() - mean) / std
+        assert whitened[row, t].item() == pytest.approx(expected, abs=1e-5)
+        assert scaled[row, t].item() == pytest.approx(expected + mean, abs=1e-4)
+
+
+def test_whitening_of_nothing_and_of_equal_values():
+    x = torch.full((2, 3), NAN)
+    assert whiten(x, torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
+    x = torch.full((2, 3), 0.1)
+    assert whiten(x, torch.ones(2, 3)).abs().max() < 1e-6
+    assert whiten(x, torch.ones(2, 3), shift_mean=False).tolist() == x.tolist()

@@ -1,0 +1,137 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""KL estimators summed over a whole vocabulary, where their expectations are exact; the controllers by hand."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_aligner.utils.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, calculate_kl_penalty
+
+NAN = float("nan")
+
+
+def policies(seed=0, vocabulary=7):
+    """(logits of a, with gradient; log-probs of a; log-probs of b), float64."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(vocabulary, generator=generator, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(vocabulary, generator=generator, dtype=torch.float64).log_softmax(-1)
+    return logits, logits.log_softmax(-1), b
+
+
+def divergence(p, q):
+    return torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)
+
+
+def test_values_by_hand():
+    a, b = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -0.5])  # log ratios 1 and -1.5
+    expected = {
+        "k1": [1.0, -1.5],
+        "abs": [1.0, 1.5],
+        "k2": [0.5, 1.125],
+        "k3": [math.exp(-1.0) - 1 + 1, math.exp(1.5) - 1 - 1.5],
+    }
+    assert set(expected) == set(KL_ESTIMATORS)
+    for estimator, values in expected.items():
+        assert calculate_kl_penalty(a, b, estimator=estimator).tolist() == pytest.approx(values, rel=1e-6)
+    # The flag decides only where no estimator is named.
+    assert calculate_kl_penalty(a, b).tolist() == [1.0, 1.5]
+    assert calculate_kl_penalty(a, b, use_absolute_kl=False).tolist() == [1.0, -1.5]
+    assert calculate_kl_penalty(a, b, True, "k1").tolist() == [1.0, -1.5]
+
+
+@pytest.mark.parametrize("estimator,exact", [("k1", True), ("k3", True), ("k2", False), ("abs", False)])
+def test_expectation_over_the_vocabulary(estimator, exact):
+    _, a, b = policies()
+    mean = (a.exp() * calculate_kl_penalty(a, b, estimator=estimator)).sum().item()
+    kl = divergence(a, b).item()
+    assert (mean == pytest.approx(kl, rel=1e-9)) == exact
+    near = (0.999 * a + 0.001 * b).log_softmax(-1)  # for close policies k2 is almost unbiased, |k1| is not
+    ratio = (a.exp() * calculate_kl_penalty(a, near, estimator=estimator)).sum().item() / divergence(a, near).item()
+    assert (ratio == pytest.approx(1, abs=2e-3)) == (estimator != "abs")
+
+
+def test_expected_gradient_of_each_estimator():
+    """Tokens are drawn from a, whose probabilities then do not carry the gradient; the estimator does."""
+
+    def gradient(estimator):
+        logits, a, b = policies(seed=1)
+        (a.detach().exp() * calculate_kl_penalty(a, b, estimator=estimator)).sum().backward()
+        return logits.grad
+
+    def exact(function):
+        logits, a, b = policies(seed=1)
+        function(a, b).backward()
+        return logits.grad
+
+    torch.testing.assert_close(gradient("k1"), torch.zeros(7, dtype=torch.float64))
+    torch.testing.assert_close(gradient("abs"), exact(lambda a, b: (a.exp() - b.exp()).abs().sum()))
+    torch.testing.assert_close(gradient("k2"), exact(divergence))
+    torch.testing.assert_close(gradient("k3"), exact(lambda a, b: divergence(b, a)))
+
+
+def test_small_differences_are_not_lost_in_float32():
+    gap = torch.tensor([1e-3, -1e-3, 3e-5])
+    k3 = calculate_kl_penalty(torch.zeros(3), -gap, estimator="k3")
+    expected = [math.expm1(-x) + x for x in gap.double().tolist()]
+    torch.testing.assert_close(k3, torch.tensor(expected), rtol=2e-2, atol=1e-12)
+    assert calculate_kl_penalty(gap, gap, estimator="k3").tolist() == [0.0, 0.0, 0.0]
+
+
+def test_nan_stays_in_its_slot_and_unknown_estimators_are_refused():
+    a, b = torch.tensor([NAN, -1.0, -2.0]), torch.tensor([-1.0, NAN, -1.5])
+    for estimator in KL_ESTIMATORS:
+        assert calculate_kl_penalty(a, b, estimator=estimator).isnan().tolist() == [True, True, False]
+    with pytest.raises(ValueError, match="KL estimator 'kl' is unknown; choose one of k1, abs, k2, k3"):
+        calculate_kl_penalty(a, b, estimator="kl")
+
+
+def test_adaptive_controller_by_hand():
+    controller = AdaptiveKLController(init_kl_coef=0.2, target=6.0, horizon=10000)
+    assert controller.value == 0.2
+    # e = 6.6 / 6 - 1 = 0.1, n / horizon = 0.0256
+    assert controller.update(6.6, 256) == pytest.approx(0.2 * (1 + 0.1 * 0.0256))
+    before = controller.value
+    assert controller.update(600.0, 256) == pytest.approx(before * (1 + 0.2 * 0.0256))  # kept within 0.2
+    before = controller.value
+    assert controller.update(-3.0, 256) == pytest.approx(before * (1 - 0.2 * 0.0256))
+    before = controller.value
+    assert controller.update(6.0, 256) == before
+
+
+def test_adaptive_controller_steers_the_kl_to_its_target():
+    """A system whose KL falls with beta, as KL = 3 / beta: it comes to rest at beta = 0.5."""
+    controller = AdaptiveKLController(init_kl_coef=0.01, target=6.0, horizon=1000)
+    for _ in range(600):
+        controller.update(3.0 / controller.value, 100)
+    assert controller.value == pytest.approx(0.5, rel=1e-2)
+
+
+def test_controllers_resume():
+    controller = AdaptiveKLController(0.2, 6.0, 10000)
+    controller.update(9.0, 512)
+    again = AdaptiveKLController(0.2, 6.0, 10000)
+    again.load_state_dict(controller.state_dict())
+    assert again.value == controller.value != 0.2
+    assert again.update(7.0, 512) == controller.update(7.0, 512)
+    # From a run with a fixed coefficient to an adaptive one, and back: the configuration's is the start.
+    fixed = FixedKLController(0.05)
+    assert fixed.update(100.0, 512) == fixed.value == 0.05
+    again = AdaptiveKLController(0.3, 6.0, 10000)
+    again.load_state_dict(fixed.state_dict())
+    fixed.load_state_dict(controller.state_dict())
+    assert (again.value, fixed.value) == (0.3, 0.05)
+
+
+def test_what_an_adaptive_controller_cannot_do_is_refused():
+    for arguments in ((0.0, 6.0, 100), (0.1, 0.0, 100), (0.1, 6.0, -1)):
+        with pytest.raises(ValueError, match="must be above 0"):
+            AdaptiveKLController(*arguments)
+    controller = AdaptiveKLController(0.1, 6.0, 100)
+    with pytest.raises(ValueError, match="horizon=100 is too short for rollouts of 512 samples.*above 102.4"):
+        controller.update(6.0, 512)
+    for kl in (NAN, math.inf):
+        with pytest.raises(ValueError, match="cannot be adapted"):
+            controller.update(kl, 64)
+    assert controller.value == 0.1
