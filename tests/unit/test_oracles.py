@@ -1,13 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of rollouts and rewards against other libraries, on random ragged batches. Losses: test_oracle_losses.
+"""The mathematics of rollouts and rewards against other libraries (see tests/oracle_table.py)."""
 
-A comparison is a function of a random `Case`, registered for a quantity and a library, that returns pairs (ours,
-theirs). Where their convention differs from ours, the comparison converts it, and says so. Ours always get NaN in the
-slots outside the mask, theirs 0: they multiply by the mask, and could not stand it.
-"""
-
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -33,60 +27,15 @@ from nemo_aligner.utils.ppo_utils import (
     masked_std,
     select_topk,
 )
+from tests.oracle_table import GROUP_SIZE, Case, Comparisons
 from tests.oracles import nemo_aligner_ppo_utils, oracle
 
 GAMMA, LAMBDA, CRITIC_LAMBDA, BETA = 0.97, 0.9, 0.98, 0.05
-GROUPS, GROUP_SIZE = 3, 4
 
-COMPARISONS = {}
+COMPARISONS = Comparisons()
 # Quantities that fewer than two of the libraries have in a form that can be called.
 ONLY_ONE = {"mask": "the others make theirs where they tokenize", "top-k": "the others have no rejection sampling"}
-
-
-def compares(quantity: str, *libraries: str):
-    """Register a comparison; with several libraries it is called with the name of each."""
-
-    def register(function):
-        for library in libraries:
-            COMPARISONS[quantity, library] = function if len(libraries) == 1 else _with(function, library)
-        return function
-
-    return register
-
-
-def _with(function, library):
-    return lambda case: function(case, library)
-
-
-class Case:
-    """A random rollout of GROUPS prompts with GROUP_SIZE answers each, rows in random order, answers of any length."""
-
-    def __init__(self, seed: int):
-        random = torch.Generator().manual_seed(seed)
-        rows, width = GROUPS * GROUP_SIZE, 11
-        self.prompt_lengths = torch.randint(1, 5, (rows,), generator=random)
-        self.lengths = self.prompt_lengths + torch.randint(1, 8, (rows,), generator=random)
-        columns = torch.arange(width)
-        # By hand, not by create_mask: transitions of the answer, [P-1, R-1).
-        self.keep = (columns >= self.prompt_lengths[:, None] - 1) & (columns < self.lengths[:, None] - 1)
-        self.mask = self.keep.float()
-        self.values, self.rewards, self.logprobs = torch.randn(3, rows, width, generator=random) * self.mask
-        self.ref_logprobs = (self.logprobs + 0.5 * torch.randn(rows, width, generator=random)) * self.mask
-        self.scores = torch.randn(rows, generator=random)
-        self.prompts = torch.arange(GROUPS).repeat(GROUP_SIZE)[torch.randperm(rows, generator=random)]
-
-    def planted(self, x: Tensor) -> Tensor:
-        return torch.where(self.keep, x, torch.nan)
-
-    def bessel(self) -> Tensor:
-        """Factor from our whitening, with the variance of the sample, to that with Bessel's correction."""
-        n = self.keep.sum()
-        return ((n - 1) / n).sqrt()
-
-    def token_scores(self) -> Tensor:
-        """Token rewards whose sum over each row is `scores`: what the critic-free estimators of verl read."""
-        shares = torch.rand(self.mask.shape, generator=torch.Generator().manual_seed(0)) * self.mask
-        return shares / shares.sum(1, keepdim=True) * self.scores[:, None]
+compares = COMPARISONS.of
 
 
 def trl_trainer(**config):
@@ -236,7 +185,7 @@ def _(case, library):
 
 @compares("token rewards", "trl", "openrlhf", "nemo-aligner")
 def _(case, library):
-    """All of them put the score on the answer's last token; NeMo-Aligner's width is ours, S-1. OpenRLHF clips first."""
+    """All put the score on the answer's last token; NeMo-Aligner's width is ours, S-1. OpenRLHF clips it first."""
     kl = calculate_kl_penalty(case.logprobs, case.ref_logprobs, use_absolute_kl=False)
     scores = clip_rewards(case.scores, 0.7) if library == "openrlhf" else case.scores
     ours = calculate_ppo_rewards(case.values, scores, case.lengths, case.planted(kl), penalty_factor=BETA)
@@ -291,7 +240,7 @@ def _(case, library):
 
 @compares("GRPO", "verl", "openrlhf", "torchrl")
 def _(case, library):
-    """All use the Bessel-corrected deviation; added to it are 1e-6 (verl, ours), 1e-9 (OpenRLHF), nothing (torchrl)."""
+    """All use the Bessel-corrected deviation, plus 1e-6 (verl, ours), 1e-9 (OpenRLHF) or nothing (torchrl)."""
     ours = spread_over_response(calculate_grpo_advantages(case.scores, case.prompts), case.mask)
     doctor = calculate_grpo_advantages(case.scores, case.prompts, normalize_std=False)
     doctor = spread_over_response(doctor, case.mask)
@@ -382,18 +331,10 @@ def _(case):
         yield select_topk(batch, num_select)["row"], theirs["row"]
 
 
-@pytest.mark.parametrize("quantity,library", [pytest.param(*key, id="-".join(key)) for key in COMPARISONS])
+@pytest.mark.parametrize("quantity,library", COMPARISONS.params())
 def test_same_as(quantity, library):
-    for seed in range(3):
-        pairs = list(COMPARISONS[quantity, library](Case(seed)))
-        assert pairs
-        for ours, theirs in pairs:
-            assert ours.isfinite().all()
-            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+    COMPARISONS.check(quantity, library)
 
 
 def test_every_quantity_is_compared_with_two_libraries():
-    libraries = defaultdict(set)
-    for quantity, library in COMPARISONS:
-        libraries[quantity].add(library)
-    assert {quantity for quantity, names in libraries.items() if len(names) < 2} == set(ONLY_ONE)
+    assert COMPARISONS.with_one_library() == set(ONLY_ONE)

@@ -1,0 +1,296 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Losses, their gradients and what they report against other libraries (see tests/oracle_table.py)."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_aligner.losses import loss_weights, ppo_actor_loss, ppo_critic_loss, preference_loss, sft_loss
+from nemo_aligner.metrics import explained_variance_from_moments, explained_variance_moments
+from nemo_aligner.utils.ppo_utils import calculate_entropy
+from nemo_aligner.utils.vocab_parallel import calculate_distributed_entropy, from_parallel_logits_to_logprobs
+from tests.oracle_table import Case, Comparisons
+from tests.oracles import oracle
+
+EPS, VALUE_CLIP, DUAL_CLIP, NO_CLIP = 0.2, 0.3, 1.5, 1e6
+REDUCTIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean"}  # ours, verl's
+
+COMPARISONS = Comparisons()
+ONLY_ONE = {
+    "token log-likelihood": "OpenRLHF alone has a function of log-probs; test_losses.py has torch's cross entropy",
+    "explained variance": "trl alone reports it",
+}
+compares = COMPARISONS.of
+
+
+class LossCase:
+    """A `Case` in the tensors of the losses."""
+
+    def __init__(self, case: Case):
+        self.case, self.mask, self.keep = case, case.mask, case.keep
+        self.logprobs, self.ref_logprobs, self.advantages = case.logprobs, case.ref_logprobs, case.rewards
+        # Ratios on both sides of all clips.
+        self.prev_logprobs = self.logprobs + 0.5 * case.values
+        self.values, self.prev_values, self.returns = case.values, case.values + 0.4 * case.logprobs, case.rewards
+
+    def leaf(self, x):
+        return x.clone().requires_grad_()
+
+    def planted_leaf(self, x):
+        return self.case.planted(x).requires_grad_()
+
+    def policy(self, reduction="token", **options):
+        """Our loss, its gradient and metrics."""
+        logprobs = self.planted_leaf(self.logprobs)
+        inputs = {
+            "prev_logprobs": self.prev_logprobs,
+            "advantages": self.advantages,
+            "ref_logprobs": self.ref_logprobs,
+        }
+        loss, metrics = ppo_actor_loss(
+            logprobs=logprobs,
+            **{name: self.case.planted(x) for name, x in inputs.items()},
+            weights=loss_weights(self.mask, reduction),
+            ratio_eps=EPS,
+            **options,
+        )
+        return *value_and_gradient(loss, logprobs), metrics
+
+    def value(self, clip, reduction="token"):
+        values = self.planted_leaf(self.values)
+        others = {"prev_values": self.case.planted(self.prev_values), "returns": self.case.planted(self.returns)}
+        weights = loss_weights(self.mask, reduction)
+        loss, metrics = ppo_critic_loss(values=values, **others, weights=weights, loss_clip_val=clip)
+        return *value_and_gradient(loss, values), metrics
+
+
+def value_and_gradient(loss, leaf):
+    return loss.detach(), *torch.autograd.grad(loss, leaf)
+
+
+def trl_losses(c: LossCase):
+    """trl's two losses with their gradients, and its statistics (means over tokens)."""
+    from trl.trainer.ppo_trainer import PPOTrainer
+
+    config = SimpleNamespace(cliprange=EPS, cliprange_value=VALUE_CLIP, vf_coef=1.0, ratio_threshold=1e9)
+    logprobs, values = c.leaf(c.logprobs), c.leaf(c.values)
+    policy, value, statistics = PPOTrainer.loss(
+        SimpleNamespace(config=config),
+        old_logprobs=c.prev_logprobs,
+        values=c.prev_values,
+        logits=torch.zeros(*c.mask.shape, 2),
+        vpreds=values,
+        logprobs=logprobs,
+        mask=c.mask,
+        advantages=c.advantages,
+        returns=c.returns,
+    )
+    return value_and_gradient(policy, logprobs), value_and_gradient(value, values), statistics
+
+
+def verl_policy(c: LossCase, reduction="token", dual_clip=NO_CLIP):
+    """verl always has the dual clip: far away it is off. It clamps log ratios to 20, which none reaches here."""
+    config = oracle("verl.workers.config").ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio=EPS,
+        clip_ratio_low=EPS,
+        clip_ratio_high=EPS,
+        clip_ratio_c=dual_clip,
+    )
+    logprobs = c.leaf(c.logprobs)
+    loss, metrics = oracle("verl.trainer.ppo.core_algos").compute_policy_loss_vanilla(
+        c.prev_logprobs, logprobs, c.advantages, c.mask, REDUCTIONS[reduction], config
+    )
+    return *value_and_gradient(loss, logprobs), metrics
+
+
+def openrlhf_policy(c: LossCase, reduction="token", dual_clip=None):
+    """(loss, gradient, share of clipped ratios, mean of -log ratio)."""
+    logprobs = c.leaf(c.logprobs)
+    policy_loss = oracle("openrlhf.models.loss").PolicyLoss(EPS, EPS, dual_clip, token_level_loss=reduction == "token")
+    loss, clip_ratio, kl, _ = policy_loss(logprobs, c.prev_logprobs, c.advantages, c.mask)
+    return *value_and_gradient(loss, logprobs), clip_ratio, kl
+
+
+@compares("clipped loss", "trl", "verl", "openrlhf")
+def _(case, library):
+    c = LossCase(case)
+    if library == "trl":
+        loss, gradient, metrics = c.policy()
+        (their_loss, their_gradient), _, statistics = trl_losses(c)
+        yield loss, their_loss
+        yield gradient, their_gradient
+        yield metrics["ppo_ratio"], (statistics["policy/ratio"] * c.mask).sum() / c.mask.sum()
+        yield metrics["ppo_clip_fraction"], statistics["policy/clipfrac"]
+        return
+    for reduction in REDUCTIONS:
+        loss, gradient, metrics = c.policy(reduction)
+        their_loss, their_gradient, reported, *_ = (verl_policy if library == "verl" else openrlhf_policy)(
+            c, reduction
+        )
+        yield loss, their_loss
+        yield gradient, their_gradient
+        if reduction == "token":  # their share of clipped ratios is a mean over tokens in either case
+            share = torch.tensor(reported["actor/pg_clipfrac"]) if library == "verl" else reported
+            yield metrics["ppo_clip_fraction"], share
+            assert 0.1 < share < 0.6
+
+
+@compares("dual clip", "verl", "openrlhf")
+def _(case, library):
+    c = LossCase(case)
+    for reduction in REDUCTIONS:
+        loss, gradient, metrics = c.policy(reduction, dual_clip=DUAL_CLIP)
+        theirs = (verl_policy if library == "verl" else openrlhf_policy)(c, reduction, DUAL_CLIP)
+        yield loss, theirs[0]
+        yield gradient, theirs[1]
+        if library == "verl" and reduction == "token":
+            yield metrics["dual_clip_fraction"], torch.tensor(theirs[2]["actor/pg_clipfrac_lower"])
+    assert metrics["dual_clip_fraction"] > 0.01
+
+
+@compares("KL in the loss", "verl", "openrlhf")
+def _(case, library):
+    """Theirs is a mean of the estimates, added with a coefficient. Both keep k3 within 10, which it does not reach."""
+    c, coefficient = LossCase(case), 0.3
+    for estimator in ("k1", "k2", "k3"):
+        loss, gradient, metrics = c.policy(kl_loss_coef=coefficient, kl_loss_estimator=estimator)
+        logprobs = c.leaf(c.logprobs)
+        if library == "verl":
+            module = oracle("verl.trainer.ppo.core_algos")
+            kl = module.agg_loss(module.kl_penalty(logprobs, c.ref_logprobs, estimator), c.mask, "token-mean")
+        else:
+            module = oracle("openrlhf.models.utils")
+            kl = module.masked_mean(module.compute_approx_kl(logprobs, c.ref_logprobs, estimator), c.mask)
+        their_kl, their_kl_gradient = value_and_gradient(kl, logprobs)
+        without = c.policy()
+        yield metrics["kl_loss"], their_kl
+        yield loss - without[0], coefficient * their_kl
+        yield gradient - without[1], coefficient * their_kl_gradient
+
+
+@compares("value loss", "trl", "verl", "openrlhf")
+def _(case, library):
+    """All halve the squared error. verl has no switch for the clip: far away it is off."""
+    c = LossCase(case)
+    for reduction in REDUCTIONS:
+        for clip in (VALUE_CLIP, None):
+            loss, gradient, metrics = c.value(clip, reduction)
+            values = c.leaf(c.values)
+            if library == "trl":
+                if reduction == "token" and clip:
+                    _, (their_loss, their_gradient), statistics = trl_losses(c)
+                    yield loss, their_loss
+                    yield gradient, their_gradient
+                    yield metrics["value_clip_fraction"], statistics["val/clipfrac"]
+                continue
+            if library == "verl":
+                value_loss = oracle("verl.trainer.ppo.core_algos").compute_value_loss
+                theirs, clipped = value_loss(
+                    values, c.returns, c.prev_values, c.mask, clip or NO_CLIP, REDUCTIONS[reduction]
+                )
+                if reduction == "token" and clip:  # without a clip, rounding makes up verl's share
+                    yield metrics["value_clip_fraction"], clipped
+                    assert clipped > 0.05
+            else:
+                value_loss = oracle("openrlhf.models.loss").ValueLoss(clip, token_level_loss=reduction == "token")
+                theirs = value_loss(values, c.prev_values, c.returns, c.mask)
+            their_loss, their_gradient = value_and_gradient(theirs, values)
+            yield loss, their_loss
+            yield gradient, their_gradient
+
+
+@compares("policy drift", "verl", "openrlhf")
+def _(case, library):
+    """`approx_kl` is Schulman's k3; theirs, from the policy that generated to the one in training, is k1 or k3."""
+    c = LossCase(case)
+    ours = c.policy()[2]["approx_kl"]
+    if library == "openrlhf":
+        estimates = oracle("openrlhf.models.utils").compute_approx_kl(c.prev_logprobs, c.logprobs, "k3")
+        yield ours, oracle("openrlhf.models.utils").masked_mean(estimates, c.mask)
+    else:
+        estimates = oracle("verl.trainer.ppo.core_algos").kl_penalty(c.prev_logprobs, c.logprobs, "k3")
+        yield ours, oracle("verl.utils.torch_functional").masked_mean(estimates, c.mask)
+
+
+@compares("explained variance", "trl")
+def _(case):
+    c = LossCase(case)
+    tensors = {"values": c.case.planted(c.values), "returns": c.case.planted(c.returns)}
+    moments = explained_variance_moments(**tensors, weights=loss_weights(c.mask))
+    ours = explained_variance_from_moments({name: float(moment) for name, moment in moments.items()})
+    # trl takes the mean squared error for the variance of the error, and corrects that of the returns (Bessel).
+    statistics, n = trl_losses(c)[2], c.mask.sum()
+    error = (c.returns - c.values)[c.keep]
+    variance = statistics["returns/var"] * (n - 1) / n
+    theirs = 1 - (statistics["val/error"] - error.mean() ** 2) / variance
+    yield torch.tensor(ours["explained_variance"]), theirs
+
+
+@compares("log-probs and entropy of tokens", "trl", "verl", "openrlhf")
+def _(case, library):
+    """Only OpenRLHF takes a temperature (and divides the logits in place); its entropy is compiled, and left out."""
+    random = torch.Generator().manual_seed(int(case.lengths.sum()))
+    logits, tokens = 3 * torch.randn(4, 6, 9, generator=random), torch.randint(0, 9, (4, 6), generator=random)
+    for temperature in (1.0, 0.7):
+        ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+        logprobs = from_parallel_logits_to_logprobs(ours, tokens, temperature=temperature)
+        entropy = calculate_distributed_entropy(ours, temperature=temperature)
+        predicting, labels = theirs[:, :-1] / 1.0, tokens[:, 1:]  # column t predicts token t+1
+        if library == "openrlhf":
+            expected = oracle("openrlhf.models.utils").log_probs_from_logits(predicting, labels, temperature)
+        else:
+            module = oracle("trl.core" if library == "trl" else "verl.utils.torch_functional")
+            name = "logprobs_from_logits" + ("_naive" if library == "verl" else "")
+            expected = getattr(module, name)(predicting / temperature, labels)
+            their_entropy = module.entropy_from_logits(predicting / temperature)
+            yield entropy, their_entropy
+            yield calculate_entropy((predicting / temperature).log_softmax(-1)), their_entropy
+        yield logprobs, expected
+        weights = torch.randn(expected.shape, generator=random)
+        gradients = [
+            torch.autograd.grad((x * weights).sum(), leaf) for x, leaf in ((logprobs, ours), (expected, theirs))
+        ]
+        yield gradients[0][0], gradients[1][0]
+
+
+@compares("token log-likelihood", "openrlhf")
+def _(case):
+    c = LossCase(case)
+    for reduction in REDUCTIONS:
+        logprobs, theirs = c.planted_leaf(c.logprobs), c.leaf(c.logprobs)
+        ours = sft_loss(logprobs=logprobs, weights=loss_weights(c.mask, reduction))[0]
+        expected = oracle("openrlhf.models.loss").SFTLoss(token_level_loss=reduction == "token")(theirs, c.mask)
+        yield from zip(value_and_gradient(ours, logprobs), value_and_gradient(expected, theirs))
+
+
+@compares("preference loss", "trl", "openrlhf")
+def _(case, library):
+    """trl's is the method of a trainer, whose model turns token ids into scores: here it is the identity."""
+    chosen, rejected = case.scores.chunk(2)
+    ours, theirs = (chosen.clone().requires_grad_() for _ in range(2))
+    loss = preference_loss(
+        rewards_chosen=ours, rewards_rejected=rejected, weights=loss_weights(torch.ones(len(chosen)))
+    )
+    if library == "openrlhf":
+        expected = oracle("openrlhf.models.loss").PairWiseLoss()(theirs, rejected)
+    else:
+        fake = SimpleNamespace(use_reward_data_collator=True, args=SimpleNamespace(center_rewards_coefficient=None))
+        inputs = {"input_ids_chosen": theirs, "input_ids_rejected": rejected}
+        inputs |= {"attention_mask_chosen": None, "attention_mask_rejected": None}
+        model = lambda input_ids, attention_mask, return_dict: {"logits": input_ids}
+        expected = oracle("trl.trainer.reward_trainer").RewardTrainer.compute_loss(fake, model, inputs)
+    yield from zip(value_and_gradient(loss[0], ours), value_and_gradient(expected, theirs))
+
+
+@pytest.mark.parametrize("quantity,library", COMPARISONS.params())
+def test_same_as(quantity, library):
+    COMPARISONS.check(quantity, library)
+
+
+def test_every_quantity_is_compared_with_two_libraries():
+    assert COMPARISONS.with_one_library() == set(ONLY_ONE)
