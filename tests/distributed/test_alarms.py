@@ -1,0 +1,128 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Alarms on two data-parallel ranks: the fault is planted on one rank, and both raise the same error; none is left in
+a collective."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.distributed.launcher import run_ranks
+from tests.tiny_models import PPO, tiny_config
+
+NAN = float("nan")
+
+
+def make_actor(tokenizer_dir, **optim):
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+
+    cfg = tiny_config(tokenizer_dir, "gpt2", ppo=OmegaConf.merge(PPO, {"entropy_bonus": 0.0}), optim=optim)
+    actor = MegatronGPTActorModel(cfg)
+    return actor, *actor.setup_megatron_optimization(max_steps=10)
+
+
+def rows_of_this_rank():
+    generator = torch.Generator().manual_seed(3)
+    batch = {
+        "response_tokens": torch.randint(0, 300, (4, 11), generator=generator),
+        "is_end": torch.ones(4, dtype=torch.bool),
+        "mask": torch.ones(4, 10),
+        "advantages": torch.randn(4, 10, generator=generator),
+        "prev_logprobs": -5.5 + 0.3 * torch.randn(4, 10, generator=generator),
+    }
+    return {key: value.chunk(2)[torch.distributed.get_rank()] for key, value in batch.items()}
+
+
+def error_of(function, *args):
+    """The class and text of the error, or None."""
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def update(actor, optimizer, scheduler, batch, **watch):
+    from nemo_aligner.utils.train_utils import optimizer_step
+
+    optimizer.zero_grad()
+    actor.prepare_for_training_step()
+    actor.get_loss_and_metrics(batch)
+    actor.finish_training_step()
+    optimizer_step(optimizer, scheduler, watch.get("clip"))
+
+
+def weights(actor):
+    return {name: parameter.detach().clone() for name, parameter in actor.unwrapped()[0].named_parameters()}
+
+
+def faults(tokenizer_dir):
+    from nemo_aligner.utils.replicas import check_replicas
+
+    rank = torch.distributed.get_rank()
+    found = {}
+    for name in ("mcore_distributed_optim", "adamw"):
+        actor, optimizer, scheduler = make_actor(tokenizer_dir, name=name)
+        parts = actor, optimizer, scheduler
+        update(*parts, rows_of_this_rank())
+        before = weights(actor)
+        found[name, "healthy"] = error_of(check_replicas, actor.unwrapped())
+
+        # A loss that is not finite: the second row of the second rank.
+        batch = rows_of_this_rank()
+        if rank == 1:
+            batch["advantages"][1, 3] = NAN
+        found[name, "loss"] = error_of(update, *parts, batch)
+
+        # A finite loss with a gradient that is not, on one rank: the derivative of sqrt at 0 times 0.
+        layer = actor.unwrapped()[0].decoder.layers[1].mlp.linear_fc2
+
+        def poison(module, inputs, output):
+            root = (module.bias * 0).abs().sqrt().sum()
+            return output[0] + 0 * root, *output[1:]
+
+        hook = layer.register_forward_hook(poison) if rank == 1 else None
+        found[name, "gradient"] = error_of(update, *parts, rows_of_this_rank())
+        if hook:
+            hook.remove()
+        found[name, "unchanged"] = all(torch.equal(value, before[key]) for key, value in weights(actor).items())
+        update(*parts, rows_of_this_rank())  # a job that goes on (a critic server) can
+        found[name, "changed"] = any(not torch.equal(value, before[key]) for key, value in weights(actor).items())
+
+    # One bit of one weight of one rank.
+    parameter = actor.unwrapped()[0].decoder.layers[1].mlp.linear_fc1.weight
+    if rank == 1:
+        parameter.data.view(torch.int32).view(-1)[17] ^= 1
+    found["bit"] = error_of(check_replicas, actor.unwrapped())
+    if rank == 1:
+        parameter.data.view(torch.int32).view(-1)[17] ^= 1
+    found["mended"] = error_of(check_replicas, actor.unwrapped())
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_tokenizer_dir):
+    return run_ranks(faults, 2, 120, tiny_tokenizer_dir)
+
+
+@pytest.mark.parametrize("optimizer", ["mcore_distributed_optim", "adamw"])
+def test_a_fault_of_one_rank_is_an_error_of_both_and_changes_no_weight(two_ranks, optimizer):
+    assert two_ranks[0] == two_ranks[1]
+    found = two_ranks[0]
+    assert found[optimizer, "healthy"] is None
+    kind, text = found[optimizer, "loss"]
+    assert kind == "NonFiniteError"
+    assert "the loss is nan (first in row 1 of the share of data-parallel rank 1) and the gradient of" in text
+    kind, text = found[optimizer, "gradient"]
+    assert kind == "NonFiniteError"
+    assert text.startswith("the gradient of decoder.layers.1.mlp.linear_fc2.bias is not finite. No weight was changed")
+    assert found[optimizer, "unchanged"] and found[optimizer, "changed"]
+
+
+def test_replicas_that_differ_by_one_bit_are_named(two_ranks):
+    for found in two_ranks:
+        kind, text = found["bit"]
+        assert kind == "ReplicaError"
+        assert text.startswith("decoder.layers.1.mlp.linear_fc1.weight (model chunk 0 of rank 0) differs between")
+        assert "ranks with equal bits are 0 | 1; 1 weight(s) differ in all" in text
+        assert found["mended"] is None
