@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.utils.config_schema import ONLY
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.ppo_rules import check_ppo_variants
 from nemo_aligner.utils.reward_models import read_reward_models
 
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
@@ -285,6 +286,7 @@ def _check_actor(values: Values, dp: dict[str, int]) -> None:
         v.number(f"trainer.ppo.{key}", 0, 1)
     v.number("trainer.ppo.initial_policy_kl_penalty", 0)
     v.whole("trainer.ppo.critic_warmup_steps", 0)
+    check_ppo_variants(v)
     v.port("remote_critic_rm.critic.port")
     if v.get("remote_critic_rm.reward_models") and v.get("remote_critic_rm.combine_rm_and_critic_server", True):
         raise ConfigError(

@@ -1,0 +1,86 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which variants of PPO are refused, and that the remedy named in the message works."""
+
+import pytest
+
+from nemo_aligner.utils.errors import ConfigError
+from tests.unit.test_config_utils import check
+
+SEPARATE = "remote_critic_rm.combine_rm_and_critic_server=False"
+GRPO = ("trainer.ppo.advantage_estimator=grpo", "model.ppo.num_rollouts_per_prompt=4", SEPARATE)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        GRPO,
+        ("trainer.ppo.advantage_estimator=reinforce_plus_plus", SEPARATE),
+        ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.kl_estimator=k3", "trainer.ppo.target_kl=0.1"),
+        ("trainer.ppo.overlong_buffer_len=128", "trainer.ppo.reward_clip=5", "trainer.ppo.advantage_clip=3"),
+        ("model.ppo.dual_clip=3", "model.ppo.kl_loss_coef=0.001", "trainer.ppo.critic_gae_lambda=1"),
+        ("model.ppo.num_rollouts_per_prompt=2",),  # several answers are of use with a critic too
+    ],
+)
+def test_variants_that_work_pass_without_a_word(tmp_path, overrides):
+    assert check("gpt_ppo_actor", tmp_path, *overrides) == []
+
+
+@pytest.mark.parametrize(
+    "overrides, words, remedy",
+    [
+        (("trainer.ppo.advantage_estimator=gape",), ["gape", "rloo"], ()),
+        (("trainer.ppo.kl_estimator=k4",), ["k4", "k3"], ()),
+        (("model.ppo.kl_loss_estimator=k",), ["k2", "abs"], ()),
+        (("model.ppo.dual_clip=1",), ["dual_clip=1", "above 1"], ("model.ppo.dual_clip=null",)),
+        (("model.ppo.kl_loss_coef=-1",), ["kl_loss_coef"], ()),
+        (("trainer.ppo.target_kl=0",), ["target_kl=0", "above 0"], ("trainer.ppo.target_kl=null",)),
+        (("trainer.ppo.critic_gae_lambda=1.5",), ["critic_gae_lambda"], ()),
+        (("trainer.ppo.advantage_clip=-1",), ["advantage_clip"], ()),
+        (("trainer.ppo.reward_clip=0",), ["reward_clip"], ()),
+        (("trainer.ppo.overlong_buffer_len=5000",), ["5000", "2048"], ("trainer.ppo.overlong_buffer_len=512",)),
+        (
+            ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.initial_policy_kl_penalty=0"),
+            ["initial_policy_kl_penalty=0", "stays 0"],
+            ("trainer.ppo.initial_policy_kl_penalty=0.01",),
+        ),
+        (
+            ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.adaptive_kl.horizon=100"),
+            ["512 answers", "above 102.4"],
+            ("trainer.ppo.adaptive_kl.horizon=5120",),
+        ),
+        (
+            (*GRPO, "model.ppo.num_rollouts_per_prompt=1"),
+            ["grpo", "num_rollouts_per_prompt=1"],
+            ("model.ppo.num_rollouts_per_prompt=2",),
+        ),
+        (
+            (*GRPO, "model.ppo.sampling_params.use_greedy=True"),
+            ["4 answers", "the same"],
+            ("model.ppo.sampling_params.use_greedy=False",),
+        ),
+        ((*GRPO[:2],), ["combine_rm_and_critic_server=True", "reward_model"], (SEPARATE,)),
+        (
+            (*GRPO, "trainer.ppo.critic_warmup_steps=2"),
+            ["critic_warmup_steps=2"],
+            ("trainer.ppo.critic_warmup_steps=0",),
+        ),
+        (
+            (*GRPO, "trainer.ppo.critic_gae_lambda=1.0"),
+            ["critic_gae_lambda=1.0"],
+            ("trainer.ppo.critic_gae_lambda=null",),
+        ),
+        ((*GRPO, "trainer.ppo.discount_factor=0.9"), ["discount_factor=0.9"], ("trainer.ppo.discount_factor=1.0",)),
+        (
+            ("trainer.ppo.target_kl=0.1", "model.global_batch_size=512"),
+            ["only one", "512 answers"],
+            ("trainer.ppo.ppo_epochs=2",),
+        ),
+    ],
+)
+def test_variants_that_cannot_work_are_refused_and_the_remedy_works(tmp_path, overrides, words, remedy):
+    with pytest.raises(ConfigError) as caught:
+        check("gpt_ppo_actor", tmp_path, *overrides)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    if remedy:
+        assert check("gpt_ppo_actor", tmp_path, *overrides, *remedy) == []
