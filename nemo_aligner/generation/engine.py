@@ -77,8 +77,9 @@ class MegatronGenerator(TextGenerator):
     the model (not generated) until its end. So each token keeps the position that it has in training. Rows that have
     ended are taken out of the batch whenever they are half of it.
 
-    Every rank of a TP x PP x CP group calls `generate` with the same arguments; the data-parallel ranks are independent
-    of each other. Tokens are chosen on one rank and sent to the others of its TP x PP, so ranks cannot disagree.
+    Every rank of a TP x PP x CP group calls `generate` with the same arguments; the data-parallel ranks are
+    independent of each other. Tokens are chosen on one rank and sent to the others that hold parts of the same copy of
+    the weights (TP x PP), so these cannot disagree.
 
     Sequences are not split while they grow: the context-parallel ranks share out the rows of a batch, each decodes its
     own as if it were alone, and all get the results.
@@ -236,7 +237,7 @@ def _share_out_rows(decode, inputs: tuple[Tensor, ...], pad_id: int) -> Generati
     """
     group, size = parallel_state.get_context_parallel_group(), parallel_state.get_context_parallel_world_size()
     mine = torch.arange(len(inputs[0])).tensor_split(size)[parallel_state.get_context_parallel_rank()]
-    # A rank with no row of its own decodes a copy of the first: where experts are spread over the ranks, none may pass.
+    # A rank with no row of its own decodes a copy of the first: nobody may sit out if experts are spread over ranks.
     rows = mine if len(mine) else torch.zeros(1, dtype=torch.int64)
     output, error = None, None
     try:

@@ -74,6 +74,15 @@ def _all_gather(x: Tensor, dim: int) -> Tensor:
     return torch.cat([*early, *reversed(late)], dim)
 
 
+def _reduce_scatter(x: Tensor, dim: int) -> Tensor:
+    size = parallel_state.get_context_parallel_world_size()
+    chunks = x.chunk(2 * size, dim)
+    shares = [torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim) for rank in range(size)]
+    mine = torch.empty_like(shares[0])
+    dist.reduce_scatter(mine, shares, group=parallel_state.get_context_parallel_group())
+    return mine
+
+
 class _GatherShares(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, sum_gradients):
@@ -83,7 +92,5 @@ class _GatherShares(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        if ctx.sum_gradients:
-            grad_output = grad_output.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(grad_output, group=parallel_state.get_context_parallel_group())
-        return take_share(grad_output, ctx.dim), None, None
+        gradient = _reduce_scatter(grad_output, ctx.dim) if ctx.sum_gradients else take_share(grad_output, ctx.dim)
+        return gradient, None, None

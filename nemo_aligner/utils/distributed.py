@@ -96,7 +96,7 @@ def broadcast_2d_tensor(tensor: Tensor | None, src: int, group, dtype: torch.dty
 
 
 def broadcast_2d_tensor_within_mp(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor of the first rank of this TP x PP group, on all of it; the dtype is kept unless one is given."""
+    """The tensor of the first rank of this TP x PP x CP group, on all of it; the dtype is kept unless given."""
     src, group = parallel_state.get_model_parallel_src_rank(), parallel_state.get_model_parallel_group()
     return broadcast_tensor(tensor, src, group, dtype) if group is not None else _cast(tensor, dtype)
 
@@ -139,7 +139,7 @@ def gather_tensor(tensor: Tensor, dst: int, group, dtype: torch.dtype | None = N
 
 
 def run_if_model_parallel_src(fn: Callable, *args, **kwargs):
-    """`fn(*args, **kwargs)` on the first rank of each TP x PP group; None on the others. Not a collective."""
+    """`fn(*args, **kwargs)` on the first rank of each TP x PP x CP group; None on the others. Not a collective."""
     if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
         return fn(*args, **kwargs)
     return None

@@ -5,18 +5,22 @@
 A batch is a dict of tensors whose rows are this data-parallel rank's samples; `tokens` (int64 `[B, S]`, right-padded)
 is required. It is cut into micro-batches of `micro_batch_size` consecutive rows. The model is called as
 `model(tokens, position_ids, attention_mask=None, ...)`: the mask is causal, which with right padding is all that is
-needed.
+needed. Under context parallelism the model gets this rank's share of the positions (`context_parallel`) and all the
+rest of its rows; the ranks then compute the same loss, from what they have gathered of each other.
 
 Scaling. A loss function returns this micro-batch's *share* of the loss of the global batch (see
 `nemo_aligner.losses`). Megatron divides by the number of micro-batches and averages gradients over data-parallel
-ranks, so the share is multiplied by both: the gradient is that of the sum of all shares, whatever the split.
+ranks, so the share is multiplied by both: the gradient is that of the sum of all shares, whatever the split. (Over
+context-parallel ranks Megatron itself undoes the average: the gradient of each is the part that passed through it.)
 """
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
 
 from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.context_parallel import take_share, width_multiple
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.errors import UserError
 from nemo_aligner.utils.finite import check_finite
@@ -34,8 +38,11 @@ def _micro_batches(batch: Batch, micro_batch_size: int):
 
 
 def _padded_width(width: int, config) -> int:
-    """Sequence parallelism splits the sequence over TP ranks: the width must be a multiple of their number."""
-    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    """The next width that can be split over context-parallel ranks and then, with sequence parallelism, TP ranks."""
+    multiple = width_multiple()
+    if config.sequence_parallel:
+        context = parallel_state.get_context_parallel_world_size()
+        multiple = math.lcm(multiple, context * config.tensor_model_parallel_size)
     return -(-width // multiple) * multiple
 
 
@@ -44,12 +51,14 @@ def _call_model(model, micro_batch: Batch, width: int, model_inputs: Iterable[st
     pad = width - tokens.size(1)
     if pad:
         tokens = torch.nn.functional.pad(tokens, (0, pad))
-    position_ids = torch.arange(width, device=tokens.device).expand_as(tokens)
+    # The columns that are added may lie outside a learned position embedding; nobody looks at them.
+    position_ids = torch.arange(width, device=tokens.device).clamp(max=width - pad - 1).expand_as(tokens)
+    tokens, position_ids = take_share(tokens, 1), take_share(position_ids, 1)
     return model(tokens, position_ids, None, **{key: micro_batch[key] for key in model_inputs})
 
 
 def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
-    """`output` without the columns that were added for sequence parallelism."""
+    """`output` without the columns that were added; logits of a share of the positions stay as they are."""
     tokens_width = micro_batch["tokens"].size(1)
     if width != tokens_width and output.dim() > 1 and output.size(1) == width:
         return output[:, :tokens_width]
@@ -124,7 +133,8 @@ def forward_backward(
         micro_batch_size: rows per forward pass; must divide B.
         loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are partial sums over
             the global batch, and `loss` is one of the metrics. `output` is `[b, S, V / TP]` logits of a language
-            model or what the model's head returns.
+            model (under context parallelism a share of the positions, with padding, as `vocab_parallel` takes them) or
+            what the model's head returns.
         model_inputs: further keys of the batch that are handed to the model by name.
 
     Returns:
@@ -169,8 +179,8 @@ def forward_backward(
         _run_schedule(model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=False)
     keys = sorted(totals)
     values = torch.stack([totals[key] for key in keys]) if keys else torch.zeros(0, device=get_device())
-    if keys and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
-        torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if keys and parallel_state.get_data_parallel_world_size() > 1:  # context-parallel ranks have the same numbers
+        torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
     metrics = broadcast_from_last_stage(dict(zip(keys, values.tolist(), strict=True)))
     if not forward_only:
         check_finite(model_chunks, metrics["loss"], losses, micro_batch_size)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nemo_aligner.utils import parallel_state  # noqa: F401  (adapts Megatron Core before the imports below)
+from nemo_aligner.utils import parallel_state  # (adapts Megatron Core before the imports below)
+from nemo_aligner.utils.context_parallel import gather_shares
 
 from megatron.core.models.common.language_module.language_module import LanguageModule  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
@@ -98,7 +99,8 @@ class RewardModelHead(RowParallelLinear):
         """Rewards or values; all ranks of the tensor-parallel group call it.
 
         Args:
-            hidden_states: [S, B, H], or [S / TP, B, H] under sequence parallelism.
+            hidden_states: [S, B, H]; this rank's share of it, [S / CP, B, H], under context parallelism; with sequence
+                parallelism of that again 1 / TP.
             lengths: int64 [B], tokens of each row without its padding, at least 1; not needed with `output_sequence`.
 
         Returns:
@@ -110,24 +112,29 @@ class RewardModelHead(RowParallelLinear):
         with torch.autocast(hidden_states.device.type, enabled=False):
             hidden_states = hidden_states.to(self.weight.dtype)
             if self.output_sequence:
-                attributes = super().forward(hidden_states)[0]  # [S, B, A]
+                attributes = gather_shares(super().forward(hidden_states)[0], 0)  # [S, B, A]
                 return self._merge(attributes).transpose(0, 1).contiguous()
-            attributes = super().forward(self._pool(hidden_states, lengths))[0].squeeze(0)  # [B, A]
+            # The map is linear, so pooling may come before or after it. Before is cheaper; but where positions are
+            # shared out, the gradient of the weights must be that of a rank's own positions.
+            if parallel_state.get_context_parallel_world_size() == 1:
+                attributes = super().forward(self._pool(hidden_states, lengths))[0].squeeze(0)  # [B, A]
+            else:
+                attributes = self._pool(gather_shares(super().forward(hidden_states)[0], 0), lengths).squeeze(0)
             return self._merge(attributes).unsqueeze(-1) if self.merge_attributes else attributes
 
     def _merge(self, attributes: Tensor) -> Tensor:
         """The weighted sum over the last dimension, in float32: bfloat16 would make different rewards equal."""
         return attributes.float() @ self.attributes_weights
 
-    def _pool(self, hidden_states: Tensor, lengths: Tensor) -> Tensor:
-        """[1, B, H]: one vector per row."""
+    def _pool(self, states: Tensor, lengths: Tensor) -> Tensor:
+        """[1, B, n] from [S, B, n]: one vector per row."""
         if not self.use_avg_pool:
             rows = torch.arange(lengths.numel(), device=lengths.device)
-            return hidden_states[lengths - 1, rows].unsqueeze(0)
-        positions = torch.arange(hidden_states.size(0), device=lengths.device).unsqueeze(-1)
+            return states[lengths - 1, rows].unsqueeze(0)
+        positions = torch.arange(states.size(0), device=lengths.device).unsqueeze(-1)
         inside = (positions < lengths).unsqueeze(-1)  # [S, B, 1]
         # A selection: 0 * NaN would stay NaN.
-        return torch.where(inside, hidden_states, 0).sum(0, keepdim=True) / lengths.unsqueeze(-1)
+        return torch.where(inside, states, 0).sum(0, keepdim=True) / lengths.unsqueeze(-1)
 
 
 class GPTRewardModel(GPTModel):

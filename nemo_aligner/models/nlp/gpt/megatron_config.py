@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router, expert_settings
+from nemo_aligner.utils.context_parallel import gather_shares, share_positions
 from nemo_aligner.utils.errors import ConfigError
 
 from nemo_aligner.utils import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core)
@@ -170,6 +171,10 @@ class SDPAttention(MegatronModule):
     `[sq, b, np*hn]`. Without a mask, queries are the last `sq` of the `sk` positions and see themselves and all
     before: training and prefill have sq == sk, a decoding step with a KV cache has sq < sk. `attention_mask` is True
     where a position must *not* be seen, as everywhere in Megatron Core.
+
+    Under context parallelism queries, keys and values are this rank's share of the positions
+    (`nemo_aligner.utils.context_parallel`); keys and values are gathered, so each rank holds those of the whole
+    sequence of one layer at a time.
     """
 
     def __init__(
@@ -184,11 +189,6 @@ class SDPAttention(MegatronModule):
         pg_collection=None,
     ):
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ConfigError(
-                f"model.context_parallel_size={config.context_parallel_size} needs Transformer Engine on a GPU; "
-                "set it to 1."
-            )
         self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
         if config.apply_query_key_layer_scaling:
@@ -204,9 +204,16 @@ class SDPAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params=None,
     ):
+        mask = None if attention_mask is None else ~attention_mask
+        if self.config.context_parallel_size > 1:
+            if mask is not None:
+                raise ValueError("no attention mask but the causal one under context parallelism")
+            # One exchange for both. Each rank's queries give them gradients of their own, to be summed.
+            key, value = gather_shares(torch.stack([key, value]), 1, sum_gradients=True)
+            width = key.size(0)
+            mask = share_positions(width, key.device).unsqueeze(1) >= torch.arange(width, device=key.device)
         queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, hn]
         sq, sk = queries.size(2), keys.size(2)
-        mask = None if attention_mask is None else ~attention_mask
         if mask is None and 1 < sq < sk:
             mask = torch.ones(sq, sk, dtype=torch.bool, device=query.device).tril(diagonal=sk - sq)
 
@@ -223,7 +230,7 @@ class SDPAttention(MegatronModule):
             )
 
         if self.training and self.attention_dropout > 0:
-            # Heads are split over TP ranks, so each rank must draw its own dropout mask.
+            # Heads are split over TP ranks (and queries over CP ranks), so each draws its own dropout mask.
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 context = attend(self.attention_dropout)
         else:

@@ -111,6 +111,8 @@ class MegatronGPTModel(ModelPT):
         # The same initial weights whatever happened before, and others on each pipeline stage.
         torch.manual_seed(self.cfg.get("seed", 1234) + 100 * parallel_state.get_pipeline_model_parallel_rank())
         self.model = [self._build_chunk(stage) for stage in range(self._num_chunks())]
+        if parallel_state.get_context_parallel_world_size() > 1:
+            parallel_state.seed_generators(self.cfg.get("seed", 1234), by_context_rank=True)
 
     # --- construction ---------------------------------------------------------------------------------------------
 

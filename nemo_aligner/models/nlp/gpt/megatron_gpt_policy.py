@@ -5,6 +5,8 @@
 It has everything but the loss: the actor of PPO and the model of rejection sampling are thin over it.
 """
 
+import dataclasses
+
 import torch
 from omegaconf import DictConfig
 
@@ -71,11 +73,13 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         Args:
             inference_batch: `text` int64 `[B, W]` prompts padded on the right, `length` int64 `[B]`; optional
                 `sample_seeds` int64 `[B]`, the random stream of each row. Without it a stream depends on `model.seed`
-                and the prompt alone. The text does not depend on batch, rank or split.
+                and the prompt alone. The text does not depend on batch, rank or split. Optional `return_logprobs`.
 
         Returns:
             `response_tokens` int64 `[B, S]` (prompt + response, eos-padded), `response_lengths` int64 `[B]` (R),
-            `prompt_lengths` int64 `[B]` (P), `is_end` bool `[B]` (an end was generated), on `get_device()`.
+            `prompt_lengths` int64 `[B]` (P), `is_end` bool `[B]` (an end was generated), on `get_device()`. With
+            `return_logprobs`, `sampling_logprobs` float32 `[B, S-1]`: of the sampler, in the convention of
+            `get_inference_log_probs` (`GenerationOutput.logprobs`), 0 outside the response.
 
         Raises:
             UserError: a prompt that leaves no room for a response.
@@ -84,12 +88,15 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         seeds = inference_batch.get("sample_seeds")
         if seeds is None:
             seeds = self._seeds_of_prompts(prompts, lengths)
-        generated = self.generator.generate(prompts, lengths, seeds.cpu(), self.generation_params)
+        wanted = bool(inference_batch.get("return_logprobs", False))
+        params = dataclasses.replace(self.generation_params, return_logprobs=wanted)
+        generated = self.generator.generate(prompts, lengths, seeds.cpu(), params)
         return {
             "response_tokens": generated.response_tokens,
             "response_lengths": generated.response_lengths,
             "prompt_lengths": lengths,
             "is_end": generated.is_end,
+            **({"sampling_logprobs": generated.logprobs} if wanted else {}),
         }
 
     def _seeds_of_prompts(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -195,7 +195,8 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         self.set_train()
 
     def infer(self, inputs, add_BOS: bool = False, add_EOS: bool = False) -> Tensor:
-        """Rewards (or, with `output_sequence`, values of every position); a TP x PP group calls it with the same rows.
+        """Rewards (or, with `output_sequence`, values of every position); a TP x PP x CP group calls it with the same
+        rows.
 
         Args:
             inputs: list of str, or (tokens int64 [N, S], lengths int64 [N] or [N, 1]) with lengths from 1 to S.
