@@ -15,6 +15,7 @@ from nemo.utils import logging
 
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
+from nemo_aligner.utils.errors import ConfigError
 
 
 class DefaultBatchIterator:
@@ -47,6 +48,9 @@ class StoreBatchIterator(DefaultBatchIterator):
     `DefaultBatchIterator`.
 
     Which rank generates what depends on timing; the micro-batches themselves do not.
+
+    Raises:
+        ConfigError: the job has expert parallelism, whose ranks must generate equally often.
     """
 
     _number = itertools.count()  # counts up alike on all ranks, as all make their iterators in the same order
@@ -55,6 +59,12 @@ class StoreBatchIterator(DefaultBatchIterator):
     def __init__(self, sampler_iter, num_microbatches: int, dataset, collate_fn):
         super().__init__(sampler_iter, num_microbatches, dataset, collate_fn)
         self.store = None
+        experts = parallel_state.get_expert_model_parallel_world_size()
+        if experts > 1:
+            raise ConfigError(
+                f"batch_iterator.use_flask=True does not work with model.expert_model_parallel_size={experts}: these "
+                "ranks hold each other's experts, so none may generate more often than another. Set it to False."
+            )
         if not (dist.is_available() and dist.is_initialized()):
             return
         # Every rank joins, as the data-parallel group may differ between generation and training. Ranks of one
