@@ -28,6 +28,7 @@ from typing import Optional
 
 import torch
 
+from nemo_aligner.algorithms.alarms import Alarms, check_policy_equals_reference, check_rewards, rollout_health
 from nemo_aligner.algorithms.ppo_data import DataSettings, make_kl_controller, make_ppo_data
 from nemo_aligner.algorithms.rollout_training import (
     TRAIN_TABLE_ROWS,
@@ -59,9 +60,8 @@ from nemo_aligner.algorithms.rollouts import (
     with_prompt_columns,
 )
 from nemo_aligner.servers.source_rank import wait_for_all
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.distributed import all_reduce_dict
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.finite import naming_step
 from nemo_aligner.utils.timers import ScopedTimer
 from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_steps_per_epoch, is_complete
 
@@ -80,30 +80,6 @@ def compute_num_optimizer_steps(
     Updates that `target_kl` leaves out are counted; the schedule then does not come to its end.
     """
     return ppo_steps * ppo_epochs * (num_rollout_samples * num_rollouts_per_prompt // global_batch_size)
-
-
-def check_policy_equals_reference(logprobs: torch.Tensor, init_logprobs: torch.Tensor, mask: torch.Tensor) -> None:
-    """Before the first update policy and reference are the same weights, so their log-probs must be the same bits.
-
-    A difference is a defect that training would hide: the KL penalty would be off by it for the whole run. Args are
-    `[B, S-1]`. All ranks call it, and all raise together.
-
-    Raises:
-        RuntimeError: with the largest difference over the response tokens of all ranks.
-    """
-    difference = torch.where(mask.bool(), (logprobs - init_logprobs).abs(), 0).nan_to_num(nan=torch.inf)
-    largest = all_reduce_dict(
-        {"largest": difference.max().item() if difference.numel() else 0.0},
-        dtype=torch.float64,
-        group=parallel_state.get_data_parallel_group(),
-        op=torch.distributed.ReduceOp.MAX,
-    )["largest"]
-    if largest > 0:
-        raise RuntimeError(
-            f"before the first update, log-probs of the policy and of the reference differ by up to {largest:.3e}; "
-            "they must be equal. Check that the reference was copied from the weights that are trained, that dropout "
-            "is off during inference, and that no kernel in use is non-deterministic."
-        )
 
 
 class PPOTrainer:
@@ -194,6 +170,7 @@ class PPOTrainer:
             name += f"={rows} x model.ppo.num_rollouts_per_prompt={self.num_rollouts_per_prompt}"
         check_sizes("trainer.ppo", cfg, sampler, rows * self.num_rollouts_per_prompt, name)
         self.set_max_steps()
+        self.alarms = Alarms("trainer.ppo.alarms", cfg.get("alarms"))
 
         self.train_df = empty_table()  # samples of all rollouts since the start of this process
         self.val_df = empty_table()  # and of all validations
@@ -226,15 +203,18 @@ class PPOTrainer:
         with progress_bar("PPO Global Step", self.step, self.max_steps) as progress:
             run_time_exceeded = False
             while self.step < self.max_steps and not run_time_exceeded:
-                with self.timer("rollout_time"):
+                with self.timer("rollout_time"), naming_step(f"PPO step {self.step}"):
                     data, rollout_metrics, timings = self.generate_rollouts()
+                rollout_metrics |= self.alarms.watch(rollout_metrics, self.step)
                 self.train_df = log_rollouts(
                     self.logger, self.train_df, rollout_metrics, self.step, epoch=self.epoch + 1
                 )
 
                 critic_update = self.rm_critic.train(data)
-                with self.timer("train_time"):
+                with self.timer("train_time"), naming_step(f"PPO step {self.step}"):
                     _, train_metrics = self.run_training(self._global_batches(data))
+                self.alarms.watch(train_metrics, self.step)
+                self.alarms.check_replicas(self.model, self.step, self.timer)
                 with self.timer("critic_train_wait"):
                     train_metrics |= self._finish_critic_update(critic_update)
                 kl = rollout_metrics["init_policy_kl_per_sample"]
@@ -270,8 +250,11 @@ class PPOTrainer:
             )
             self.consumed_samples += self.num_rollout_samples
             data, ppo_metrics = self.generate_ppo_data(rollout_batch)
+            ppo_metrics |= rollout_health(rollout_batch, data)
             if self.compute_init_policy_kl and self.ppo_optimization_step == 0 and not self.resumed:
-                check_policy_equals_reference(rollout_batch["logprobs"], rollout_batch["init_logprobs"], data["mask"])
+                ppo_metrics |= check_policy_equals_reference(
+                    rollout_batch["logprobs"], rollout_batch["init_logprobs"], data["mask"]
+                )
             data["sample_order"] = rollout_batch["sample_order"]
 
         timings = consume_timings(self.timer)
@@ -311,6 +294,7 @@ class PPOTrainer:
             scores = PPORolloutBatch.from_rollout_batches(scores, eos_id, width).gather_and_balance_globally()
         scores = scores.select(order)
         rollout.update(scores)
+        check_rewards(rollout, self.model.tokenizer)
 
         metrics = compute_rollout_metrics(rollout)
         metrics["table"] = sample_rows(
@@ -331,9 +315,10 @@ class PPOTrainer:
                 iter(dataloader.batch_sampler), num_microbatches, dataloader.dataset, self.collate_fn
             )
         rollouts, futures = [], []
+        watched = self.alarms.needs_sampling_logprobs and sampling_step != VALIDATION_STEP
         with self.timer("generate"):
             for batch in answers_to(batches, answers, self.seed, sampling_step):
-                rollout = self.model.infer(batch)
+                rollout = self.model.infer(batch | {"return_logprobs": watched})
                 futures.append(self.rm_critic.infer_rm_critic(rollout))
                 rollouts.append(with_prompt_columns(rollout, batch))
         return rollouts, futures
@@ -453,7 +438,8 @@ class PPOTrainer:
         """Rollouts that train the critic only. Their prompts are given back: the actor starts at the first one."""
         for i in range(self.critic_warmup_steps):
             self.consumed_samples = (i % self.num_steps_per_epoch) * self.num_rollout_samples
-            data, metrics, _ = self.generate_rollouts(sampling_step=i - self.critic_warmup_steps)
+            with naming_step(f"critic warm-up {i}"):
+                data, metrics, _ = self.generate_rollouts(sampling_step=i - self.critic_warmup_steps)
             metrics["critic_loss"] = float(self.rm_critic.train(data).result())
             metrics.pop("table")
             self.logger.log_metrics(metrics, step=i, prefix="critic_warmup/")
@@ -482,7 +468,7 @@ class PPOTrainer:
             yield from shares_of_global_batches(trained_on, self.cfg.model_gbs)
 
     def _log_validation(self) -> dict:
-        with self.timer("validation_time"):
+        with self.timer("validation_time"), naming_step(f"validation after {self.step} PPO steps"):
             metrics = self.run_validation()
         self.val_df = log_validation(self.logger, self.val_df, metrics, consume_timings(self.timer), self.step)
         return metrics

@@ -18,6 +18,7 @@ from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.distributed import all_reduce_dict
 from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.finite import naming_step
 from nemo_aligner.utils.ppo_utils import sample_seeds
 from nemo_aligner.utils.timers import ScopedTimer
 from nemo_aligner.utils.train_utils import learning_rate, optimizer_step
@@ -109,10 +110,13 @@ def optimizer_updates(
 
     Yields:
         The metrics of each update: the model's own, `loss`, `lr` (that of this update) and `grad_norm`.
+
+    Raises:
+        NonFiniteError: a loss or a gradient is NaN or infinite; names the update.
     """
     model.prepare_for_training()
-    for batch in batches:
-        with timer("train_step_time"):
+    for number, batch in enumerate(batches, 1):
+        with timer("train_step_time"), naming_step(f"update {number} of its rollout"):
             optimizer.zero_grad()
             model.prepare_for_training_step()
             loss, metrics = model.get_loss_and_metrics(batch=batch, forward_only=False)

@@ -22,6 +22,7 @@ from typing import Optional
 
 import torch
 
+from nemo_aligner.algorithms.alarms import Alarms, check_rewards
 from nemo_aligner.algorithms.rollout_training import (
     TRAIN_TABLE_ROWS,
     VALIDATION_STEP,
@@ -52,6 +53,7 @@ from nemo_aligner.algorithms.rollouts import (
 )
 from nemo_aligner.servers.source_rank import wait_for_all
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.finite import naming_step
 from nemo_aligner.utils.ppo_utils import select_topk
 from nemo_aligner.utils.timers import ScopedTimer
 from nemo_aligner.utils.trainer_utils import (
@@ -153,6 +155,7 @@ class RSTrainer:
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)
         self.set_max_steps()
         self.train_batches = endless_batches(train_dataloader, self)
+        self.alarms = Alarms("trainer.rs.alarms", cfg.get("alarms"))
 
         self.train_df = empty_table()  # samples of all rollouts since the start of this process
         self.val_df = empty_table()  # and of all validations
@@ -196,14 +199,16 @@ class RSTrainer:
         with progress_bar("RS Global Step", self.step, self.max_steps) as progress:
             run_time_exceeded = False
             while self.step < self.max_steps and not run_time_exceeded:
-                with self.timer("rollout_time"):
+                with self.timer("rollout_time"), naming_step(f"RS step {self.step}"):
                     data, rollout_metrics, timings = self.generate_rollouts()
+                rollout_metrics |= self.alarms.watch(rollout_metrics, self.step)
                 self.train_df = log_rollouts(
                     self.logger, self.train_df, rollout_metrics, self.step, epoch=self.epoch + 1
                 )
 
-                with self.timer("train_time"):
+                with self.timer("train_time"), naming_step(f"RS step {self.step}"):
                     _, train_metrics = self.run_training(shares_of_global_batches(data, self.cfg.model_gbs))
+                self.alarms.check_replicas(self.model, self.step, self.timer)
                 timings |= consume_timings(self.timer, self.update_timer)
                 self.logger.log_metrics(timings, step=self.step, prefix="timers/")
                 self.step += 1
@@ -262,6 +267,7 @@ class RSTrainer:
                 rollout.update(reward_columns(future.result(), future))
         eos_id, min_width = self.model.tokenizer.eos_id, self.cfg.rollout_batch_seq_length
         rollout = PPORolloutBatch.from_rollout_batches(rollouts, eos_id, min_width).gather_and_balance_globally()
+        check_rewards(rollout, self.model.tokenizer)
         return rollout.select(rollout["sample_key"].argsort())
 
     def generate_rs_data(self, rollout_batch) -> dict:
@@ -341,7 +347,7 @@ class RSTrainer:
     # ------------------------------------------------------------------------------------------ steps of the above
 
     def _log_validation(self) -> dict:
-        with self.timer("validation_time"):
+        with self.timer("validation_time"), naming_step(f"validation after {self.step} RS steps"):
             metrics = self.run_validation()
         self.val_df = log_validation(self.logger, self.val_df, metrics, consume_timings(self.timer), self.step)
         return metrics

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Errors that a job ends with, each with one message and no traceback of its own: those that a user caused and can
-mend (the message names the offending value and the remedy), and those that came from a server.
+mend (the message names the offending value and the remedy), those that came from a server, and those of alarms.
 """
 
 

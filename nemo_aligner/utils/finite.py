@@ -31,7 +31,7 @@ def naming_step(step: str):
     try:
         yield
     except NonFiniteError as error:
-        raise NonFiniteError(f"{step}: {error}") from error
+        raise NonFiniteError(f"{step}: {error}").with_traceback(error.__traceback__) from None
 
 
 def check_finite(model_chunks: list, loss: float, shares: list[torch.Tensor], micro_batch_size: int) -> None:

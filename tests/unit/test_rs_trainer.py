@@ -8,7 +8,7 @@ import torch
 from nemo.utils import logging
 
 from nemo_aligner.algorithms import rs
-from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.errors import ConfigError, NonFiniteError, UserError
 from nemo_aligner.utils.ppo_utils import sample_seeds, select_topk
 from tests.ppo_fakes import EOS, MAX_NEW_TOKENS, NUM_PROMPTS, FakeFuture, Prompts, collate
 from tests.rs_fakes import FakeRSPolicy, make_rs_trainer
@@ -126,7 +126,7 @@ def test_failed_scoring_ends_the_run_before_an_update():
 
 def test_nan_reward_is_refused():
     trainer = make_rs_trainer(score=lambda rollout: rollout["response_lengths"] * float("nan"))
-    with pytest.raises(ValueError, match="is NaN"):
+    with pytest.raises(NonFiniteError, match=r"RS step 0: rewards of sample \d+ .* is nan; 24 of 24 are not finite"):
         trainer.fit()
 
 
