@@ -67,6 +67,19 @@ def loss_weights(
     return weights.float().reshape(mask.shape)
 
 
+def loss_count(mask: Tensor, reduction: str = "token", micro_batch_size: int | None = None) -> float:
+    """How many things `loss_weights` takes the mean over, on this rank: slots, rows or micro-batches.
+
+    Means of several global batches are combined with these weights. Arguments as for `loss_weights`.
+    """
+    keep = mask != 0
+    if reduction == "token":
+        return float(keep.sum())
+    if reduction == "sequence":
+        return float(keep.reshape(keep.shape[0], -1).any(1).sum())
+    return keep.shape[0] / micro_batch_size
+
+
 def ppo_actor_loss(
     *,
     logprobs: Tensor,

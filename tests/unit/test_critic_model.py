@@ -157,6 +157,24 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(
         torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_metrics_of_the_values_in_training(tiny_tokenizer_dir, reward_model_file):
+    """Clipped slots and explained variance over the global batch, whatever the micro-batch."""
+    batch = train_batch(seed=2)
+    keep = batch["mask"].bool()
+    for micro_batch_size in (1, 4):
+        critic = make_critic(tiny_tokenizer_dir, reward_model_file, micro_batch_size=micro_batch_size)
+        values = critic.infer((TOKENS, LENGTHS))[:, :-1][keep]
+        returns, prev = batch["returns"][keep], batch["prev_values"][keep]
+        held = prev + (values - prev).clamp(-0.2, 0.2)
+        cut = (held - returns).abs() > (values - returns).abs() + 1e-6
+        assert 0 < cut.sum() < len(cut)
+        _, metrics = critic.get_loss_and_metrics(batch, forward_only=True)
+        assert set(metrics) == {"loss", "value_clip_fraction", "explained_variance"}
+        assert metrics["value_clip_fraction"] == pytest.approx(cut.float().mean().item(), rel=1e-5)
+        expected = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
+        assert metrics["explained_variance"] == pytest.approx(expected.item(), rel=1e-4)
+
+
 def test_an_empty_mask_gives_loss_zero_and_gradient_zero(tiny_tokenizer_dir, reward_model_file):
     critic = make_critic(tiny_tokenizer_dir, reward_model_file)
     critic.setup_megatron_optimization(10)

@@ -1,13 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Correlations that are put together from batches, against numpy on the whole data."""
+"""Correlations and explained variance that are put together from batches, against numpy on the whole data."""
 
 import numpy as np
 import pytest
 import torch
 
 from nemo_aligner.losses import loss_weights
-from nemo_aligner.metrics import correlation_moments, correlations_from_moments
+from nemo_aligner.metrics import (
+    correlation_moments,
+    correlations_from_moments,
+    explained_variance_from_moments,
+    explained_variance_moments,
+)
 
 NAN = float("nan")
 
@@ -83,3 +88,42 @@ def test_what_does_not_vary_has_no_correlation():
 def test_metrics_without_moments_stay_as_they_are():
     assert correlations_from_moments({}) == {}
     assert correlations_from_moments({"loss": 2.0}) == {"loss": 2.0}
+
+
+def explained(values, returns, mask, sizes):
+    """Explained variance by way of micro-batches of `sizes` rows whose moments are summed."""
+    weights, sums = loss_weights(mask), {"loss": 1.0}
+    for rows in torch.arange(len(mask)).split(sizes):
+        moments = explained_variance_moments(values=values[rows], returns=returns[rows], weights=weights[rows])
+        for key, value in moments.items():
+            sums[key] = sums.get(key, 0.0) + float(value)
+    return explained_variance_from_moments(sums)
+
+
+@pytest.mark.parametrize("sizes", [[6], [1, 3, 2]])
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_explained_variance_of_any_split_is_that_of_the_whole(sizes, offset):
+    generator = torch.Generator().manual_seed(2)
+    mask = (torch.rand(6, 8, generator=generator) > 0.4).float()
+    mask[0] = 0
+    returns = offset + torch.randn(6, 8, generator=generator)
+    values = 0.7 * returns + 0.5 * torch.randn(6, 8, generator=generator) - 3.0
+    keep = mask.bool()
+    errors = (returns.double() - values.double())[keep].numpy()
+    expected = 1 - np.var(errors) / np.var(returns.double()[keep].numpy())
+    values[~keep] = returns[~keep] = NAN
+    assert explained(values, returns, mask, sizes) == {
+        "loss": 1.0,
+        "explained_variance": pytest.approx(expected, abs=1e-6),
+    }
+
+
+def test_explained_variance_by_hand():
+    returns, every = torch.tensor([[1.0, 2.0, 3.0]]), torch.ones(1, 3)
+    assert explained(returns - 5, returns, every, [1])["explained_variance"] == pytest.approx(1.0)  # up to a constant
+    assert explained(torch.zeros(1, 3), returns, every, [1])["explained_variance"] == pytest.approx(0.0)
+    assert explained(-returns, returns, every, [1])["explained_variance"] == pytest.approx(-3.0)  # errors 2, 4, 6
+    # Nothing to explain; no slot at all; no number.
+    assert explained(returns, torch.full((1, 3), 0.1), every, [1]) == {"loss": 1.0}
+    assert explained(returns, returns, torch.zeros(1, 3), [1]) == {"loss": 1.0}
+    assert np.isnan(explained(returns * NAN, returns, every, [1])["explained_variance"])

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The PPO actor: log-probs, loss and gradient against plain PyTorch; the reference policy; bad input."""
 
+import math
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -70,6 +72,65 @@ def test_loss_is_the_clipped_surrogate_of_the_samples_that_ended(tiny_tokenizer_
     loss, metrics = actor.get_loss_and_metrics(batch, forward_only=True)
     assert loss == pytest.approx(expected, rel=1e-4)
     assert metrics["scaled_entropy"] == pytest.approx(0.01 * entropies / count, rel=1e-4)
+
+
+def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
+    """Dual clip, KL to the reference in the loss, truncated answers; and the metrics that go with them."""
+    settings = {"dual_clip": 1.3, "kl_loss_coef": 0.4, "kl_loss_estimator": "k2", "train_on_truncated": True}
+    actor = make_actor(tiny_tokenizer_dir, entropy_bonus=0.0, **settings)
+    batch = make_batch(actor)
+    batch["init_logprobs"] = batch["prev_logprobs"] + torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    logprobs, entropy = logprobs_by_hand(actor, batch["response_tokens"], 1.0)
+    total, clipped, bounded, kls, approx_kl, entropies, count = 0.0, 0, 0, 0.0, 0.0, 0.0, 0
+    for row, column in batch["mask"].nonzero().tolist():
+        log_ratio = float(logprobs[row, column] - batch["prev_logprobs"][row, column])
+        ratio, advantage = math.exp(log_ratio), float(batch["advantages"][row, column])
+        loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
+        if advantage < 0:
+            bounded += loss > -advantage * 1.3
+            loss = min(loss, -advantage * 1.3)
+        clipped += (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
+        kl = 0.5 * float(logprobs[row, column] - batch["init_logprobs"][row, column]) ** 2
+        total, kls, approx_kl = total + loss + 0.4 * kl, kls + kl, approx_kl + ratio - 1 - log_ratio
+        entropies, count = entropies + float(entropy[row, column]), count + 1
+    assert clipped and bounded and count == batch["mask"].sum() > batch["mask"][batch["is_end"]].sum()
+
+    loss, metrics = actor.get_loss_and_metrics(batch, forward_only=True)
+    assert loss == pytest.approx(total / count, rel=1e-4)
+    expected = {
+        "ppo_clip_fraction": clipped,
+        "dual_clip_fraction": bounded,
+        "kl_loss": kls,
+        "approx_kl": approx_kl,
+        "entropy": entropies,
+        "scaled_entropy": 0.0,
+    }
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value / count, rel=1e-3), name
+    hidden = batch["mask"] == 0
+    poisoned = {k: v.masked_fill(hidden, torch.nan) if v.dtype == torch.float32 else v for k, v in batch.items()}
+    poisoned["mask"] = batch["mask"]
+    assert actor.get_loss_and_metrics(poisoned, forward_only=True) == (loss, metrics)
+
+
+def test_the_kl_in_the_loss_holds_the_policy_to_the_reference(tiny_tokenizer_dir):
+    """Without advantages, gradient steps on k2 and k3 bring the policy back to log-probs it was moved away from."""
+    for estimator in ("k2", "k3"):
+        actor = make_actor(tiny_tokenizer_dir, entropy_bonus=0.0, kl_loss_coef=1.0, kl_loss_estimator=estimator)
+        optimizer, scheduler = actor.setup_megatron_optimization(max_steps=20)
+        batch = make_batch(actor)
+        # The reference likes the tokens that the actor drew a bit better than the actor does.
+        own = actor.get_inference_log_probs(batch["response_tokens"])
+        batch |= {"init_logprobs": own + 0.3, "prev_logprobs": own, "advantages": torch.zeros(4, 8)}
+        kls = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            actor.prepare_for_training_step()
+            loss, metrics = actor.get_loss_and_metrics(batch)
+            assert loss == pytest.approx(metrics["kl_loss"], rel=1e-6)
+            kls.append(loss)
+            optimizer_step(optimizer, scheduler, 1.0)
+        assert kls[-1] < 0.5 * kls[0], kls
 
 
 def test_masked_slots_may_hold_nan_and_nothing_ended_gives_a_zero_gradient(tiny_tokenizer_dir):

@@ -52,3 +52,28 @@ def test_loss_and_gradient_equal_a_loop_over_answer_tokens(
     model.prepare_for_validation_step()
     assert model.get_loss_and_metrics(batch, forward_only=True)[0] == pytest.approx(loss, rel=1e-6)
     model.finish_validation_step()
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "microbatch"])
+def test_loss_reductions_and_what_they_count(tiny_tokenizer_dir, dataset, reduction):
+    """Against the log-probs of each answer alone. Validation weights batches by `weights`, so two of them must have
+    the mean of both together.
+    """
+    cfg = tiny_config(tiny_tokenizer_dir, micro_batch_size=1, loss_reduction=reduction)
+    model = GPTSFTModel(cfg)
+    model.prepare_for_validation_step()
+    rows = [dataset[0], dataset[2], dataset[1], dataset[-1]]  # the last one is empty
+    alone = [model.get_loss_and_metrics(dataset.collate_fn([row]), forward_only=True)[0] for row in rows]
+    lengths = [int(dataset.collate_fn([row])["loss_mask"].ne(0).sum()) for row in rows]
+    assert lengths[3] == 0 and len(set(lengths)) == 4 and alone[3] == 0
+    sums, counts = {
+        "token": ([mean * length for mean, length in zip(alone, lengths, strict=True)], lengths),
+        "sequence": (alone, [1, 1, 1, 0]),
+        "microbatch": (alone, [1, 1, 1, 1]),
+    }[reduction]
+    for taken in ([0, 1], [2, 3], [0, 1, 2, 3]):
+        loss, metrics = model.get_loss_and_metrics(dataset.collate_fn([rows[i] for i in taken]), forward_only=True)
+        count = sum(counts[i] for i in taken)
+        assert metrics["weights"] == count
+        assert loss == pytest.approx(sum(sums[i] for i in taken) / count, rel=1e-5)
+    model.finish_validation_step()

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GPTSFTModel`: supervised fine-tuning, the language-model loss on the answers."""
 
+import torch
 from omegaconf import DictConfig
 
-from nemo_aligner.losses import loss_weights, sft_loss
+from nemo_aligner.losses import loss_count, loss_weights, sft_loss
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.utils.device import get_device
@@ -32,7 +33,8 @@ class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
                 label counts.
 
         Returns:
-            The loss, and `loss` and `weights` (number of tokens that count) over the global batch.
+            The loss, and `loss` and `weights` (number of tokens that count, or of what `loss_reduction` takes the
+            mean of) over the global batch.
         """
         mask = batch["loss_mask"].to(get_device())
         micro_batch_size = self.cfg.micro_batch_size
@@ -57,5 +59,6 @@ class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
         metrics = forward_backward(
             self.model, rows, micro_batch_size=micro_batch_size, loss_fn=loss_fn, forward_only=forward_only
         )
-        metrics["weights"] = float(sum_over_dp(mask.ne(0).sum()))
+        count = torch.tensor(loss_count(mask, self.loss_reduction, micro_batch_size), dtype=torch.float64)
+        metrics["weights"] = float(sum_over_dp(count.to(get_device())))
         return metrics["loss"], metrics
