@@ -18,6 +18,7 @@ import torch
 from nemo.utils import logging
 from omegaconf import DictConfig
 
+from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.scoring import Scorer, batcher_options, local_rows, model_limits
@@ -25,6 +26,7 @@ from nemo_aligner.servers.server_loop import ControlGroup, ServerLoop
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.finite import naming_step
 from nemo_aligner.utils.server_utils import pad_rows
 from nemo_aligner.utils.train_utils import optimizer_step
 
@@ -93,6 +95,7 @@ class CriticServerTrainer:
             tokenizer=getattr(model, "tokenizer", None),
         )
 
+        self.alarms = Alarms("trainer.ppo.alarms", cfg.get("alarms"))
         self.step = 0  # optimizer steps of the weights in memory
         self.saved_step = 0  # optimizer steps of the last checkpoint written or loaded
         self.actor_step = 0  # actor step of that checkpoint
@@ -237,7 +240,8 @@ class CriticServerTrainer:
         with self._prepared(self.model.prepare_for_training, self.model.finish_training):
             for start in range(0, arrays["tokens"].shape[0], self.gbs):
                 rows = local_rows(start, self.gbs)
-                losses.append(self._train_step({k: torch.from_numpy(v[rows]) for k, v in arrays.items()}))
+                with naming_step(f"critic step {self.step + 1}"):
+                    losses.append(self._train_step({k: torch.from_numpy(v[rows]) for k, v in arrays.items()}))
         return {"loss_mean": np.array([np.mean(losses)], dtype=np.float32)}
 
     def _train_step(self, batch: dict) -> float:
@@ -255,6 +259,7 @@ class CriticServerTrainer:
         metrics["step_time"] = time.monotonic() - start
         self.step += 1
         self.logger.log_metrics(metrics, step=self.step, prefix="train/")
+        self.alarms.check_replicas(self.model, self.step)
         return float(loss)
 
     def _save(self, **inputs) -> dict[str, np.ndarray]:

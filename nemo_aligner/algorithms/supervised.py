@@ -10,9 +10,11 @@ and a validation at k belong to the same weights.
 from nemo.utils import logging
 from tqdm import tqdm
 
+from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.finite import naming_step
 from nemo_aligner.utils.timers import ScopedTimer
 from nemo_aligner.utils.train_utils import learning_rate, optimizer_step
 from nemo_aligner.utils.trainer_utils import (
@@ -32,7 +34,7 @@ class SupervisedTrainer:
     Args:
         cfg: `trainer.sft` or `trainer.rm`: `max_epochs`, `max_steps` (below 0: no limit), `val_check_interval` (steps;
             a float is a fraction of an epoch), `save_interval`, `limit_train_batches`, `limit_val_batches`,
-            `gradient_clip_val`.
+            `gradient_clip_val`, `alarms`.
         model: a `SupervisedInterface`; `model.cfg.global_batch_size` is read.
         optimizer, scheduler: see `train_utils.optimizer_step`.
         train_dataloader: yields this rank's share of each global batch (`builders.build_dataloader`).
@@ -78,6 +80,7 @@ class SupervisedTrainer:
         self.run_timer = run_timer
         self.run_init_validation = run_init_validation
         self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
+        self.alarms = Alarms("trainer.sft.alarms or trainer.rm.alarms", cfg.get("alarms"))
 
         self.step = 0
         self.consumed_samples = 0
@@ -131,6 +134,7 @@ class SupervisedTrainer:
             while self.step < self.max_steps:
                 train_metrics = self.train_single_step(next(batches))
                 self.logger.log_metrics(train_metrics, step=self.step, prefix="train/")
+                self.alarms.check_replicas(self.model, self.step)
                 self.step += 1
 
                 run_time_exceeded = self.run_timer.is_finished()
@@ -152,7 +156,7 @@ class SupervisedTrainer:
 
     def train_single_step(self, batch) -> dict[str, float]:
         """One optimizer update on this rank's share of a global batch; returns its metrics."""
-        with self.timer("step_time"):
+        with self.timer("step_time"), naming_step(f"training step {self.step}"):
             lr = learning_rate(self.optimizer)
             self.optimizer.zero_grad()
             self.model.prepare_for_training_step()

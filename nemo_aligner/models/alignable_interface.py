@@ -38,6 +38,12 @@ class SupervisedInterface(ABC):
     def finish_validation_step(self) -> None:  # noqa: B027
         """Called after it."""
 
+    def unwrapped(self) -> list:
+        """This rank's bare model chunks, whose weights the alarms compare with those of their replicas."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not show its weights; set alarms.replica_check_interval=0."
+        )
+
     def summarize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted by `weights`).
 

@@ -158,12 +158,12 @@ _REWARD_SERVER = {"rm_model_file"} | _keys(
 _CRITIC = _keys(
     "trainer.ppo",
     """host port combine_rm_and_critic_server max_steps gradient_clip_val max_queue_delay_microseconds
-    strip_sequence_length_to_multiple inference_micro_batch_size""",
+    strip_sequence_length_to_multiple inference_micro_batch_size alarms.replica_check_interval""",
 ) | _keys("model", "loss_clip_val loss_reduction offload_adam_states")
 _RM = _keys(
     "trainer.rm",
     """max_epochs max_steps val_check_interval save_interval train_random_sampler val_random_sampler
-    limit_train_batches limit_val_batches gradient_clip_val""",
+    limit_train_batches limit_val_batches gradient_clip_val alarms.replica_check_interval""",
 )
 _SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length drop_last label_key
     add_eos add_sep add_bos truncation_field truncation_method prompt_template hf_dataset pad_to_max_length"""
@@ -172,7 +172,7 @@ _SFT = (
     | _keys(
         "trainer.sft",
         """max_epochs max_steps val_check_interval save_interval limit_train_batches limit_val_batches
-        gradient_clip_val""",
+        gradient_clip_val alarms.replica_check_interval""",
     )
     | _keys("model", "restore_from_path answer_only_loss loss_reduction")
     | _keys("model.data", "chat num_workers sample")
