@@ -45,8 +45,8 @@ def expert_settings(cfg) -> dict:
         raise ConfigError(f"model.moe_router_topk={top_k} must be from 1 to model.num_moe_experts={experts}.")
     if top_k == 1 and not pre_softmax:
         raise ConfigError(
-            "model.moe_router_topk=1 needs model.moe_router_pre_softmax=True: the softmax over one expert is always 1, so "
-            "that the router would never learn."
+            "model.moe_router_topk=1 needs model.moe_router_pre_softmax=True: the softmax over one expert is always "
+            "1, so that the router would never learn."
         )
     if balancing not in ("aux_loss", "none"):
         raise ConfigError(
@@ -121,3 +121,8 @@ class Experts(SequentialMLP):
         mine = self.local_experts[rank * num_local_experts : (rank + 1) * num_local_experts]
         self.local_experts = torch.nn.ModuleList(mine)
         self.num_local_experts = num_local_experts
+        for expert in mine:
+            # Tokens reach an expert through the dispatcher, so its layers have nothing to sum over ranks. Megatron
+            # Core leaves the sum out with several ranks only; over one, autograd refuses the bias that is added to it
+            # in place.
+            expert.linear_fc2.explicit_expert_comm = True
