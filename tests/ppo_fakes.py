@@ -130,12 +130,16 @@ class FakePolicy:
         assert not forward_only
         self.events.append("update")
         self.batches.append({key: value.clone() for key, value in batch.items()})
+        mask = batch["mask"].bool()
         # A policy-gradient-like number: any change of the data changes the weight.
-        total = torch.where(batch["mask"].bool(), batch["advantages"] * batch["prev_logprobs"].exp(), 0).double().sum()
+        gradient = torch.where(mask, batch["advantages"] * batch["prev_logprobs"].exp(), 0).double().sum()
+        moved = self._logprobs(batch["response_tokens"], self.weight) - batch["prev_logprobs"]
+        kl = torch.where(mask, moved.exp() - 1 - moved, 0).double().sum()
+        total = torch.stack([gradient, kl, mask.double().sum()])
         if parallel_state.get_data_parallel_world_size() > 1:
             torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        self.gradient = total.item()
-        return total.item(), {"ppo_ratio": 1.0}
+        self.gradient, kl, count = total.tolist()
+        return self.gradient, {"ppo_ratio": 1.0, "approx_kl": kl / count}
 
 
 class FakeOptimizer:
@@ -208,6 +212,19 @@ class FakeCritic:
         return FakeFuture(self.events, "critic_save_result", None)
 
 
+class FakeRewards(FakeCritic):
+    """The same rewards, without values, in the place of a critic."""
+
+    def infer_rm_critic(self, rollout_batch):
+        future = super().infer_rm_critic(rollout_batch)
+        future.value = (future.value[0], None)
+        return future
+
+    def train(self, data):
+        super().train(data)
+        return FakeFuture(self.events, "critic_train_result", None)
+
+
 class FakeLogger:
     def __init__(self):
         self.metrics, self.tables, self.finalized = [], [], 0
@@ -274,10 +291,22 @@ def config(**changes):
     )
 
 
-def make_trainer(*, rollout_size=8, micro_batch_size=2, fail_at_train=None, time_limit=None, builder=None, **changes):
+def make_trainer(
+    *,
+    rollout_size=8,
+    micro_batch_size=2,
+    fail_at_train=None,
+    time_limit=None,
+    builder=None,
+    num_rollouts_per_prompt=1,
+    max_response_length=MAX_NEW_TOKENS,
+    kl_loss_coef=0.0,
+    **changes,
+):
     """A trainer among fakes, `events` its record of calls; 24 prompts, rollouts of 8, global batches of 4."""
     events = []
     policy = FakePolicy(events)
+    critic_cls = FakeCritic if changes.get("advantage_estimator", "gae") == "gae" else FakeRewards
     builder = builder or functools.partial(dataloader_builder, rollout_size, micro_batch_size=micro_batch_size)
     trainer = PPOTrainer(
         cfg=config(**changes),
@@ -287,11 +316,14 @@ def make_trainer(*, rollout_size=8, micro_batch_size=2, fail_at_train=None, time
         train_dataloader_builder=builder,
         val_dataloader_builder=functools.partial(dataloader_builder, 4, micro_batch_size=micro_batch_size),
         collate_fn=collate,
-        rm_critic=FakeCritic(events, fail_at_train),
+        rm_critic=critic_cls(events, fail_at_train),
         batch_iterator_cls=batch_iterator,
         logger=FakeLogger(),
         ckpt_callback=FakeCheckpoints(events),
         run_timer=FakeRunTimer(time_limit),
+        num_rollouts_per_prompt=num_rollouts_per_prompt,
+        max_response_length=max_response_length,
+        kl_loss_coef=kl_loss_coef,
     )
     trainer.events = events
     return trainer

@@ -9,19 +9,31 @@ import torch
 from tests.distributed.launcher import run_ranks
 
 SETTINGS = dict(ppo_epochs=2, critic_warmup_steps=1, val_check_interval=1, save_interval=1)
+# A prompt's answers are dealt to both ranks; the ranks find out together that the policy has gone too far.
+WITHOUT_CRITIC = dict(ppo_epochs=2, val_check_interval=1, num_rollouts_per_prompt=2)
+GRPO = WITHOUT_CRITIC | dict(advantage_estimator="grpo", target_kl=1e-5)
+PLUS_PLUS = WITHOUT_CRITIC | dict(
+    advantage_estimator="reinforce_plus_plus",
+    whiten_rewards=True,
+    reward_clip=1.2,
+    overlong_buffer_len=3,
+    advantage_clip=1.5,
+    kl_estimator="k3",
+    adaptive_kl={"enable": True, "target": 1e-9, "horizon": 40},
+)
 
 
-def run_trainer(batch_iterator_cls=None):
+def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
     from nemo_aligner.models.nlp.gpt.reward_critic_clients import _training_payload
     from tests import ppo_fakes
 
-    trainer = ppo_fakes.make_trainer(**SETTINGS)
+    trainer = ppo_fakes.make_trainer(**settings)
     if batch_iterator_cls is not None:
         trainer.batch_iterator_cls = batch_iterator_cls
     trainer.fit()
     return {
         "batches": trainer.model.batches,
-        "sent_to_critic": [_training_payload(batch) for batch in trainer.rm_critic.train_batches],
+        "sent_to_critic": [_training_payload(batch) for batch in trainer.rm_critic.train_batches if "values" in batch],
         "weight": trainer.model.weight,
         "metrics": [entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")],
         "tables": trainer.logger.tables,
@@ -46,6 +58,7 @@ def run_on_this_rank():
 
     parallel_state.initialize()
     results = {"default": run_trainer(), "queue": run_trainer(rank_0_draws_everything)}
+    results |= {"grpo": run_trainer(settings=GRPO), "plus_plus": run_trainer(settings=PLUS_PLUS)}
 
     state = {"step": torch.distributed.get_rank(), "consumed_samples": 0, "ppo_optimization_step": 0}
     try:
@@ -68,8 +81,25 @@ def two_ranks():
 @pytest.mark.parametrize("iterator", ["default", "queue"])
 def test_two_ranks_equal_one(two_ranks, iterator):
     one, two = run_trainer(), [results[iterator] for results in two_ranks]
-    assert one["state"] == two[0]["state"] == two[1]["state"]
     assert len(one["batches"]) == 12 and len(one["sent_to_critic"]) == 4
+    assert_equal_runs(one, two)
+
+
+def test_two_ranks_equal_one_with_groups_of_answers_and_an_early_stop(two_ranks):
+    one, two = run_trainer(settings=GRPO), [results["grpo"] for results in two_ranks]
+    assert 3 < len(one["batches"]) < 24  # of 8 updates in each of 3 steps some were skipped
+    assert_equal_runs(one, two)
+
+
+def test_two_ranks_equal_one_with_global_statistics(two_ranks):
+    one, two = run_trainer(settings=PLUS_PLUS), [results["plus_plus"] for results in two_ranks]
+    assert one["state"]["kl_coef"] > 0.01 and len(one["batches"]) == 24
+    assert_equal_runs(one, two)
+
+
+def assert_equal_runs(one: dict, two: list[dict]) -> None:
+    """The run of one rank, and what both of two ranks saw of theirs."""
+    assert one["state"] == two[0]["state"] == two[1]["state"]
     for k, whole in enumerate(one["batches"]):
         for key, value in whole.items():
             shares = torch.cat([result["batches"][k][key] for result in two])
