@@ -26,6 +26,7 @@ from nemo_aligner.utils.errors import UserError
 from nemo_aligner.utils.finite import check_finite
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.transformer.module import Float16Module  # isort: skip
 from megatron.core.utils import get_model_config  # isort: skip
 
 Batch = dict[str, torch.Tensor]
@@ -54,13 +55,29 @@ def _call_model(model, micro_batch: Batch, width: int, model_inputs: Iterable[st
     # The columns that are added may lie outside a learned position embedding; nobody looks at them.
     position_ids = torch.arange(width, device=tokens.device).clamp(max=width - pad - 1).expand_as(tokens)
     tokens, position_ids = take_share(tokens, 1), take_share(position_ids, 1)
-    return model(tokens, position_ids, None, **{key: micro_batch[key] for key in model_inputs})
+    inputs = {key: micro_batch[key] for key in model_inputs}
+    return model(tokens, position_ids, None, **inputs, **_output_options(model))
+
+
+def _output_options(model) -> dict:
+    """What keeps a bf16 language model from making a float32 copy of all its logits, and of their gradient.
+
+    `vocab_parallel` computes in float32 whatever it is given. The few numbers of a head are copied as ever.
+    """
+    while not isinstance(model, Float16Module) and hasattr(model, "module"):
+        model = model.module
+    language_model = isinstance(model, Float16Module) and hasattr(model.module, "output_layer")
+    return {"fp32_output": False} if language_model else {}
 
 
 def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
-    """`output` without the columns that were added; logits of a share of the positions stay as they are."""
+    """`[b, width]` of a head without the columns that were added.
+
+    Logits stay as they are: `vocab_parallel` takes them with padding, and to cut it off would make a copy of their
+    gradient.
+    """
     tokens_width = micro_batch["tokens"].size(1)
-    if width != tokens_width and output.dim() > 1 and output.size(1) == width:
+    if width != tokens_width and output.dim() == 2 and output.size(1) == width:
         return output[:, :tokens_width]
     return output
 
@@ -133,8 +150,8 @@ def forward_backward(
         micro_batch_size: rows per forward pass; must divide B.
         loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are partial sums over
             the global batch, and `loss` is one of the metrics. `output` is `[b, S, V / TP]` logits of a language
-            model (under context parallelism a share of the positions, with padding, as `vocab_parallel` takes them) or
-            what the model's head returns.
+            model, as `vocab_parallel` takes them (in the model's precision, with padding of the positions, under
+            context parallelism a share of them), or what the model's head returns.
         model_inputs: further keys of the batch that are handed to the model by name.
 
     Returns:
