@@ -1,411 +1,326 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The variants of PPO in the trainer: their data against loops over plain numbers, and whole runs among fakes."""
+"""Dual clip, KL in the loss, clipping metrics: against a loop over Python floats, and its finite differences.
+
+The loop knows nothing of weights: it forms the named mean over ranks and micro-batches from the masks alone.
+"""
 
 import math
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nemo_aligner.algorithms import ppo
-from nemo_aligner.algorithms.rollouts import answers_to
-from nemo_aligner.utils.errors import ConfigError
-from tests.ppo_fakes import make_trainer
+from nemo_aligner.losses import loss_weights, ppo_actor_loss, ppo_critic_loss, regression_loss, sft_loss
+from nemo_aligner.utils.kl import KL_ESTIMATORS
+from tests.rank_threads import run_rank_threads
 
 NAN = float("nan")
-WIDTH = 9  # S - 1
-# (idx, prompt length, total length, reward) of the answers to three prompts; the last row is a stand-in.
-ROWS = [
-    (7, 2, 6, 1.5),
-    (3, 3, 8, -0.5),
-    (7, 2, 5, 0.25),
-    (3, 3, 10, 2.0),
-    (5, 4, 6, 0.75),
-    (7, 2, 9, -2.5),
-    (5, 4, 5, 0.75),
-    (5, 4, 9, 1000.0),
-]
-STAND_IN = 7
+EPS, DUAL, COEF, BONUS, VALUE_CLIP = 0.2, 1.7, 0.3, 0.05, 0.4
+NAMES = ("logprobs", "prev", "advantages", "ref", "entropy", "values", "prev_values", "returns")
 
 
-def scored_rollout(with_values: bool) -> dict:
-    """Random numbers on the answers, NaN everywhere else."""
-    generator = torch.Generator().manual_seed(5)
-    idx, prompts, lengths, rewards = (torch.tensor(column) for column in zip(*ROWS))
-    column = torch.arange(WIDTH)
-    outside = (column < prompts[:, None] - 1) | (column >= lengths[:, None] - 1)
+def make(seed=0, rows=12, width=5):
+    """Random inputs whose ratios often leave the clip range; rows 4 to 7 and one other count nowhere."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(rows, width, generator=generator) > 0.4).float()
+    mask[4:8] = 0
+    mask[rows - 1] = 0
+    return SimpleNamespace(mask=mask, **{name: torch.randn(rows, width, generator=generator) for name in NAMES})
 
-    def random(scale, shift):
-        values = torch.randn(len(ROWS), WIDTH, generator=generator) * scale + shift
-        return values.masked_fill(outside, NAN)
 
-    rollout = {
-        "response_tokens": torch.arange(len(ROWS) * (WIDTH + 1)).view(len(ROWS), -1),
-        "idx": idx,
-        "prompt_lengths": prompts,
-        "response_lengths": lengths,
-        "is_end": torch.ones(len(ROWS), dtype=torch.bool),
-        "rewards": rewards,
-        "loss_multiplier": torch.tensor([float(i != STAND_IN) for i in range(len(ROWS))]),
-        "logprobs": random(0.4, -1.5),
-        "init_logprobs": random(0.4, -1.5),
+def poisoned(b):
+    return SimpleNamespace(mask=b.mask, **{name: torch.where(b.mask.bool(), getattr(b, name), NAN) for name in NAMES})
+
+
+def our_loss(kind, b, weights, x, rows=slice(None), estimator="k3", dual_clip=DUAL):
+    """(loss, metrics) of some rows; x [N, W] carries the gradient."""
+    if kind == "critic":
+        return ppo_critic_loss(
+            values=x[rows],
+            prev_values=b.prev_values[rows],
+            returns=b.returns[rows],
+            weights=weights[rows],
+            loss_clip_val=VALUE_CLIP,
+        )
+    if kind == "sft":
+        return sft_loss(logprobs=x[rows], weights=weights[rows])
+    if kind == "regression":
+        return regression_loss(predictions=x[rows], labels=b.returns[rows], weights=weights[rows])
+    return ppo_actor_loss(
+        logprobs=x[rows],
+        prev_logprobs=b.prev[rows],
+        advantages=b.advantages[rows],
+        weights=weights[rows],
+        ratio_eps=EPS,
+        dual_clip=dual_clip,
+        ref_logprobs=b.ref[rows],
+        kl_loss_coef=COEF,
+        kl_loss_estimator=estimator,
+        entropy=b.entropy[rows],
+        entropy_bonus=BONUS,
+    )
+
+
+def slot_loss(kind, b, x, row, t, estimator="k3"):
+    """Loss of one slot, a Python float."""
+    get = {name: getattr(b, name)[row, t].item() for name in NAMES}
+    if kind == "critic":
+        prev, ret = get["prev_values"], get["returns"]
+        clipped = min(max(x, prev - VALUE_CLIP), prev + VALUE_CLIP)
+        return 0.5 * max((x - ret) ** 2, (clipped - ret) ** 2)
+    if kind == "sft":
+        return -x
+    if kind == "regression":
+        return (x - get["returns"]) ** 2
+    rho, advantage = math.exp(x - get["prev"]), get["advantages"]
+    objective = min(rho * advantage, min(max(rho, 1 - EPS), 1 + EPS) * advantage)  # as the papers have it: to maximise
+    if advantage < 0:
+        objective = max(objective, DUAL * advantage)
+    log_ratio = x - get["ref"]
+    kl = {
+        "k1": log_ratio,
+        "abs": abs(log_ratio),
+        "k2": log_ratio**2 / 2,
+        "k3": math.exp(-log_ratio) - 1 + log_ratio,
+    }[estimator]
+    return -objective + COEF * kl - BONUS * get["entropy"]
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+def naive_loss(kind, b, x, reduction, num_ranks, micro_batch_size, estimator="k3"):
+    """x: list of lists. The rows of a rank are consecutive, and so are those of a micro-batch."""
+    slots = {
+        row: [slot_loss(kind, b, x[row][t], row, t, estimator) for t in range(len(x[0])) if b.mask[row, t]]
+        for row in range(len(x))
     }
-    values = random(0.8, 0.2)
-    return rollout | ({"values": values} if with_values else {})
+    if reduction == "token":
+        return mean(value for values in slots.values() for value in values)
+    if reduction == "sequence":
+        return mean(mean(values) for values in slots.values() if values)
+    per_rank = len(x) // num_ranks
+    micro_batches = []
+    for rank in range(num_ranks):
+        for start in range(rank * per_rank, (rank + 1) * per_rank, micro_batch_size):
+            rows = range(start, start + micro_batch_size)
+            micro_batches.append(mean(value for row in rows for value in slots[row]))
+    return mean(micro_batches)
 
 
-def naive_data(rollout: dict, cfg: dict, max_response_length: int):
-    """Advantages and returns of each row as lists over its answer, by the formulas of docs/ppo.md, without tensors."""
-    rows = [i for i in range(len(ROWS)) if i != STAND_IN]
-    spans = {i: range(ROWS[i][1] - 1, ROWS[i][2] - 1) for i in rows}
-
-    def kl(i, t):
-        k1 = float(rollout["logprobs"][i, t]) - float(rollout["init_logprobs"][i, t])
-        estimator = cfg.get("kl_estimator") or ("abs" if cfg.get("use_absolute_kl", True) else "k1")
-        return {"k1": k1, "abs": abs(k1), "k2": k1 * k1 / 2, "k3": math.exp(-k1) - 1 + k1}[estimator]
-
-    def scalar_reward(i):
-        clip, buffer = cfg.get("reward_clip") or math.inf, cfg.get("overlong_buffer_len", 0)
-        reward = max(-clip, min(clip, ROWS[i][3]))
-        if buffer:
-            over = (max_response_length - buffer) - len(spans[i])
-            penalty = 0 if over >= 0 else -1 if len(spans[i]) > max_response_length else over / buffer
-            reward += penalty * cfg.get("overlong_penalty_factor", 1.0)
-        return reward
-
-    beta = cfg.get("initial_policy_kl_penalty", 0.01)
-    rewards = {i: [-beta * kl(i, t) for t in spans[i]] for i in rows}
-    for i in rows:
-        rewards[i][-1] += scalar_reward(i)
-    if cfg.get("whiten_rewards"):
-        rewards = shifted_and_scaled(rewards, keep_mean=True)
-
-    estimator, gamma = cfg.get("advantage_estimator", "gae"), cfg.get("discount_factor", 1.0)
-    returns = None
-    if estimator == "gae":
-        values = {i: [float(rollout["values"][i, t]) for t in spans[i]] + [0.0] for i in rows}
-
-        def gae(i, lam):  # as a sum over all later columns, not as a recursion
-            v, n = values[i], len(spans[i])
-            deltas = [rewards[i][t] + gamma * v[t + 1] - v[t] for t in range(n)]
-            return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
-
-        advantages = {i: gae(i, 0.95) for i in rows}
-        of_critic = cfg.get("critic_gae_lambda")
-        returns = {i: gae(i, 0.95 if of_critic is None else of_critic) for i in rows}
-        returns = {i: [a + v for a, v in zip(returns[i], values[i])] for i in rows}
-    elif estimator == "reinforce_plus_plus":
-        advantages = {
-            i: [
-                sum(gamma ** (k - t) * rewards[i][k] for k in range(t, len(rewards[i])))
-                for t in range(len(rewards[i]))
-            ]
-            for i in rows
-        }
-    else:
-        advantages = {}
-        for i in rows:
-            same = [j for j in rows if ROWS[j][0] == ROWS[i][0]]
-            scores = [sum(rewards[j]) for j in same]
-            mine = sum(rewards[i])
-            if estimator == "rloo":
-                advantage = mine - (sum(scores) - mine) / (len(scores) - 1)
-            else:
-                mean = sum(scores) / len(scores)
-                std = math.sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1))
-                advantage = (mine - mean) / (std + 1e-6)
-            advantages[i] = [advantage] * len(spans[i])
-    if cfg.get("normalize_advantages", True) and estimator in ("gae", "reinforce_plus_plus"):
-        advantages = shifted_and_scaled(advantages)
-    clip = cfg.get("advantage_clip") or math.inf
-    return {i: [max(-clip, min(clip, a)) for a in row] for i, row in advantages.items()}, returns
+def loss_and_differences(function, x, h=1e-6):
+    """(function(x), its gradient by central differences) for a list of lists x."""
+    gradient = torch.zeros(len(x), len(x[0]))
+    for row, t in product(range(len(x)), range(len(x[0]))):
+        kept = x[row][t]
+        x[row][t] = kept + h
+        up = function(x)
+        x[row][t] = kept - h
+        gradient[row, t] = (up - function(x)) / (2 * h)
+        x[row][t] = kept
+    return function(x), gradient
 
 
-def shifted_and_scaled(rows: dict, keep_mean: bool = False) -> dict:
-    every = [x for row in rows.values() for x in row]
-    mean = sum(every) / len(every)
-    std = math.sqrt(sum((x - mean) ** 2 for x in every) / len(every) + 1e-8)
-    return {i: [(x - mean) / std + (mean if keep_mean else 0) for x in row] for i, row in rows.items()}
+def distributed_loss(kind, b, reduction, num_ranks, micro_batch_size, estimator="k3"):
+    """(loss, gradient [N, W]) summed over ranks and micro-batches, each rank with its own share of the rows."""
+    values = b.values if kind in ("critic", "regression") else b.logprobs
+    per_rank = len(b.mask) // num_ranks
+
+    def rank_main(rank, sum_over_ranks):
+        start = rank * per_rank
+        weights = torch.zeros_like(b.mask)
+        share = slice(start, start + per_rank)
+        weights[share] = loss_weights(b.mask[share], reduction, micro_batch_size, sum_over_ranks)
+        x = values.clone().requires_grad_()
+        total = 0.0
+        for first in range(start, start + per_rank, micro_batch_size):
+            loss, _ = our_loss(kind, b, weights, x, slice(first, first + micro_batch_size), estimator)
+            loss.backward()
+            total += loss.item()
+        return total, x.grad
+
+    losses, gradients = zip(*run_rank_threads(num_ranks, rank_main), strict=True)
+    return sum(losses), torch.stack(gradients).sum(0)
 
 
-EVERYTHING = {
-    "kl_estimator": "k2",
-    "initial_policy_kl_penalty": 0.3,
-    "reward_clip": 1.25,
-    "overlong_buffer_len": 3,
-    "overlong_penalty_factor": 0.5,
-    "whiten_rewards": True,
-    "discount_factor": 0.9,
-    "advantage_clip": 0.8,
-}
+@pytest.mark.parametrize("reduction", ["token", "sequence", "microbatch"])
+@pytest.mark.parametrize("kind", ["actor", "critic", "sft", "regression"])
+def test_loss_and_gradient_of_any_split_are_those_of_the_loop(kind, reduction):
+    """With 3 ranks the second has no slot at all, and so have some micro-batches."""
+    b = make()
+    x = (b.values if kind in ("critic", "regression") else b.logprobs).tolist()
+    seen = set()
+    for num_ranks, micro_batch_size in ((1, 12), (1, 1), (2, 3), (3, 2), (3, 4), (4, 1)):
+        split = (reduction, num_ranks, micro_batch_size)
+        loss, gradient = distributed_loss(kind, b, *split)
+        expected, differences = loss_and_differences(lambda x, split=split: naive_loss(kind, b, x, *split), x)
+        assert loss == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(gradient, differences, rtol=1e-4, atol=1e-6)
+        assert all((gradient[b.mask == 0] == 0).tolist())
+        seen.add(round(expected, 6))
+        # NaN where nothing counts changes not a bit.
+        dirty_loss, dirty_gradient = distributed_loss(kind, poisoned(b), *split)
+        assert dirty_loss == loss and torch.equal(dirty_gradient, gradient)
+    assert len(seen) == (1 if reduction != "microbatch" else 5)  # 1 and 4 ranks have the same micro-batches of 1
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_kl_in_the_loss_against_finite_differences(estimator):
+    b = make(seed=1)
+    x = b.logprobs.tolist()
+
+    def naive(x):
+        return naive_loss("actor", b, x, "token", 1, 1, estimator)
+
+    loss, gradient = distributed_loss("actor", b, "token", 1, 12, estimator)
+    expected, differences = loss_and_differences(naive, x)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(gradient, differences, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "microbatch"])
+@pytest.mark.parametrize("kind", ["actor", "critic", "sft", "regression"])
+def test_nothing_that_counts_on_any_rank(kind, reduction):
+    b = make()
+    b.mask.zero_()
+    for batch in (b, poisoned(b)):
+        loss, gradient = distributed_loss(kind, batch, reduction, 3, 2)
+        assert loss == 0 and gradient.abs().sum() == 0
+
+
+def one_slot(rho, advantage, **kwargs):
+    """(loss, gradient, metrics) of one token with the given ratio."""
+    logprobs = torch.tensor([[math.log(rho)]], requires_grad=True)
+    loss, metrics = ppo_actor_loss(
+        logprobs=logprobs,
+        prev_logprobs=torch.zeros(1, 1),
+        advantages=torch.tensor([[advantage]]),
+        weights=torch.ones(1, 1),
+        ratio_eps=EPS,
+        **kwargs,
+    )
+    loss.backward()
+    return loss.item(), logprobs.grad.item(), {name: value.item() for name, value in metrics.items()}
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "rho,advantage,loss,clipped,bounded",
     [
-        {},
-        {"use_absolute_kl": False, "initial_policy_kl_penalty": 0.5},
-        *({"kl_estimator": name, "initial_policy_kl_penalty": 0.5} for name in ("k1", "abs", "k2", "k3")),
-        {"critic_gae_lambda": 1.0},
-        {"critic_gae_lambda": 0.0, "discount_factor": 0.9},
-        {"advantage_clip": 0.5},
-        {"advantage_clip": 0.5, "normalize_advantages": False},
-        {"reward_clip": 0.7},
-        {"whiten_rewards": True},
-        {"overlong_buffer_len": 4},
-        {"overlong_buffer_len": 6, "overlong_penalty_factor": 2.5},
-        {**EVERYTHING, "critic_gae_lambda": 0.7},
-        {"advantage_estimator": "reinforce_plus_plus"},
-        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False, "discount_factor": 0.8},
-        {"advantage_estimator": "reinforce_plus_plus", **EVERYTHING},
-        {"advantage_estimator": "rloo"},
-        {"advantage_estimator": "rloo", **EVERYTHING},
-        {"advantage_estimator": "grpo"},
-        {"advantage_estimator": "grpo", "kl_estimator": "k3", "initial_policy_kl_penalty": 0.5},
-        {"advantage_estimator": "grpo", **EVERYTHING},
+        (1.1, 2.0, -2.2, 0, 0),  # inside
+        (1.5, 2.0, -2.4, 1, 0),  # good, and liked enough
+        (0.5, 2.0, -1.0, 0, 0),  # good, to be liked more: not clipped
+        (0.5, -2.0, 1.6, 1, 0),  # bad, and disliked enough
+        (1.5, -2.0, 3.0, 0, 0),  # bad and liked: not clipped by the first, below the second
+        (4.0, -2.0, 6.0, 0, 1),  # bad and liked far too much: bounded at c = 3
+        (4.0, 2.0, -2.4, 1, 0),  # the second clip is for bad ones only
+        (4.0, 0.0, 0.0, 0, 0),
     ],
-    ids=lambda changes: "-".join(f"{key}={value}" for key, value in changes.items())[:60] or "defaults",
 )
-def test_data_equal_a_loop_over_plain_numbers(changes):
-    trainer = make_trainer(max_response_length=6, **changes)
-    has_critic = "advantage_estimator" not in changes
-    rollout = scored_rollout(has_critic)
-    data, metrics = trainer.generate_ppo_data(rollout)
-    advantages, returns = naive_data(rollout, changes, max_response_length=6)
-    for i, (_, prompt_length, length, _) in enumerate(ROWS):
-        span = slice(prompt_length - 1, length - 1)
-        assert data["mask"][i].sum() == (0 if i == STAND_IN else length - prompt_length)
-        if i == STAND_IN:
-            continue
-        assert data["advantages"][i, span].tolist() == pytest.approx(advantages[i], rel=1e-4, abs=1e-5)
-        if has_critic:
-            assert data["returns"][i, span].tolist() == pytest.approx(returns[i], rel=1e-4, abs=1e-5)
-    assert has_critic == ("returns" in data) == ("values" in data) == ("values_mean" in metrics)
-    assert all(math.isfinite(value) for value in metrics.values())
-    assert all(tensor.isfinite().all() for key, tensor in data.items() if key != "advantages")
+def test_dual_clip_by_hand(rho, advantage, loss, clipped, bounded):
+    value, gradient, metrics = one_slot(rho, advantage, dual_clip=3.0)
+    assert value == pytest.approx(loss, rel=1e-5)
+    assert gradient == pytest.approx(0.0 if clipped or bounded else -advantage * rho, rel=1e-5)
+    assert (metrics["ppo_clip_fraction"], metrics["dual_clip_fraction"]) == (clipped, bounded)
+    without, gradient, metrics = one_slot(rho, advantage)
+    assert without == pytest.approx(-advantage * rho if bounded else loss, rel=1e-5)
+    assert gradient == pytest.approx(0.0 if clipped else -advantage * rho, rel=1e-5)
+    assert "dual_clip_fraction" not in metrics and metrics["ppo_clip_fraction"] == clipped
 
 
-def test_grpo_by_hand():
-    """Two prompts, answers rewarded 1 0 0 and 1 1; without a KL penalty an answer's score is its reward."""
-    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
-    rollout = {
-        "response_tokens": torch.ones(5, 4, dtype=torch.long),
-        "prompt_lengths": torch.full((5,), 2),
-        "response_lengths": torch.full((5,), 4),
-        "is_end": torch.ones(5, dtype=torch.bool),
-        "idx": torch.tensor([1, 1, 1, 0, 0]),
-        "rewards": rewards,
-        "logprobs": torch.zeros(5, 3),
-    }
-    trainer = make_trainer(advantage_estimator="grpo", initial_policy_kl_penalty=0.0)
-    data, metrics = trainer.generate_ppo_data(rollout)
-    # mean 1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3: (1 - 1/3) * sqrt(3) = 1.1547, -1/3 * sqrt(3) = -0.57735
-    expected = torch.tensor([1.154701, -0.577350, -0.577350, 0.0, 0.0])[:, None].expand(5, 2)
-    torch.testing.assert_close(data["advantages"][:, 1:], expected, rtol=0, atol=1e-5)
-    assert metrics["fraction_of_prompts_without_signal"] == 0.5
-    assert (data["advantages"][:, 0] == 0).all()
-
-
-def test_metrics_say_what_was_clipped_and_taken_off():
-    settings = {"reward_clip": 1.0, "overlong_buffer_len": 4, "advantage_clip": 1e-3, "initial_policy_kl_penalty": 0.5}
-    _, metrics = make_trainer(max_response_length=6, kl_estimator="k2", **settings).generate_ppo_data(
-        scored_rollout(True)
+@pytest.mark.parametrize("advantage", [2.0, 0.0, -2.0])
+def test_a_ratio_beyond_float32_leaves_no_nan(advantage):
+    """exp(200) is no float32; clipped slots must still have gradient 0."""
+    logprobs = torch.tensor([[0.0]], requires_grad=True)
+    loss, _ = ppo_actor_loss(
+        logprobs=logprobs,
+        prev_logprobs=torch.tensor([[-200.0]]),
+        advantages=torch.tensor([[advantage]]),
+        weights=torch.ones(1, 1),
+        ratio_eps=EPS,
+        dual_clip=3.0,
     )
-    lengths = [4, 5, 3, 7, 2, 7, 1]  # of the answers: nothing is taken off up to 2 tokens, everything from 6 on
-    assert metrics["overlong_penalty"] == pytest.approx(-(2 / 4 + 3 / 4 + 1 / 4 + 1 + 0 + 1 + 0) / 7)
-    assert metrics["fraction_of_rewards_clipped"] == pytest.approx(3 / 7)  # 1.5, 2.0 and -2.5
-    assert metrics["fraction_of_advantages_clipped"] > 0.9
-    rollout = scored_rollout(True)
-    kl = 0.5 * (rollout["logprobs"] - rollout["init_logprobs"])[:STAND_IN].double() ** 2
-    assert metrics["init_policy_kl_per_sample"] == pytest.approx(float(kl.nansum() / 7), rel=1e-5)
-    means = [row.nansum() / length for row, length in zip(kl, lengths)]
-    assert metrics["init_policy_kl"] == pytest.approx(float(sum(means) / 7), rel=1e-5)
-    assert metrics["kl_penalty"] == 0.5
+    loss.backward()
+    assert loss.item() == pytest.approx({2.0: -2.4, 0.0: 0.0, -2.0: 6.0}[advantage])
+    assert logprobs.grad.item() == 0
 
 
-# ------------------------------------------------------------------------------------------------ several answers
+def test_metrics_against_a_loop():
+    b = make(seed=2)
+    _, metrics = our_loss("actor", b, loss_weights(b.mask), b.logprobs)
+    _, critic_metrics = our_loss("critic", b, loss_weights(b.mask), b.values)
+    clipped, bounded, approx_kl, kl_loss, entropy, value_clipped, count = 0, 0, 0.0, 0.0, 0.0, 0, 0
+    for row, t in b.mask.nonzero().tolist():
+        get = {name: getattr(b, name)[row, t].item() for name in NAMES}
+        log_rho = get["logprobs"] - get["prev"]
+        rho, advantage = math.exp(log_rho), get["advantages"]
+        clipped += (rho > 1 + EPS and advantage > 0) or (rho < 1 - EPS and advantage < 0)
+        bounded += advantage < 0 and rho > DUAL
+        approx_kl += rho - 1 - log_rho  # the tokens were drawn from the policy of the rollout
+        gap = get["logprobs"] - get["ref"]
+        kl_loss += math.exp(-gap) - 1 + gap
+        entropy += get["entropy"]
+        moved = get["values"] - get["prev_values"]
+        held = get["prev_values"] + math.copysign(VALUE_CLIP, moved)
+        value_clipped += abs(moved) > VALUE_CLIP and abs(held - get["returns"]) > abs(get["values"] - get["returns"])
+        count += 1
+    assert 0 < bounded < clipped < count and 0 < value_clipped < count
+    for name, expected in [
+        ("ppo_clip_fraction", clipped),
+        ("dual_clip_fraction", bounded),
+        ("approx_kl", approx_kl),
+        ("kl_loss", kl_loss),
+        ("entropy", entropy),
+        ("scaled_entropy", BONUS * entropy),
+    ]:
+        assert metrics[name].item() == pytest.approx(expected / count, rel=1e-4, abs=1e-6), name
+    assert critic_metrics["value_clip_fraction"].item() == pytest.approx(value_clipped / count, rel=1e-5)
 
 
-def rows_by_prompt(batches) -> dict:
-    """Prompt (its first token is unique) to the answers to it, as sets of token tuples."""
-    rows = {}
-    for batch in batches:
-        for row in batch["response_tokens"].tolist():
-            rows.setdefault(row[0], []).append(tuple(row[: row.index(0)] if 0 in row else row))
-    return rows
+def test_equal_policies_have_no_kl_and_nothing_clipped():
+    b = make(seed=3)
+    b.prev = b.ref = b.logprobs
+    _, metrics = our_loss("actor", b, loss_weights(b.mask), b.logprobs)
+    for name in ("ppo_clip_fraction", "dual_clip_fraction", "approx_kl", "kl_loss"):
+        assert metrics[name].item() == 0
+    assert metrics["ppo_ratio"].item() == pytest.approx(1)
 
 
-def test_answers_have_streams_of_their_own_which_more_answers_do_not_change():
-    batch = {"idx": torch.tensor([4, 0, 9])}
-    two, five = (list(answers_to([batch], n, seed=1, step=2)) for n in (2, 5))
-    for a, b in zip(two, five, strict=False):
-        assert torch.equal(a["sample_seeds"], b["sample_seeds"])
-    (one,) = answers_to([batch], 1, seed=1, step=2)
-    assert torch.equal(one["sample_seeds"], two[0]["sample_seeds"]) and torch.equal(one["sample_key"], batch["idx"])
-    assert torch.stack([b["sample_seeds"] for b in five]).unique().numel() == 15
-    assert torch.stack([b["sample_key"] for b in five]).unique().numel() == 15
-    other_step = list(answers_to([batch], 5, seed=1, step=3))
-    assert not any(torch.isin(a["sample_seeds"], b["sample_seeds"]).any() for a in five for b in other_step)
-    assert "sample_seeds" not in batch
+def test_value_clip_off_cuts_nothing():
+    b = make(seed=4)
+    for off in (None, 0.0):
+        _, metrics = ppo_critic_loss(
+            values=b.values,
+            prev_values=b.prev_values,
+            returns=b.returns,
+            weights=loss_weights(b.mask),
+            loss_clip_val=off,
+        )
+        assert metrics["value_clip_fraction"].item() == 0
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
-def test_each_prompt_is_answered_several_times(estimator):
-    settings = dict(advantage_estimator=estimator, max_steps=1, val_check_interval=1)
-    once = make_trainer(num_rollouts_per_prompt=1, **settings)
-    thrice = make_trainer(num_rollouts_per_prompt=3, **settings)
-    for trainer in (once, thrice):
-        trainer.fit()
-        assert trainer.consumed_samples == 8
-        assert len(trainer.logger.tables[-1][2]) == 4  # a validation draws one answer
-    assert len(once.model.batches) == 2 and len(thrice.model.batches) == 6
-    assert thrice.logger.series("train_rollouts/rollout_size") == [(0, 24)]
-    first, all_answers = rows_by_prompt(once.model.batches), rows_by_prompt(thrice.model.batches)
-    assert first.keys() == all_answers.keys() and len(first) == 8
-    for prompt, (answer,) in first.items():
-        assert len(all_answers[prompt]) == 3 and answer in all_answers[prompt]
-    assert any(len(set(answers)) == 3 for answers in all_answers.values())
-    assert once.logger.series("val_rollouts/rewards") == thrice.logger.series("val_rollouts/rewards")
-
-
-def test_grpo_of_a_run_compares_the_answers_of_each_prompt():
-    trainer = make_trainer(
-        num_rollouts_per_prompt=3, advantage_estimator="grpo", initial_policy_kl_penalty=0.0, max_steps=1
+def test_entropy_is_reported_without_a_bonus_and_has_no_gradient_then():
+    entropy = torch.tensor([[0.7, NAN]], requires_grad=True)
+    loss, metrics = ppo_actor_loss(
+        logprobs=torch.zeros(1, 2),
+        prev_logprobs=torch.zeros(1, 2),
+        advantages=torch.ones(1, 2),
+        weights=torch.tensor([[1.0, 0.0]]),
+        ratio_eps=EPS,
+        entropy=entropy,
     )
-    trainer.fit()
-    advantages, rewards = {}, {}
-    for batch in trainer.model.batches:
-        for row, mask, advantage in zip(batch["response_tokens"], batch["mask"], batch["advantages"]):
-            tokens = row[: int(mask.nonzero().max()) + 2].float()
-            advantages.setdefault(int(row[0]), []).append(float(advantage[mask.bool()][0]))
-            rewards.setdefault(int(row[0]), []).append(float(tokens.mean()) / 10)
-    assert len(advantages) == 8
-    for prompt, values in advantages.items():
-        scores = torch.tensor(rewards[prompt], dtype=torch.float64)
-        expected = (scores - scores.mean()) / (scores.std() + 1e-6)
-        assert values == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-4)
+    assert loss.item() == -1.0
+    assert metrics["entropy"].item() == pytest.approx(0.7) and metrics["scaled_entropy"].item() == 0
+    assert not loss.requires_grad
 
 
-def test_answers_fill_whole_global_batches():
-    assert make_trainer(rollout_size=6, num_rollouts_per_prompt=2).num_rollout_samples == 6
-    with pytest.raises(ConfigError, match="num_rollout_samples=6 x .*num_rollouts_per_prompt=3=18 is not a mult"):
-        make_trainer(rollout_size=6, num_rollouts_per_prompt=3)
-
-
-def test_horizon_counts_answers():
-    sizes = dict(num_rollout_samples=128, global_batch_size=64, ppo_epochs=2)
-    assert ppo.compute_num_optimizer_steps(7, **sizes, num_rollouts_per_prompt=8) == 7 * 2 * 16
-
-
-# ------------------------------------------------------------------------------------------------ without a critic
-
-
-@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "rloo", "grpo"])
-def test_without_a_critic_a_run_has_no_values_and_resumes_exactly(estimator):
-    settings = dict(advantage_estimator=estimator, num_rollouts_per_prompt=2, val_check_interval=1, save_interval=1)
-    whole = make_trainer(**settings)
-    whole.fit()
-    assert whole.step == 3 and len(whole.model.batches) == 12
-    names = {name for name, _, _ in whole.logger.metrics}
-    assert not [name for name in names if "values" in name or "returns" in name or "critic_loss" in name]
-    assert all(set(batch).isdisjoint({"values", "returns"}) for batch in whole.model.batches)
-    kl = dict(whole.logger.series("train_rollouts/init_policy_kl"))
-    assert kl[0] == 0.0 and kl[2] > 0
-
-    first = make_trainer(time_limit=1, **settings)
-    first.fit()
-    second = make_trainer(**settings)
-    second.model.weight = first.model.weight
-    second.load_state_dict(first.ckpt_callback.saved[-1][2])
-    second.fit()
-    assert second.model.weight == whole.model.weight and second.state_dict() == whole.state_dict()
-    for resumed, uninterrupted in zip(second.model.batches, whole.model.batches[4:], strict=True):
-        for key, value in uninterrupted.items():
-            torch.testing.assert_close(resumed[key], value, rtol=0, atol=0, equal_nan=True)
-
-
-# ------------------------------------------------------------------------------------------------ KL
-
-
-def test_adaptive_penalty_follows_the_kl_and_is_resumed():
-    settings = dict(
-        adaptive_kl={"enable": True, "target": 1e-9, "horizon": 40},
-        kl_estimator="k2",
-        initial_policy_kl_penalty=0.2,
-        val_check_interval=1,
-        save_interval=1,
-    )
-    whole = make_trainer(critic_warmup_steps=2, **settings)
-    whole.fit()
-    used = [value for _, value in whole.logger.series("train_rollouts/kl_penalty")]
-    kl = [value for _, value in whole.logger.series("train_rollouts/init_policy_kl_per_sample")]
-    expected = [0.2]  # the rollouts that warm the critic up, with a KL of 0, have not moved it
-    for value in kl:
-        error = max(-0.2, min(0.2, value / 1e-9 - 1))
-        expected.append(expected[-1] * (1 + error * 8 / 40))
-    assert used == pytest.approx(expected[:3], rel=1e-12)
-    assert kl[0] == 0 and used[1] < used[0] and used[2] > used[1]
-    assert whole.state_dict()["kl_coef"] == pytest.approx(expected[3], rel=1e-12)
-
-    first = make_trainer(critic_warmup_steps=2, time_limit=1, **settings)
-    first.fit()
-    second = make_trainer(critic_warmup_steps=2, **settings)
-    second.model.weight = first.model.weight
-    second.load_state_dict(first.ckpt_callback.saved[-1][2])
-    second.fit()
-    assert [value for _, value in second.logger.series("train_rollouts/kl_penalty")] == used[1:]
-    assert second.model.weight == whole.model.weight
-
-
-def test_a_fixed_penalty_is_the_configurations_also_after_an_adaptive_one():
-    trainer = make_trainer(initial_policy_kl_penalty=0.02)
-    trainer.load_state_dict({"step": 1, "consumed_samples": 8, "ppo_optimization_step": 2, "kl_coef": 0.5})
-    assert "kl_coef" not in trainer.state_dict()
-    assert trainer.generate_ppo_data(scored_rollout(True))[1]["kl_penalty"] == 0.02
-
-
-def test_target_kl_skips_the_other_updates_of_the_rollout():
-    free = make_trainer(ppo_epochs=3)
-    free.fit()
-    kl = [value for _, value in free.logger.series("train_optim/approx_kl")]
-    assert len(kl) == 18 and kl[0] == kl[6] == kl[12] == 0.0
-    target = kl[1] * 1.001
-    done = next(i for i, value in enumerate(kl) if value > target) + 1
-    assert 2 < done < 6
-
-    trainer = make_trainer(ppo_epochs=3, target_kl=target, max_steps=1)
-    trainer.fit()
-    assert trainer.ppo_optimization_step == trainer.scheduler.num_steps == done
-    assert trainer.logger.series("train_optim/updates_skipped") == [(done, 6 - done)]
-    assert [value for _, value in trainer.logger.series("train_optim/approx_kl")] == kl[:done]
-    assert trainer.events[-2:] == ["finish_training", "critic_train_result"]  # the update is brought to its end
-
-    trainer = make_trainer(ppo_epochs=3, target_kl=1e9)
-    trainer.fit()
-    assert trainer.model.weight == free.model.weight
-    assert trainer.logger.series("train_optim/updates_skipped") == [(6, 0), (12, 0), (18, 0)]
-    assert free.logger.series("train_optim/updates_skipped") == []
-
-
-def test_each_rollout_starts_anew_after_an_early_stop():
-    trainer = make_trainer(ppo_epochs=2, target_kl=0.0)
-    trainer.fit()  # only the first update of a rollout finds no distance
-    assert trainer.step == 3 and trainer.ppo_optimization_step == 6
-    assert [value for _, value in trainer.logger.series("train_optim/updates_skipped")] == [2, 2, 2]
-
-
-def test_kl_in_the_loss_brings_the_references_log_probs():
-    trainer = make_trainer(initial_policy_kl_penalty=0.0, kl_loss_coef=0.1)
-    trainer.fit()
-    for batch in trainer.model.batches:
-        on_answers = batch["mask"].bool()
-        reference = trainer.model._logprobs(batch["response_tokens"], 0.0)
-        torch.testing.assert_close(batch["init_logprobs"][on_answers], reference[on_answers], rtol=0, atol=0)
-        assert (batch["init_logprobs"][~on_answers] == 0).all()
-    assert dict(trainer.logger.series("train_rollouts/init_policy_kl"))[2] > 0  # measured, but not in the reward
-    plain = make_trainer(initial_policy_kl_penalty=0.0)
-    plain.fit()
-    assert plain.logger.series("train_rollouts/rewards_with_kl") == trainer.logger.series(
-        "train_rollouts/rewards_with_kl"
-    )
-    assert "init_logprobs" not in plain.model.batches[0] and "init_logprobs" not in plain.events
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="kl_loss_coef=0.1 needs the log-probs of the reference policy"):
+        one_slot(1.0, 1.0, kl_loss_coef=0.1)
+    with pytest.raises(ValueError, match="dual_clip=1.0 must be above 1"):
+        one_slot(1.0, 1.0, dual_clip=1.0)
+    with pytest.raises(ValueError, match="KL estimator 'k4' is unknown; choose one of k1, abs, k2, k3"):
+        one_slot(1.0, 1.0, kl_loss_coef=0.1, ref_logprobs=torch.zeros(1, 1), kl_loss_estimator="k4")

@@ -1,0 +1,411 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The variants of PPO in the trainer: their data against loops over plain numbers, and whole runs among fakes."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_aligner.algorithms import ppo
+from nemo_aligner.algorithms.rollouts import answers_to
+from nemo_aligner.utils.errors import ConfigError
+from tests.ppo_fakes import make_trainer
+
+NAN = float("nan")
+WIDTH = 9  # S - 1
+# (idx, prompt length, total length, reward) of the answers to three prompts; the last row is a stand-in.
+ROWS = [
+    (7, 2, 6, 1.5),
+    (3, 3, 8, -0.5),
+    (7, 2, 5, 0.25),
+    (3, 3, 10, 2.0),
+    (5, 4, 6, 0.75),
+    (7, 2, 9, -2.5),
+    (5, 4, 5, 0.75),
+    (5, 4, 9, 1000.0),
+]
+STAND_IN = 7
+
+
+def scored_rollout(with_values: bool) -> dict:
+    """Random numbers on the answers, NaN everywhere else."""
+    generator = torch.Generator().manual_seed(5)
+    idx, prompts, lengths, rewards = (torch.tensor(column) for column in zip(*ROWS))
+    column = torch.arange(WIDTH)
+    outside = (column < prompts[:, None] - 1) | (column >= lengths[:, None] - 1)
+
+    def random(scale, shift):
+        values = torch.randn(len(ROWS), WIDTH, generator=generator) * scale + shift
+        return values.masked_fill(outside, NAN)
+
+    rollout = {
+        "response_tokens": torch.arange(len(ROWS) * (WIDTH + 1)).view(len(ROWS), -1),
+        "idx": idx,
+        "prompt_lengths": prompts,
+        "response_lengths": lengths,
+        "is_end": torch.ones(len(ROWS), dtype=torch.bool),
+        "rewards": rewards,
+        "loss_multiplier": torch.tensor([float(i != STAND_IN) for i in range(len(ROWS))]),
+        "logprobs": random(0.4, -1.5),
+        "init_logprobs": random(0.4, -1.5),
+    }
+    values = random(0.8, 0.2)
+    return rollout | ({"values": values} if with_values else {})
+
+
+def naive_data(rollout: dict, cfg: dict, max_response_length: int):
+    """Advantages and returns of each row as lists over its answer, by the formulas of docs/ppo.md, without tensors."""
+    rows = [i for i in range(len(ROWS)) if i != STAND_IN]
+    spans = {i: range(ROWS[i][1] - 1, ROWS[i][2] - 1) for i in rows}
+
+    def kl(i, t):
+        k1 = float(rollout["logprobs"][i, t]) - float(rollout["init_logprobs"][i, t])
+        estimator = cfg.get("kl_estimator") or ("abs" if cfg.get("use_absolute_kl", True) else "k1")
+        return {"k1": k1, "abs": abs(k1), "k2": k1 * k1 / 2, "k3": math.exp(-k1) - 1 + k1}[estimator]
+
+    def scalar_reward(i):
+        clip, buffer = cfg.get("reward_clip") or math.inf, cfg.get("overlong_buffer_len", 0)
+        reward = max(-clip, min(clip, ROWS[i][3]))
+        if buffer:
+            over = (max_response_length - buffer) - len(spans[i])
+            penalty = 0 if over >= 0 else -1 if len(spans[i]) > max_response_length else over / buffer
+            reward += penalty * cfg.get("overlong_penalty_factor", 1.0)
+        return reward
+
+    beta = cfg.get("initial_policy_kl_penalty", 0.01)
+    rewards = {i: [-beta * kl(i, t) for t in spans[i]] for i in rows}
+    for i in rows:
+        rewards[i][-1] += scalar_reward(i)
+    if cfg.get("whiten_rewards"):
+        rewards = shifted_and_scaled(rewards, keep_mean=True)
+
+    estimator, gamma = cfg.get("advantage_estimator", "gae"), cfg.get("discount_factor", 1.0)
+    returns = None
+    if estimator == "gae":
+        values = {i: [float(rollout["values"][i, t]) for t in spans[i]] + [0.0] for i in rows}
+
+        def gae(i, lam):  # as a sum over all later columns, not as a recursion
+            v, n = values[i], len(spans[i])
+            deltas = [rewards[i][t] + gamma * v[t + 1] - v[t] for t in range(n)]
+            return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
+
+        advantages = {i: gae(i, 0.95) for i in rows}
+        of_critic = cfg.get("critic_gae_lambda")
+        returns = {i: gae(i, 0.95 if of_critic is None else of_critic) for i in rows}
+        returns = {i: [a + v for a, v in zip(returns[i], values[i])] for i in rows}
+    elif estimator == "reinforce_plus_plus":
+        advantages = {
+            i: [
+                sum(gamma ** (k - t) * rewards[i][k] for k in range(t, len(rewards[i])))
+                for t in range(len(rewards[i]))
+            ]
+            for i in rows
+        }
+    else:
+        advantages = {}
+        for i in rows:
+            same = [j for j in rows if ROWS[j][0] == ROWS[i][0]]
+            scores = [sum(rewards[j]) for j in same]
+            mine = sum(rewards[i])
+            if estimator == "rloo":
+                advantage = mine - (sum(scores) - mine) / (len(scores) - 1)
+            else:
+                mean = sum(scores) / len(scores)
+                std = math.sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1))
+                advantage = (mine - mean) / (std + 1e-6)
+            advantages[i] = [advantage] * len(spans[i])
+    if cfg.get("normalize_advantages", True) and estimator in ("gae", "reinforce_plus_plus"):
+        advantages = shifted_and_scaled(advantages)
+    clip = cfg.get("advantage_clip") or math.inf
+    return {i: [max(-clip, min(clip, a)) for a in row] for i, row in advantages.items()}, returns
+
+
+def shifted_and_scaled(rows: dict, keep_mean: bool = False) -> dict:
+    every = [x for row in rows.values() for x in row]
+    mean = sum(every) / len(every)
+    std = math.sqrt(sum((x - mean) ** 2 for x in every) / len(every) + 1e-8)
+    return {i: [(x - mean) / std + (mean if keep_mean else 0) for x in row] for i, row in rows.items()}
+
+
+EVERYTHING = {
+    "kl_estimator": "k2",
+    "initial_policy_kl_penalty": 0.3,
+    "reward_clip": 1.25,
+    "overlong_buffer_len": 3,
+    "overlong_penalty_factor": 0.5,
+    "whiten_rewards": True,
+    "discount_factor": 0.9,
+    "advantage_clip": 0.8,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_absolute_kl": False, "initial_policy_kl_penalty": 0.5},
+        *({"kl_estimator": name, "initial_policy_kl_penalty": 0.5} for name in ("k1", "abs", "k2", "k3")),
+        {"critic_gae_lambda": 1.0},
+        {"critic_gae_lambda": 0.0, "discount_factor": 0.9},
+        {"advantage_clip": 0.5},
+        {"advantage_clip": 0.5, "normalize_advantages": False},
+        {"reward_clip": 0.7},
+        {"whiten_rewards": True},
+        {"overlong_buffer_len": 4},
+        {"overlong_buffer_len": 6, "overlong_penalty_factor": 2.5},
+        {**EVERYTHING, "critic_gae_lambda": 0.7},
+        {"advantage_estimator": "reinforce_plus_plus"},
+        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False, "discount_factor": 0.8},
+        {"advantage_estimator": "reinforce_plus_plus", **EVERYTHING},
+        {"advantage_estimator": "rloo"},
+        {"advantage_estimator": "rloo", **EVERYTHING},
+        {"advantage_estimator": "grpo"},
+        {"advantage_estimator": "grpo", "kl_estimator": "k3", "initial_policy_kl_penalty": 0.5},
+        {"advantage_estimator": "grpo", **EVERYTHING},
+    ],
+    ids=lambda changes: "-".join(f"{key}={value}" for key, value in changes.items())[:60] or "defaults",
+)
+def test_data_equal_a_loop_over_plain_numbers(changes):
+    trainer = make_trainer(max_response_length=6, **changes)
+    has_critic = "advantage_estimator" not in changes
+    rollout = scored_rollout(has_critic)
+    data, metrics = trainer.generate_ppo_data(rollout)
+    advantages, returns = naive_data(rollout, changes, max_response_length=6)
+    for i, (_, prompt_length, length, _) in enumerate(ROWS):
+        span = slice(prompt_length - 1, length - 1)
+        assert data["mask"][i].sum() == (0 if i == STAND_IN else length - prompt_length)
+        if i == STAND_IN:
+            continue
+        assert data["advantages"][i, span].tolist() == pytest.approx(advantages[i], rel=1e-4, abs=1e-5)
+        if has_critic:
+            assert data["returns"][i, span].tolist() == pytest.approx(returns[i], rel=1e-4, abs=1e-5)
+    assert has_critic == ("returns" in data) == ("values" in data) == ("values_mean" in metrics)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert all(tensor.isfinite().all() for key, tensor in data.items() if key != "advantages")
+
+
+def test_grpo_by_hand():
+    """Two prompts, answers rewarded 1 0 0 and 1 1; without a KL penalty an answer's score is its reward."""
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
+    rollout = {
+        "response_tokens": torch.ones(5, 4, dtype=torch.long),
+        "prompt_lengths": torch.full((5,), 2),
+        "response_lengths": torch.full((5,), 4),
+        "is_end": torch.ones(5, dtype=torch.bool),
+        "idx": torch.tensor([1, 1, 1, 0, 0]),
+        "rewards": rewards,
+        "logprobs": torch.zeros(5, 3),
+    }
+    trainer = make_trainer(advantage_estimator="grpo", initial_policy_kl_penalty=0.0)
+    data, metrics = trainer.generate_ppo_data(rollout)
+    # mean 1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3: (1 - 1/3) * sqrt(3) = 1.1547, -1/3 * sqrt(3) = -0.57735
+    expected = torch.tensor([1.154701, -0.577350, -0.577350, 0.0, 0.0])[:, None].expand(5, 2)
+    torch.testing.assert_close(data["advantages"][:, 1:], expected, rtol=0, atol=1e-5)
+    assert metrics["fraction_of_prompts_without_signal"] == 0.5
+    assert (data["advantages"][:, 0] == 0).all()
+
+
+def test_metrics_say_what_was_clipped_and_taken_off():
+    settings = {"reward_clip": 1.0, "overlong_buffer_len": 4, "advantage_clip": 1e-3, "initial_policy_kl_penalty": 0.5}
+    _, metrics = make_trainer(max_response_length=6, kl_estimator="k2", **settings).generate_ppo_data(
+        scored_rollout(True)
+    )
+    lengths = [4, 5, 3, 7, 2, 7, 1]  # of the answers: nothing is taken off up to 2 tokens, everything from 6 on
+    assert metrics["overlong_penalty"] == pytest.approx(-(2 / 4 + 3 / 4 + 1 / 4 + 1 + 0 + 1 + 0) / 7)
+    assert metrics["fraction_of_rewards_clipped"] == pytest.approx(3 / 7)  # 1.5, 2.0 and -2.5
+    assert metrics["fraction_of_advantages_clipped"] > 0.9
+    rollout = scored_rollout(True)
+    kl = 0.5 * (rollout["logprobs"] - rollout["init_logprobs"])[:STAND_IN].double() ** 2
+    assert metrics["init_policy_kl_per_sample"] == pytest.approx(float(kl.nansum() / 7), rel=1e-5)
+    means = [row.nansum() / length for row, length in zip(kl, lengths)]
+    assert metrics["init_policy_kl"] == pytest.approx(float(sum(means) / 7), rel=1e-5)
+    assert metrics["kl_penalty"] == 0.5
+
+
+# ------------------------------------------------------------------------------------------------ several answers
+
+
+def rows_by_prompt(batches) -> dict:
+    """Prompt (its first token is unique) to the answers to it, as sets of token tuples."""
+    rows = {}
+    for batch in batches:
+        for row in batch["response_tokens"].tolist():
+            rows.setdefault(row[0], []).append(tuple(row[: row.index(0)] if 0 in row else row))
+    return rows
+
+
+def test_answers_have_streams_of_their_own_which_more_answers_do_not_change():
+    batch = {"idx": torch.tensor([4, 0, 9])}
+    two, five = (list(answers_to([batch], n, seed=1, step=2)) for n in (2, 5))
+    for a, b in zip(two, five, strict=False):
+        assert torch.equal(a["sample_seeds"], b["sample_seeds"])
+    (one,) = answers_to([batch], 1, seed=1, step=2)
+    assert torch.equal(one["sample_seeds"], two[0]["sample_seeds"]) and torch.equal(one["sample_key"], batch["idx"])
+    assert torch.stack([b["sample_seeds"] for b in five]).unique().numel() == 15
+    assert torch.stack([b["sample_key"] for b in five]).unique().numel() == 15
+    other_step = list(answers_to([batch], 5, seed=1, step=3))
+    assert not any(torch.isin(a["sample_seeds"], b["sample_seeds"]).any() for a in five for b in other_step)
+    assert "sample_seeds" not in batch
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_each_prompt_is_answered_several_times(estimator):
+    settings = dict(advantage_estimator=estimator, max_steps=1, val_check_interval=1)
+    once = make_trainer(num_rollouts_per_prompt=1, **settings)
+    thrice = make_trainer(num_rollouts_per_prompt=3, **settings)
+    for trainer in (once, thrice):
+        trainer.fit()
+        assert trainer.consumed_samples == 8
+        assert len(trainer.logger.tables[-1][2]) == 4  # a validation draws one answer
+    assert len(once.model.batches) == 2 and len(thrice.model.batches) == 6
+    assert thrice.logger.series("train_rollouts/rollout_size") == [(0, 24)]
+    first, all_answers = rows_by_prompt(once.model.batches), rows_by_prompt(thrice.model.batches)
+    assert first.keys() == all_answers.keys() and len(first) == 8
+    for prompt, (answer,) in first.items():
+        assert len(all_answers[prompt]) == 3 and answer in all_answers[prompt]
+    assert any(len(set(answers)) == 3 for answers in all_answers.values())
+    assert once.logger.series("val_rollouts/rewards") == thrice.logger.series("val_rollouts/rewards")
+
+
+def test_grpo_of_a_run_compares_the_answers_of_each_prompt():
+    trainer = make_trainer(
+        num_rollouts_per_prompt=3, advantage_estimator="grpo", initial_policy_kl_penalty=0.0, max_steps=1
+    )
+    trainer.fit()
+    advantages, rewards = {}, {}
+    for batch in trainer.model.batches:
+        for row, mask, advantage in zip(batch["response_tokens"], batch["mask"], batch["advantages"]):
+            tokens = row[: int(mask.nonzero().max()) + 2].float()
+            advantages.setdefault(int(row[0]), []).append(float(advantage[mask.bool()][0]))
+            rewards.setdefault(int(row[0]), []).append(float(tokens.mean()) / 10)
+    assert len(advantages) == 8
+    for prompt, values in advantages.items():
+        scores = torch.tensor(rewards[prompt], dtype=torch.float64)
+        expected = (scores - scores.mean()) / (scores.std() + 1e-6)
+        assert values == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-4)
+
+
+def test_answers_fill_whole_global_batches():
+    assert make_trainer(rollout_size=6, num_rollouts_per_prompt=2).num_rollout_samples == 6
+    with pytest.raises(ConfigError, match="num_rollout_samples=6 x .*num_rollouts_per_prompt=3=18 is not a mult"):
+        make_trainer(rollout_size=6, num_rollouts_per_prompt=3)
+
+
+def test_horizon_counts_answers():
+    sizes = dict(num_rollout_samples=128, global_batch_size=64, ppo_epochs=2)
+    assert ppo.compute_num_optimizer_steps(7, **sizes, num_rollouts_per_prompt=8) == 7 * 2 * 16
+
+
+# ------------------------------------------------------------------------------------------------ without a critic
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "rloo", "grpo"])
+def test_without_a_critic_a_run_has_no_values_and_resumes_exactly(estimator):
+    settings = dict(advantage_estimator=estimator, num_rollouts_per_prompt=2, val_check_interval=1, save_interval=1)
+    whole = make_trainer(**settings)
+    whole.fit()
+    assert whole.step == 3 and len(whole.model.batches) == 12
+    names = {name for name, _, _ in whole.logger.metrics}
+    assert not [name for name in names if "values" in name or "returns" in name or "critic_loss" in name]
+    assert all(set(batch).isdisjoint({"values", "returns"}) for batch in whole.model.batches)
+    kl = dict(whole.logger.series("train_rollouts/init_policy_kl"))
+    assert kl[0] == 0.0 and kl[2] > 0
+
+    first = make_trainer(time_limit=1, **settings)
+    first.fit()
+    second = make_trainer(**settings)
+    second.model.weight = first.model.weight
+    second.load_state_dict(first.ckpt_callback.saved[-1][2])
+    second.fit()
+    assert second.model.weight == whole.model.weight and second.state_dict() == whole.state_dict()
+    for resumed, uninterrupted in zip(second.model.batches, whole.model.batches[4:], strict=True):
+        for key, value in uninterrupted.items():
+            torch.testing.assert_close(resumed[key], value, rtol=0, atol=0, equal_nan=True)
+
+
+# ------------------------------------------------------------------------------------------------ KL
+
+
+def test_adaptive_penalty_follows_the_kl_and_is_resumed():
+    settings = dict(
+        adaptive_kl={"enable": True, "target": 1e-9, "horizon": 40},
+        kl_estimator="k2",
+        initial_policy_kl_penalty=0.2,
+        val_check_interval=1,
+        save_interval=1,
+    )
+    whole = make_trainer(critic_warmup_steps=2, **settings)
+    whole.fit()
+    used = [value for _, value in whole.logger.series("train_rollouts/kl_penalty")]
+    kl = [value for _, value in whole.logger.series("train_rollouts/init_policy_kl_per_sample")]
+    expected = [0.2]  # the rollouts that warm the critic up, with a KL of 0, have not moved it
+    for value in kl:
+        error = max(-0.2, min(0.2, value / 1e-9 - 1))
+        expected.append(expected[-1] * (1 + error * 8 / 40))
+    assert used == pytest.approx(expected[:3], rel=1e-12)
+    assert kl[0] == 0 and used[1] < used[0] and used[2] > used[1]
+    assert whole.state_dict()["kl_coef"] == pytest.approx(expected[3], rel=1e-12)
+
+    first = make_trainer(critic_warmup_steps=2, time_limit=1, **settings)
+    first.fit()
+    second = make_trainer(critic_warmup_steps=2, **settings)
+    second.model.weight = first.model.weight
+    second.load_state_dict(first.ckpt_callback.saved[-1][2])
+    second.fit()
+    assert [value for _, value in second.logger.series("train_rollouts/kl_penalty")] == used[1:]
+    assert second.model.weight == whole.model.weight
+
+
+def test_a_fixed_penalty_is_the_configurations_also_after_an_adaptive_one():
+    trainer = make_trainer(initial_policy_kl_penalty=0.02)
+    trainer.load_state_dict({"step": 1, "consumed_samples": 8, "ppo_optimization_step": 2, "kl_coef": 0.5})
+    assert "kl_coef" not in trainer.state_dict()
+    assert trainer.generate_ppo_data(scored_rollout(True))[1]["kl_penalty"] == 0.02
+
+
+def test_target_kl_skips_the_other_updates_of_the_rollout():
+    free = make_trainer(ppo_epochs=3)
+    free.fit()
+    kl = [value for _, value in free.logger.series("train_optim/approx_kl")]
+    assert len(kl) == 18 and kl[0] == kl[6] == kl[12] == 0.0
+    target = kl[1] * 1.001
+    done = next(i for i, value in enumerate(kl) if value > target) + 1
+    assert 2 < done < 6
+
+    trainer = make_trainer(ppo_epochs=3, target_kl=target, max_steps=1)
+    trainer.fit()
+    assert trainer.ppo_optimization_step == trainer.scheduler.num_steps == done
+    assert trainer.logger.series("train_optim/updates_skipped") == [(done, 6 - done)]
+    assert [value for _, value in trainer.logger.series("train_optim/approx_kl")] == kl[:done]
+    assert trainer.events[-2:] == ["finish_training", "critic_train_result"]  # the update is brought to its end
+
+    trainer = make_trainer(ppo_epochs=3, target_kl=1e9)
+    trainer.fit()
+    assert trainer.model.weight == free.model.weight
+    assert trainer.logger.series("train_optim/updates_skipped") == [(6, 0), (12, 0), (18, 0)]
+    assert free.logger.series("train_optim/updates_skipped") == []
+
+
+def test_each_rollout_starts_anew_after_an_early_stop():
+    trainer = make_trainer(ppo_epochs=2, target_kl=0.0)
+    trainer.fit()  # only the first update of a rollout finds no distance
+    assert trainer.step == 3 and trainer.ppo_optimization_step == 6
+    assert [value for _, value in trainer.logger.series("train_optim/updates_skipped")] == [2, 2, 2]
+
+
+def test_kl_in_the_loss_brings_the_references_log_probs():
+    trainer = make_trainer(initial_policy_kl_penalty=0.0, kl_loss_coef=0.1)
+    trainer.fit()
+    for batch in trainer.model.batches:
+        on_answers = batch["mask"].bool()
+        reference = trainer.model._logprobs(batch["response_tokens"], 0.0)
+        torch.testing.assert_close(batch["init_logprobs"][on_answers], reference[on_answers], rtol=0, atol=0)
+        assert (batch["init_logprobs"][~on_answers] == 0).all()
+    assert dict(trainer.logger.series("train_rollouts/init_policy_kl"))[2] > 0  # measured, but not in the reward
+    plain = make_trainer(initial_policy_kl_penalty=0.0)
+    plain.fit()
+    assert plain.logger.series("train_rollouts/rewards_with_kl") == trainer.logger.series(
+        "train_rollouts/rewards_with_kl"
+    )
+    assert "init_logprobs" not in plain.model.batches[0] and "init_logprobs" not in plain.events
