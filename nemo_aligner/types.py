@@ -34,6 +34,7 @@ class InferenceBatch(TypedDict, total=False):
     length: Tensor  # int64 [B]: P
     loss_multiplier: Tensor  # float32 [B]: 0 for a sample that must not be trained on, else 1
     idx: Tensor  # int64 [B]: index in the data set
+    sample_key: Tensor  # int64 [B]: unique for each answer; in the order of index in the data set and answer
     sample_seeds: Tensor  # int64 [B], optional: seed of each sample's own random stream
 
 
@@ -50,21 +51,25 @@ class RolloutBatch(Rollout, total=False):
     """One data-parallel rank's share of the rollouts, scored by policy, reference, critic and reward model."""
 
     logprobs: Tensor  # float32 [B, S-1]: of the policy that generated, at the sampling temperature
-    init_logprobs: Tensor  # float32 [B, S-1]: of the reference policy; only with a KL penalty
+    init_logprobs: Tensor  # float32 [B, S-1]: of the reference policy; only with a KL in the reward or the loss
     rewards: Tensor  # float32 [B]: scalar reward of the whole response
-    values: Tensor  # float32 [B, S-1]: critic
+    values: Tensor  # float32 [B, S-1]: critic; not there without one
 
 
-class PPOTrainBatch(TypedDict):
-    """What the actor's optimizer steps consume (`generate_ppo_data`)."""
-
+class _PolicyTrainBatch(TypedDict):
     response_tokens: Tensor  # int64 [B, S]
     mask: Tensor  # float32 [B, S-1]: 1 on the response's transitions (see above), else 0
-    is_end: Tensor  # bool [B]: False removes the row from the policy loss (not from the critic's)
+    is_end: Tensor  # bool [B]: False removes the row from the policy loss (not the critic's) by default
     prev_logprobs: Tensor  # float32 [B, S-1]: log-probs at rollout time
     advantages: Tensor  # float32 [B, S-1]: normalised over the masked slots of all ranks if configured
-    values: Tensor  # float32 [B, S-1]: critic's values at rollout time
-    returns: Tensor  # float32 [B, S-1]: advantages (before normalisation) + values
+
+
+class PPOTrainBatch(_PolicyTrainBatch, total=False):
+    """What the optimizer steps of actor and critic consume (`generate_ppo_data`)."""
+
+    init_logprobs: Tensor  # float32 [B, S-1]: of the reference policy, as above
+    values: Tensor  # float32 [B, S-1]: critic's values at rollout time; not there without a critic
+    returns: Tensor  # float32 [B, S-1]: what the critic learns: advantages (before normalisation) + values
 
 
 class RSTrainBatch(TypedDict):
