@@ -1,0 +1,96 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The smallest test that notices a wrong split: two updates of a tiny actor on two ranks, in one launch, against one.
+
+The matrix (`matrix.py`) covers every model and split; this one takes seconds, and `tests.mutants` runs it many times.
+"""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.distributed.launcher import run_ranks
+from tests.tiny_models import PPO, tiny_config
+
+ROWS, WIDTH = 4, 11
+SPLITS = {
+    "DP2": {},
+    "DP2, one optimizer on each rank": {"optim": {"name": "adamw"}},
+    "TP2 with sequence parallelism": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "PP2": {"pipeline_model_parallel_size": 2},
+    "CP2": {"context_parallel_size": 2},
+}
+
+
+def updates(nemo: str, **split) -> dict:
+    """Loss, gradient norm and ratio of two updates, and log-probs after them, of all rows; all ranks call it."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+    from nemo_aligner.utils import nemo_archive, parallel_state
+    from nemo_aligner.utils.train_utils import optimizer_step
+
+    sampling = {**PPO["sampling_params"], "temperature": 0.8}
+    ppo = {**PPO, "sampling_params": sampling}
+    cfg = OmegaConf.merge(nemo_archive.read_config(nemo), {"ppo": ppo, "micro_batch_size": 1}, split)
+    actor = MegatronGPTActorModel.restore_from(nemo, override_config_path=cfg)
+    optimizer, scheduler = actor.setup_megatron_optimization(max_steps=10)
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([11, 5, 8, 4])
+    columns = torch.arange(WIDTH - 1)
+    batch = {
+        "response_tokens": torch.randint(0, 300, (ROWS, WIDTH), generator=generator),
+        "is_end": torch.tensor([True, True, False, True]),
+        "mask": ((columns >= 2) & (columns < lengths[:, None] - 1)).float(),
+        "advantages": torch.randn(ROWS, WIDTH - 1, generator=generator),
+        "prev_logprobs": -5.5 + 0.3 * torch.randn(ROWS, WIDTH - 1, generator=generator),
+    }
+    tokens = batch["response_tokens"]
+    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    batch = {key: value.chunk(size)[rank] for key, value in batch.items()}
+    steps = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        actor.prepare_for_training_step()
+        loss, metrics = actor.get_loss_and_metrics(batch)
+        steps.append([loss, optimizer_step(optimizer, scheduler, 1.0), metrics["ppo_ratio"]])
+    actor.set_eval()
+    return {"steps": torch.tensor(steps), "logprobs": actor.get_inference_log_probs(tokens)}
+
+
+def all_splits(nemo: str) -> dict:
+    from nemo_aligner.utils import parallel_state  # noqa: F401  (adapts Megatron Core)
+
+    from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
+
+    results = {}
+    for name, split in SPLITS.items():
+        results[name] = updates(nemo, **split)
+        destroy_model_parallel()  # the ranks stay
+    return results
+
+
+@pytest.fixture(scope="module")
+def nemo(tiny_tokenizer_dir, tmp_path_factory) -> str:
+    """The weights that all start from: stages of a pipeline would draw others than one rank."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    path = str(tmp_path_factory.mktemp("quick") / "policy.nemo")
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama")).save_to(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def two_ranks(nemo):
+    return run_ranks(all_splits, 2, 300, nemo)
+
+
+@pytest.fixture(scope="module")
+def one_rank(nemo):
+    return updates(nemo)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("split", SPLITS)
+def test_two_ranks_update_as_one_does(one_rank, two_ranks, split):
+    for rank in two_ranks:
+        torch.testing.assert_close(rank[split]["steps"], one_rank["steps"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(rank[split]["logprobs"], one_rank["logprobs"], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,41 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A pytest plugin for `tests.mutants`: how each test ended, and which package it tested, as JSON in $MUTANT_REPORT."""
+
+import json
+import os
+import re
+import sys
+
+import pytest
+
+_outcomes: dict[str, str] = {}
+
+
+def _is_assertion(error: BaseException) -> bool:
+    """Whether a test said so: an assertion of its own, or of a rank that `run_ranks` tells about."""
+    if isinstance(error, (AssertionError, pytest.fail.Exception)):
+        return True
+    return isinstance(error, RuntimeError) and re.search(r"^AssertionError", str(error), re.MULTILINE) is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        _outcomes[item.nodeid] = "assertion" if call.excinfo and _is_assertion(call.excinfo.value) else "error"
+    elif report.when == "call" and report.passed:
+        _outcomes.setdefault(item.nodeid, "passed")
+    return report
+
+
+def pytest_collectreport(report):
+    if report.failed:
+        _outcomes[report.nodeid] = "error"
+
+
+def pytest_sessionfinish():
+    package = sys.modules.get("nemo_aligner")
+    result = {"package": package and package.__file__, "tests": _outcomes}
+    with open(os.environ["MUTANT_REPORT"], "w") as file:
+        json.dump(result, file)

@@ -1,0 +1,383 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Planted faults, and the tests that must notice them: `python -m tests.mutants [NAME ...]`, or `make mutants`.
+
+Each fault is put into a copy of the repository, alone, and the tests that should notice it run there. It is caught if
+one of them fails by an assertion; a fault that merely crashes would have been noticed without a test. Before, the same
+tests must pass in the untouched copy. Exit code 1: a fault was not caught, or its text is no longer in its file.
+"""
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("nemo_aligner", "tests", "conf", "examples", "setup.py", "pyproject.toml")
+TIME_LIMIT_S = 600  # for one run of pytest
+
+UNIT, DISTRIBUTED = "tests/unit/", "tests/distributed/"
+QUICK_SPLITS = DISTRIBUTED + "test_quick_splits.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault.
+
+    Attributes:
+        name: of the fault.
+        file: that it is planted in, below the package.
+        old, new: text of the file, and what takes its place; `old` must occur once.
+        tests: selections for pytest that must notice it.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        return f"nemo_aligner/{self.file}"
+
+
+def _unit(file: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{UNIT}{file}::{name}" for name in names)
+
+
+MUTANTS = [
+    # --- rollouts: masks, rewards, advantages
+    Mutant(
+        "the mask of the answer starts one column late",
+        "utils/ppo_utils.py",
+        "start = prompt_lengths.to(values.device).reshape(-1, 1) - 1",
+        "start = prompt_lengths.to(values.device).reshape(-1, 1)",
+        _unit("test_ppo_utils.py", "test_worked_vector", "test_mask_has_as_many_ones_as_response_tokens"),
+    ),
+    Mutant(
+        "the reward sits one column late",
+        "utils/ppo_utils.py",
+        "response_lengths.to(values.device).reshape(-1, 1) - 2)",
+        "response_lengths.to(values.device).reshape(-1, 1) - 1).clamp(max=values.shape[1] - 1)",
+        _unit("test_ppo_utils.py", "test_worked_vector", "test_reward_sits_at_the_last_response_column"),
+    ),
+    Mutant(
+        "the KL penalty is a bonus",
+        "utils/ppo_utils.py",
+        "per_token - penalty_factor * init_policy_kl",
+        "per_token + penalty_factor * init_policy_kl",
+        _unit("test_ppo_utils.py", "test_worked_vector"),
+    ),
+    Mutant(
+        "the KL is that of the reference to the policy",
+        "utils/kl.py",
+        "k1 = log_probs_a - log_probs_b",
+        "k1 = log_probs_b - log_probs_a",
+        _unit("test_oracles.py", "test_same_as[KL estimators-trl]"),
+    ),
+    Mutant(
+        "lambda is .93 for .90",
+        "utils/advantages.py",
+        "delta + discount_factor * gae_lambda * next_advantage",
+        "delta + discount_factor * (gae_lambda + 0.03) * next_advantage",
+        _unit("test_oracles.py", "test_same_as[GAE-trl]", "test_same_as[GAE-torchrl]"),
+    ),
+    Mutant(
+        "values after the answer are bootstrapped: no mask before the recursion",
+        "utils/advantages.py",
+        "values, rewards = torch.where(keep, values, 0), torch.where(keep, rewards, 0)",
+        "values, rewards = values.nan_to_num(), rewards.nan_to_num()",
+        _unit("test_ppo_utils.py", "test_gae_against_a_naive_double_sum"),
+    ),
+    Mutant(
+        "an answer is its own baseline (RLOO)",
+        "utils/advantages.py",
+        "dtype=reward.dtype).index_add_(0, group, gained)[group] - gained",
+        "dtype=reward.dtype).index_add_(0, group, gained)[group]",
+        _unit("test_oracles.py", "test_same_as[RLOO-verl]", "test_same_as[RLOO-openrlhf]"),
+    ),
+    Mutant(
+        "the deviation of a group is not Bessel-corrected (GRPO)",
+        "utils/advantages.py",
+        "/ (count - 1).clamp(min=1)).sqrt()",
+        "/ count.clamp(min=1)).sqrt()",
+        _unit("test_oracles.py", "test_same_as[GRPO-verl]", "test_same_as[GRPO-torchrl]"),
+    ),
+    Mutant(
+        "advantages are whitened with the statistics of one rank",
+        "utils/distributed.py",
+        "return _all_reduce(sums.to(get_device()), group).to(sums.device)",
+        "return sums",
+        (DISTRIBUTED + "test_distributed_utils.py::test_on_two_ranks",),
+    ),
+    # --- losses
+    Mutant(
+        "mean of means: the mean of the rows' means for the mean over tokens",
+        "losses.py",
+        "denominator = sum_over_dp(rows.sum(dtype=torch.float64))",
+        "denominator = sum_over_dp(rows.any(1).sum(dtype=torch.float64)) * _count(rows, 1)",
+        _unit("test_losses.py", "test_weights_by_hand"),
+    ),
+    Mutant(
+        "tokens are counted on one rank alone",
+        "losses.py",
+        "denominator = sum_over_dp(rows.sum(dtype=torch.float64))",
+        "denominator = rows.sum(dtype=torch.float64)",
+        (QUICK_SPLITS,),
+    ),
+    Mutant(
+        "slots that do not count are multiplied by 0, which NaN survives",
+        "losses.py",
+        "return torch.where(weights != 0, values.float(), 0.0)",
+        "return values.float() * (weights != 0)",
+        _unit("test_losses.py", "test_nan_where_the_weight_is_zero_changes_nothing"),
+    ),
+    Mutant(
+        "the ratio is clipped on one side",
+        "losses.py",
+        "clamped = ratio.clamp(1.0 - ratio_eps, 1.0 + ratio_eps)",
+        "clamped = ratio.clamp(max=1.0 + ratio_eps)",
+        _unit("test_oracle_losses.py", "test_same_as[clipped loss-openrlhf]"),
+    ),
+    Mutant(
+        "the dual clip bounds good tokens too",
+        "losses.py",
+        "bounded = (advantages < 0) & (surrogate > bound)",
+        "bounded = surrogate > bound",
+        _unit("test_oracle_losses.py", "test_same_as[dual clip-openrlhf]"),
+    ),
+    Mutant(
+        "the entropy is punished",
+        "losses.py",
+        "loss = loss - scaled_entropy",
+        "loss = loss + scaled_entropy",
+        _unit("test_losses.py", "test_actor_loss_against_a_naive_loop"),
+    ),
+    Mutant(
+        "the better of two value errors is taken",
+        "losses.py",
+        "error = torch.maximum(clipped_error, error)",
+        "error = torch.minimum(clipped_error, error)",
+        _unit("test_oracle_losses.py", "test_same_as[value loss-openrlhf]"),
+    ),
+    # --- log-probs
+    Mutant(
+        "log-probs without the temperature that sampled",
+        "models/nlp/gpt/megatron_gpt_policy.py",
+        '"temperature": self.temperature, ',
+        '"temperature": 1.0, ',
+        _unit("test_ppo_actor.py", "test_logprobs_at_the_sampling_temperature"),
+    ),
+    Mutant(
+        "padding of the vocabulary gets probability",
+        "utils/vocab_parallel.py",
+        "self._width = width if vocab_size is None else min(max(vocab_size - self._start, 0), width)",
+        "self._width = width",
+        _unit("test_vocab_parallel.py", "test_logprobs_and_gradient_against_dense_softmax"),
+    ),
+    Mutant(
+        "a slice of the vocabulary sums up by itself",
+        "utils/vocab_parallel.py",
+        "total, *product = shard.all_reduce(torch.stack(sums) * shift.exp(), dist.ReduceOp.SUM)",
+        "total, *product = torch.stack(sums) * shift.exp()",
+        (QUICK_SPLITS,),
+    ),
+    # --- several ranks
+    Mutant(
+        "the gradient is averaged over data-parallel ranks: the loss is not scaled by their number",
+        "utils/megatron_steps.py",
+        "scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()",
+        "scale = rows // micro_batch_size",
+        (QUICK_SPLITS,),
+    ),
+    Mutant(
+        "gradients of norms are not summed over the parts of a sequence (sequence parallelism)",
+        "models/nlp/gpt/megatron_config.py",
+        "parameter.sequence_parallel = config.sequence_parallel",
+        "parameter.sequence_parallel = False",
+        (QUICK_SPLITS,),
+    ),
+    Mutant(
+        "gathered shares of a sequence are in the wrong order (context parallelism)",
+        "utils/context_parallel.py",
+        "return torch.cat([*early, *reversed(late)], dim)",
+        "return torch.cat([*early, *late], dim)",
+        (QUICK_SPLITS,),
+    ),
+    Mutant(
+        "gradients of keys and values stay on the rank of the query (context parallelism)",
+        "utils/context_parallel.py",
+        "gradient = _reduce_scatter(grad_output, ctx.dim) if ctx.sum_gradients else take_share(grad_output, ctx.dim)",
+        "gradient = take_share(grad_output, ctx.dim)",
+        (QUICK_SPLITS,),
+    ),
+    Mutant(
+        "what is sampled depends on the rank",
+        "algorithms/rollouts.py",
+        'first = sample_seeds(seed, step, batch["idx"])',
+        'first = sample_seeds(seed + parallel_state.get_data_parallel_rank(), step, batch["idx"])',
+        (DISTRIBUTED + "test_ppo_trainer.py::test_two_ranks_equal_one",),
+    ),
+    # --- a job that goes on
+    Mutant(
+        "the state of the optimizer is not restored",
+        "utils/checkpointing.py",
+        'self.optimizer.load_state_dict(_with_step(loaded["optimizer"]))',
+        "pass",
+        _unit("test_megatron_gpt_model.py", "test_resumed_job_continues_to_the_same_bits"),
+    ),
+    Mutant(
+        "the adaptive KL coefficient is not bounded",
+        "utils/kl.py",
+        "error = min(max(kl / self.target - 1.0, -_MAX_RELATIVE_ERROR), _MAX_RELATIVE_ERROR)",
+        "error = kl / self.target - 1.0",
+        _unit("test_kl.py", "test_adaptive_controller_by_hand"),
+    ),
+]
+
+
+def occurrences(mutant: Mutant, root: Path = ROOT) -> int:
+    return (root / mutant.path).read_text().count(mutant.old)
+
+
+def copy_repository(folder: Path) -> Path:
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "runs", "results", "*.pyc")
+            shutil.copytree(source, folder / name, symlinks=True, ignore=ignored)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, folder / name)
+    return folder
+
+
+def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[dict[str, str], str]:
+    """({test: "passed", "assertion" or "error"}, output) of a selection in a copy of the repository.
+
+    The package is installed in place, so that elsewhere it is the original that is imported. A copy is imported only
+    because its folder comes first on the path; the report says which it was.
+
+    Raises:
+        RuntimeError: it was not the copy that was tested.
+    """
+    report = copy / "mutant_report.json"
+    report.unlink(missing_ok=True)
+    environment = os.environ | {
+        "PYTHONPATH": str(copy),
+        "PYTHONDONTWRITEBYTECODE": "1",  # a file that changes twice in a second may have stale byte code
+        "OMP_NUM_THREADS": "1",
+        "MUTANT_REPORT": str(report),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-W",
+        "ignore",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.mutant_report",
+    ]
+    command += ["--rootdir", str(copy), "--tb=short", *tests]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=copy,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIME_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"no end after {TIME_LIMIT_S} s"
+    if not report.exists():
+        return {}, done.stdout
+    result = json.loads(report.read_text())
+    if result["package"] is not None and not Path(result["package"]).resolve().is_relative_to(copy.resolve()):
+        raise RuntimeError(f"the tests in {copy} imported {result['package']}")
+    return result["tests"], done.stdout
+
+
+def judge(mutant: Mutant, copy: Path) -> tuple[bool, str]:
+    """(whether the fault is caught, what was seen)."""
+    if occurrences(mutant, copy) != 1:
+        return False, f"its text occurs {occurrences(mutant, copy)} times in {mutant.path}"
+    path = copy / mutant.path
+    original = path.read_text()
+    path.write_text(original.replace(mutant.old, mutant.new))
+    try:
+        outcomes, output = run_tests(copy, mutant.tests)
+    finally:
+        path.write_text(original)
+    noticed = [test for test, outcome in outcomes.items() if outcome == "assertion"]
+    if noticed:
+        return True, f"{len(noticed)} of {len(outcomes)} tests fail, e.g. {noticed[0].rpartition('/')[2]}"
+    if any(outcome == "error" for outcome in outcomes.values()) or not outcomes:
+        return False, f"no test fails by an assertion, but something breaks:\n{output[-3000:]}"
+    return False, f"SURVIVES {len(outcomes)} tests"
+
+
+def check_untouched(copy: Path, mutants: list[Mutant]) -> str | None:
+    """What is wrong with the selected tests in a copy without a fault, or None."""
+    tests = tuple(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
+    outcomes, output = run_tests(copy, tests)
+    failed = [test for test, outcome in outcomes.items() if outcome != "passed"]
+    empty = [test for test in tests if not any(name.startswith(test) for name in outcomes)]
+    if failed or empty or not outcomes:
+        return f"without a fault these fail: {failed}, and these ran nothing: {empty}\n{output[-5000:]}"
+    print(f"{len(outcomes)} tests pass without a fault", flush=True)
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="only faults whose name holds one of these")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time, each in a copy of its own")
+    arguments = parser.parse_args()
+    wanted = arguments.names
+    mutants = [mutant for mutant in MUTANTS if not wanted or any(name in mutant.name for name in wanted)]
+    if not mutants:
+        print(f"no fault is named like {wanted}; there are: " + "; ".join(mutant.name for mutant in MUTANTS))
+        return 1
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        copies = queue.SimpleQueue()
+        for job in range(arguments.jobs):
+            copies.put(copy_repository(Path(folder) / str(job)))
+        copy = copies.get()
+        problem = check_untouched(copy, mutants)
+        copies.put(copy)
+        if problem:
+            print(problem)
+            return 1
+
+        def one(mutant: Mutant):
+            copy, began = copies.get(), time.monotonic()
+            try:
+                return mutant, *judge(mutant, copy), time.monotonic() - began
+            finally:
+                copies.put(copy)
+
+        survivors = 0
+        for mutant, caught, seen, seconds in pool.map(one, mutants):
+            survivors += not caught
+            print(f"{'caught' if caught else 'MISSED'} {seconds:5.0f} s  {mutant.name}\n{'':14}{seen}", flush=True)
+    print(f"{len(mutants) - survivors} of {len(mutants)} faults are caught, in {time.monotonic() - start:.0f} s")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
