@@ -9,6 +9,9 @@ by `examples/rewards/arithmetic.py` in a server of its own, only says right (1) 
 of exact answers to 512 sums that no training file holds, sampled at temperature 1 as the policy is trained. Every
 phase after the first is one of the project's own scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
 
+With `--estimator grpo` (or rloo) there is no critic: each sum is answered several times, and an answer's advantage is
+what its reward is above those of the others.
+
 Exit code: 0 if the share of exact answers rose clearly (`outcome.py` says what is clear), 1 if not, 2 if a job failed
 or the arguments make no sense, 128 + signal number if it was stopped.
 """
@@ -23,7 +26,7 @@ from commands import data_prefix, from_scratch, nemo_file, on_cpu, optimizer, po
 from jobs import Job
 from narrator import Phase
 from outcome import Score, read_jsonl
-from walkthrough import Ending, Steps, Walk
+from walkthrough import Ending, Steps, Variant, Walk
 
 from nemo_aligner.utils.ports import find_free_port
 
@@ -36,6 +39,7 @@ ROLLOUT_SIZE = 512
 BATCH_SIZE = 256
 PPO_EPOCHS = 2
 CRITIC_WARMUP = 4  # rollouts that train only the critic, whose head is fresh
+ANSWERS = 8  # to each sum, where they are compared with each other
 
 ARCHITECTURE = {  # 0.3 million parameters; every digit has its fixed place, so absolute positions suit best
     "num_layers": 2,
@@ -55,6 +59,7 @@ STEPS = (
     Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} answers"),
     Steps("--sft-steps", 180, "the more, the better the policy that PPO starts from"),
 )
+ESTIMATOR = Variant("--estimator", ("gae", "grpo", "rloo"), "of the advantages; only gae, the default, has a critic")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    return walkthrough.parse_args(argv, __doc__, "arithmetic", STEPS)
+    return walkthrough.parse_args(argv, __doc__, "arithmetic", STEPS, (ESTIMATOR,))
 
 
 def exact_answers(data: Path) -> Score:
@@ -100,11 +105,14 @@ def story(walk: Walk) -> None:
     walk.do("data", write_data)
     walk.follow("sft", sft_job(run_dir, seed, walk.args.sft_steps))
     reward_port, critic_port = find_free_port(), find_free_port()
-    servers = (reward_server_job(run_dir, reward_port), critic_job(run_dir, seed, steps, critic_port))
-    actor = actor_job(run_dir, seed, steps, reward_port, critic_port)
-    walk.follow(
-        "ppo", actor, servers, f"starting the reward server on port {reward_port}, the critic's on {critic_port}"
-    )
+    servers, started = (reward_server_job(run_dir, reward_port),), f"starting the reward server on port {reward_port}"
+    if walk.args.estimator == "gae":
+        servers += (critic_job(run_dir, seed, steps, critic_port),)
+        started += f", the critic's on {critic_port}"
+        advantages = with_critic(critic_port)
+    else:
+        advantages = without_critic(walk.args.estimator)
+    walk.follow("ppo", actor_job(run_dir, seed, steps, reward_port, advantages), servers, started)
 
 
 def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
@@ -148,20 +156,37 @@ def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
     return script_job("Critic server", "serve_ppo_critic.py", run_dir / "critic", overrides)
 
 
-def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, critic_port: int) -> Job:
-    """PPO from the SFT model, with two servers."""
+def with_critic(port: int) -> dict:
+    """The actor's settings for PPO with a critic server at `port`."""
+    return {
+        "remote_critic_rm.critic.port": port,
+        "trainer.ppo.gae_lambda": 1.0,  # answers of 3 or 4 tokens: the whole reward may count for each
+        "trainer.ppo.critic_warmup_steps": CRITIC_WARMUP,
+        "model.ppo.num_rollout_samples": ROLLOUT_SIZE,
+    }
+
+
+def without_critic(estimator: str) -> dict:
+    """The actor's settings for as many answers to fewer sums, compared with each other."""
+    return {
+        "trainer.ppo.advantage_estimator": estimator,
+        "model.ppo.num_rollout_samples": ROLLOUT_SIZE // ANSWERS,
+        "model.ppo.num_rollouts_per_prompt": ANSWERS,
+    }
+
+
+def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, advantages: dict) -> Job:
+    """PPO from the SFT model, with a reward server; `advantages`: how its rewards become advantages."""
     overrides = {
         **training(run_dir / "ppo_actor", seed, SEQ_LENGTH),
         **policy_training("trainer.ppo", steps),
         **optimizer(lr=1e-3),
+        **advantages,
         "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
         "remote_critic_rm.combine_rm_and_critic_server": False,
         "remote_critic_rm.reward_model.port": reward_port,
-        "remote_critic_rm.critic.port": critic_port,
         "remote_critic_rm.init_timeout_s": 120,
         "trainer.ppo.ppo_epochs": PPO_EPOCHS,
-        "trainer.ppo.gae_lambda": 1.0,  # answers of 3 or 4 tokens: the whole reward may count for each
-        "trainer.ppo.critic_warmup_steps": CRITIC_WARMUP,
         # Answers that do not end are not trained on, so nothing but the distance to the SFT model keeps the end token
         # likely after a wrong number. It must be the signed log-ratio: the absolute one would make what has become
         # unlikely rarer still.
@@ -169,8 +194,7 @@ def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, critic_por
         "trainer.ppo.use_absolute_kl": False,
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,
-        "model.ppo.num_rollout_samples": ROLLOUT_SIZE,
-        "model.ppo.rollout_micro_batch_size": ROLLOUT_SIZE,
+        "model.ppo.rollout_micro_batch_size": advantages["model.ppo.num_rollout_samples"],
         "model.ppo.num_val_samples": arithmetic_data.NUM_VALIDATION,
         "model.ppo.length_params.max_length": MAX_ANSWER,
         "model.data.data_prefix": data_prefix(run_dir / "data", "prompts"),

@@ -28,13 +28,27 @@ class Steps:
     help: str = ""
 
 
-def parse_args(argv: list[str] | None, doc: str, name: str, choices: Sequence[Steps]) -> argparse.Namespace:
-    """`run_dir` (made if missing), `seed` and one number per `choices`; exits with 2 if they make no sense."""
+@dataclass(frozen=True)
+class Variant:
+    """One of several ways that the user may choose."""
+
+    option: str  # --estimator
+    values: tuple[str, ...]  # the first is the default
+    help: str = ""
+
+
+def parse_args(
+    argv: list[str] | None, doc: str, name: str, choices: Sequence[Steps], variants: Sequence[Variant] = ()
+) -> argparse.Namespace:
+    """`run_dir` (made if missing), `seed`, one number per `choices` and one name per `variants`; exits with 2 if they
+    make no sense."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, help=f"new or empty folder; default runs/{name}-<time>")
     parser.add_argument("--seed", type=int, default=0)
     for choice in choices:
         parser.add_argument(choice.option, type=int, default=choice.default, help=choice.help)
+    for variant in variants:
+        parser.add_argument(variant.option, choices=variant.values, default=variant.values[0], help=variant.help)
     args = parser.parse_args(argv)
     for choice in choices:
         value = getattr(args, choice.option.removeprefix("--").replace("-", "_"))

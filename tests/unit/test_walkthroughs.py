@@ -192,6 +192,13 @@ def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, scrip
     assert children() == before
 
 
+def test_sums_without_a_critic_start_no_critic_server(tmp_path, scripts, capsys):
+    scripts("serve_ppo_critic.py", BROKEN)
+    assert run_arithmetic.main(["--run-dir", str(tmp_path / "run"), "--steps", "2", "--estimator", "grpo"]) == 0
+    assert "The policy has learned" in capsys.readouterr().out
+    assert not list((tmp_path / "run").glob("critic*"))
+
+
 def test_right_answers_are_those_of_the_data_not_of_the_reward(tmp_path):
     """A reward that is wrong shows up: the score asks the file of held-out sums."""
     (tmp_path / "sft_validation.jsonl").write_text('{"input": "12+34=", "output": "46"}\n')
@@ -269,7 +276,8 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
             (walk.sft_job(run_dir, 0, steps), "gpt_sft"),
             (walk.reward_server_job(run_dir, reward), "inference_rm"),
             (walk.critic_job(run_dir, 0, steps, critic), "gpt_ppo_critic"),
-            (walk.actor_job(run_dir, 0, steps, reward, critic), "gpt_ppo_actor"),
+            (walk.actor_job(run_dir, 0, steps, reward, walk.with_critic(critic)), "gpt_ppo_actor"),
+            (walk.actor_job(run_dir, 0, steps, reward, walk.without_critic("grpo")), "gpt_ppo_actor"),
         ]
     first = [
         (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
