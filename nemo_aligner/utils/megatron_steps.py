@@ -23,6 +23,7 @@ from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.context_parallel import take_share, width_multiple
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.expert_losses import take_balance_losses
 from nemo_aligner.utils.finite import check_finite
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
@@ -155,7 +156,8 @@ def forward_backward(
         model_inputs: further keys of the batch that are handed to the model by name.
 
     Returns:
-        Metrics summed over micro-batches and data-parallel ranks, equal on every rank.
+        Metrics summed over micro-batches and data-parallel ranks, equal on every rank; with gradients also the balance
+        losses of a mixture of experts (`expert_losses.py`), which are means.
 
     Raises:
         UserError: `micro_batch_size` does not divide the rows, or virtual pipelining needs another number of
@@ -201,6 +203,7 @@ def forward_backward(
     metrics = broadcast_from_last_stage(dict(zip(keys, values.tolist(), strict=True)))
     if not forward_only:
         check_finite(model_chunks, metrics["loss"], losses, micro_batch_size)
+        metrics |= take_balance_losses(get_model_config(model_chunks[0]), rows // micro_batch_size)
     return metrics
 
 

@@ -1,0 +1,278 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts in one process: against a dense model, Hugging Face's Mixtral and a naive loop over tokens; the
+losses that balance the experts; and combinations that are refused.
+"""
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from nemo_aligner.generation import GenerationParams, MegatronGenerator
+from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.megatron_steps import forward_backward, forward_collect
+from tests.tiny_models import tiny_config
+
+TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2, 1]])
+EXPERTS, FFN = 4, 24
+MOE = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": FFN, "init_method_std": 0.3}
+
+
+def logits_of(model):
+    return forward_collect(model.model, {"tokens": TOKENS}, micro_batch_size=2, output_fn=lambda output, _: output)
+
+
+def weights_of(model):
+    return {k: v for k, v in model.unwrapped()[0].state_dict().items() if isinstance(v, torch.Tensor)}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_equal_experts_are_a_dense_model(tiny_tokenizer_dir, architecture):
+    dense = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, architecture, ffn_hidden_size=FFN, init_method_std=0.3))
+    mixture = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, architecture, **MOE))
+    theirs = weights_of(dense)
+    for name, tensor in weights_of(mixture).items():
+        if ".router." in name:
+            continue  # whatever it says: the weights of the chosen experts sum to one
+        before, local, after = name.partition("experts.local_experts.")
+        tensor.copy_(theirs[before + after.split(".", 1)[1] if local else name])
+    torch.testing.assert_close(logits_of(mixture), logits_of(dense), atol=1e-5, rtol=1e-5)
+
+
+def as_mixtral(weights, cfg, vocab):
+    """Hugging Face's Mixtral with `weights`; and Megatron's names of its router and expert weights."""
+    hf = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=vocab,
+            hidden_size=cfg.hidden_size,
+            intermediate_size=FFN,
+            num_hidden_layers=cfg.num_layers,
+            num_attention_heads=cfg.num_attention_heads,
+            num_key_value_heads=cfg.num_query_groups,
+            num_local_experts=EXPERTS,
+            num_experts_per_tok=2,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            tie_word_embeddings=False,
+        )
+    )
+    hf.set_experts_implementation("eager")
+    mapped = {
+        "model.embed_tokens.weight": weights["embedding.word_embeddings.weight"],
+        "model.norm.weight": weights["decoder.final_layernorm.weight"],
+        "lm_head.weight": weights["output_layer.weight"],
+    }
+    groups, per_group, size = 2, 2, 8
+    for i in range(cfg.num_layers):
+        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
+        grouped = weights[ours + "self_attention.linear_qkv.weight"].view(groups, per_group + 2, size, -1)
+        experts = [ours + f"mlp.experts.local_experts.{e}." for e in range(EXPERTS)]
+        mapped |= {
+            theirs + "self_attn.q_proj.weight": grouped[:, :per_group].reshape(groups * per_group * size, -1),
+            theirs + "self_attn.k_proj.weight": grouped[:, per_group].reshape(groups * size, -1),
+            theirs + "self_attn.v_proj.weight": grouped[:, per_group + 1].reshape(groups * size, -1),
+            theirs + "self_attn.o_proj.weight": weights[ours + "self_attention.linear_proj.weight"],
+            theirs + "input_layernorm.weight": weights[ours + "input_layernorm.weight"],
+            theirs + "post_attention_layernorm.weight": weights[ours + "pre_mlp_layernorm.weight"],
+            theirs + "mlp.gate.weight": weights[ours + "mlp.router.weight"],
+            theirs + "mlp.experts.gate_up_proj": torch.stack([weights[e + "linear_fc1.weight"] for e in experts]),
+            theirs + "mlp.experts.down_proj": torch.stack([weights[e + "linear_fc2.weight"] for e in experts]),
+        }
+    hf.load_state_dict(mapped)
+    return hf
+
+
+def test_logits_and_gradients_equal_mixtral(tiny_tokenizer_dir):
+    cfg = tiny_config(tiny_tokenizer_dir, **MOE)
+    model = MegatronGPTModel(cfg)
+    weights = {name: tensor.clone() for name, tensor in weights_of(model).items()}
+    hf = as_mixtral(weights, cfg, model.padded_vocab_size)
+
+    def loss_of(logits, tokens):
+        return torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="sum") / 14
+
+    expected = hf(TOKENS).logits
+    torch.testing.assert_close(logits_of(model), expected.detach(), atol=2e-4, rtol=1e-4)
+    loss_of(expected, TOKENS).backward()
+    cfg.optim.name = "adamw"
+    model.setup_megatron_optimization(max_steps=1)
+    model.prepare_for_training_step()
+
+    def share(logits, batch):
+        loss = loss_of(logits, batch["tokens"])
+        return loss, {"loss": loss}
+
+    forward_backward(model.model, {"tokens": TOKENS}, micro_batch_size=1, loss_fn=share)
+    ours = {name: parameter.main_grad for name, parameter in model.unwrapped()[0].named_parameters()}
+    for i, layer in enumerate(hf.model.layers):
+        mlp = f"decoder.layers.{i}.mlp."
+        torch.testing.assert_close(ours[mlp + "router.weight"], layer.mlp.gate.weight.grad, atol=1e-4, rtol=1e-4)
+        for e in range(EXPERTS):
+            expert = mlp + f"experts.local_experts.{e}.linear_"
+            for name, theirs in (("fc1", layer.mlp.experts.gate_up_proj), ("fc2", layer.mlp.experts.down_proj)):
+                torch.testing.assert_close(ours[f"{expert}{name}.weight"], theirs.grad[e], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("top_k, pre_softmax", [(1, True), (2, True), (3, False)])
+def test_layer_equals_a_loop_over_tokens(tiny_tokenizer_dir, top_k, pre_softmax):
+    model = MegatronGPTModel(
+        tiny_config(tiny_tokenizer_dir, "gpt2", **MOE, moe_router_topk=top_k, moe_router_pre_softmax=pre_softmax)
+    )
+    layer = model.unwrapped()[0].decoder.layers[0].mlp
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.5)
+        hidden = torch.randn(3, 2, 32)
+        output, bias = layer(hidden)
+        assert bias is None
+        for s in range(3):
+            for b in range(2):
+                x = hidden[s, b]
+                scores = (layer.router.weight @ x + layer.router.bias).tolist()
+                chosen = sorted(range(EXPERTS), key=lambda e: -scores[e])[:top_k]
+                among = range(EXPERTS) if pre_softmax else chosen
+                total = sum(torch.tensor(scores[e]).exp() for e in among)
+                expected = torch.zeros(32)
+                for e in chosen:
+                    expert = layer.experts.local_experts[e]
+                    inner = torch.nn.functional.gelu(expert.linear_fc1.weight @ x + expert.linear_fc1.bias)
+                    out = expert.linear_fc2.weight @ inner + expert.linear_fc2.bias
+                    expected += torch.tensor(scores[e]).exp() / total * out
+                torch.testing.assert_close(output[s, b], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_router_computes_in_float32(tiny_tokenizer_dir):
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **MOE, precision="bf16"))
+    router = model.unwrapped()[0].decoder.layers[0].mlp.router
+    hidden = torch.randn(3, 2, 32).bfloat16()
+    expected = hidden.double() @ router.weight.double().T
+    assert router.weight.dtype is torch.bfloat16 and router.gating(hidden).dtype is torch.float32
+    torch.testing.assert_close(router.gating(hidden).double(), expected, atol=1e-5, rtol=1e-5)
+    assert logits_of(model).isfinite().all()
+
+
+def test_cached_decoding_chooses_the_experts_of_a_full_pass(tiny_tokenizer_dir):
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **MOE))
+    params = GenerationParams(max_length=10, use_greedy=True)
+    prompts, lengths = TOKENS[:, :4], torch.tensor([4, 2])
+    output = MegatronGenerator(model.model, model.tokenizer, 40).generate(prompts, lengths, torch.arange(2), params)
+    model.set_eval()
+    for row, length in enumerate(lengths.tolist()):
+        text = prompts[row, :length].tolist()
+        for _ in range(10):
+            logits = forward_collect(
+                model.model, {"tokens": torch.tensor([text])}, micro_batch_size=1, output_fn=lambda x, _: x
+            )
+            text.append(int(logits[0, -1, : model.tokenizer.vocab_size].argmax()))
+            if text[-1] == model.tokenizer.eos_id:
+                break
+        assert output.response_tokens[row, : output.response_lengths[row]].tolist() == text
+
+
+def router_with(tokenizer_dir, **losses):
+    model = MegatronGPTModel(tiny_config(tokenizer_dir, **MOE, **losses))
+    model.set_train()
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    return model.unwrapped()[0].decoder.layers[0].mlp.router
+
+
+def balance_gradient(router, hidden):
+    """Gradient of the router's weights from its balance losses alone."""
+    router.weight.grad = None
+    probabilities, chosen = router(hidden)
+    (0.0 * probabilities).sum().backward()
+    return router.weight.grad, chosen
+
+
+def test_gradients_of_the_balance_losses(tiny_tokenizer_dir):
+    router = router_with(tiny_tokenizer_dir, moe_aux_loss_coeff=0.7, moe_z_loss_coeff=0.2)
+    hidden = torch.randn(5, 3, 32, generator=torch.Generator().manual_seed(1))
+    gradient, chosen = balance_gradient(router, hidden)
+    weight = router.weight.detach().clone().requires_grad_()
+    logits = hidden.reshape(15, 32) @ weight.T
+    share_of_tokens = chosen.float().sum(0) / (15 * 2)
+    balance = EXPERTS * (share_of_tokens * logits.softmax(-1).mean(0)).sum()  # Switch Transformer, eq. 4
+    z_loss = logits.logsumexp(-1).square().mean()  # ST-MoE, eq. 5
+    (0.7 * balance + 0.2 * z_loss).backward()
+    torch.testing.assert_close(gradient, weight.grad, atol=1e-6, rtol=1e-4)
+    silent = router_with(tiny_tokenizer_dir, moe_aux_loss_coeff=0.0)
+    assert not balance_gradient(silent, hidden)[0].any()
+
+
+def test_balance_losses_are_metrics(tiny_tokenizer_dir):
+    cfg = tiny_config(tiny_tokenizer_dir, **MOE, num_layers=1, moe_aux_loss_coeff=0.7, moe_z_loss_coeff=0.2)
+    model = MegatronGPTModel(cfg)
+    model.setup_megatron_optimization(max_steps=1)
+    seen = []
+    model.unwrapped()[0].decoder.layers[0].mlp.register_forward_hook(
+        lambda layer, inputs, _: seen.append(layer.router.gating(inputs[0]).detach().reshape(-1, EXPERTS))
+    )
+    for _ in range(2):  # the second pass starts from nothing
+        model.prepare_for_training_step()
+        metrics = forward_backward(
+            model.model,
+            {"tokens": TOKENS},
+            micro_batch_size=1,
+            loss_fn=lambda logits, _: (logits.sum() * 0, {"loss": logits.sum() * 0}),
+        )
+    balance, z_loss = 0.0, 0.0
+    for logits in seen[-2:]:
+        share = torch.zeros_like(logits).scatter(1, logits.topk(2).indices, 1.0).mean(0) / 2
+        balance += EXPERTS * float(share @ logits.softmax(-1).mean(0)) / 2
+        z_loss += float(logits.logsumexp(-1).square().mean()) / 2
+    assert metrics["moe_load_balancing_loss"] == pytest.approx(balance, rel=1e-5)
+    assert metrics["moe_z_loss"] == pytest.approx(z_loss, rel=1e-5)
+    metrics = forward_backward(
+        MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).model,
+        {"tokens": TOKENS},
+        micro_batch_size=1,
+        loss_fn=lambda logits, _: (logits.sum(), {"loss": logits.sum()}),
+        forward_only=True,
+    )
+    assert set(metrics) == {"loss"}
+
+
+def test_auxiliary_loss_balances_the_experts(tiny_tokenizer_dir):
+    router = router_with(tiny_tokenizer_dir, moe_aux_loss_coeff=1.0)
+    hidden = torch.randn(40, 5, 32, generator=torch.Generator().manual_seed(2)) + 1.0
+    with torch.no_grad():
+        router.weight[0] += 0.2  # nearly every token chooses the first expert
+    loads = []
+    for _ in range(150):
+        gradient, chosen = balance_gradient(router, hidden)
+        loads.append(chosen.float().mean(0).max() / 0.5)  # of the busiest expert; 1 is an even load
+        with torch.no_grad():
+            router.weight -= 0.2 * gradient
+    assert loads[0] > 1.5 and loads[-1] < 1.15
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"expert_model_parallel_size": 3}, "num_moe_experts=4.*multiple of model.expert_model_parallel_size=3"),
+        ({"num_moe_experts": None, "expert_model_parallel_size": 2}, "expert_model_parallel_size=2.*is not set"),
+        ({"moe_router_topk": 5}, "moe_router_topk=5.*num_moe_experts=4"),
+        ({"moe_router_topk": 1}, "moe_router_topk=1 needs model.moe_router_pre_softmax=True"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*aux_loss or none"),
+        (
+            {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
+            "moe_aux_loss_coeff=0.1 has no effect",
+        ),
+        ({"moe_token_dispatcher_type": "allgather"}, "'allgather'.*only alltoall"),
+        ({"moe_grouped_gemm": True}, "moe_grouped_gemm=True"),
+        ({"tensor_model_parallel_size": 2}, "needs model.sequence_parallel=True"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True, "bias": True}, "needs model.bias=False"),
+    ],
+)
+def test_refused_combinations(tiny_tokenizer_dir, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        build_transformer_config(tiny_config(tiny_tokenizer_dir, **{**MOE, **keys}))
+
+
+def test_more_expert_ranks_than_ranks_are_refused():
+    with pytest.raises(ConfigError, match="expert_model_parallel_size=2 does not divide the 1 data-parallel"):
+        parallel_state.initialize(expert_model_parallel_size=2)
