@@ -61,7 +61,8 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 def naive(logits: torch.Tensor, tokens: torch.Tensor, case: str) -> list[torch.Tensor]:
     """What `case` needs, from logits `[B, S, V/TP]` and tokens `[B, S]`: `[B, S-1]` log-probs, entropy."""
-    whole = gather_from_tensor_model_parallel_region(logits)
+    several_ranks = parallel_state.get_tensor_model_parallel_world_size() > 1
+    whole = gather_from_tensor_model_parallel_region(logits) if several_ranks else logits
     logprobs = whole.float().log_softmax(-1)
     # The last column, which predicts nothing, is dropped at the end: a slice of the logits would be one more copy.
     results = [logprobs.gather(-1, tokens.roll(-1, 1).unsqueeze(-1)).squeeze(-1)]
@@ -96,7 +97,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def measure(case: str, vocab: int, dtype: str, elements: int, repeats: int) -> dict[str, float]:
-    """Bytes and seconds of both ways on logits of about `elements` elements over all ranks."""
+    """Bytes and seconds (of `repeats` runs) of both ways on logits of about `elements` elements over all ranks."""
     size, rank = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),
@@ -123,7 +124,7 @@ def measure(case: str, vocab: int, dtype: str, elements: int, repeats: int) -> d
         for name, way in ways.items():
             x = logits()
             times[name].append(seconds(functools.partial(run, way, x, tokens, case)))
-    return figures | {f"{name} s": min(values) for name, values in times.items()}
+    return figures | {f"{name} s": min(values) for name, values in times.items() if values}
 
 
 def table_row(case: str, vocab: int, dtype: str, tp: int, f: dict[str, float]) -> str:

@@ -1,24 +1,28 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropy of one rank against torch's dense softmax, trl, and numerical gradients; memory in chunks.
+"""Log-probs and entropy of one rank against torch's dense softmax, trl, and numerical gradients; their memory.
 
-Several tensor-parallel ranks: tests/distributed/test_distributed_utils.py.
+Several tensor- and context-parallel ranks: tests/distributed/test_vocab_parallel.py.
 """
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks import logprob_memory
 from nemo_aligner.utils import vocab_parallel
-from nemo_aligner.utils.vocab_parallel import calculate_distributed_entropy, from_parallel_logits_to_logprobs
+from nemo_aligner.utils.vocab_parallel import (
+    DistributedLogprob,
+    calculate_distributed_entropy,
+    from_parallel_logits_to_logprobs,
+    logprobs_and_entropy,
+)
 
 B, S, V = 3, 6, 11
 
 
-@pytest.fixture(params=[1, 2 * B * V, 1 << 24], ids=["one column", "two columns", "one chunk"])
+@pytest.fixture(params=[1, 2 * V, 2 * B * V, 1 << 24], ids=["one token", "two rows", "two columns", "one chunk"])
 def chunked(request, monkeypatch):
-    """Run with several chunk sizes; the last chunk is sometimes short."""
+    """Run with several chunk sizes; the last chunk of rows or columns is sometimes short."""
     monkeypatch.setattr(vocab_parallel, "CHUNK_ELEMENTS", request.param)
 
 
@@ -75,6 +79,42 @@ def test_numerical_gradients(chunked):
         lambda x: from_parallel_logits_to_logprobs(x, tokens, temperature=0.7, vocab_size=9), logits
     )
     assert torch.autograd.gradcheck(lambda x: calculate_distributed_entropy(x, None, 0.7, 9), logits)
+    assert torch.autograd.gradcheck(lambda x: logprobs_and_entropy(x, tokens, temperature=0.7, vocab_size=9), logits)
+
+
+def test_float64_against_torch(chunked):
+    """Both results and the gradient of a mix of them, in float64; also the one of the log-probs alone."""
+    logits, tokens = inputs(torch.float64)
+    tokens = tokens.clamp(max=8)
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    logprobs, entropy = logprobs_and_entropy(ours, tokens, temperature=0.7, vocab_size=9)
+    dense = (theirs[:, :-1, :9] / 0.7).log_softmax(-1)
+    expected = dense.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    expected_entropy = -(dense.exp() * dense).sum(-1)
+    torch.testing.assert_close(logprobs, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-12, rtol=1e-12)
+    a, b = torch.randn(2, B, S - 1, dtype=torch.float64)
+    (a * logprobs + b * entropy).sum().backward()
+    (a * expected + b * expected_entropy).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-12, rtol=1e-11)
+    assert not ours.grad[..., 9:].any() and not ours.grad[:, -1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_entropy_beside_them_changes_no_bit_of_the_logprobs(chunked, dtype):
+    logits, tokens = inputs(dtype)
+    gradients = []
+    for with_entropy in (False, True):
+        x = logits.clone().requires_grad_()
+        if with_entropy:
+            logprobs, entropy = logprobs_and_entropy(x, tokens)
+            assert torch.equal(entropy, calculate_distributed_entropy(x))
+        else:
+            logprobs = from_parallel_logits_to_logprobs(x, tokens)
+        assert torch.equal(logprobs, from_parallel_logits_to_logprobs(logits, tokens, inference_only=True))
+        gradients += torch.autograd.grad(logprobs.sum(), x)
+    assert torch.equal(*gradients)
+    assert not any(r.requires_grad for r in logprobs_and_entropy(x, tokens, inference_only=True))
 
 
 def test_against_trl():
@@ -101,6 +141,24 @@ def test_options():
     assert torch.equal(logits, before)  # the working copy is a copy
     with pytest.raises(ValueError, match="temperature=0"):
         from_parallel_logits_to_logprobs(logits, tokens, temperature=0)
+    assert torch.equal(DistributedLogprob.apply(logits, tokens.roll(-1, 1)), aligned)
+    with pytest.raises(ValueError, match="width 7 for logits of 6"):
+        from_parallel_logits_to_logprobs(logits, torch.zeros(B, 7, dtype=torch.int64))
+
+
+def test_logits_may_be_wider_than_the_tokens():
+    """A model pads the sequence to split it; the padding gives no number and gets no gradient."""
+    logits, tokens = inputs()
+    for x in (logits, torch.cat([logits, torch.full((B, 2, V), float("nan"))], 1)):
+        x.requires_grad_()
+        for ignore_last in (True, False):
+            results = logprobs_and_entropy(x, tokens, ignore_last=ignore_last)
+            expected = logprobs_and_entropy(logits, tokens, ignore_last=ignore_last)
+            for mine, theirs in zip(results, expected, strict=True):
+                assert torch.equal(mine, theirs) and mine.shape == (B, S - ignore_last)
+            (gradient,) = torch.autograd.grad(results[0].sum() + results[1].sum(), x)
+            (whole,) = torch.autograd.grad(expected[0].sum() + expected[1].sum(), logits)
+            assert torch.equal(gradient[:, :S], whole) and not gradient[:, S:].any()
 
 
 def test_tokens_outside_the_vocabulary_have_probability_zero():
@@ -144,29 +202,114 @@ def test_nan_logits_in_the_dropped_column_are_never_read():
         assert torch.equal(clean, dirty)
 
 
-class _LargestAllocation(TorchDispatchMode):
-    """Largest fp32 result with storage of its own that any operation made."""
+@pytest.mark.parametrize("planted", ["nan logits", "targets"])
+def test_unused_tokens_may_be_anything(chunked, planted):
+    """As in a loss: a selection (`torch.where`) of the tokens that count; the others' gradient is exactly 0."""
+    logits, tokens = inputs()
+    tokens = tokens.clamp(max=8)
+    used = torch.tensor([[1, 1, 0, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 1, 0]]).bool()
+    other = logits.clone(), tokens.clone()
+    if planted == "nan logits":
+        other[0][:, :-1][~used] = float("nan")
+    else:
+        other[1][:, 1:][~used] = torch.tensor([-1, -100, V, 2**40, 10]).repeat(2)[: (~used).sum()]
+    results = []
+    for x, y in ((logits, tokens), other):
+        x.requires_grad_()
+        logprobs, entropy = (torch.where(used, r, 0.0) for r in logprobs_and_entropy(x, y, vocab_size=9))
+        results.append([logprobs, *torch.autograd.grad((logprobs + entropy).sum(), x)])
+    for clean, dirty in zip(*results, strict=True):
+        assert clean.isfinite().all() and torch.equal(clean, dirty)
+    assert not dirty[:, :-1][~used].any()
 
-    largest = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32:
-                self.largest = max(self.largest, leaf.untyped_storage().nbytes() // 4)
-        return result
+# --- the gradient in the place of the logits -------------------------------------------------------------------------
 
 
-def test_no_fp32_copy_of_all_logits_is_made(monkeypatch):
-    rows, columns, vocabulary = 2, 64, 512
-    chunk = 4 * rows * vocabulary
-    monkeypatch.setattr(vocab_parallel, "CHUNK_ELEMENTS", chunk)
-    logits = torch.randn(rows, columns, vocabulary, dtype=torch.bfloat16, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_gradient_takes_the_place_of_the_logits(chunked, dtype, with_entropy):
+    source, tokens = inputs(dtype)
+    source.requires_grad_()
+    weights, gradients = torch.randn(B, S - 1), []
+    for overwrite in (False, True):
+        logits = source.clone()
+        before = logits.detach().clone()
+        logprobs, entropy = logprobs_and_entropy(
+            logits, tokens, temperature=0.6, vocab_size=9, overwrite_logits=overwrite
+        )
+        assert torch.equal(logits, before)  # forward only reads
+        loss = (weights * logprobs).sum() + (entropy.square().sum() if with_entropy else 0.0)
+        gradients += torch.autograd.grad(loss, logits)
+        assert (gradients[-1].data_ptr() == logits.data_ptr()) == overwrite
+        assert torch.equal(logits, before) != overwrite
+    assert torch.equal(*gradients) and gradients[0].any()
+    # Into a leaf, through the copy that Megatron makes of half-precision outputs.
+    copies = [source.to(torch.float32, copy=True) for _ in range(2)]
+    from_parallel_logits_to_logprobs(copies[0], tokens, overwrite_logits=True).sum().backward()
+    (expected,) = torch.autograd.grad(from_parallel_logits_to_logprobs(copies[1], tokens).sum(), source)
+    assert torch.equal(source.grad, expected)
+
+
+def test_overwritten_logits_that_are_needed_again_are_an_error():
+    source, tokens = inputs()
+    source.requires_grad_()
+    written = "modified by an inplace operation"
+
+    logits = source.clone()
+    loss = from_parallel_logits_to_logprobs(logits, tokens, overwrite_logits=True).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=written):  # the same graph twice
+        loss.backward()
+
+    # Another function of the same logits: autograd runs the one that was called last first.
+    logits = source.clone()
+    results = [calculate_distributed_entropy(logits), from_parallel_logits_to_logprobs(logits, tokens)]
+    expected = torch.autograd.grad(results[0].sum() + results[1].sum(), logits)[0]
+    for overwrites_last in (True, False):
+        logits = source.clone()
+        if overwrites_last:
+            results = [from_parallel_logits_to_logprobs(logits, tokens, overwrite_logits=True)]
+            results += [calculate_distributed_entropy(logits)]
+            (gradient,) = torch.autograd.grad(results[0].sum() + results[1].sum(), logits)
+            torch.testing.assert_close(gradient, expected)
+        else:
+            results = [calculate_distributed_entropy(logits)]
+            results += [from_parallel_logits_to_logprobs(logits, tokens, overwrite_logits=True)]
+            with pytest.raises(RuntimeError, match=written):
+                (results[0].sum() + results[1].sum()).backward()
+
+    logits = source.tanh()  # its own backward needs its output
+    with pytest.raises(RuntimeError, match=written):
+        from_parallel_logits_to_logprobs(logits, tokens, overwrite_logits=True).sum().backward()
+
+    with pytest.raises(ValueError, match="on a leaf"):
+        from_parallel_logits_to_logprobs(source, tokens, overwrite_logits=True)
+    with torch.no_grad():  # nothing will be written
+        assert from_parallel_logits_to_logprobs(source.detach(), tokens, overwrite_logits=True).shape == (B, S - 1)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", logprob_memory.CASES)
+def test_peak_memory_is_far_below_a_third_of_the_naive_way(case, dtype):
+    figures = logprob_memory.measure(case, vocab=32768, dtype=dtype, elements=1 << 22, repeats=0)
+    buffers = 4 * 4 * vocab_parallel.CHUNK_ELEMENTS  # a few blocks in float32, whatever B and S
+    assert 0 < figures["ours bytes"] <= buffers + 2**16 < figures["naive bytes"] / 3
+    assert figures["naive bytes"] >= 4 * (1 << 22)  # at least one float32 copy: the measurement sees it
+
+
+def test_without_overwriting_there_is_one_gradient_in_the_dtype_of_the_logits():
+    logits = torch.randn(2, 64, 32768, dtype=torch.bfloat16)
     # A view whose rows are not contiguous, as models that compute [S, B, V] hand out.
-    logits_view = logits.transpose(0, 1).contiguous().transpose(0, 1)
-    tokens = torch.randint(0, vocabulary, (rows, columns))
-    with _LargestAllocation() as seen:
-        total = from_parallel_logits_to_logprobs(logits_view, tokens, temperature=0.9).sum()
-        (total + calculate_distributed_entropy(logits_view).sum()).backward()
-    assert logits.grad is not None
-    assert chunk <= seen.largest < 2 * chunk < rows * columns * vocabulary / 4
+    logits = logits.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    tokens = torch.randint(0, 32768, (2, 64))
+
+    def step():
+        logprobs, entropy = logprobs_and_entropy(logits, tokens, temperature=0.9)
+        (logprobs.sum() + entropy.sum()).backward()
+
+    peak = logprob_memory.peak_bytes(step)
+    assert logits.nbytes < peak < logits.nbytes + 4 * 4 * vocab_parallel.CHUNK_ELEMENTS + 2**16
