@@ -19,6 +19,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.batch_iterators import StoreBatchIterator
+from nemo_aligner.utils.checkpointing import CheckpointCallback
 from nemo_aligner.utils.context_parallel import gather_shares, share_positions, take_share
 from nemo_aligner.utils.train_utils import optimizer_step
 from tests.distributed.launcher import run_ranks
@@ -142,6 +143,23 @@ def evaluate(tokenizer_dir, role, folder=None, **split):
     return numbers + [{"validation": validation}], inferred, {n: w.detach().clone() for n, w in model._named_weights()}
 
 
+def train_from_checkpoint(tokenizer_dir, folder, steps, save=False, **split):
+    """Numbers of some steps of the actor, after those of the checkpoint in `folder` if there is one."""
+    model = build(tokenizer_dir, "actor, Llama", **split)
+    optimizer, scheduler = model.setup_megatron_optimization(10)
+    callback = CheckpointCallback(folder, model, optimizer, scheduler, name="x", save_nemo_on_train_end=False)
+    assert (callback.load_latest() is None) == save
+    numbers = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.prepare_for_training_step()
+        loss, metrics = model.get_loss_and_metrics(batches()["actor"], forward_only=False)
+        numbers.append({"loss": loss, "norm": optimizer_step(optimizer, scheduler, 0.5), **metrics})
+    if save:
+        callback.custom_save({}, trainer_state={"step": steps})
+    return numbers
+
+
 def ragged_prompts(rows=5):
     generator = torch.Generator().manual_seed(5)
     return {
@@ -197,7 +215,7 @@ def dropout_masks(tokenizer_dir):
         return outside, torch.nn.functional.dropout(ones, 0.5)
 
 
-def on_two_ranks(tokenizer_dir):
+def on_two_ranks(tokenizer_dir, folder):
     parallel_state.initialize(**CP2)
     assert parallel_state.get_data_parallel_world_size() == 1
     assert torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group()) == [0, 1]
@@ -207,13 +225,21 @@ def on_two_ranks(tokenizer_dir):
     results |= {name: generate(tokenizer_dir, name, **CP2) for name in ("gpt2", "llama")}
     check_prompt_that_breaks_one_rank(tokenizer_dir)
     results["dropout"] = dropout_masks(tokenizer_dir)
+    train_from_checkpoint(tokenizer_dir, folder / "of two ranks", 2, save=True, **CP2)
+    results["resumed"] = train_from_checkpoint(tokenizer_dir, folder / "of one rank", 1, **CP2)
     destroy_model_parallel()
     return results
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tiny_tokenizer_dir):
-    return run_ranks(on_two_ranks, 2, 300, tiny_tokenizer_dir)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("two_ranks")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_tokenizer_dir, folder):
+    train_from_checkpoint(tiny_tokenizer_dir, folder / "of one rank", 2, save=True)
+    return run_ranks(on_two_ranks, 2, 300, tiny_tokenizer_dir, folder)
 
 
 def assert_equal_numbers(ours, expected, weights=True, rows=slice(None)):
@@ -240,6 +266,13 @@ def test_two_ranks_that_share_sequences_compute_what_one_does(tiny_tokenizer_dir
         assert_equal_numbers(ours[role], expected)
     # Whatever follows from the metrics (a stop, a log entry) happens on both ranks or on none.
     assert two_ranks[0][role][0] == two_ranks[1][role][0]
+
+
+def test_checkpoints_of_one_number_of_ranks_resume_with_the_other(tiny_tokenizer_dir, two_ranks, folder):
+    expected = evaluate(tiny_tokenizer_dir, "actor, Llama")[0][2:3]  # the third of three steps without a stop
+    resumed = train_from_checkpoint(tiny_tokenizer_dir, folder / "of two ranks", 1)
+    for numbers in (resumed, two_ranks[0]["resumed"], two_ranks[1]["resumed"]):
+        assert numbers == [pytest.approx(wanted, rel=1e-5, abs=1e-7) for wanted in expected]
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
