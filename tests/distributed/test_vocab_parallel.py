@@ -67,4 +67,4 @@ def _splits():
 
 
 def test_slices_and_shares_give_the_dense_numbers():
-    run_ranks(_splits, 4, 200)
+    run_ranks(_splits, 4, 110)
