@@ -11,10 +11,7 @@ import torch
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
 
-from megatron.core.transformer.moe.moe_utils import (  # isort: skip
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-)
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker  # isort: skip
 
 
 def take_balance_losses(config, num_microbatches: int) -> dict[str, float]:
@@ -40,7 +37,7 @@ def take_balance_losses(config, num_microbatches: int) -> dict[str, float]:
     tracker = get_moe_layer_wise_logging_tracker()
     zero = torch.zeros(1, device=get_device())  # a pipeline stage may have seen no layer of experts
     sums = torch.stack([tracker.get(name, {}).get("values", zero).double().sum() for name in wanted])
-    clear_aux_losses_tracker()
+    tracker.clear()  # not zeroed: the next model may have more layers
     if parallel_state.get_world_size() > 1:
         torch.distributed.all_reduce(sums)
     count = config.num_layers * num_microbatches * parallel_state.get_data_parallel_world_size()

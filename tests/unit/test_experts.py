@@ -6,7 +6,7 @@ losses that balance the experts; and combinations that are refused.
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
@@ -20,6 +20,13 @@ from tests.tiny_models import tiny_config
 TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2, 1]])
 EXPERTS, FFN = 4, 24
 MOE = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": FFN, "init_method_std": 0.3}
+
+
+@pytest.fixture(autouse=True)
+def no_balance_losses_are_left_behind():
+    """Routers that are called by themselves leave their losses in a table of the process."""
+    yield
+    get_moe_layer_wise_logging_tracker().clear()
 
 
 def logits_of(model):
