@@ -1,0 +1,99 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO as users start it: the actor script and a reward server, and no critic anywhere; killed and resumed."""
+
+import importlib.util
+import json
+import signal
+import time
+
+import pytest
+
+from nemo_aligner.utils.ports import find_free_port
+from tests.functional.jobs import assert_ended_well, read_metrics, wait_until_serving
+from tests.functional.test_code_reward import code_reward_server
+from tests.functional.test_ppo_job import actor, inputs  # noqa: F401  (a fixture)
+
+# Four starts of a process, ten seconds each.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+
+STEPS, ANSWERS = 6, 4
+COMPARED = [
+    "train_rollouts/rewards",
+    "train_rollouts/advantages_std",
+    "train_rollouts/init_policy_kl_per_sample",
+    "train_rollouts/kl_penalty",
+    "train_rollouts/fraction_of_prompts_without_signal",
+    "train_optim/loss",
+    "train_optim/grad_norm",
+    "train_optim/kl_loss",
+    "train_optim/lr",
+    "val_rollouts/rewards",
+]
+
+
+def grpo(inputs, folder, reward_port):  # noqa: F811
+    """At the critic's port nobody listens."""
+    folder.mkdir(exist_ok=True)
+    return actor(
+        inputs,
+        folder,
+        find_free_port(),
+        1,
+        "python",
+        "trainer.ppo.advantage_estimator=grpo",
+        f"trainer.ppo.max_steps={STEPS}",
+        "trainer.ppo.val_check_interval=1",
+        "trainer.ppo.adaptive_kl={enable: True, target: 0.01, horizon: 100}",
+        "trainer.ppo.kl_estimator=k3",
+        "remote_critic_rm.combine_rm_and_critic_server=False",
+        "remote_critic_rm.reward_model.ip=127.0.0.1",
+        f"remote_critic_rm.reward_model.port={reward_port}",
+        "model.ppo.num_rollout_samples=4",
+        f"model.ppo.num_rollouts_per_prompt={ANSWERS}",
+        "model.ppo.kl_loss_coef=0.1",
+    )
+
+
+def kill_after_checkpoint(job, folder, step: int) -> None:
+    """SIGKILL as soon as the checkpoint of `step` is seen to be complete: in the middle of a later step."""
+    deadline = time.monotonic() + 150
+    while not list((folder / "actor" / "checkpoints").glob(f"megatron_gpt-step={step}-*")):
+        assert job.process.poll() is None and time.monotonic() < deadline, job.log[-3000:]
+        time.sleep(0.02)
+    job.process.send_signal(signal.SIGKILL)
+    assert job.wait(10) == -signal.SIGKILL
+
+
+def test_grpo_against_a_code_reward_resumes_after_a_kill_as_if_nothing_had_been(tmp_path, inputs):  # noqa: F811
+    port, whole, parts = find_free_port(), tmp_path / "whole", tmp_path / "parts"
+    with code_reward_server(tmp_path / "s", port, None, "reward.py:texts_only", inputs / "policy.nemo") as reward:
+        wait_until_serving(reward)
+        with grpo(inputs, whole, port) as job:
+            assert_ended_well(job, job.wait(240))
+        with grpo(inputs, parts, port) as job:
+            kill_after_checkpoint(job, parts, step=2)
+        with grpo(inputs, parts, port) as job:
+            assert_ended_well(job, job.wait(240))
+            assert "resumed from" in job.log
+        assert_ended_well(reward, reward.stop())
+    for key in COMPARED:
+        expected = read_metrics(whole / "actor", key)
+        assert len(expected) >= STEPS and read_metrics(parts / "actor", key) == expected, key  # to the bit
+
+    assert read_metrics(whole / "actor", "train_rollouts/rollout_size") == [4 * ANSWERS] * STEPS
+    assert read_metrics(whole / "actor", "train_rollouts/consumed_samples") == [
+        4 * step for step in range(1, STEPS + 1)
+    ]
+    assert len(read_metrics(whole / "actor", "train_optim/loss")) == STEPS * ANSWERS  # global batches of 4 answers
+    kl = read_metrics(whole / "actor", "train_rollouts/init_policy_kl_per_sample")
+    assert kl[0] == 0.0 and kl[1] > 0.0
+    assert len(set(read_metrics(whole / "actor", "train_rollouts/kl_penalty"))) > 1
+    metrics = (whole / "actor" / "metrics.jsonl").read_text()
+    assert "critic_loss" not in metrics and "values_mean" not in metrics
+
+    spec = importlib.util.spec_from_file_location("reward_of_the_test", tmp_path / "s" / "reward.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = [json.loads(line) for line in (whole / "actor" / "val_samples.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == [module.score_of(row["prompt"], row["response"]) for row in rows]
