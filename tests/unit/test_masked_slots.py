@@ -1,0 +1,217 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Slots that do not count may hold anything: NaN or infinity there changes no bit of any result or gradient."""
+
+import pytest
+import torch
+
+from nemo_aligner import losses, metrics
+from nemo_aligner.algorithms.ppo_data import mean_of_sample_means, mean_of_sample_sums
+from nemo_aligner.utils import advantages, distributed, kl, ppo_utils, vocab_parallel
+
+ROWS, WIDTH, VOCABULARY = 5, 8, 7
+PROMPT_LENGTHS, LENGTHS = torch.tensor([2, 1, 4, 3, 2]), torch.tensor([9, 5, 4, 7, 3])  # row 2 has no answer
+COLUMNS = torch.arange(WIDTH)
+SLOTS = (COLUMNS >= PROMPT_LENGTHS[:, None] - 1) & (COLUMNS < LENGTHS[:, None] - 1)
+VALID = SLOTS.any(1)
+MASK = SLOTS.float()
+LABELLED = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 1, 0]]).bool()
+PROMPTS = torch.tensor([3, 3, 3, 8, 8])
+TOKENS = torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % VOCABULARY
+LOGITS_USED = torch.cat([SLOTS[:, :-1], torch.zeros(ROWS, 1, dtype=torch.bool)], 1)  # the last column predicts nothing
+
+
+def weights(keep=SLOTS, reduction="token"):
+    return losses.loss_weights(keep.float(), reduction, 1)
+
+
+def slot_by_slot(function, keep=SLOTS):
+    """For functions that keep what is in a slot to itself: what counts of their result."""
+    return lambda **inputs: torch.where(keep, function(**inputs), 0.0)
+
+
+def policy_loss(reduction, **options):
+    return lambda **inputs: losses.ppo_actor_loss(
+        **inputs, weights=weights(SLOTS, reduction), ratio_eps=0.2, **options
+    )
+
+
+POLICY = ("logprobs", "prev_logprobs", "advantages", "ref_logprobs", "entropy")
+VALUES = ("values", "prev_values", "returns")
+# name: (function, names of its inputs, which of their slots count)
+CASES = {
+    **{
+        f"policy loss, {reduction}, KL {estimator}": (
+            policy_loss(reduction, dual_clip=1.5, kl_loss_coef=0.1, kl_loss_estimator=estimator, entropy_bonus=0.1),
+            POLICY,
+            SLOTS,
+        )
+        for reduction, estimator in zip(("token", "sequence", "microbatch", "token"), kl.KL_ESTIMATORS)
+    },
+    **{
+        f"value loss, clip {clip}": (
+            lambda clip=clip, **inputs: losses.ppo_critic_loss(**inputs, weights=weights(), loss_clip_val=clip),
+            VALUES,
+            SLOTS,
+        )
+        for clip in (0.2, None)
+    },
+    "sft loss": (lambda logprobs: losses.sft_loss(logprobs=logprobs, weights=weights()), ("logprobs",), SLOTS),
+    "preference loss": (
+        lambda **inputs: losses.preference_loss(**inputs, weights=weights(VALID)),
+        ("rewards_chosen", "rewards_rejected"),
+        VALID,
+    ),
+    "regression loss": (
+        lambda **inputs: losses.regression_loss(**inputs, weights=weights(LABELLED)),
+        ("predictions", "labels"),
+        LABELLED,
+    ),
+    "moments of correlation": (
+        lambda **inputs: metrics.correlation_moments(**inputs, weights=weights(LABELLED)),
+        ("predictions", "labels"),
+        LABELLED,
+    ),
+    "moments of explained variance": (
+        lambda **inputs: metrics.explained_variance_moments(**inputs, weights=weights()),
+        ("values", "returns"),
+        SLOTS,
+    ),
+    "GAE": (
+        lambda **inputs: advantages.calculate_advantages_and_returns(
+            **inputs, discount_factor=0.97, gae_lambda=0.9, mask=MASK, critic_gae_lambda=1.0
+        ),
+        ("values", "rewards"),
+        SLOTS,
+    ),
+    "REINFORCE": (lambda rewards: advantages.calculate_reinforce_returns(rewards, 0.9, MASK), ("rewards",), SLOTS),
+    "RLOO": (lambda scores: advantages.calculate_rloo_advantages(scores, PROMPTS, VALID), ("scores",), VALID),
+    "RLOO baseline": (
+        slot_by_slot(lambda scores: advantages.calculate_rloo_baseline(PROMPTS, scores, VALID), VALID),
+        ("scores",),
+        VALID,
+    ),
+    "GRPO": (lambda scores: advantages.calculate_grpo_advantages(scores, PROMPTS, VALID), ("scores",), VALID),
+    "scores over answers": (lambda scores: advantages.spread_over_response(scores, MASK), ("scores",), VALID),
+    "token rewards": (
+        slot_by_slot(lambda kl: ppo_utils.calculate_ppo_rewards(kl, torch.ones(ROWS), LENGTHS, kl, 0.1)),
+        ("kl",),
+        SLOTS,
+    ),
+    **{
+        f"KL {estimator}": (
+            slot_by_slot(lambda a, b, estimator=estimator: kl.calculate_kl_penalty(a, b, estimator=estimator)),
+            ("a", "b"),
+            SLOTS,
+        )
+        for estimator in kl.KL_ESTIMATORS
+    },
+    "clipped advantages": (slot_by_slot(lambda x: advantages.clip_advantages(x, 0.5)), ("x",), SLOTS),
+    **{
+        f"{function.__name__}, {dim}": (lambda x, f=function, dim=dim: f(x, MASK, dim), ("x",), SLOTS)
+        for function in (ppo_utils.masked_sum, ppo_utils.masked_mean, ppo_utils.masked_std)
+        for dim in (None, 0, 1)
+    },
+    "mean and variance": (lambda x: ppo_utils.masked_mean_var(x, MASK), ("x",), SLOTS),
+    "mean and variance of all ranks": (lambda x: distributed.masked_global_mean_var(x, MASK), ("x",), SLOTS),
+    "whitening": (lambda x: distributed.normalize_tensor(x, MASK), ("x",), SLOTS),
+    "whitening, mean kept": (lambda x: distributed.normalize_tensor(x, MASK, shift_mean=False), ("x",), SLOTS),
+    "mean of sample means": (lambda x: torch.tensor(mean_of_sample_means(x, MASK)), ("x",), SLOTS),
+    "mean of sample sums": (lambda x: torch.tensor(mean_of_sample_sums(x, MASK)), ("x",), SLOTS),
+    "entropy of log-probs": (lambda log_probs: ppo_utils.calculate_entropy(log_probs, MASK), ("log_probs",), SLOTS),
+    "log-probs": (
+        slot_by_slot(
+            lambda logits: vocab_parallel.from_parallel_logits_to_logprobs(logits, TOKENS), LOGITS_USED[:, :-1]
+        ),
+        ("logits",),
+        LOGITS_USED,
+    ),
+    "entropy": (
+        lambda logits: vocab_parallel.calculate_distributed_entropy(logits, LOGITS_USED[:, :-1]),
+        ("logits",),
+        LOGITS_USED,
+    ),
+}
+# Nothing trains through these by themselves, and their gradients are not free of NaN.
+WITHOUT_GRADIENT = {
+    "entropy of log-probs": "of a slot that holds NaN; training takes that of `vocab_parallel`, which is 0",
+    "KL k2": "stays in the slot that holds NaN; `ppo_actor_loss` selects the slots before",
+    "KL k3": "likewise",
+    "masked_std, 0": "the square root has none at 0, where one value or none counts",
+    "masked_std, 1": "likewise",
+}
+
+
+def clean_inputs(names, keep) -> dict[str, torch.Tensor]:
+    """Random where a slot counts, 0 elsewhere."""
+    random = torch.Generator().manual_seed(1)
+    inputs = {}
+    for name in names:
+        shape = (*keep.shape, VOCABULARY) if name in ("logits", "log_probs") else keep.shape
+        values = torch.randn(shape, generator=random)
+        values = values.log_softmax(-1) if name == "log_probs" else values
+        inputs[name] = torch.where(expanded(keep, shape), values, 0.0)
+    return inputs
+
+
+def expanded(keep, shape):
+    return keep.reshape(*keep.shape, *[1] * (len(shape) - keep.dim())).expand(shape)
+
+
+def results(case, inputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """All numbers that a function returns, and their gradients with respect to all inputs."""
+    leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+    outputs = flat(CASES[case][0](**leaves))
+    differentiable = [output for output in outputs if output.requires_grad]
+    gradients = []
+    if differentiable and case not in WITHOUT_GRADIENT:
+        total = sum((output.double() * (1 + i)).sum() for i, output in enumerate(differentiable))
+        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    return [output.detach() for output in outputs], [gradient for gradient in gradients if gradient is not None]
+
+
+def flat(output) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    values = output.values() if isinstance(output, dict) else output
+    return [tensor for value in values for tensor in flat(value)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
+def test_garbage_where_nothing_counts_changes_nothing(case, garbage):
+    _, names, keep = CASES[case]
+    inputs = clean_inputs(names, keep)
+    expected, expected_gradients = results(case, inputs)
+    assert all(tensor.isfinite().all() for tensor in [*expected, *expected_gradients])
+    for planted in [[name] for name in names] + [list(names)]:
+        dirty = {
+            name: torch.where(expanded(keep, value.shape), value, garbage) if name in planted else value
+            for name, value in inputs.items()
+        }
+        outputs, gradients = results(case, dirty)
+        assert len(outputs) == len(expected)
+        assert all(map(torch.equal, outputs, expected)), planted
+        assert len(gradients) == len(expected_gradients)
+        assert all(map(torch.equal, gradients, expected_gradients)), planted
+
+
+def test_nothing_counts():
+    """Losses of an empty batch are 0, with a gradient of 0, whatever is in it."""
+    nothing = torch.zeros_like(MASK)
+    for reduction in losses.LOSS_REDUCTIONS:
+        empty = losses.loss_weights(nothing, reduction, 1)
+        leaf = torch.full_like(MASK, torch.nan, requires_grad=True)
+        others = {name: torch.full_like(MASK, torch.inf) for name in POLICY[1:]}
+        loss = losses.ppo_actor_loss(
+            logprobs=leaf, **others, weights=empty, ratio_eps=0.2, dual_clip=2.0, kl_loss_coef=1.0, entropy_bonus=0.1
+        )[0]
+        loss = (
+            loss
+            + losses.ppo_critic_loss(
+                values=leaf, prev_values=leaf.detach(), returns=leaf.detach(), weights=empty, loss_clip_val=0.2
+            )[0]
+        )
+        loss = loss + losses.sft_loss(logprobs=leaf, weights=empty)[0]
+        loss.backward()
+        assert loss.item() == 0 and not leaf.grad.any()
