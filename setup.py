@@ -41,7 +41,7 @@ EXTRAS_REQUIRE = {
         "pytest>=8,<10",  # the test runner
         "pytest-timeout>=2.3,<3",  # a rank that waits for a dead one must not hang the run
         "pytest-xdist>=3.6,<4",  # one file of tests per core
-        "trl==0.11.4",  # independent oracle for GAE and losses; pinned because a changed oracle proves nothing
+        "trl==0.11.4",  # an oracle for GAE and losses, pinned: a changed one proves nothing (more: tests/oracles.txt)
     ],
     "dev": [
         "ruff==0.17.5",  # pinned: other versions format differently
