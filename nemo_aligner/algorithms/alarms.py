@@ -40,12 +40,14 @@ class Watched:
         quantity: metrics of a phase -> the quantity, or None if they do not hold it.
         bad_above: True if the quantity is bad above the threshold, False if below.
         meaning: what it usually means, and what to do.
+        first_step: earlier the quantity is expected to be bad.
     """
 
     key: str
     quantity: Callable[[Mapping], float | None]
     bad_above: bool
     meaning: str
+    first_step: int = 0
 
 
 WARNINGS = (
@@ -73,6 +75,7 @@ WARNINGS = (
         "The critic's values predict the returns worse than their mean would: the advantages are mostly its noise. "
         "Raise trainer.ppo.critic_warmup_steps or the critic's learning rate, start the critic from the reward model, "
         "and look at critic_loss.",
+        first_step=10,  # a new critic has to learn
     ),
     Watched(
         "truncated_fraction",
@@ -124,7 +127,7 @@ class Alarms:
         """
         for watched in WARNINGS:
             value = watched.quantity(metrics)
-            if watched.key not in self.thresholds or value is None or math.isnan(value):
+            if watched.key not in self.thresholds or value is None or math.isnan(value) or step < watched.first_step:
                 continue
             threshold = self.thresholds[watched.key]
             bad = value > threshold if watched.bad_above else value < threshold

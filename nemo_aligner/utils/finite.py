@@ -74,8 +74,9 @@ def _gradients_are_finite(model_chunks) -> bool:
     for chunk in model_chunks:
         if isinstance(chunk, DistributedDataParallel):
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                # The largest magnitude: needs no copy, carries NaN, and unlike the 2-norm cannot overflow by itself.
-                if not torch.linalg.vector_norm(buffer.grad_data, ord=torch.inf).isfinite():
+                # A finite norm needs finite elements, and is quick to get; an infinite one may have overflowed.
+                norm = torch.linalg.vector_norm(buffer.grad_data)
+                if not norm.isfinite() and not buffer.grad_data.isfinite().all():
                     return False
     return True
 

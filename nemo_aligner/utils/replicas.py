@@ -15,7 +15,8 @@ from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.errors import ReplicaError
 
-CHUNK = 2**20  # elements that are widened to int64 at a time
+# Elements that are widened to int64 at a time: few enough for a CPU's cache, enough to be worth a kernel elsewhere.
+CPU_PIECE, DEVICE_PIECE = 2**16, 2**22
 FACTOR = 6364136223846793005  # odd, so multiplying by it modulo 2**64 loses nothing (Knuth's MMIX generator has it)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,13 +25,15 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksum(tensor: Tensor) -> Tensor:
     """int64 scalar of the exact bits and their places: a flipped bit or two swapped elements change it.
 
-    Element i, read as an integer, counts 2 i + 1 times within a piece of `CHUNK` elements, modulo 2**64; the pieces
-    are joined by Horner's rule. Any change of one element changes the sum, for its factor is odd.
+    Element i, read as an integer, counts 2 i + 1 times within a piece of the tensor, modulo 2**64; the pieces are
+    joined by Horner's rule. Any change of one element changes the sum, for its factor is odd. Sums of a CPU and of
+    another device cannot be compared: their pieces differ.
     """
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    weights = torch.arange(min(len(bits), CHUNK), device=bits.device) * 2 + 1
+    size = CPU_PIECE if bits.device.type == "cpu" else DEVICE_PIECE
+    weights = torch.arange(min(len(bits), size), device=bits.device) * 2 + 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece in bits.split(CHUNK):
+    for piece in bits.split(size):
         total = total * FACTOR + (piece * weights[: len(piece)]).sum()
     return total
 

@@ -11,7 +11,7 @@ import torch
 from nemo_aligner.algorithms import alarms
 from nemo_aligner.utils.errors import NonFiniteError
 from nemo_aligner.utils.finite import naming_step
-from nemo_aligner.utils.replicas import CHUNK, checksum
+from nemo_aligner.utils.replicas import CPU_PIECE, checksum
 
 NAN = float("nan")
 
@@ -50,10 +50,11 @@ def test_a_warning_is_said_when_its_state_begins_and_again_after_it_has_ended():
 def test_thresholds(key, threshold, silent, loud):
     said = []
     watch = alarms.Alarms("trainer.ppo.alarms", {key: threshold}, said.append)
-    assert watch.watch(silent, 0) == {"alarms_active": 0} and not said
-    assert watch.watch(loud, 1) == {"alarms_active": 1} and f"alarm: {key} is " in said[0]
-    assert alarms.Alarms("trainer.ppo.alarms", {key: None}, said.append).watch(loud, 2) == {"alarms_active": 0}
-    assert alarms.Alarms("trainer.ppo.alarms", None, said.append).watch(loud, 2) == {"alarms_active": 0}
+    assert watch.watch(silent, 10) == {"alarms_active": 0} and not said
+    assert watch.watch(loud, 9) == {"alarms_active": int(key != "explained_variance")}  # a critic has time to learn
+    assert watch.watch(loud, 10) == {"alarms_active": 1} and f"alarm: {key} is " in said[0]
+    assert alarms.Alarms("trainer.ppo.alarms", {key: None}, said.append).watch(loud, 12) == {"alarms_active": 0}
+    assert alarms.Alarms("trainer.ppo.alarms", None, said.append).watch(loud, 12) == {"alarms_active": 0}
     assert len(said) == 1
 
 
@@ -142,11 +143,11 @@ def test_a_checksum_sees_every_bit_and_every_place(dtype):
 
 
 def test_a_checksum_of_a_tensor_that_is_longer_than_a_piece_or_empty():
-    tensor = torch.arange(2 * CHUNK + 5, dtype=torch.float32)
+    tensor = torch.arange(2 * CPU_PIECE + 5, dtype=torch.float32)
     swapped = tensor.clone()
-    swapped[[3, CHUNK + 3]] = swapped[[CHUNK + 3, 3]]  # the same place in two pieces
+    swapped[[3, CPU_PIECE + 3]] = swapped[[CPU_PIECE + 3, 3]]  # the same place in two pieces
     assert int(checksum(swapped)) != int(checksum(tensor))
     assert int(checksum(torch.empty(0))) == 0
-    assert int(checksum(tensor[: 2 * CHUNK].view(2, -1).t())) == int(
-        checksum(tensor[: 2 * CHUNK].view(2, -1).t().clone())
+    assert int(checksum(tensor[: 2 * CPU_PIECE].view(2, -1).t())) == int(
+        checksum(tensor[: 2 * CPU_PIECE].view(2, -1).t().clone())
     )

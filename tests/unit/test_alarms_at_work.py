@@ -1,0 +1,248 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every alarm among the real parts: the fault is planted in a PPO job with a real policy, or in a critic's update, and
+the alarm fires; a healthy job is silent."""
+
+import numpy as np
+import pytest
+import torch
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.algorithms.alarms import sampling_ratio_metrics
+from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.utils.errors import NonFiniteError
+from nemo_aligner.utils.train_script_utils import load_from_nemo
+from tests.ppo_fakes import FakeLogger, make_trainer
+from tests.tiny_models import PPO, tiny_config
+
+# Defaults of gpt_ppo_actor.yaml, but for the critic: the fake one knows nothing.
+THRESHOLDS = {
+    "sampling_mismatch": 0.05,
+    "clip_fraction": 0.5,
+    "explained_variance": None,
+    "truncated_fraction": 0.9,
+    "replica_check_interval": 1,
+}
+NAN = float("nan")
+
+
+def make_actor(tokenizer_dir, hidden_dropout=0.0, **sampling):
+    settings = {
+        "length_params": {"max_length": 8},
+        "sampling_params": sampling | {"end_strings": list("abcdefghijklmnoprstu ")},
+        "entropy_bonus": 0.0,
+    }
+    cfg = tiny_config(
+        tokenizer_dir,
+        init_method_std=0.3,
+        hidden_dropout=hidden_dropout,
+        ppo=OmegaConf.merge(PPO, settings),
+        micro_batch_size=2,
+    )
+    return MegatronGPTActorModel(cfg)
+
+
+def make_job(actor, **thresholds):
+    """A PPO trainer with a real policy and optimizer, and a fake critic: two steps of eight answers."""
+    trainer = make_trainer(max_steps=2, alarms=THRESHOLDS | thresholds, initial_policy_kl_penalty=0.02)
+    trainer.model, trainer.tokenizer = actor, actor.tokenizer
+    actor.set_reference_policy()
+    trainer.optimizer, trainer.scheduler = actor.setup_megatron_optimization(max_steps=10)
+    sent = trainer.sent = []
+    score = trainer.rm_critic.infer_rm_critic
+
+    def infer_rm_critic(rollout):
+        sent.append(rollout)
+        future = score(rollout)
+        rewards, values = future.value
+        future.value = rewards / 10, values.nan_to_num() / 100
+        return future
+
+    trainer.rm_critic.infer_rm_critic = infer_rm_critic
+    return trainer
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    said = []
+    monkeypatch.setattr(logging, "warning", lambda text, *_args: said.append(text))
+    return said
+
+
+def alarms_of(warnings):
+    return [text.split()[1] for text in warnings if text.startswith("alarm: ")]
+
+
+# ------------------------------------------------------------------------------------------------ the sampler
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.7},
+        {"use_greedy": True, "temperature": 0.7},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
+    ],
+)
+def test_sampler_and_trainer_agree_in_every_mode_of_sampling(tiny_tokenizer_dir, sampling):
+    actor = make_actor(tiny_tokenizer_dir, **sampling)
+    actor.prepare_for_inference()
+    prompts = {"text": torch.randint(0, 299, (6, 5)), "length": torch.tensor([1, 5, 3, 2, 4, 5])}
+    assert "sampling_logprobs" not in actor.infer(prompts)
+    rollout = actor.infer(prompts | {"return_logprobs": True})
+    tokens = rollout["response_tokens"]
+    columns = torch.arange(tokens.size(1) - 1)
+    mask = (columns >= rollout["prompt_lengths"][:, None] - 1) & (columns < rollout["response_lengths"][:, None] - 1)
+    metrics = sampling_ratio_metrics(actor.get_inference_log_probs(tokens), rollout["sampling_logprobs"], mask)
+    assert 0 < metrics["sampling_ratio_mean_error"] < 1e-5 and metrics["sampling_ratio_max"] < 1 + 1e-4
+
+
+def test_a_healthy_job_is_silent_and_measures_all(tiny_tokenizer_dir, warnings):
+    trainer = make_job(make_actor(tiny_tokenizer_dir, temperature=0.7))
+    trainer.fit()
+    assert alarms_of(warnings) == []
+    series = trainer.logger.series
+    assert series("train_rollouts/policy_reference_difference") == [(0, 0.0)]
+    assert series("train_rollouts/alarms_active") == [(0, 0), (1, 0)]
+    errors = [value for _, value in series("train_rollouts/sampling_ratio_mean_error")]
+    assert len(errors) == 2 and all(0 < value < 1e-4 for value in errors)
+    assert all(1 <= value < 1.001 for _, value in series("train_rollouts/sampling_ratio_max"))
+    assert len(series("train_rollouts/explained_variance")) == len(series("timers/replica_check")) == 2
+    assert all("sampling_logprobs" not in batch for batch in trainer.rm_critic.train_batches)
+
+
+def test_a_wrong_temperature_is_heard_once(tiny_tokenizer_dir, warnings):
+    actor = make_actor(tiny_tokenizer_dir, temperature=0.7)
+    actor.temperature = 1.0
+    trainer = make_job(actor)
+    trainer.fit()
+    assert alarms_of(warnings) == ["sampling_mismatch"]
+    assert trainer.logger.series("train_rollouts/alarms_active") == [(0, 1), (1, 1)]
+    assert min(value for _, value in trainer.logger.series("train_rollouts/sampling_ratio_mean_error")) > 0.1
+
+    actor = make_actor(tiny_tokenizer_dir, temperature=0.7)
+    actor.temperature = 1.0
+    off = make_job(actor, sampling_mismatch=None)
+    off.fit()
+    assert alarms_of(warnings) == ["sampling_mismatch"]
+    assert not off.logger.series("train_rollouts/sampling_ratio_mean_error")
+    assert all("sampling_logprobs" not in rollout for rollout in off.sent)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_dropout_left_on_is_heard_by_the_reference_and_the_sampler(tiny_tokenizer_dir, warnings, resumed):
+    actor = make_actor(tiny_tokenizer_dir, hidden_dropout=0.2)
+    actor.set_eval = actor.set_train
+    trainer = make_job(actor)
+    trainer.resumed = resumed  # then policy and reference may differ
+    if resumed:
+        trainer.fit()
+        assert alarms_of(warnings)[0] == "sampling_mismatch"
+    else:
+        with pytest.raises(RuntimeError, match="before the first update, log-probs of the policy and of the referen"):
+            trainer.fit()
+
+
+# ------------------------------------------------------------------------------------------------ other warnings
+
+
+def test_a_step_that_is_too_large_clips(tiny_tokenizer_dir, warnings):
+    trainer = make_job(make_actor(tiny_tokenizer_dir))
+    trainer.ppo_epochs = 4
+    for group in trainer.optimizer.param_groups:
+        group["max_lr"] = group["lr"] = 0.003
+    trainer.max_steps = 1
+    trainer.fit()
+    assert alarms_of(warnings) == ["clip_fraction"]
+
+
+def test_a_critic_of_noise_and_answers_without_end_are_heard(tiny_tokenizer_dir, warnings):
+    actor = make_actor(tiny_tokenizer_dir)
+    actor.generation_params = actor.generation_params.__class__(max_length=3)  # no end string
+    trainer = make_job(actor, explained_variance=-1.0)
+    score = trainer.rm_critic.infer_rm_critic
+
+    def noise(rollout):
+        future = score(rollout)
+        rewards, values = future.value
+        future.value = rewards, 10 * torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
+        return future
+
+    trainer.rm_critic.infer_rm_critic = noise
+    trainer.data_settings = trainer.data_settings.__class__(**vars(trainer.data_settings) | {"gae_lambda": 1.0})
+    trainer.step, trainer.max_steps = 10, 11  # before, a critic has time to learn
+    trainer.fit()
+    assert sorted(alarms_of(warnings)) == ["explained_variance", "truncated_fraction"]
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("part", "bad", "words"),
+    [
+        (0, NAN, r"^PPO step 0: rewards of sample 5 \(.* is nan; 1 of 8 are not finite"),
+        (0, float("-inf"), r"^PPO step 0: rewards of sample 5 \(.* is -inf; 1 of 8 are not finite"),
+        # A real client refuses such values by itself.
+        (
+            1,
+            NAN,
+            r"^PPO step 0: update 1 of its rollout: the loss is nan \(first in rows . to . of the share of data-p",
+        ),
+    ],
+)
+def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir, part, bad, words):
+    actor = make_actor(tiny_tokenizer_dir)
+    before = {name: value.clone() for name, value in actor.weights_to_cpu().items()}
+    trainer = make_job(actor)
+    score = trainer.rm_critic.infer_rm_critic
+
+    def infer_rm_critic(rollout):
+        future = score(rollout)
+        if len(trainer.sent) == 3:
+            future.value[part][1] = bad  # one NaN value is enough: advantages are normalized over all answers
+        return future
+
+    trainer.rm_critic.infer_rm_critic = infer_rm_critic
+    with pytest.raises(NonFiniteError, match=words):
+        trainer.fit()
+    assert all(torch.equal(value, before[name]) for name, value in actor.weights_to_cpu().items())
+
+
+def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(tiny_tokenizer_dir, tmp_path):
+    """The error is that of a request, so a server sends it to the actor's future."""
+    nemo = str(tmp_path / "rm.nemo")
+    MegatronGPTRewardModel(tiny_config(tiny_tokenizer_dir)).save_to(nemo)
+    cfg = tiny_config(tiny_tokenizer_dir, output_sequence=True, loss_clip_val=0.2, reward_model_type="binary_ranking")
+    critic = load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=nemo)
+    optimizer, scheduler = critic.setup_megatron_optimization(max_steps=10)
+    server = CriticServerTrainer(
+        cfg=OmegaConf.create({"combine_rm_and_critic_server": False, "alarms": {"replica_check_interval": 1}}),
+        model=critic,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        logger=FakeLogger(),
+        ckpt_callback=None,
+        tokenize_func=None,
+        gbs=2,
+        model_forward_micro_batch_size=2,
+    )
+    request = {
+        "tokens": np.ones((4, 5), np.int64),
+        "returns": np.zeros((4, 4), np.float32),
+        "prev_values": np.zeros((4, 4), np.float32),
+        "mask": np.ones((4, 4), np.float32),
+    }
+    before = {name: value.clone() for name, value in critic.weights_to_cpu().items()}
+    returns = request["returns"].copy()
+    returns[1, 2] = 1e30  # finite, as the server demands; its square is not
+    with pytest.raises(NonFiniteError, match=r"^critic step 1: the loss is inf \(first in row 1 of the share of"):
+        server.run_training(**request | {"returns": returns})
+    server._recover(None)
+    assert server.step == 0
+    assert all(torch.equal(value, before[name]) for name, value in critic.weights_to_cpu().items())
+    assert np.isfinite(server.run_training(**request)["loss_mean"]) and server.step == 2
