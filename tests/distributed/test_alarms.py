@@ -11,12 +11,15 @@ from tests.distributed.launcher import run_ranks
 from tests.tiny_models import PPO, tiny_config
 
 NAN = float("nan")
+pytestmark = pytest.mark.timeout(300)
 
 
-def make_actor(tokenizer_dir, **optim):
+def make_actor(tokenizer_dir, optim=None, **settings):
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 
-    cfg = tiny_config(tokenizer_dir, "gpt2", ppo=OmegaConf.merge(PPO, {"entropy_bonus": 0.0}), optim=optim)
+    cfg = tiny_config(
+        tokenizer_dir, "gpt2", ppo=OmegaConf.merge(PPO, {"entropy_bonus": 0.0}), optim=optim or {}, **settings
+    )
     actor = MegatronGPTActorModel(cfg)
     return actor, *actor.setup_megatron_optimization(max_steps=10)
 
@@ -62,7 +65,7 @@ def faults(tokenizer_dir):
     rank = torch.distributed.get_rank()
     found = {}
     for name in ("mcore_distributed_optim", "adamw"):
-        actor, optimizer, scheduler = make_actor(tokenizer_dir, name=name)
+        actor, optimizer, scheduler = make_actor(tokenizer_dir, {"name": name})
         parts = actor, optimizer, scheduler
         update(*parts, rows_of_this_rank())
         before = weights(actor)
@@ -97,12 +100,64 @@ def faults(tokenizer_dir):
     if rank == 1:
         parameter.data.view(torch.int32).view(-1)[17] ^= 1
     found["mended"] = error_of(check_replicas, actor.unwrapped())
+    found |= other_splits(tokenizer_dir) | jobs(tokenizer_dir)
+    return found
+
+
+def other_splits(tokenizer_dir):
+    """What is replicated over two ranks that share a sequence, tensors or experts."""
+    from nemo_aligner.utils import parallel_state  # noqa: F401  (adapts Megatron Core)
+    from nemo_aligner.utils.replicas import check_replicas
+
+    from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
+
+    splits = {
+        "CP2": {"context_parallel_size": 2},
+        "TP2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "EP2": {"expert_model_parallel_size": 2, "num_moe_experts": 2, "moe_ffn_hidden_size": 16},
+    }
+    found = {}
+    for split, settings in splits.items():
+        destroy_model_parallel()
+        actor, _, _ = make_actor(tokenizer_dir, **settings)
+        found[split] = error_of(check_replicas, actor.unwrapped())
+        for part in ("mlp", "self_attention"):
+            names = [name for name, _ in actor.unwrapped()[0].named_parameters() if f"layers.1.{part}." in name]
+            name = [name for name in names if name.endswith("weight") and "router" not in name][-1]
+            bits = actor.unwrapped()[0].get_parameter(name).data.view(torch.int32).view(-1)
+            bits[3] ^= torch.distributed.get_rank()
+            found[split, part] = error_of(check_replicas, actor.unwrapped())
+            bits[3] ^= torch.distributed.get_rank()
+    destroy_model_parallel()
+    return found
+
+
+def jobs(tokenizer_dir):
+    """PPO jobs: a healthy one, and one whose reward model gives one rank a NaN."""
+    from tests.unit import test_alarms_at_work as at_work
+
+    found = {}
+    trainer = at_work.make_job(at_work.make_actor(tokenizer_dir, temperature=0.7))
+    found["job"] = error_of(trainer.fit)
+    found["metrics"] = [entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")]
+
+    trainer = at_work.make_job(at_work.make_actor(tokenizer_dir, temperature=0.7))
+    score = trainer.rm_critic.infer_rm_critic
+
+    def infer_rm_critic(rollout):
+        future = score(rollout)
+        if torch.distributed.get_rank() == 1:
+            future.value[0][1] = NAN
+        return future
+
+    trainer.rm_critic.infer_rm_critic = infer_rm_critic
+    found["reward"] = error_of(trainer.fit)
     return found
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_tokenizer_dir):
-    return run_ranks(faults, 2, 120, tiny_tokenizer_dir)
+    return run_ranks(faults, 2, 240, tiny_tokenizer_dir)
 
 
 @pytest.mark.parametrize("optimizer", ["mcore_distributed_optim", "adamw"])
@@ -126,3 +181,24 @@ def test_replicas_that_differ_by_one_bit_are_named(two_ranks):
         assert text.startswith("decoder.layers.1.mlp.linear_fc1.weight (model chunk 0 of rank 0) differs between")
         assert "ranks with equal bits are 0 | 1; 1 weight(s) differ in all" in text
         assert found["mended"] is None
+
+
+def test_only_replicas_are_compared(two_ranks):
+    for found in two_ranks:
+        assert found["CP2"] is found["TP2"] is found["EP2"] is None
+        assert found["CP2", "mlp"][0] == found["CP2", "self_attention"][0] == "ReplicaError"
+        assert found["TP2", "mlp"] is found["TP2", "self_attention"] is None  # shards: they differ anyway
+        assert found["EP2", "mlp"] is None  # another expert
+        assert found["EP2", "self_attention"][1].startswith("decoder.layers.1.self_attention.")
+
+
+def test_a_healthy_job_and_a_reward_of_one_rank(two_ranks):
+    """Rows keep the sampler's log-probs on their way between the ranks: misplaced ones would differ widely."""
+    assert two_ranks[0]["job"] is two_ranks[1]["job"] is None
+    assert two_ranks[0]["metrics"] == two_ranks[1]["metrics"]
+    errors = [value for name, _, value in two_ranks[0]["metrics"] if name.endswith("sampling_ratio_mean_error")]
+    assert len(errors) == 2 and all(0 < error < 1e-4 for error in errors)
+    assert two_ranks[0]["reward"] == two_ranks[1]["reward"]
+    kind, text = two_ranks[0]["reward"]
+    assert kind == "NonFiniteError"
+    assert text.startswith("PPO step 0: rewards of sample 3 (index in the data set; prompt ") and "2 of 8" in text
