@@ -236,6 +236,12 @@ def _check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) ->
     v.whole(section + "rollout_batch_seq_length", 2)
     v.choice(model + "loss_reduction", LOSS_REDUCTIONS)
     _check_generation(v, model, remote)
+    experts = v.whole("model.expert_model_parallel_size", 1) or 1
+    if experts > 1 and v.get(f"{section}batch_iterator.use_flask", False):
+        raise ConfigError(
+            f"{section}batch_iterator.use_flask=True does not work with model.expert_model_parallel_size={experts}: "
+            "these ranks hold each other's experts, so none may generate more often than another. Set it to False."
+        )
     v.number(f"{remote}.init_timeout_s", 0, above=True)
     v.number(f"{remote}.inference_timeout_s", 0, above=True)
     read_reward_models(v.get(remote, {}), remote)
@@ -407,7 +413,7 @@ def check_architecture(values: Mapping) -> None:
         raise ConfigError(f"model.moe_router_topk={topk} is above model.num_moe_experts={experts}; lower it.")
     v.number("model.moe_aux_loss_coeff", 0)
     v.number("model.moe_z_loss_coeff", 0)
-    v.choice("model.moe_token_dispatcher_type", ("alltoall", "allgather"))
+    v.choice("model.moe_token_dispatcher_type", ("alltoall",))  # the others want rows of one length on all ranks
     v.choice("model.moe_router_load_balancing_type", ("aux_loss", "none"))
     if vpp > 1 and pp == 1:
         raise ConfigError(

@@ -268,6 +268,11 @@ def test_accelerator():
         ("gpt_ppo_actor", ["model.data.data_prefix=null"], "data_prefix is not set; give the data files"),
         ("gpt_ppo_actor", ["model.tensor_model_parallel_size=2"], "= 2 does not divide the 1 rank of"),
         ("gpt_ppo_actor", ["model.moe_grouped_gemm=True"], "moe_grouped_gemm=True is not supported here"),
+        (
+            "gpt_ppo_actor",
+            ["model.expert_model_parallel_size=2", "trainer.ppo.batch_iterator.use_flask=True"],
+            "use_flask=True does not work with model.expert_model_parallel_size=2",
+        ),
         ("gpt_ppo_actor", ["trainer.accelerator=gpu"], "no CUDA device"),
         ("gpt_ppo_actor", ["model.seed=${model.sead}"], "reference that cannot be resolved"),
         ("gpt_ppo_actor", ["remote_critic_rm.reward_model.port=[5555,0]"], r"port=\[5555, 0\]: 0 is not a TCP port"),
@@ -369,6 +374,7 @@ def test_a_checkpoints_own_keys_pass_in_silence(tmp_path):
         ({"num_query_groups": 1, "tensor_model_parallel_size": 2}, "model.num_query_groups=1"),
         ({"pipeline_model_parallel_size": 4}, "model.num_layers=2"),
         ({"virtual_pipeline_model_parallel_size": 2}, "needs model.pipeline_model_parallel_size"),
+        ({"moe_token_dispatcher_type": "allgather"}, "must be one of alltoall"),
     ],
 )
 def test_architecture(overrides, message):
