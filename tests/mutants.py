@@ -25,7 +25,6 @@ COPIED = ("nemo_aligner", "tests", "benchmarks", "conf", "examples", "setup.py",
 TIME_LIMIT_S = 600  # for one run of pytest
 
 UNIT, DISTRIBUTED = "tests/unit/", "tests/distributed/"
-QUICK_SPLITS = DISTRIBUTED + "test_quick_splits.py"
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,10 @@ class Mutant:
 
 def _unit(file: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{UNIT}{file}::{name}" for name in names)
+
+
+def _two_ranks(split: str) -> tuple[str, ...]:
+    return (f"{DISTRIBUTED}test_quick_splits.py::test_two_ranks_update_as_one_does[{split}]",)
 
 
 MUTANTS = [
@@ -132,7 +135,7 @@ MUTANTS = [
         "losses.py",
         "denominator = sum_over_dp(rows.sum(dtype=torch.float64))",
         "denominator = rows.sum(dtype=torch.float64)",
-        (QUICK_SPLITS,),
+        _two_ranks("DP2"),
     ),
     Mutant(
         "slots that do not count are multiplied by 0, which NaN survives",
@@ -190,7 +193,7 @@ MUTANTS = [
         "utils/vocab_parallel.py",
         "total, *product = shard.all_reduce(torch.stack(sums) * shift.exp(), dist.ReduceOp.SUM)",
         "total, *product = torch.stack(sums) * shift.exp()",
-        (QUICK_SPLITS,),
+        _two_ranks("TP2-SP"),
     ),
     # --- several ranks
     Mutant(
@@ -198,28 +201,28 @@ MUTANTS = [
         "utils/megatron_steps.py",
         "scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()",
         "scale = rows // micro_batch_size",
-        (QUICK_SPLITS,),
+        _two_ranks("DP2"),
     ),
     Mutant(
         "gradients of norms are not summed over the parts of a sequence (sequence parallelism)",
         "models/nlp/gpt/megatron_config.py",
         "parameter.sequence_parallel = config.sequence_parallel",
         "parameter.sequence_parallel = False",
-        (QUICK_SPLITS,),
+        _two_ranks("TP2-SP"),
     ),
     Mutant(
         "gathered shares of a sequence are in the wrong order (context parallelism)",
         "utils/context_parallel.py",
         "return torch.cat([*early, *reversed(late)], dim)",
         "return torch.cat([*early, *late], dim)",
-        (QUICK_SPLITS,),
+        _two_ranks("CP2"),
     ),
     Mutant(
         "gradients of keys and values stay on the rank of the query (context parallelism)",
         "utils/context_parallel.py",
         "gradient = _reduce_scatter(grad_output, ctx.dim) if ctx.sum_gradients else take_share(grad_output, ctx.dim)",
         "gradient = take_share(grad_output, ctx.dim)",
-        (QUICK_SPLITS,),
+        _two_ranks("CP2"),
     ),
     Mutant(
         "what is sampled depends on the rank",
