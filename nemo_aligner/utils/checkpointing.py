@@ -12,6 +12,7 @@ A checkpoint is written under a temporary name and renamed when it is complete, 
 Nothing is ever read out of a file name.
 """
 
+import contextlib
 import json
 import math
 import random
@@ -27,10 +28,14 @@ from nemo_aligner.utils import dist_ckpt, parallel_state
 from nemo_aligner.utils.errors import UserError
 
 from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 
 MARKER = "COMPLETE"
 STATE_FILE = "state.json"
 WRITING_SUFFIX = ".writing"
+MAIN_WEIGHTS = "fp32_from_fp16_params"  # in Megatron Core's optimizer states, where a bf16 model's fp32 weights are
+FULLY_RESHARDABLE = "fully_reshardable"  # Megatron Core's name of a form of the distributed optimizer's state
 
 
 def _barrier() -> None:
@@ -102,6 +107,94 @@ def _with_step(state: dict) -> dict:
     return state
 
 
+def _chained(optimizer) -> list:
+    """The optimizers of one job: experts have one of their own."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+@contextlib.contextmanager
+def _all_weights_named(optimizer):
+    """Inside, the optimizer of a bf16 model finds the names of its fp32 weights (a head) too.
+
+    Megatron Core numbers the bf16 weights alone, and would take one weight's state for that of another.
+    """
+    mixed = [part for part in _chained(optimizer) if hasattr(part, "fp32_from_fp32_groups")]
+    numbered = [part.float16_groups for part in mixed]
+    for part in mixed:
+        part.float16_groups = [a + b for a, b in zip(part.float16_groups, part.fp32_from_fp32_groups, strict=True)]
+    try:
+        yield
+    finally:
+        for part, groups in zip(mixed, numbered, strict=True):
+            part.float16_groups = groups
+
+
+@contextlib.contextmanager
+def _groups_in_order(optimizer):
+    """Inside, parameter groups are loaded in the order in which they are given.
+
+    Megatron Core matches them by settings, which two groups of different dtype may share.
+    """
+    parts = [part for part in _chained(optimizer) if not isinstance(part, DistributedOptimizer)]
+    for part in parts:
+        part._filter_and_reorder_param_groups = lambda _own, given: given
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._filter_and_reorder_param_groups
+
+
+def _parts(state: dict) -> list[dict]:
+    """The states of the optimizers that are chained (experts have one of their own), or that of the only one."""
+    return [state[key] for key in sorted(state)] if state and all(isinstance(key, int) for key in state) else [state]
+
+
+# Where the fp32 copies of the weights are: the distributed optimizer's, and that of a bf16 model without it. Without
+# either the weights are fp32 themselves.
+_MAIN_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
+
+
+def _read_main_weights(state: dict, stored: set[str]) -> None:
+    """Let `state`, about to be loaded, read the fp32 weights under the names that the checkpoint has for them."""
+    for tensor in nested_values(state):
+        prefix = next((p for p in _MAIN_PREFIXES[:2] if str(getattr(tensor, "key", "")).startswith(p)), None)
+        if prefix is not None:
+            names = [other + tensor.key.removeprefix(prefix) for other in (prefix, *_MAIN_PREFIXES)]
+            tensor.key = next((name for name in names if name in stored), tensor.key)
+
+
+def _in_form_of(optimizer, loaded: dict) -> dict:
+    """What was loaded for `optimizer`, in its own form; another kind of optimizer may have saved it.
+
+    A distributed optimizer keeps its step count with the settings of the parameter groups, PyTorch's Adam with the
+    parameters. Of the stored settings only that count is needed, the rest comes from the configuration. And without
+    the distributed optimizer they could not be used: they list the parameters of the first pipeline stage.
+    """
+    was_distributed = "param_state_sharding_type" in loaded
+    is_distributed = isinstance(optimizer, DistributedOptimizer)
+    if (was_distributed and is_distributed) or getattr(optimizer, "is_stub_optimizer", False):
+        return loaded
+    own, nested = optimizer.state_dict(), loaded.get("optimizer", {})
+    state = loaded.get("state", nested.get("state", {}))
+    old_groups = [*loaded.get("param_groups", []), *nested.get("param_groups", [])]
+    step = state.get("common_step", next((group["step"] for group in old_groups if group.get("step")), 0))
+    groups = (own if "param_groups" in own else own["optimizer"])["param_groups"]
+    native = isinstance(optimizer.optimizer, torch.optim.AdamW)
+    if is_distributed or not native:
+        groups = [{**group, "step": float(step) if native else int(step)} for group in groups]
+    if is_distributed:
+        sharding = {"param_state_sharding_type": FULLY_RESHARDABLE}
+        return {"optimizer": {"param_groups": groups}, "param_state": loaded["param_state"], **sharding}
+    if native:
+        state = {**state, "common_step": torch.tensor(float(step))}
+    plain = {"state": state, "param_groups": groups}
+    if "param_groups" in own:
+        return plain
+    main = iter(loaded[MAIN_WEIGHTS])
+    return {"optimizer": plain, MAIN_WEIGHTS: [next(main) if group else [] for group in own[MAIN_WEIGHTS]]}
+
+
 class CheckpointCallback:
     """Saves and loads the training state of one job.
 
@@ -143,7 +236,7 @@ class CheckpointCallback:
     def _metadata(self) -> dict:
         return {
             # The layout that loads at another TP, PP or DP.
-            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_sharding_type": FULLY_RESHARDABLE,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
             "chained_optim_avoid_prefix": True,
         }
@@ -152,8 +245,18 @@ class CheckpointCallback:
         metadata = self._metadata()
         weights = self.model.sharded_weights(metadata=metadata)
         state = {"weights": weights, "scheduler": self.scheduler.state_dict()}
-        state["optimizer"] = self.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+        with _all_weights_named(self.optimizer):
+            state["optimizer"] = self.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+        for part in _parts(state["optimizer"]):
+            if MAIN_WEIGHTS in part:  # Megatron Core cannot put lists together again that have empty ones among them
+                part[MAIN_WEIGHTS] = [group for group in part[MAIN_WEIGHTS] if group]
         return state
+
+    def _in_own_form(self, loaded: dict) -> dict:
+        """The loaded optimizer state for this job's optimizer, which may be another than the one that was saved."""
+        own = _chained(self.optimizer)
+        parts = [_in_form_of(optimizer, part) for optimizer, part in zip(own, _parts(loaded), strict=True)]
+        return dict(enumerate(parts)) if len(parts) > 1 else parts[0]
 
     @staticmethod
     def _as_numbers(metrics: dict) -> dict[str, float]:
@@ -253,12 +356,18 @@ class CheckpointCallback:
                 "exp_manager.resume_from_checkpoint."
             )
         settings = _optimizer_settings(self.optimizer)
-        loaded = dist_checkpointing.load(self._sharded_state(is_loading=True), str(folder / "weights"))
+        state = self._sharded_state(is_loading=True)
+        _read_main_weights(state["optimizer"], set(dist_checkpointing.load_tensors_metadata(str(folder / "weights"))))
+        # By itself: it may read weights that the model reads too.
+        optimizer = dist_checkpointing.load({"optimizer": state.pop("optimizer")}, str(folder / "weights"))
+        loaded = dist_checkpointing.load(state, str(folder / "weights"))
         self.model.load_sharded_weights(loaded["weights"])
-        self.optimizer.load_state_dict(_with_step(loaded["optimizer"]))
+        with _groups_in_order(self.optimizer):
+            self.optimizer.load_state_dict(_with_step(self._in_own_form(optimizer["optimizer"])))
         # The job's configuration wins over the checkpoint's: a user may resume with another learning rate.
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
+        self.scheduler.num_steps = 0  # Megatron Core adds the stored number to it
         self.scheduler.load_state_dict(loaded["scheduler"])
         rng_files = sorted((folder / "rng").glob("rank_*.pt"))
         if len(rng_files) == parallel_state.get_world_size():
