@@ -34,6 +34,11 @@ MOE = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": 24, "init_method_std":
 EP2 = {"expert_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 BALANCED = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}
+RECOMPUTATION = {
+    "activations_checkpoint_granularity": "full",
+    "activations_checkpoint_method": "uniform",
+    "activations_checkpoint_num_layers": 1,
+}
 # name -> (architecture, split, other keys). One rank computes each architecture with the same other keys.
 CASES = {
     "EP2": ("llama", EP2, {}),
@@ -43,15 +48,7 @@ CASES = {
     "TP2, sequence parallel": ("llama", TP2, {}),
     "PP2": ("llama", {"pipeline_model_parallel_size": 2}, {}),
     "EP2, unsharded optimizer": ("llama", EP2, {"optim": {"name": "adamw"}}),
-    "EP2, recomputation": (
-        "llama",
-        EP2,
-        {
-            "activations_checkpoint_granularity": "full",
-            "activations_checkpoint_method": "uniform",
-            "activations_checkpoint_num_layers": 1,
-        },
-    ),
+    "EP2, recomputation": ("llama", EP2 | RECOMPUTATION, {}),
     "EP2, auxiliary losses": ("llama", EP2, BALANCED),
     "DP2, auxiliary losses": ("llama", {}, BALANCED),
     "TP2, sequence parallel, auxiliary losses": ("llama", TP2, BALANCED),
