@@ -1,0 +1,50 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A job resumes with the distributed optimizer from a checkpoint without it, and the other way round, to the same
+weights. The model is a bf16 one with an fp32 head: weights of two dtypes in one optimizer.
+"""
+
+import pytest
+import torch
+
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.utils.checkpointing import CheckpointCallback
+from nemo_aligner.utils.train_utils import optimizer_step
+from tests.tiny_models import tiny_config
+
+OPTIMIZERS = ("distributed_fused_adam", "adamw")
+
+
+def training(tokenizer_dir, precision, optimizer):
+    cfg = tiny_config(tokenizer_dir, "gpt2", precision=precision, optim={"name": optimizer}, num_layers=1)
+    model = MegatronGPTRewardModel(cfg)
+    return model, *model.setup_megatron_optimization(10)
+
+
+def step(model, optimizer, scheduler):
+    tokens = torch.randint(0, 290, (4, 9), generator=torch.Generator().manual_seed(3))
+    lengths = torch.tensor([9, 5, 7, 8])
+    pairs = {
+        "chosen": tokens,
+        "rejected": tokens.flip(0),
+        "chosen_length": lengths,
+        "rejected_length": lengths.flip(0),
+    }
+    model.prepare_for_training_step()
+    model.get_loss_and_metrics({**pairs, "loss_mask": torch.ones(4, 9)})
+    optimizer_step(optimizer, scheduler, 1.0)
+    return {name: tensor.detach().float().clone() for name, tensor in model._named_weights()}
+
+
+@pytest.mark.parametrize("precision", [32, "bf16"])
+@pytest.mark.parametrize("saved", OPTIMIZERS)
+def test_either_optimizer_resumes_from_either(tiny_tokenizer_dir, tmp_path, saved, precision):
+    job = training(tiny_tokenizer_dir, precision, saved)
+    step(*job)
+    callback = CheckpointCallback(tmp_path, *job, name="rm", save_nemo_on_train_end=False)
+    callback.custom_save({}, trainer_state={"step": 1})
+    uninterrupted = step(*job)
+    for optimizer in OPTIMIZERS:
+        resumed = training(tiny_tokenizer_dir, precision, optimizer)
+        assert CheckpointCallback(tmp_path, *resumed, name="rm").load_latest() == {"step": 1}
+        torch.testing.assert_close(step(*resumed), uninterrupted, rtol=1e-6, atol=1e-8)
