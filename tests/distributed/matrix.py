@@ -1,0 +1,495 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix: every role, at every split, gives the numbers of one rank. As data, and what a rank computes of it.
+
+A *case* is (split, architecture, role). All cases of as many ranks are served by one launch: the groups of one split
+are destroyed and those of the next are made. One rank computes the same first and leaves it in files; rank 0 of a
+split compares with them and reports how far off it is.
+
+How far off: `deviation(a, b)` = max |a - b| / max |b|, for every tensor by itself; of gradients and weights over the
+whole (gathered) tensor. Two things have no scale of their own. The gradient of a bias is a sum of terms that may
+cancel (those of a reward model's last biases do, in every pair): gradients of the weight and the bias of a module
+count as one tensor. And a weight that stays zero but for rounding: max |b| counts at least as `FLOOR` of the largest
+in its model.
+In bf16 that share is a tenth, for biases start at zero and stay small, and of the metrics only loss and gradient norm
+are compared: shares of what was clipped jump.
+
+Rows are dealt to data-parallel ranks like cards, so that a micro-batch of two holds other rows than on one rank. In
+the splits every slot that must not count holds NaN, on one rank 0.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from nemo_aligner.generation import GenerationParams
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
+from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.megatron_steps import forward_collect
+from nemo_aligner.utils.train_script_utils import load_from_nemo
+from nemo_aligner.utils.train_utils import optimizer_step
+from tests.tiny_models import PPO, tiny_config
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
+from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
+
+ROWS, WIDTH, ATTRIBUTES, STEPS = 8, 13, 2, 3
+FLOOR = {32: 1e-3, "bf16": 0.1}
+LENGTHS = torch.tensor([13, 5, 9, 7, 12, 4, 10, 6])
+EMPTY_ROW = 3  # its mask has no counting slot
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to share the work.
+
+    Attributes:
+        ranks: of the job.
+        model: keys of the model configuration.
+        architectures: that run at it.
+        slim: part of `make test`.
+    """
+
+    ranks: int
+    model: dict = field(default_factory=dict)
+    architectures: tuple[str, ...] = ("gpt2", "llama")
+    slim: bool = False
+
+    @property
+    def precision(self):
+        return self.model.get("precision", 32)
+
+    def cases(self, slim: bool = False) -> list[tuple[str, str]]:
+        """(architecture, role) that run at it; without experts if `slim` (test_experts.py has them in `make test`)."""
+        architectures = [a for a in self.architectures if a != "moe" or not slim]
+        return [(a, role) for a in architectures for role in ROLES if a != "moe" or role in ROLES_WITH_EXPERTS]
+
+
+def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
+    return dict(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
+        sequence_parallel=sp,
+        **more,
+    )
+
+
+ALL = ("gpt2", "llama", "moe")
+ADAMW = {"name": "adamw"}
+SELECTIVE = {"activations_checkpoint_granularity": "selective"}
+FULL = {
+    "activations_checkpoint_granularity": "full",
+    "activations_checkpoint_method": "uniform",
+    "activations_checkpoint_num_layers": 1,
+}
+# Unless a name says adamw, the optimizer is the distributed one.
+SPLITS = {
+    "TP2": Split(2, _sizes(tp=2), ALL),
+    "TP2+SP": Split(2, _sizes(tp=2, sp=True), ALL, slim=True),
+    "PP2": Split(2, _sizes(pp=2), ALL),
+    "PP2+VPP2": Split(2, _sizes(pp=2, vpp=2), slim=True),
+    "CP2": Split(2, _sizes(cp=2), ALL, slim=True),
+    "DP2": Split(2, _sizes(), ALL, slim=True),
+    "DP2 adamw": Split(2, _sizes(optim=ADAMW), ALL),
+    "EP2": Split(2, _sizes(expert_model_parallel_size=2), ("moe",)),
+    "EP2 adamw": Split(2, _sizes(expert_model_parallel_size=2, optim=ADAMW), ("moe",)),
+    "DP2 overlap": Split(2, _sizes(optim={"overlap_grad_sync": True, "bucket_cap_mb": 0.05})),
+    "DP2 adamw overlap": Split(2, _sizes(optim={**ADAMW, "overlap_grad_sync": True, "bucket_cap_mb": 0.05})),
+    "TP2+SP selective recompute": Split(2, _sizes(tp=2, sp=True, **SELECTIVE)),
+    "TP2 full recompute": Split(2, _sizes(tp=2, **FULL)),
+    "PP2+VPP2 full recompute": Split(2, _sizes(pp=2, vpp=2, **FULL)),
+    "TP2xPP2": Split(4, _sizes(tp=2, pp=2), ALL),
+    "TP2+SPxPP2+VPP2": Split(4, _sizes(tp=2, sp=True, pp=2, vpp=2)),
+    "TP2xDP2": Split(4, _sizes(tp=2)),
+    "PP2+VPP2xDP2 overlap": Split(4, _sizes(pp=2, vpp=2, optim={"overlap_grad_sync": True, "bucket_cap_mb": 0.05})),
+    "DP4": Split(4, _sizes()),
+    "TP2+SPxCP2": Split(4, _sizes(tp=2, sp=True, cp=2)),
+    "PP2+VPP2xCP2": Split(4, _sizes(pp=2, vpp=2, cp=2)),
+    "CP2xDP2": Split(4, _sizes(cp=2)),
+    "TP2+SPxEP2": Split(4, _sizes(tp=2, sp=True, expert_model_parallel_size=2), ("moe",)),
+    "PP2xEP2": Split(4, _sizes(pp=2, expert_model_parallel_size=2), ("moe",)),
+    "TP2+SP bf16": Split(2, _sizes(tp=2, sp=True, precision="bf16")),
+    "PP2+VPP2 bf16": Split(2, _sizes(pp=2, vpp=2, precision="bf16")),
+    "DP2 bf16": Split(2, _sizes(precision="bf16"), architectures=("llama",), slim=True),
+    "DP2 adamw bf16": Split(2, _sizes(precision="bf16", optim=ADAMW)),
+}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+REDUCTIONS = ("token", "sequence", "microbatch")
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model class, the file that it starts from (`lm` holds no head), and whether its loss has a reduction."""
+
+    model_class: type
+    base: str
+    reductions: tuple[str, ...] = REDUCTIONS
+
+
+ROLES = {
+    "actor": Role(MegatronGPTActorModel, "lm"),
+    "critic": Role(MegatronGPTCriticModel, "rm"),
+    "critic of a language model": Role(MegatronGPTCriticModel, "lm"),
+    "reward model": Role(MegatronGPTRewardModel, "rm", ("pairs",)),
+    "regression": Role(MegatronGPTRegressionRewardModel, "lm", ("labels",)),
+    "sft": Role(GPTSFTModel, "lm"),
+    "rs": Role(MegatronGPTRSModel, "lm"),
+}
+# (loss reduction, micro-batch size)
+VARIANTS = tuple(
+    (reduction, size)
+    for reduction, sizes in {"token": (1, 2, 4), "sequence": (1, 4), "microbatch": (1, 2)}.items()
+    for size in sizes
+)
+ROLES_WITH_EXPERTS = ("actor", "sft")
+SLIM_VARIANTS = (("token", 1), ("token", 4), ("sequence", 2), ("microbatch", 2))
+GENERATION = {
+    "greedy": GenerationParams(max_length=14, use_greedy=True, repetition_penalty=1.3, return_logprobs=True),
+    "sampled": GenerationParams(
+        max_length=14,
+        temperature=1.4,
+        top_k=100,
+        top_p=0.95,
+        end_strings=(*"aeiourstln", "the film"),
+        return_logprobs=True,
+    ),
+}
+# Adam divides a gradient by its own size. Where the exact one is zero (the bias of the keys), its rounding error would
+# become a step of the size of the learning rate: an eps well above the rounding errors keeps that out of the weights.
+ADAM_EPS = 1e-3
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+
+def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
+    """The global batch of a role; slots that do not count hold `masked_value`; no slot counts if `empty`."""
+    generator = torch.Generator().manual_seed(3)
+    column = torch.arange(WIDTH)
+    answers = (column >= 2) & (column < LENGTHS[:, None])
+    answers[EMPTY_ROW] = False
+    if empty:
+        answers[:] = False
+
+    def tokens():
+        return torch.randint(0, 290, (ROWS, WIDTH), generator=generator)
+
+    def numbers(mean=0.0):
+        values = mean + 0.3 * torch.randn(ROWS, WIDTH - 1, generator=generator)
+        return torch.where(transitions, values, masked_value)
+
+    first, second = tokens(), tokens()
+    transitions = answers[:, 1:]
+    is_end = torch.ones(ROWS, dtype=torch.bool)
+    is_end[5] = False
+    if role == "actor":
+        transitions = transitions & is_end[:, None]
+        return {
+            "response_tokens": first,
+            "is_end": is_end,
+            "mask": answers[:, 1:].float(),
+            "advantages": numbers(),
+            "prev_logprobs": numbers(-5.5),
+        }
+    if role.startswith("critic"):
+        return {"tokens": first, "returns": numbers(), "prev_values": numbers(), "mask": transitions.float()}
+    if role == "reward model":
+        lengths = {"chosen_length": LENGTHS, "rejected_length": LENGTHS.flip(0)}
+        return {"chosen": first, "rejected": second, **lengths, "loss_mask": answers.float()}
+    if role == "regression":
+        labels = torch.randn(ROWS, ATTRIBUTES, generator=generator)
+        labels[0, 1] = -100.0  # no label
+        labels[~answers.any(1)] = masked_value
+        return {"inputs": first, "lengths": LENGTHS, "labels": labels, "loss_mask": answers.float()}
+    if role == "sft":
+        return {"tokens": first, "labels": first.roll(-1, 1), "loss_mask": answers.float()}
+    return {"response_tokens": first, "mask": transitions.float()}
+
+
+def my_rows(size: int | None = None) -> slice:
+    """The rows of this data-parallel rank, dealt like cards."""
+    return slice(parallel_state.get_data_parallel_rank(), size, parallel_state.get_data_parallel_world_size())
+
+
+def all_rows(mine) -> list:
+    """The rows of all data-parallel ranks, in the order of one rank."""
+    shares = [None] * parallel_state.get_data_parallel_world_size()
+    dist.all_gather_object(shares, list(mine), group=parallel_state.get_data_parallel_group())
+    return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
+
+
+# --- full tensors ---------------------------------------------------------------------------------------------------
+
+
+def gathered(model, local=lambda parameter: parameter) -> dict[str, torch.Tensor] | None:
+    """`local(parameter)` of all parameters as whole tensors, by their names in a checkpoint; None but on rank 0.
+
+    Raises:
+        AssertionError: a part that several ranks hold is not the same on all of them.
+    """
+    pieces = []
+    for part in nested_values(model.sharded_weights({})):
+        if not isinstance(getattr(part, "data", None), torch.Tensor) or not isinstance(part.data, torch.nn.Parameter):
+            continue
+        data = local(part.data).detach()
+        if isinstance(part, ShardedTensorFactory):
+            built = nested_values(dataclasses.replace(part, data=data).build())
+        else:
+            built = [dataclasses.replace(part, data=data, dtype=data.dtype)]
+        for tensor in built:
+            assert isinstance(tensor, ShardedTensor)
+            pieces.append((tensor.key, tensor.global_shape, tensor.global_slice(), tensor.data.clone()))
+    everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(pieces, everything)
+    if everything is None:
+        return None
+    whole = {}
+    for key, shape, where, data in (piece for rank in everything for piece in rank):
+        full = whole.setdefault(key, torch.full(shape, torch.nan))
+        if not full[where].isnan().any():
+            apart = deviation(data.float(), full[where], 1e-6)
+            assert apart < 1e-6, f"replicas of {key} differ by {apart:.1e}"
+        full[where] = data.float()
+    assert not any(full.isnan().any() for full in whole.values())
+    return whole
+
+
+def gather_gradient_shards(model) -> None:
+    """The distributed optimizer leaves each rank its own part of the sum; make every rank's buffer whole."""
+    for chunk in model.model:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.view(size, -1)[rank].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=buffer.data_parallel_group)
+
+
+def deviation(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
+    """max |a - b| / max |b|, the latter at least `floor`; infinite for other shapes or NaN."""
+    if a.shape != b.shape or a.isnan().any() or b.isnan().any():
+        return float("inf")
+    scale = max(float(b.abs().max()), floor)
+    return float((a - b).abs().max()) / scale if scale else float(a.abs().max())
+
+
+# --- what a rank computes -------------------------------------------------------------------------------------------
+
+
+def model_config(tokenizer_dir, architecture: str, **overrides):
+    cfg = tiny_config(
+        tokenizer_dir,
+        "llama" if architecture == "moe" else architecture,
+        num_layers=4,
+        init_method_std=0.2,
+        forward_micro_batch_size=3,
+        loss_clip_val=0.2,
+        ppo={**PPO, "sampling_params": {**PPO["sampling_params"], "temperature": 1.3}, "forward_micro_batch_size": 3},
+        rs={**PPO, "forward_micro_batch_size": 3},
+    )
+    experts = EXPERTS if architecture == "moe" else {}
+    return OmegaConf.merge(cfg, {"optim": {"eps": ADAM_EPS}}, experts, overrides)
+
+
+def write_models(tokenizer_dir, folder: Path) -> None:
+    """The weights that all start from; one process calls it."""
+    for architecture in ALL:
+        MegatronGPTModel(model_config(tokenizer_dir, architecture, seed=3)).save_to(f"{folder}/{architecture}-lm.nemo")
+    for architecture in ("gpt2", "llama"):
+        cfg = model_config(tokenizer_dir, architecture, seed=4)
+        MegatronGPTRewardModel(cfg).save_to(f"{folder}/{architecture}-rm.nemo")
+
+
+def build(tokenizer_dir, folder, architecture: str, role: str, overrides: dict):
+    """(model, optimizer, scheduler) of a role at the split of this process's groups."""
+    cfg = model_config(
+        tokenizer_dir,
+        architecture,
+        output_sequence=role.startswith("critic"),
+        regression={"num_attributes": ATTRIBUTES if role == "regression" else 1},
+        **overrides,
+    )
+    path = Path(folder) / f"{architecture}-{ROLES[role].base}.nemo"
+    model = load_from_nemo(ROLES[role].model_class, cfg, None, restore_path=path)
+    if role == "critic":
+        model.set_reward_model()
+    return model, *model.setup_megatron_optimization(10)
+
+
+def loss_and_gradient(model, batch: dict, reduction: str, micro_batch_size: int) -> dict[str, float]:
+    """Loss and metrics of a global batch; its gradient is left in the buffers."""
+    model.loss_reduction = reduction
+    model.cfg.micro_batch_size = micro_batch_size
+    model.prepare_for_training_step()
+    loss, metrics = model.get_loss_and_metrics({key: value[my_rows()] for key, value in batch.items()})
+    metrics = model.summarize_metrics(metrics) if hasattr(model, "summarize_metrics") else metrics
+    return {"loss": loss, **metrics}
+
+
+def gradient(model) -> dict[str, torch.Tensor] | None:
+    gather_gradient_shards(model)
+    return gathered(model, lambda parameter: parameter.main_grad)
+
+
+def inferred(model, role: str) -> dict[str, torch.Tensor]:
+    """What a role tells about texts: log-probs, entropy, rewards, values; all rows."""
+    tokens, lengths = global_batch(role, 0.0), LENGTHS[my_rows()]
+    tokens = next(tokens[k] for k in ("response_tokens", "tokens", "inputs", "chosen") if k in tokens)[my_rows()]
+    model.set_eval()
+    outputs = {}
+    if role in ("actor", "rs"):
+        outputs["logprobs"] = model.get_inference_log_probs(tokens)
+    if role == "actor":
+        outputs["entropy"] = forward_collect(
+            model.model,
+            {"tokens": tokens},
+            micro_batch_size=3,
+            output_fn=lambda logits, rows: model.logprobs_and_entropy(logits, rows["tokens"], inference_only=True)[1],
+        )
+    if role == "critic":
+        outputs["rewards"], outputs["values"] = model.infer_rm_critic((tokens, lengths))
+    elif role.startswith("critic"):
+        outputs["values"] = model.infer((tokens, lengths))
+    elif role in ("reward model", "regression"):
+        outputs["rewards"] = model.infer((tokens, lengths))
+    model.set_train()
+    return {name: torch.stack(all_rows(value)) for name, value in outputs.items()}
+
+
+def texts(model) -> dict[str, list]:
+    """Generated ids, whether the text ended, and the sampler's log-probs, of ten ragged prompts."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = torch.randint(0, 290, (10, 7), generator=generator)
+    rows = my_rows()
+    arguments = (prompts, torch.randint(1, 8, (10,), generator=generator), torch.arange(10) + 50)
+    results = {}
+    for name, params in GENERATION.items():
+        output = model.generator.generate(*(x[rows] for x in arguments), params)
+        mine = [
+            (output.response_tokens[i, :length].tolist(), bool(output.is_end[i]), output.logprobs[i, : length - 1])
+            for i, length in enumerate(output.response_lengths.tolist())
+        ]
+        results[name] = all_rows(mine)
+    return results
+
+
+def variants(role: str, split: Split, slim: bool) -> list[tuple[str, int]]:
+    """(reduction, micro-batch size) that fit the split."""
+    dp = parallel_state.get_data_parallel_world_size()
+    group = split.model.get("pipeline_model_parallel_size", 1)
+    group = group if split.model.get("virtual_pipeline_model_parallel_size") else 1
+    own = ROLES[role].reductions
+    named = {(r if r in own else own[0], m): None for r, m in (SLIM_VARIANTS if slim else VARIANTS)}
+    return [(r, m) for r, m in named if ROWS // dp % (m * group) == 0]
+
+
+def compute(tokenizer_dir, folder, architecture: str, role: str, split: Split, slim: bool, masked_value: float):
+    """All numbers of a case, `{quantity: value}`; whole tensors on rank 0 only.
+
+    A quantity is a dict of tensors (gradients, weights), a dict of numbers (loss and metrics), a tensor, or texts.
+    """
+    model, optimizer, scheduler = build(tokenizer_dir, folder, architecture, role, split.model)
+    numbers = dict(inferred(model, role))
+    if role == "actor":
+        numbers |= {f"text {name}": rows for name, rows in texts(model).items()}
+    for reduction, size in variants(role, split, slim):
+        name = f"{reduction} {size}"
+        numbers[f"loss {name}"] = loss_and_gradient(model, global_batch(role, masked_value), reduction, size)
+        numbers[f"gradient {name}"] = gradient(model)
+    for reduction in ROLES[role].reductions:
+        batch = global_batch(role, masked_value, empty=True)
+        numbers[f"empty {reduction}"] = {"loss": loss_and_gradient(model, batch, reduction, 1)["loss"]}
+        empty = gradient(model)
+        if empty is not None:
+            numbers[f"empty {reduction}"]["gradient"] = max(float(g.abs().max()) for g in empty.values())
+    for step in range(STEPS):
+        metrics = loss_and_gradient(model, global_batch(role, masked_value), ROLES[role].reductions[0], 1)
+        metrics["gradient norm"] = optimizer_step(optimizer, scheduler, 0.5)
+        numbers[f"step {step + 1}"] = metrics
+        numbers[f"weights {step + 1}"] = gathered(model)
+    return numbers
+
+
+def stages_start_different(tokenizer_dir) -> bool:
+    """Pipeline stages of a fresh model hold other weights; all ranks of a job of two call it."""
+    model = MegatronGPTModel(model_config(tokenizer_dir, "llama", pipeline_model_parallel_size=2))
+    weight = model.unwrapped()[0].decoder.layers[0].mlp.linear_fc1.weight.detach().contiguous()
+    weights = [torch.empty_like(weight) for _ in range(2)]
+    dist.all_gather(weights, weight)
+    destroy_model_parallel()
+    return not torch.equal(*weights)
+
+
+# --- comparison -----------------------------------------------------------------------------------------------------
+
+
+def by_module(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of each module, flat, one after the other."""
+    names = sorted(tensors)
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    return {m: torch.cat([tensors[n].flatten() for n in names if n.rpartition(".")[0] == m]) for m in modules}
+
+
+def apart(mine, expected, is_gradient: bool = False, precision=32) -> float:
+    """How far one quantity is from the expected one (see the module docstring)."""
+    if isinstance(expected, torch.Tensor):
+        return deviation(mine.float(), expected.float())
+    if isinstance(expected, list):  # texts: the same tokens, and log-probs that agree
+        if [row[:2] for row in mine] != [row[:2] for row in expected]:
+            return float("inf")
+        return max(deviation(row[2], other[2]) for row, other in zip(mine, expected))
+    if mine.keys() != expected.keys():
+        return float("inf")
+    if all(isinstance(value, torch.Tensor) for value in expected.values()):
+        if is_gradient:
+            mine, expected = by_module(mine), by_module(expected)
+        floor = FLOOR[precision] * max(float(value.abs().max()) for value in expected.values())
+        return max(deviation(mine[key], expected[key], floor) for key in expected)
+    # Metrics: means of quantities of the order of 1.
+    keys = [key for key in expected if precision == 32 or key in ("loss", "gradient norm", "gradient")]
+    return max(abs(mine[key] - expected[key]) / max(abs(expected[key]), 0.1) for key in keys)
+
+
+def expected_file(folder, architecture: str, role: str, precision) -> Path:
+    return Path(folder) / f"expected-{architecture}-{role.replace(' ', '-')}-{precision}.pt"
+
+
+def write_expected(tokenizer_dir, folder, chosen: dict[str, Split], slim: bool) -> None:
+    """What one rank computes, of every case that the chosen splits will ask for; one process calls it."""
+    wanted = {(*case, split.precision): None for split in chosen.values() for case in split.cases(slim)}
+    for architecture, role, precision in wanted:
+        split = Split(1, _sizes(precision=precision))
+        numbers = compute(tokenizer_dir, folder, architecture, role, split, slim, masked_value=0.0)
+        torch.save(numbers, expected_file(folder, architecture, role, precision))
+
+
+def run_splits(tokenizer_dir, folder, names: list[str], slim: bool) -> dict[tuple, dict[str, float]]:
+    """Body of a rank: the deviations of all cases of the named splits, `{(split, architecture, role): {quantity: x}}`;
+    nothing but on rank 0."""
+    report = {}
+    for name in names:
+        split = SPLITS[name]
+        for architecture, role in split.cases(slim):
+            numbers = compute(tokenizer_dir, folder, architecture, role, split, slim, masked_value=float("nan"))
+            if dist.get_rank() == 0:
+                expected = torch.load(expected_file(folder, architecture, role, split.precision))
+                report[name, architecture, role] = {
+                    key: apart(numbers[key], expected[key], key.startswith("gradient"), split.precision)
+                    for key in numbers
+                }
+        destroy_model_parallel()
+    return report

@@ -1,0 +1,94 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A training checkpoint saved at one split, loaded at another: the weights are the same bits, the next step is that of
+a job that was never interrupted.
+
+Every split saves after its first step; then every split loads what each of them saved and takes the second step. The
+job without interruption is that of one rank (`matrix.write_expected`).
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nemo_aligner.utils.checkpointing import CheckpointCallback, complete_checkpoints
+from nemo_aligner.utils.train_utils import optimizer_step
+from tests.distributed.matrix import (
+    ROLES,
+    SPLITS,
+    apart,
+    build,
+    expected_file,
+    gathered,
+    global_batch,
+    loss_and_gradient,
+)
+
+from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
+
+# Architecture and role of the checkpoints: with and without biases and a head.
+CASES = (("gpt2", "critic"), ("llama", "actor"), ("moe", "sft"))
+
+
+def cases(name: str, slim: bool) -> list[tuple[str, str]]:
+    """Those that run at the split."""
+    return [case for case in CASES if case in SPLITS[name].cases(slim)]
+
+
+def _callback(folder, name: str, architecture: str, role: str, model, optimizer, scheduler) -> CheckpointCallback:
+    root = Path(folder) / "checkpoints" / f"{name} {architecture} {role}"
+    return CheckpointCallback(root, model, optimizer, scheduler, name=role, save_nemo_on_train_end=False)
+
+
+def step(model, optimizer, scheduler, role: str) -> dict[str, float]:
+    """One update with the batch of the matrix; loss, metrics and gradient norm."""
+    metrics = loss_and_gradient(model, global_batch(role, float("nan")), ROLES[role].reductions[0], 1)
+    metrics["gradient norm"] = optimizer_step(optimizer, scheduler, 0.5)
+    return metrics
+
+
+def save(tokenizer_dir, folder, name: str, slim: bool) -> None:
+    """The first step of all cases at a split, and a checkpoint after it."""
+    for architecture, role in cases(name, slim):
+        training = build(tokenizer_dir, folder, architecture, role, SPLITS[name].model)
+        step(*training, role)
+        _callback(folder, name, architecture, role, *training).custom_save({}, trainer_state={"step": 1})
+        weights = gathered(training[0])
+        if weights is not None:
+            torch.save(weights, f"{folder}/weights {name} {architecture} {role}.pt")
+
+
+def load(tokenizer_dir, folder, name: str, sources: list[str], slim: bool) -> dict[tuple, dict[str, float]]:
+    """The second step at the split `name` from what each source saved: deviations on rank 0."""
+    report, split = {}, SPLITS[name]
+    for architecture, role in cases(name, slim):
+        for source in (source for source in sources if (architecture, role) in cases(source, slim)):
+            training = build(tokenizer_dir, folder, architecture, role, split.model)
+            saved = _callback(folder, source, architecture, role, *training)
+            state = saved.load_latest(complete_checkpoints(saved.root)[-1][0])
+            assert state == {"step": 1}
+            loaded = gathered(training[0])
+            metrics = step(*training, role)
+            weights = gathered(training[0])
+            if dist.get_rank() == 0:
+                expected = torch.load(expected_file(folder, architecture, role, split.precision))
+                same = torch.load(f"{folder}/weights {source} {architecture} {role}.pt")
+                report[source, name, architecture, role] = {
+                    "loaded weights": apart(loaded, same),
+                    "step 2": apart(metrics, expected["step 2"], precision=split.precision),
+                    "weights 2": apart(weights, expected["weights 2"], precision=split.precision),
+                }
+    return report
+
+
+def save_and_load(tokenizer_dir, folder, names: list[str], slim: bool) -> dict[tuple, dict[str, float]]:
+    """Body of a rank: save at all splits, then load at all of them what they saved."""
+    for name in names:
+        save(tokenizer_dir, folder, name, slim)
+        destroy_model_parallel()
+    report = {}
+    for name in names:
+        report |= load(tokenizer_dir, folder, name, names, slim)
+        destroy_model_parallel()
+    return report
