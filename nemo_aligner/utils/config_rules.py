@@ -5,20 +5,23 @@
 `check_values` knows the rules of each job; which keys exist stands in `config_schema.py`.
 """
 
-import math
 import os
-from collections.abc import Mapping
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.utils.config_schema import ONLY
+from nemo_aligner.utils.config_values import Values, require_multiple, resolved
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.parallel_rules import (
+    check_accelerator,
+    check_architecture,
+    count_ranks,
+    cuda_devices,
+    parallel_factor,
+    virtual_pipeline_group,
+)
 from nemo_aligner.utils.ppo_rules import check_ppo_variants
 from nemo_aligner.utils.reward_models import read_reward_models
 
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 # Section of `trainer` that holds a job's own settings, and the key that names the weights it starts from.
 SECTIONS = {
     "gpt_ppo_actor": "ppo",
@@ -31,88 +34,6 @@ RESTORE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_
 RESTORE_KEY = "pretrained_checkpoint.restore_from_path"  # of all others
 
 
-def require_multiple(name: str, value: int, factors: Mapping[str, int]) -> None:
-    """Raise unless `value` is a positive multiple of the product of `factors` (name -> size)."""
-    product = math.prod(factors.values())
-    if value > 0 and value % product == 0:
-        return
-    below, above = value // product * product, (value // product + 1) * product
-    nearest = f"{below} or {above}" if below > 0 else f"{above}"
-    formula = " x ".join(f"{factor}={size}" for factor, size in factors.items())
-    raise ConfigError(
-        f"{name}={value} must be a multiple of {product} ({formula}); use {nearest}, or change a factor."
-    )
-
-
-def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
-    """DP = ranks / (TP x PP x CP).
-
-    Raises:
-        ConfigError: the sizes do not divide the ranks.
-    """
-    product = tp * pp * cp
-    if world_size % product:
-        raise ConfigError(
-            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x context_parallel_size={cp} = "
-            f"{product} does not divide the {world_size} rank{'s' if world_size > 1 else ''} of this job; set "
-            f"trainer.devices x trainer.num_nodes to a multiple of {product}, or smaller parallel sizes."
-        )
-    return world_size // product
-
-
-def count_ranks(devices, num_nodes: int, visible_devices: int = 0, env: Mapping[str, str] | None = None) -> int:
-    """World size of the job: what the launcher says (torchrun and Lightning's children set RANK and WORLD_SIZE), else
-    devices x num_nodes.
-
-    Args:
-        devices: `trainer.devices`: int, list of device indices, or a string of one of these, "auto" or -1.
-        visible_devices: GPUs of this machine; "auto" and -1 mean this number, at least 1.
-    """
-    env = os.environ if env is None else env
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return int(env["WORLD_SIZE"])
-    return count_devices(devices, visible_devices) * num_nodes
-
-
-def count_devices(devices, visible_devices: int = 0) -> int:
-    """Processes per node that `trainer.devices` asks for (see `count_ranks`)."""
-    text = str(devices).strip()
-    if text in ("auto", "-1"):
-        return max(visible_devices, 1)
-    if isinstance(devices, (list, tuple)):
-        return len(devices)
-    if "," in text:
-        return len([part for part in text.strip("[]").split(",") if part.strip()])
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise ConfigError(
-            f"trainer.devices={devices!r} must be a positive number, a list of device indices or 'auto'."
-        )
-    return count
-
-
-def check_accelerator(accelerator: str, devices, visible_devices: int) -> None:
-    """Raise when a GPU is asked for that is not there. `visible_devices`: GPUs of this machine."""
-    if accelerator not in ACCELERATORS:
-        raise ConfigError(
-            f"trainer.accelerator={accelerator!r} is not supported; use one of {', '.join(ACCELERATORS)}."
-        )
-    if accelerator in ("gpu", "cuda") and visible_devices == 0:
-        raise ConfigError(
-            f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine; use "
-            "trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check that nvidia-smi lists the "
-            "GPUs."
-        )
-    if accelerator != "cpu" and 0 < visible_devices < count_devices(devices, visible_devices):
-        raise ConfigError(
-            f"trainer.devices={devices}, but the number of GPUs on this machine is {visible_devices}; "
-            f"set trainer.devices={visible_devices}."
-        )
-
-
 def check_intervals(section: str, val_check_interval, save_interval) -> None:
     """Raise unless checkpoints fall on validations (their file name and ranking hold a validation score)."""
     both = (val_check_interval, save_interval)
@@ -123,87 +44,12 @@ def check_intervals(section: str, val_check_interval, save_interval) -> None:
         )
 
 
-class Values:
-    """Read access to a resolved tree by dotted key; a missing section reads as not set."""
-
-    def __init__(self, tree: Mapping):
-        self.tree = tree
-
-    def get(self, key: str, default=None):
-        node = self.tree
-        for name in key.split("."):
-            if not isinstance(node, Mapping) or name not in node:
-                return default
-            node = node[name]
-        return default if node is None else node
-
-    def whole(self, key: str, minimum: int | None = None) -> int | None:
-        """A whole number, or None when not set."""
-        value = self.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{key}={value!r} must be a whole number.")
-        if minimum is not None and value < minimum:
-            raise ConfigError(f"{key}={value} must be at least {minimum}.")
-        return value
-
-    def number(self, key: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> None:
-        """Raise unless the value, where set, is a number in [low, high] (in (low, high] with `above`)."""
-        value = self.get(key)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ConfigError(f"{key}={value!r} must be a finite number.")
-        if not low <= value <= high or (above and value == low):
-            lower = f"above {low}" if above else f"at least {low}"
-            raise ConfigError(
-                f"{key}={value} must be {lower}" + ("." if high == math.inf else f" and at most {high}.")
-            )
-
-    def choice(self, key: str, choices: tuple) -> None:
-        value = self.get(key)
-        if value is not None and value not in choices:
-            raise ConfigError(f"{key}={value!r} must be one of {', '.join(choices)}.")
-
-    def port(self, key: str) -> None:
-        value = self.whole(key)
-        if value is not None and not 1 <= value <= 65535:
-            raise ConfigError(f"{key}={value} is not a TCP port; use a number from 1 to 65535.")
-
-
-def _parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int]:
-    """`{"data parallel size": DP}`; empty while the checkpoint may still decide TP, PP or CP."""
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    tp, pp, cp = (values.whole(f"model.{name}", minimum=1) for name in names)
-    dp = data_parallel_size(ranks, tp or 1, pp or 1, cp or 1)
-    if not complete and not (tp and pp):
-        return {}
-    experts, ep = values.whole("model.num_moe_experts", 1), values.whole("model.expert_model_parallel_size", 1) or 1
-    if ep > 1:
-        if not experts:
-            raise ConfigError(
-                f"model.expert_model_parallel_size={ep} spreads experts over ranks, but this model has none; set it "
-                "to 1."
-            )
-        require_multiple("model.num_moe_experts", experts, {"model.expert_model_parallel_size": ep})
-        name = f"the number of data-parallel x context-parallel ranks, {dp} x {cp or 1}"
-        require_multiple(name, dp * (cp or 1), {"model.expert_model_parallel_size": ep})
-    return {"data parallel size": dp}
-
-
 def _divides(values: Values, whole: str, *parts: str, dp: dict[str, int]) -> None:
     """The batch size at key `whole` must be a multiple of those at `parts` x DP; keys not set are left out."""
     total = values.whole(whole, minimum=1)
     factors = {part: values.whole(part, minimum=1) for part in parts}
     if total is not None and all(factors.values()):
         require_multiple(whole, total, factors | dp)
-
-
-def _virtual_pipeline_group(values: Values) -> dict[str, int]:
-    """Virtual pipelining needs as many micro-batches as there are stages, or a multiple: that factor of a batch."""
-    pp, vpp = (values.whole(f"model.{name}pipeline_model_parallel_size", 1) or 1 for name in ("", "virtual_"))
-    return {"model.pipeline_model_parallel_size (with virtual stages)": pp} if vpp > 1 else {}
 
 
 def _check_same(values: Values, key: str, other: str) -> None:
@@ -234,6 +80,7 @@ def _check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) ->
     _divides(v, model + "num_rollout_samples", model + "rollout_micro_batch_size", dp=dp)
     _divides(v, model + "num_val_samples", model + "val_rollout_micro_batch_size", dp=dp)
     v.whole(section + "rollout_batch_seq_length", 2)
+    v.number(section + "alarms.truncated_fraction", 0, 1)
     v.choice(model + "loss_reduction", LOSS_REDUCTIONS)
     _check_generation(v, model, remote)
     experts = v.whole("model.expert_model_parallel_size", 1) or 1
@@ -293,6 +140,9 @@ def _check_actor(values: Values, dp: dict[str, int]) -> None:
     v.number("trainer.ppo.initial_policy_kl_penalty", 0)
     v.whole("trainer.ppo.critic_warmup_steps", 0)
     check_ppo_variants(v)
+    v.number("trainer.ppo.alarms.sampling_mismatch", 0, above=True)
+    v.number("trainer.ppo.alarms.clip_fraction", 0, 1)
+    v.number("trainer.ppo.alarms.explained_variance", high=1)
     v.port("remote_critic_rm.critic.port")
     if v.get("remote_critic_rm.reward_models") and v.get("remote_critic_rm.combine_rm_and_critic_server", True):
         raise ConfigError(
@@ -384,44 +234,6 @@ def _check_from_scratch(values: Values, restore_key: str) -> None:
         )
 
 
-def check_architecture(values: Mapping) -> None:
-    """Head, group and layer counts of `model.*` that cannot work together."""
-    v = Values({"model": values})
-    heads, hidden, groups = (
-        v.whole(f"model.{k}", 1) for k in ("num_attention_heads", "hidden_size", "num_query_groups")
-    )
-    tp, pp = (v.whole(f"model.{k}_model_parallel_size", 1) or 1 for k in ("tensor", "pipeline"))
-    vpp, layers = v.whole("model.virtual_pipeline_model_parallel_size", 1) or 1, v.whole("model.num_layers", 1)
-    if heads and hidden and v.get("model.kv_channels") is None:
-        require_multiple("model.hidden_size", hidden, {"model.num_attention_heads": heads})
-    if heads and groups:
-        require_multiple("model.num_attention_heads", heads, {"model.num_query_groups": groups})
-    tensor = {"model.tensor_model_parallel_size": tp}
-    if heads:
-        require_multiple("model.num_attention_heads", heads, tensor)
-    if groups:
-        require_multiple("model.num_query_groups", groups, tensor)
-    if layers:
-        stages = {"model.pipeline_model_parallel_size": pp}
-        require_multiple(
-            "model.num_layers",
-            layers,
-            stages | ({"model.virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}),
-        )
-    experts, topk = v.whole("model.num_moe_experts", 1), v.whole("model.moe_router_topk", 1)
-    if experts and topk and topk > experts:
-        raise ConfigError(f"model.moe_router_topk={topk} is above model.num_moe_experts={experts}; lower it.")
-    v.number("model.moe_aux_loss_coeff", 0)
-    v.number("model.moe_z_loss_coeff", 0)
-    v.choice("model.moe_token_dispatcher_type", ("alltoall",))  # the others want rows of one length on all ranks
-    v.choice("model.moe_router_load_balancing_type", ("aux_loss", "none"))
-    if vpp > 1 and pp == 1:
-        raise ConfigError(
-            f"model.virtual_pipeline_model_parallel_size={vpp} needs model.pipeline_model_parallel_size of 2 or more; "
-            "set it to null."
-        )
-
-
 def check_values(cfg, config_name: str, *, complete: bool, visible_devices: int | None = None, env=None) -> None:
     """Refuse values that cannot work, alone or together.
 
@@ -435,7 +247,7 @@ def check_values(cfg, config_name: str, *, complete: bool, visible_devices: int 
         ConfigError: with the value and the remedy.
     """
     values = Values(resolved(cfg))
-    visible_devices = _cuda_devices() if visible_devices is None else visible_devices
+    visible_devices = cuda_devices() if visible_devices is None else visible_devices
     devices, nodes = values.get("trainer.devices", 1), values.whole("trainer.num_nodes", 1) or 1
     check_accelerator(values.get("trainer.accelerator", "auto"), devices, visible_devices)
     use_gpus = values.get("trainer.accelerator", "auto") != "cpu"
@@ -447,7 +259,7 @@ def check_values(cfg, config_name: str, *, complete: bool, visible_devices: int 
         if value is not None and value not in accepted:
             raise ConfigError(f"{key}={value!r} is not supported here: {remedy}.")
 
-    dp = _parallel_factor(values, ranks, complete or trains_from_scratch)
+    dp = parallel_factor(values, ranks, complete or trains_from_scratch)
     if complete or trains_from_scratch:
         check_architecture(values.get("model", {}))
     _check_sequence_lengths(values)
@@ -483,7 +295,7 @@ def _check_start(values: Values, config_name: str) -> bool:
 
 def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> None:
     """What all jobs that train have in common."""
-    _divides(values, "model.global_batch_size", "model.micro_batch_size", dp=dp | _virtual_pipeline_group(values))
+    _divides(values, "model.global_batch_size", "model.micro_batch_size", dp=dp | virtual_pipeline_group(values))
     values.number("model.optim.lr", 0, above=True)
     values.choice("exp_manager.checkpoint_callback_params.mode", ("min", "max"))
     data_length, length = values.whole("model.data.seq_length", 2), values.whole("model.encoder_seq_length", 2)
@@ -494,6 +306,7 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
         )
     section = f"trainer.{SECTIONS[config_name]}"
     values.number(f"{section}.gradient_clip_val", 0)
+    values.whole(f"{section}.alarms.replica_check_interval", 0)
     check_intervals(section, values.get(f"{section}.val_check_interval"), values.get(f"{section}.save_interval"))
     for key in ("limit_train_batches", "limit_val_batches"):
         values.number(f"{section}.{key}", 0)
@@ -509,29 +322,9 @@ def _check_sft(values: Values, dp: dict[str, int]) -> None:
     values.choice("model.loss_reduction", LOSS_REDUCTIONS)
     for split in ("train_ds", "validation_ds"):
         name = f"model.data.{split}"
-        factors = dp | _virtual_pipeline_group(values)
+        factors = dp | virtual_pipeline_group(values)
         _divides(values, f"{name}.global_batch_size", f"{name}.micro_batch_size", dp=factors)
         limit, length = values.whole(f"{name}.max_seq_length", 2), values.whole("model.encoder_seq_length")
         if limit and length and limit > length:
             raise ConfigError(f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower it.")
         values.choice(f"{name}.truncation_method", ("left", "right"))
-
-
-def resolved(cfg) -> dict:
-    """Plain nested dict of a `DictConfig`; a dict is taken as it is."""
-    if not OmegaConf.is_config(cfg):
-        return cfg
-    cfg = cfg.copy()
-    if OmegaConf.select(cfg, "exp_manager.checkpoint_callback_params") is not None:
-        # In old YAML files it refers to sizes that only the checkpoint knows. Nobody reads it.
-        cfg.exp_manager.checkpoint_callback_params.model_parallel_size = None
-    try:
-        return OmegaConf.to_container(cfg, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"The configuration has a reference that cannot be resolved: {error}") from error
-
-
-def _cuda_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

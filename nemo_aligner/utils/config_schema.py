@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which configuration keys exist: the ones that act, and the ones of NeMo and NeMo-Aligner that no longer do.
 
-Defaults are not here: they stand once, in `conf/*.yaml`. The checks that use these tables are in `config_utils.py`
-and `config_rules.py`.
+Defaults are not here: they stand once, in `conf/*.yaml`. The checks that use these tables are in `config_utils.py`,
+`config_rules.py`, `parallel_rules.py` and `ppo_rules.py`.
 
 Three tables per configuration name:
 

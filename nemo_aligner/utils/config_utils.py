@@ -14,8 +14,9 @@ from collections.abc import Mapping
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.utils.config_rules import Values, check_values, resolved
+from nemo_aligner.utils.config_rules import check_values
 from nemo_aligner.utils.config_schema import ARCHITECTURE_KEYS, CONFIG_NAMES, FREE, INERT, LIVE, ONLY
+from nemo_aligner.utils.config_values import Values, resolved
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.loggers import is_rank_zero
 

@@ -13,7 +13,7 @@ def check_ppo_variants(values) -> None:
     """Refuse variants that cannot work.
 
     Args:
-        values: `config_rules.Values` of the configuration of a PPO actor.
+        values: `config_values.Values` of the configuration of a PPO actor.
 
     Raises:
         ConfigError: with the value and the remedy.

@@ -8,14 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_aligner.utils import config_schema
-from nemo_aligner.utils.config_rules import (
-    check_accelerator,
-    check_architecture,
-    check_values,
-    count_ranks,
-    data_parallel_size,
-    require_multiple,
-)
+from nemo_aligner.utils.config_rules import check_values
 from nemo_aligner.utils.config_utils import (
     CONFIG_NAMES,
     check_config,
@@ -24,7 +17,9 @@ from nemo_aligner.utils.config_utils import (
     inert_notes,
     nearest_key,
 )
+from nemo_aligner.utils.config_values import require_multiple
 from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.utils.parallel_rules import check_accelerator, check_architecture, count_ranks, data_parallel_size
 
 CONF = Path(__file__).parents[2] / "conf"
 NO_LAUNCHER = {}
@@ -273,6 +268,9 @@ def test_accelerator():
             ["model.expert_model_parallel_size=2", "trainer.ppo.batch_iterator.use_flask=True"],
             "use_flask=True does not work with model.expert_model_parallel_size=2",
         ),
+        ("gpt_ppo_actor", ["trainer.ppo.alarms.clip_fraction=2"], "clip_fraction=2 must be at least 0 and at most 1"),
+        ("gpt_ppo_actor", ["trainer.ppo.alarms.sampling_mismatch=0"], "sampling_mismatch=0 must be above 0"),
+        ("training_rm", ["trainer.rm.alarms.replica_check_interval=-1"], "interval=-1 must be at least 0"),
         ("gpt_ppo_actor", ["trainer.accelerator=gpu"], "no CUDA device"),
         ("gpt_ppo_actor", ["model.seed=${model.sead}"], "reference that cannot be resolved"),
         ("gpt_ppo_actor", ["remote_critic_rm.reward_model.port=[5555,0]"], r"port=\[5555, 0\]: 0 is not a TCP port"),
