@@ -64,8 +64,8 @@ def full(tiny_tokenizer_dir, tmp_path_factory):
 def must_differ(split: matrix.Split, quantity: str) -> bool:
     """The mean of micro-batches' means depends on which rows are in a micro-batch, and so on how rows are dealt."""
     model_size = 1
-    for kind in ("tensor", "pipeline", "context"):
-        model_size *= split.model[f"{kind}_model_parallel_size"]
+    for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        model_size *= split.model[size]
     return split.ranks > model_size and "microbatch" in quantity and not quantity.endswith(" 1")
 
 
