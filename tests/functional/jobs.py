@@ -150,6 +150,13 @@ def read_metrics(folder: Path, key: str) -> list[float]:
     return [values[step] for step in sorted(values)]
 
 
+def metric_names(folder: Path) -> list[str]:
+    """Every metric that a job has logged; not the times it took."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = {name for record in records for name in record} - {"step", "time"}
+    return sorted(name for name in names if not name.startswith("timers/"))
+
+
 def reward_server(rm_file, folder: Path, port: int, ranks=1, launcher="python", *extra: str) -> ScriptJob:
     """serve_reward_model.py with the reward model of `rm_file`, on this machine; its log is `folder`/reward.log."""
     folder.mkdir(exist_ok=True)
