@@ -97,7 +97,9 @@ FULL = {
 }
 # Unless a name says adamw, the optimizer is the distributed one.
 SPLITS = {
-    "TP2": Split(2, _sizes(tp=2), ALL),
+    "one rank": Split(1, _sizes(), ALL),
+    "one rank adamw": Split(1, _sizes(optim=ADAMW), ALL),
+    "TP2": Split(2, _sizes(tp=2)),  # with experts Megatron Core wants sequence parallelism beside it
     "TP2+SP": Split(2, _sizes(tp=2, sp=True), ALL, slim=True),
     "PP2": Split(2, _sizes(pp=2), ALL),
     "PP2+VPP2": Split(2, _sizes(pp=2, vpp=2), slim=True),
@@ -111,7 +113,7 @@ SPLITS = {
     "TP2+SP selective recompute": Split(2, _sizes(tp=2, sp=True, **SELECTIVE)),
     "TP2 full recompute": Split(2, _sizes(tp=2, **FULL)),
     "PP2+VPP2 full recompute": Split(2, _sizes(pp=2, vpp=2, **FULL)),
-    "TP2xPP2": Split(4, _sizes(tp=2, pp=2), ALL),
+    "TP2xPP2": Split(4, _sizes(tp=2, pp=2)),
     "TP2+SPxPP2+VPP2": Split(4, _sizes(tp=2, sp=True, pp=2, vpp=2)),
     "TP2xDP2": Split(4, _sizes(tp=2)),
     "PP2+VPP2xDP2 overlap": Split(4, _sizes(pp=2, vpp=2, optim={"overlap_grad_sync": True, "bucket_cap_mb": 0.05})),

@@ -3,8 +3,8 @@
 """A training checkpoint saved at one split, loaded at another: the weights are the same bits, the next step is that of
 a job that was never interrupted.
 
-Every split saves after its first step; then every split loads what each of them saved and takes the second step. The
-job without interruption is that of one rank (`matrix.write_expected`).
+Every split saves after its first step; then every split loads what each of them saved, with as many ranks or others,
+and takes the second step. The job without interruption is that of one rank (`matrix.write_expected`).
 """
 
 from pathlib import Path
@@ -60,10 +60,12 @@ def save(tokenizer_dir, folder, name: str, slim: bool) -> None:
 
 
 def load(tokenizer_dir, folder, name: str, sources: list[str], slim: bool) -> dict[tuple, dict[str, float]]:
-    """The second step at the split `name` from what each source saved: deviations on rank 0."""
+    """The second step at the split `name` from what each source of its precision saved: deviations on rank 0."""
     report, split = {}, SPLITS[name]
     for architecture, role in cases(name, slim):
         for source in (source for source in sources if (architecture, role) in cases(source, slim)):
+            if SPLITS[source].precision != split.precision:
+                continue
             training = build(tokenizer_dir, folder, architecture, role, split.model)
             saved = _callback(folder, source, architecture, role, *training)
             state = saved.load_latest(complete_checkpoints(saved.root)[-1][0])
@@ -82,13 +84,17 @@ def load(tokenizer_dir, folder, name: str, sources: list[str], slim: bool) -> di
     return report
 
 
-def save_and_load(tokenizer_dir, folder, names: list[str], slim: bool) -> dict[tuple, dict[str, float]]:
-    """Body of a rank: save at all splits, then load at all of them what they saved."""
+def save_all(tokenizer_dir, folder, names: list[str], slim: bool) -> None:
+    """Body of a rank: save at each of the splits."""
     for name in names:
         save(tokenizer_dir, folder, name, slim)
         destroy_model_parallel()
+
+
+def load_all(tokenizer_dir, folder, names: list[str], sources: list[str], slim: bool) -> dict:
+    """Body of a rank: load at each of the splits what each of the sources has saved."""
     report = {}
     for name in names:
-        report |= load(tokenizer_dir, folder, name, names, slim)
+        report |= load(tokenizer_dir, folder, name, sources, slim)
         destroy_model_parallel()
     return report

@@ -18,46 +18,56 @@ from tests.distributed.matrix import ROLES, SPLITS
 SLIM = [name for name, split in SPLITS.items() if split.slim]
 BOUND = 1e-5
 BOUND_BF16 = 0.1  # 8 bits; what was measured is in docs/parallelism.md
-# Each of these saves, and loads what all of its list saved.
+# By number of ranks: each of these saves, and loads what all of them saved.
+BF16 = ["TP2+SP bf16", "PP2+VPP2 bf16", "DP2 bf16", "DP2 adamw bf16"]
 RELOAD = {
-    "slim": ["TP2+SP", "PP2+VPP2", "DP2 adamw"],
-    2: ["TP2", "PP2", "PP2+VPP2", "DP2", "DP2 adamw", "CP2", "EP2", "EP2 adamw"],
+    1: ["one rank", "one rank adamw"],
+    2: ["TP2", "PP2", "PP2+VPP2", "DP2", "DP2 adamw", "CP2", "EP2", "EP2 adamw", *BF16],
     4: ["TP2xPP2", "TP2xDP2", "TP2+SPxPP2+VPP2"],
-    "bf16": ["TP2+SP bf16", "PP2+VPP2 bf16", "DP2 bf16", "DP2 adamw bf16"],
 }
+SLIM_RELOAD = ["TP2+SP", "PP2+VPP2", "DP2 adamw"]
 
 
-def ranks(tokenizer_dir, folder, names: list[str], slim: bool, reload: list[str]):
-    """Body of a rank: the matrix of these splits, then the reloads among those of `reload`."""
+def ranks(tokenizer_dir, folder, names: list[str], slim: bool, reload: list[str], sources: list[str]):
+    """Body of a rank: the matrix of the splits `names`; then those of `reload` save, and load what `sources` saved."""
     report = matrix.run_splits(tokenizer_dir, folder, names, slim)
-    reloads = matrix_reload.save_and_load(tokenizer_dir, folder, reload, slim)
+    matrix_reload.save_all(tokenizer_dir, folder, reload, slim)
+    reloads = matrix_reload.load_all(tokenizer_dir, folder, reload, sources, slim)
     different = matrix.stages_start_different(tokenizer_dir) if parallel_state.get_world_size() == 2 else None
     return report, reloads, different
 
 
-def launch(tokenizer_dir, folder, names, slim, reload, timeout_s):
-    """`ranks` of one number of processes, from files that this process writes."""
+def write_inputs(tokenizer_dir, folder, names, slim):
+    """Models, and what one rank computes; in this process, which leaves its process group again."""
     matrix.write_models(tokenizer_dir, folder)
-    matrix.write_expected(tokenizer_dir, folder, {name: SPLITS[name] for name in [*names, *reload]}, slim)
+    matrix.write_expected(tokenizer_dir, folder, {name: SPLITS[name] for name in names}, slim)
+    if slim:
+        matrix_reload.save_all(tokenizer_dir, folder, ["one rank"], slim)
     parallel_state.destroy()
-    size = SPLITS[names[0]].ranks
-    return run_ranks(ranks, size, timeout_s, tokenizer_dir, folder, names, slim, reload)[0]
 
 
 @pytest.fixture(scope="module")
 def slim(tiny_tokenizer_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
-    return *launch(tiny_tokenizer_dir, folder, SLIM, True, RELOAD["slim"], 400), folder
+    write_inputs(tiny_tokenizer_dir, folder, [*SLIM, *SLIM_RELOAD, "one rank"], True)
+    args = (tiny_tokenizer_dir, folder, SLIM, True, SLIM_RELOAD, [*SLIM_RELOAD, "one rank"])
+    return *run_ranks(ranks, 2, 400, *args)[0], folder
 
 
 @pytest.fixture(scope="module")
 def full(tiny_tokenizer_dir, tmp_path_factory):
-    results = {}
-    for size in sorted({split.ranks for split in SPLITS.values()}):
-        folder = tmp_path_factory.mktemp(f"matrix{size}")
+    """{ranks: (report of the splits, of the reloads)}"""
+    folder, results, known = tmp_path_factory.mktemp("matrix-full"), {}, []
+    write_inputs(tiny_tokenizer_dir, folder, SPLITS, False)
+    for size, reload in RELOAD.items():
+        known += reload
         names = [name for name, split in SPLITS.items() if split.ranks == size]
-        reload = RELOAD[size] + (RELOAD["bf16"] if size == 2 else [])
-        results[size] = launch(tiny_tokenizer_dir, folder, names, False, reload, 1500)
+        args = (tiny_tokenizer_dir, folder, names, False, reload, list(known))
+        results[size] = run_ranks(ranks, size, 1500, *args)[0][:2]
+    for size in (1, 2):  # now what more ranks have saved
+        later = [name for name in known if SPLITS[name].ranks > size]
+        args = (tiny_tokenizer_dir, folder, RELOAD[size], later, False)
+        results[size][1].update(run_ranks(matrix_reload.load_all, size, 900, *args)[0])
     return results
 
 
@@ -116,7 +126,7 @@ def test_checkpoints_load_at_another_split(slim):
 
 @pytest.mark.full
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", RELOAD)
 def test_checkpoints_load_at_every_split(full, size):
     check_reloads(full[size][1])
 
@@ -178,7 +188,7 @@ if os.environ.get("MATRIX_REPORT"):  # a file for the deviations of all cases, a
         yield
         rows = [
             {"case": list(case), "numbers": numbers}
-            for report, reloads, _ in full.values()
+            for report, reloads in full.values()
             for case, numbers in {**report, **reloads}.items()
         ]
         with open(os.environ["MATRIX_REPORT"], "w") as file:
