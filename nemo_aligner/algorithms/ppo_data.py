@@ -27,6 +27,7 @@ from nemo_aligner.utils.ppo_utils import (
     clip_advantages,
     clip_rewards,
     group_rows,
+    masked_mean,
     masked_sum,
     spread_over_response,
 )
@@ -186,8 +187,14 @@ def compare_answers(scores: torch.Tensor, idx: torch.Tensor, mask: torch.Tensor,
     rows = PPORolloutBatch(scores=scores, idx=idx, valid=mask.bool().any(-1)).gather_and_balance_globally()
     advantages = GROUP_ESTIMATORS[estimator](rows["scores"], rows["idx"], rows["valid"])
     group, size = group_rows(rows["idx"])
-    differ = torch.zeros_like(size).index_add_(0, group, (advantages != 0).to(size)) > 0
-    metrics = {"fraction_of_prompts_without_signal": 1 - differ.double().mean().item()}
+
+    def any_in_group(rows_: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(size).index_add_(0, group, rows_.to(size)) > 0
+
+    without_signal = ~any_in_group(advantages != 0)
+    metrics = {
+        "fraction_of_prompts_without_signal": masked_mean(without_signal.double(), any_in_group(rows["valid"])).item()
+    }
     first = parallel_state.get_data_parallel_rank() * len(scores)  # every rank has as many rows
     return {"advantages": spread_over_response(advantages[first : first + len(scores)], mask)}, metrics
 

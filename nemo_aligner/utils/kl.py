@@ -13,6 +13,8 @@ from torch import Tensor
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 # Ziegler et al. 2019 move beta by at most this share (times n / horizon) in one update.
 _MAX_RELATIVE_ERROR = 0.2
+# exp of more says nothing of a divergence any more, and would overflow float32 in the next square or sum.
+_MAX_K3_EXPONENT = 20.0
 
 
 def calculate_kl_penalty(
@@ -25,7 +27,7 @@ def calculate_kl_penalty(
         "k1"   k1                    unbiased; single estimates may be negative
         "abs"  |k1|                  biased, never negative
         "k2"   k1^2 / 2              biased (little where a is close to b), never negative
-        "k3"   exp(-k1) - 1 + k1     unbiased, never negative
+        "k3"   exp(-k1) - 1 + k1     unbiased, never negative; the exponent is cut at 20
 
     As a term of a loss, with a the policy in training, it is the gradient that counts. Its expectation over tokens
     drawn from a is, for "k1": 0, so that the term adds nothing but noise; "abs": the gradient of sum |a - b| over the
@@ -54,7 +56,7 @@ def calculate_kl_penalty(
         return 0.5 * k1.square()
     if estimator == "k3":
         # expm1: between policies that hardly differ, exp(-k1) - 1 would be rounding error.
-        return torch.expm1(-k1) + k1
+        return torch.expm1((-k1).clamp(max=_MAX_K3_EXPONENT)) + k1
     raise ValueError(f"KL estimator {estimator!r} is unknown; choose one of {', '.join(KL_ESTIMATORS)}")
 
 

@@ -8,13 +8,12 @@ import torch
 
 from tests.distributed.launcher import run_ranks
 
-SETTINGS = dict(ppo_epochs=2, critic_warmup_steps=1, val_check_interval=1, save_interval=1)
+SETTINGS = dict(ppo_epochs=2, critic_warmup_steps=1, val_check_interval=1, save_interval=1, whiten_rewards=True)
 # A prompt's answers are dealt to both ranks; the ranks find out together that the policy has gone too far.
 WITHOUT_CRITIC = dict(ppo_epochs=2, val_check_interval=1, num_rollouts_per_prompt=2)
 GRPO = WITHOUT_CRITIC | dict(advantage_estimator="grpo", target_kl=1e-5)
 PLUS_PLUS = WITHOUT_CRITIC | dict(
     advantage_estimator="reinforce_plus_plus",
-    whiten_rewards=True,
     reward_clip=1.2,
     overlong_buffer_len=3,
     advantage_clip=1.5,

@@ -79,6 +79,13 @@ def test_small_differences_are_not_lost_in_float32():
     assert calculate_kl_penalty(gap, gap, estimator="k3").tolist() == [0.0, 0.0, 0.0]
 
 
+def test_k3_of_a_token_that_the_policy_forgot_stays_finite():
+    forgotten = torch.tensor([-100.0], requires_grad=True)
+    k3 = calculate_kl_penalty(forgotten, torch.tensor([0.0]), estimator="k3")
+    assert k3.item() == pytest.approx(math.exp(20) - 1 - 100)
+    assert torch.autograd.grad(k3, forgotten)[0].tolist() == [1.0]
+
+
 def test_nan_stays_in_its_slot_and_unknown_estimators_are_refused():
     a, b = torch.tensor([NAN, -1.0, -2.0]), torch.tensor([-1.0, NAN, -1.5])
     for estimator in KL_ESTIMATORS:

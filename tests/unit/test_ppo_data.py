@@ -157,12 +157,12 @@ EVERYTHING = {
         {**EVERYTHING, "critic_gae_lambda": 0.7},
         {"advantage_estimator": "reinforce_plus_plus"},
         {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False, "discount_factor": 0.8},
-        {"advantage_estimator": "reinforce_plus_plus", **EVERYTHING},
+        {"advantage_estimator": "reinforce_plus_plus", **EVERYTHING, "whiten_rewards": False},
         {"advantage_estimator": "rloo"},
-        {"advantage_estimator": "rloo", **EVERYTHING},
+        {"advantage_estimator": "rloo", **EVERYTHING, "whiten_rewards": False},
         {"advantage_estimator": "grpo"},
         {"advantage_estimator": "grpo", "kl_estimator": "k3", "initial_policy_kl_penalty": 0.5},
-        {"advantage_estimator": "grpo", **EVERYTHING},
+        {"advantage_estimator": "grpo", **EVERYTHING, "whiten_rewards": False},
     ],
     ids=lambda changes: "-".join(f"{key}={value}" for key, value in changes.items())[:60] or "defaults",
 )
@@ -204,6 +204,18 @@ def test_grpo_by_hand():
     torch.testing.assert_close(data["advantages"][:, 1:], expected, rtol=0, atol=1e-5)
     assert metrics["fraction_of_prompts_without_signal"] == 0.5
     assert (data["advantages"][:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo"])
+def test_equally_rewarded_answers_of_any_length_teach_nothing(estimator):
+    rollout = scored_rollout(False) | {"rewards": torch.ones(len(ROWS))}
+    rollout["idx"][STAND_IN] = 9  # a prompt of its own, which cannot be answered: it is not one without signal either
+    trainer = make_trainer(advantage_estimator=estimator, initial_policy_kl_penalty=0.0)
+    data, metrics = trainer.generate_ppo_data(rollout)
+    assert (data["advantages"][data["mask"].bool()] == 0).all()
+    assert metrics["fraction_of_prompts_without_signal"] == 1.0
+    rollout["rewards"][0] = 2.0  # of one of three prompts
+    assert trainer.generate_ppo_data(rollout)[1]["fraction_of_prompts_without_signal"] == pytest.approx(2 / 3)
 
 
 def test_metrics_say_what_was_clipped_and_taken_off():

@@ -55,6 +55,11 @@ def test_variants_that_work_pass_without_a_word(tmp_path, overrides):
             ("model.ppo.num_rollouts_per_prompt=2",),
         ),
         (
+            (*GRPO, "trainer.ppo.whiten_rewards=True"),
+            ["whiten_rewards=True", "grpo", "length"],
+            ("trainer.ppo.whiten_rewards=False",),
+        ),
+        (
             (*GRPO, "model.ppo.sampling_params.use_greedy=True"),
             ["4 answers", "the same"],
             ("model.ppo.sampling_params.use_greedy=False",),
