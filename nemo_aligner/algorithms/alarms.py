@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.distributed import all_reduce_dict, masked_global_mean_var
-from nemo_aligner.utils.errors import NonFiniteError
+from nemo_aligner.utils.errors import NonFiniteError, PolicyReferenceError
 from nemo_aligner.utils.replicas import check_replicas
 from nemo_aligner.utils.timers import ScopedTimer
 
@@ -64,8 +64,8 @@ WARNINGS = (
         "clip_fraction",
         lambda metrics: metrics.get("ppo_clip_fraction"),
         True,
-        "Most tokens' ratios are outside the clip range, so they no longer train the policy: it moves too far within "
-        "one rollout. Lower model.optim.lr or trainer.ppo.ppo_epochs, use larger global batches, or set "
+        "The ratios of so many tokens are outside the clip range that they no longer train the policy: it moves too "
+        "far within one rollout. Lower model.optim.lr or trainer.ppo.ppo_epochs, use larger global batches, or set "
         "trainer.ppo.target_kl.",
     ),
     Watched(
@@ -225,11 +225,11 @@ def check_policy_equals_reference(logprobs: Tensor, init_logprobs: Tensor, mask:
         `policy_reference_difference`: 0.
 
     Raises:
-        RuntimeError: with the largest difference over the response tokens of all ranks.
+        PolicyReferenceError: with the largest difference over the response tokens of all ranks.
     """
     largest = _largest_over_dp(torch.where(mask.bool(), (logprobs - init_logprobs).abs(), 0).nan_to_num(nan=torch.inf))
     if largest > 0:
-        raise RuntimeError(
+        raise PolicyReferenceError(
             f"before the first update, log-probs of the policy and of the reference differ by up to {largest:.3e}; "
             "they must be equal. Check that the reference was copied from the weights that are trained, that dropout "
             "is off during inference, and that no kernel in use is non-deterministic."

@@ -80,7 +80,7 @@ class SupervisedTrainer:
         self.run_timer = run_timer
         self.run_init_validation = run_init_validation
         self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
-        self.alarms = Alarms("trainer.sft.alarms or trainer.rm.alarms", cfg.get("alarms"))
+        self.alarms = Alarms("alarms", cfg.get("alarms"))
 
         self.step = 0
         self.consumed_samples = 0

@@ -17,9 +17,17 @@ class ServerRequestError(RuntimeError):
     """A request failed on the server, or its answer never came; the message carries the remote traceback."""
 
 
-class NonFiniteError(RuntimeError):
-    """A loss, a gradient, a reward or a value is NaN or infinite; raised by all ranks together."""
+class AlarmError(RuntimeError):
+    """What an alarm ends a run with; raised by all ranks together."""
 
 
-class ReplicaError(RuntimeError):
-    """Weights that must be equal on several ranks are not; raised by all ranks together."""
+class NonFiniteError(AlarmError):
+    """A loss, a gradient, a reward or a value is NaN or infinite."""
+
+
+class ReplicaError(AlarmError):
+    """Weights that must be equal on several ranks are not."""
+
+
+class PolicyReferenceError(AlarmError):
+    """Policy and reference differ before the first update."""

@@ -19,8 +19,9 @@ from nemo_aligner.utils.errors import NonFiniteError
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
 
 REMEDY = (
-    "No weight was changed by it. Lower model.optim.lr or trainer.*.gradient_clip_val, look at the last values of loss"
-    " and grad_norm in metrics.jsonl and at the data of this step, and resume from the last checkpoint."
+    "No weight was changed by it. Look at the last values of loss and grad_norm in metrics.jsonl and at the data of"
+    " this step; lower model.optim.lr, clip gradients (trainer.*.gradient_clip_val), and resume from the last good"
+    " checkpoint."
 )
 NAMED_TENSORS = 3
 

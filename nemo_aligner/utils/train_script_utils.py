@@ -28,7 +28,7 @@ from nemo_aligner.utils import nemo_archive
 from nemo_aligner.utils.checkpointing import CheckpointCallback
 from nemo_aligner.utils.config_utils import drop_unset
 from nemo_aligner.utils.device import get_backend
-from nemo_aligner.utils.errors import ConfigError, NonFiniteError, ReplicaError, ServerRequestError, UserError
+from nemo_aligner.utils.errors import AlarmError, ConfigError, ServerRequestError, UserError
 from nemo_aligner.utils.loggers import CustomLoggerWrapper, is_rank_zero
 from nemo_aligner.utils.ports import find_free_port
 from nemo_aligner.utils.trainer_utils import compute_num_steps_per_epoch
@@ -55,7 +55,7 @@ def user_errors_end_the_job(main):
     def run(*args, **kwargs):
         try:
             result = main(*args, **kwargs)
-        except (UserError, ServerRequestError, NonFiniteError, ReplicaError) as error:
+        except (UserError, ServerRequestError, AlarmError) as error:
             if not is_rank_zero():
                 time.sleep(_RANK_ZERO_FIRST_S)  # rank 0 ends this process if it has failed too
             print(f"\nERROR: {error}", file=sys.stderr, flush=True)

@@ -81,7 +81,7 @@ def test_sampling_ratio_by_hand():
     assert alarms.sampling_ratio_metrics(trainer, sampler, mask)["sampling_ratio_mean_error"] == math.inf
 
 
-def test_explained_variance_equals_scikit_learns_definition():
+def test_explained_variance_is_that_of_the_masked_slots():
     generator = torch.Generator().manual_seed(0)
     returns, values = torch.randn(2, 4, 6, generator=generator)
     mask = torch.rand(4, 6, generator=generator) < 0.5

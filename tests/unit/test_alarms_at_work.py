@@ -22,7 +22,7 @@ from tests.tiny_models import PPO, tiny_config
 # Defaults of gpt_ppo_actor.yaml, but for the critic: the fake one knows nothing.
 THRESHOLDS = {
     "sampling_mismatch": 0.05,
-    "clip_fraction": 0.5,
+    "clip_fraction": 0.3,
     "explained_variance": None,
     "truncated_fraction": 0.9,
     "replica_check_interval": 1,
