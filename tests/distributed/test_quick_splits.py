@@ -90,6 +90,7 @@ def one_rank(nemo):
     return updates(nemo)
 
 
+@pytest.mark.full  # `make test` has the same of the matrix
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_ranks_update_as_one_does(one_rank, two_ranks, split):
