@@ -5,6 +5,7 @@ splits.
 """
 
 import json
+import shutil
 import string
 
 import pytest
@@ -173,36 +174,62 @@ def test_any_split_gives_the_same_numbers(inputs, single, critic_split, actor_sp
     assert texts[0] == texts[1]
 
 
-def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, single, tmp_path):
+CONSTANT_RATE = "model.optim.sched.name=constant"  # any other schedule depends on max_steps
+
+
+def run_pair(inputs, folder, max_steps, critic_ranks=1, actor_ranks=1, actor_extra=()):
+    """Critic and actor in `folder` up to `max_steps`; both resume from what is there."""
+    limits = [f"trainer.ppo.max_steps={max_steps}", "trainer.ppo.val_check_interval=2"]
+    port = find_free_port()
+    with (
+        critic(inputs, folder, port, critic_ranks, "python", CONSTANT_RATE) as server,
+        actor(inputs, folder, port, actor_ranks, "python", CONSTANT_RATE, *limits, *actor_extra) as job,
+    ):
+        assert_ended_well(job, job.wait(240))
+        assert_ended_well(server, server.stop())
+
+
+@pytest.fixture(scope="module")
+def whole(inputs):
+    """Folder of four steps without interruption, one rank each."""
+    run_pair(inputs, inputs / "whole", 4)
+    return inputs / "whole"
+
+
+@pytest.fixture(scope="module")
+def half(inputs):
+    """Folder of the first two steps, one rank each; tests go on in a copy."""
+    run_pair(inputs, inputs / "half", 2)
+    return inputs / "half"
+
+
+def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, whole, half, tmp_path):
     """Two steps, then the same commands with four: as four uninterrupted ones. Then an actor without its critic."""
-    runs = {}
-    for name, limits in (("whole", [4]), ("parts", [2, 4])):
-        for limit in limits:
-            folder, port = tmp_path / name, find_free_port()
-            extra = [
-                f"trainer.ppo.max_steps={limit}",
-                "trainer.ppo.val_check_interval=2",
-                "model.optim.sched.name=constant",
-            ]
-            with (
-                critic(inputs, folder, port, 1, "python", "model.optim.sched.name=constant") as server,
-                actor(inputs, folder, port, 1, "python", *extra) as job,
-            ):
-                assert_ended_well(job, job.wait())
-                assert_ended_well(server, server.stop())
-        runs[name] = folder
-    for key in metric_names(runs["whole"] / "actor"):
-        whole, parts = (read_metrics(runs[name] / "actor", key) for name in ("whole", "parts"))
-        assert parts == whole, key  # to the bit
+    parts = shutil.copytree(half, tmp_path / "parts")
+    run_pair(inputs, parts, 4)
+    for key in metric_names(whole / "actor"):
+        assert read_metrics(parts / "actor", key) == read_metrics(whole / "actor", key), key  # to the bit
 
     port = find_free_port()
     with critic(inputs, tmp_path / "fresh", port) as server:
-        with actor(inputs, runs["parts"], port, 1, "python", "trainer.ppo.max_steps=6") as job:
+        with actor(inputs, parts, port, 1, "python", "trainer.ppo.max_steps=6") as job:
             assert job.wait() == 1
             assert "actor and critic do not match: this actor is at step 4" in job.log, (
                 job.log[-2000:] + server.log[-3000:]
             )
         assert_ended_well(server, server.stop())
+
+
+@pytest.mark.full
+def test_a_pair_resumes_at_another_split(inputs, whole, half, tmp_path):
+    """Two steps of one rank each, then the actor on TP2 and the critic on DP2: as four steps of one rank each."""
+    parts = shutil.copytree(half, tmp_path / "parts")
+    run_pair(inputs, parts, 4, 2, 2, ["++model.tensor_model_parallel_size=2"])
+    names = metric_names(whole / "actor")
+    assert {*COMPARED, "val_rollouts/rewards"} <= {*names}
+    for key in names:
+        expected, values = read_metrics(whole / "actor", key), read_metrics(parts / "actor", key)
+        assert values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
 
 
 def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):
