@@ -10,6 +10,7 @@ data-parallel rank's share, S the padded token length; column t of a [N, S-1] te
 
 import collections
 import contextlib
+import json
 import time
 from collections.abc import Callable
 
@@ -42,7 +43,7 @@ class CriticServerTrainer:
         model: a `CriticModelInterface`.
         optimizer, scheduler: of the model.
         logger: has `log_metrics(metrics, step, prefix)`.
-        ckpt_callback: has `custom_save(monitor_candidates, is_train_end, trainer_state)`.
+        ckpt_callback: has `custom_save(monitor_candidates, is_train_end, trainer_state)` and `saved_at(counter)`.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         gbs: rows of one optimizer step, over all data-parallel ranks.
         model_forward_micro_batch_size: rows of one forward pass per data-parallel rank.
@@ -177,7 +178,9 @@ class CriticServerTrainer:
     def server_status(self, **_inputs) -> dict[str, np.ndarray]:
         """Handler of `critic_status`; answered at once, also during a training request."""
         values = {"actor_step": self.actor_step, "critic_step": self.step, "saved_critic_step": self.saved_step}
-        return {name: np.array([value], dtype=np.int64) for name, value in values.items()}
+        checkpoints = json.dumps(self.ckpt_callback.saved_at("actor_step"))
+        numbers = {name: np.array([value], dtype=np.int64) for name, value in values.items()}
+        return {**numbers, "checkpoints": np.array([checkpoints.encode()])}
 
     def _recover(self, signal_: ServerSignal) -> None:
         """Leave what the model was prepared for when an operation failed on all ranks alike."""

@@ -133,7 +133,7 @@ def critic_save_endpoint() -> Endpoint:
 
 
 def critic_status_endpoint() -> Endpoint:
-    """Which training step the critic's weights stand at, and which actor step they were last saved or loaded with."""
+    """Which step the critic's weights stand at, their last checkpoint's actor step, and all checkpoints."""
     return Endpoint(
         CRITIC_STATUS,
         (TensorSpec("dummy_var", np.int64, (1,), meaning="any number (Triton needs an input)"),),
@@ -141,6 +141,7 @@ def critic_status_endpoint() -> Endpoint:
             TensorSpec("actor_step", np.int64, (1,), meaning="actor step of the last checkpoint; -1 unknown"),
             TensorSpec("critic_step", np.int64, (1,), meaning="optimizer steps of the weights in memory"),
             TensorSpec("saved_critic_step", np.int64, (1,), meaning="optimizer steps of the last checkpoint"),
+            TensorSpec("checkpoints", np.bytes_, (1,), meaning="JSON: folder of each checkpoint, by its actor step"),
         ),
         batching=False,
     )

@@ -60,7 +60,10 @@ def read_state(folder: Path) -> dict | None:
     """Contents of `state.json` of a complete checkpoint, else None."""
     if not (folder / MARKER).is_file():
         return None
-    return json.loads((folder / STATE_FILE).read_text())
+    try:
+        return json.loads((folder / STATE_FILE).read_text())
+    except FileNotFoundError:  # another thread or job is just removing the folder
+        return None
 
 
 def complete_checkpoints(root: Path) -> list[tuple[Path, dict]]:
@@ -323,6 +326,11 @@ class CheckpointCallback:
         for path, _ in checkpoints:
             if path not in keep:
                 shutil.rmtree(path)
+
+    def saved_at(self, counter: str) -> dict[int, str]:
+        """Absolute folder of each complete checkpoint, by the trainer's counter `counter`; of two the newer one."""
+        found = complete_checkpoints(self.root)
+        return {int(s["trainer"][counter]): str(path.resolve()) for path, s in found if counter in s["trainer"]}
 
     def latest(self, resume_from=None) -> Path | None:
         """The checkpoint to resume from: `resume_from` if given, else the newest complete one, else None."""

@@ -177,6 +177,10 @@ def main() -> None:
             if parallel_state.get_rank() == 0:
                 Path(settings["checkpoint"]).write_text(json.dumps(trainer_state))
 
+        def saved_at(self, counter):
+            file = Path(settings["checkpoint"])
+            return {json.loads(file.read_text())[counter]: str(file)} if file.exists() else {}
+
     def tokenize(sentences):
         rows = [list(text.encode())[:8] for text in sentences]
         tokens = np.array([[b % VOCAB for b in row] + [0] * (8 - len(row)) for row in rows])

@@ -152,6 +152,7 @@ def test_training_equals_direct_steps_and_is_applied_once(job, mirror):
 def test_save_and_status(job):
     raw = Raw(job)
     status = raw("critic_status", dummy_var=[0])
+    assert json.loads(status.pop("checkpoints")[0]) == {}
     assert {name: int(value[0]) for name, value in status.items()} == {
         "actor_step": 0,
         "critic_step": 2,
@@ -161,6 +162,8 @@ def test_save_and_status(job):
     assert answer["status"].tolist() == [0] and answer["status"].dtype == np.int64
     assert json.loads((job.directory / "checkpoint.json").read_text()) == {"step": 2, "actor_step": 3}
     status = raw("critic_status", dummy_var=[0])
+    checkpoint = str(job.directory / "checkpoint.json")
+    assert json.loads(status.pop("checkpoints")[0]) == {"3": checkpoint}
     assert all(value.dtype == np.int64 for value in status.values())
     assert {name: int(value[0]) for name, value in status.items()} == {
         "actor_step": 3,
@@ -253,9 +256,12 @@ def test_client_checks_before_it_sends(job):
         rollout = {"response_tokens": torch.ones(2, 9).long(), "response_lengths": torch.tensor([9, 9])}
         with pytest.raises(ServerRequestError, match="9 tokens.*remote_critic_rm.pad_to_length=8"):
             client.infer_rm_critic(rollout).result()
-        client.check_status(3)
-        with pytest.raises(UserError, match="actor is at step 5.*checkpoint of actor step 3"):
-            client.check_status(5)
+        client.check_status(3, {})
+        with pytest.raises(UserError, match="actor is at step 5.*No step has checkpoints of both"):
+            client.check_status(5, {4: "/actor/step=4", 5: "/actor/step=5"})
+        with pytest.raises(UserError, match="checkpoint of actor step 3: leave the critic server alone") as caught:
+            client.check_status(5, {3: "/actor/step=3", 5: "/actor/step=5"})
+        assert "again with 'exp_manager.resume_from_checkpoint=\"/actor/step=3\"'." in str(caught.value)
     finally:
         client.communicator.close()
     assert not [t for t in threading.enumerate() if "_worker" in t.name and t.is_alive()]
@@ -291,7 +297,7 @@ def two_rank_client(port, tp):
     data = {name: tensor[rows] for name, tensor in data.items()}
     loss = client.train({"response_tokens": data["tokens"], "values": data["prev_values"], **data}).result()
     status = client.save(actor_step=7).result()
-    client.check_status(7)
+    client.check_status(7, {})
     errors = []
     bad = {"response_tokens": torch.full((1, 4), RAISE if rank == 0 else 1), "response_lengths": torch.tensor([4])}
     future = client.infer_rm_critic(bad)

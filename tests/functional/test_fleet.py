@@ -401,6 +401,6 @@ def test_separate_mode_takes_values_from_the_critic_and_rewards_from_the_fleet(p
             bad["response_tokens"][0, 0] = NAN  # the critic's vocabulary does not have it either
             with pytest.raises(ServerRequestError, match="is nan in row"):
                 client.infer_rm_critic(bad).result()
-            client.check_status(0)
+            client.check_status(0, {})
         finally:
             client.close()

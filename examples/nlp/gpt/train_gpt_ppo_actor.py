@@ -133,7 +133,7 @@ def main(cfg) -> None:
         state = load_trainer_state(cfg, ckpt_callback)
         if state is not None:
             ppo_trainer.load_state_dict(state)
-        rm_critic.check_status(expected_actor_step=ppo_trainer.step)
+        rm_critic.check_status(ppo_trainer.step, ckpt_callback.saved_at("step"))
         ppo_trainer.fit()
     finally:
         rm_critic.communicator.close()

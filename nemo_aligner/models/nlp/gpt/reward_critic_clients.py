@@ -12,6 +12,7 @@ models may be combined: reward = sum of weight * reward of each.
 """
 
 import functools
+import json
 import time
 import uuid
 
@@ -34,6 +35,7 @@ from nemo_aligner.servers.source_rank import (
 from nemo_aligner.utils import parallel_state
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.errors import ConfigError, ServerRequestError, UserError
+from nemo_aligner.utils.resume_pair import mismatch_remedy
 from nemo_aligner.utils.reward_models import read_reward_models
 from nemo_aligner.utils.server_utils import FutureResult, tokenizer_fingerprint
 
@@ -394,7 +396,8 @@ class RemoteGPTRMCriticClient:
         )
 
     def status(self) -> dict:
-        """{"actor_step", "critic_step", "saved_critic_step"} of the server, on every rank."""
+        """{"actor_step", "critic_step", "saved_critic_step"} of the server, on every rank; and its "checkpoints", the
+        folder of each by its actor step."""
 
         def ask():
             if self.status_name not in self.communicator.connections:
@@ -405,12 +408,17 @@ class RemoteGPTRMCriticClient:
             return self.communicator.send_data_to_server(self.status_name, data, batching=False)
 
         answer = RankZeroFuture(self._on_rank_zero(ask)).result()
-        return {name: int(array[0]) for name, array in answer.items()}
+        checkpoints = json.loads(answer.pop("checkpoints")[0])
+        numbers = {name: int(array[0]) for name, array in answer.items()}
+        return {**numbers, "checkpoints": {int(step): folder for step, folder in checkpoints.items()}}
 
-    def check_status(self, expected_actor_step: int) -> None:
+    def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
         """Refuse to go on unless the critic's weights are those saved at `expected_actor_step` (0: a new run).
 
         Every rank calls it once, before the first rollout.
+
+        Args:
+            checkpoints: folder of each of the actor's complete checkpoints, by its step.
 
         Raises:
             UserError: on every rank; the message says how to bring the two jobs together.
@@ -428,14 +436,7 @@ class RemoteGPTRMCriticClient:
             return
         last = f"the checkpoint of actor step {have}" if have > 0 else "its first weights"
         moved = f", {step - saved} optimizer step(s) after {last}" if step != saved else f" at {last}"
-        if have == expected_actor_step:
-            remedy = "Restart the critic server: it resumes from that checkpoint, and the pair matches."
-        else:
-            remedy = (
-                f"Let both resume from the same step: the actor from its checkpoint of step {have} and the critic "
-                f"restarted, or both with the checkpoints of actor step {expected_actor_step} "
-                "(exp_manager.resume_from_checkpoint); or start both anew in empty directories."
-            )
+        remedy = mismatch_remedy(expected_actor_step, have, step != saved, checkpoints, status["checkpoints"])
         raise UserError(
             f"actor and critic do not match: this actor is at step {expected_actor_step}, the critic at {where} "
             f"is{moved}. {remedy}"

@@ -61,7 +61,7 @@ class RewardsInPlaceOfCritic:
         """There is no critic to save."""
         return NothingToDo()
 
-    def check_status(self, expected_actor_step: int) -> None:
+    def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
         """There is no critic that could be at another step."""
 
     def close(self) -> None:
