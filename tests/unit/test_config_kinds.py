@@ -1,0 +1,200 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of a configuration: switches, sections, values that must be given, and the keys of a model."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_aligner.utils import config_schema
+from nemo_aligner.utils.config_rules import check_flags, check_required, check_values
+from nemo_aligner.utils.config_utils import CONFIG_NAMES, check_config
+from nemo_aligner.utils.config_values import Values
+from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.parallel_rules import check_architecture
+from tests.unit.test_config_utils import NO_LAUNCHER, check, load
+
+
+def shipped(name, tmp_path):
+    """Dotted key -> resolved default of every live key in the YAML file."""
+
+    def walk(tree, prefix=""):
+        for key, value in tree.items():
+            key = prefix + key
+            if isinstance(value, dict) and key not in config_schema.FREE:
+                yield from walk(value, f"{key}.")
+            elif key in config_schema.LIVE[name]:
+                yield key, value
+
+    return dict(walk(OmegaConf.to_container(load(name, tmp_path), resolve=True)))
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_every_switch_of_the_yaml_files_is_a_flag(name, tmp_path):
+    defaults = shipped(name, tmp_path)
+    switches = {key for key, value in defaults.items() if isinstance(value, bool)}
+    assert switches and not switches - config_schema.FLAGS
+    for key in config_schema.FLAGS & set(defaults):
+        assert defaults[key] is None or isinstance(defaults[key], bool), key
+
+
+def test_tables_name_live_keys_only():
+    every = set().union(*config_schema.LIVE.values())
+    assert not config_schema.FLAGS - every
+    for name in CONFIG_NAMES:
+        assert not config_schema.REQUIRED[name] - config_schema.LIVE[name]
+
+
+def with_value(tree, key, value):
+    """`tree`, nested dicts, with `value` at the dotted key; the dicts on the way are copies."""
+    name, _, rest = key.partition(".")
+    return {**tree, name: with_value(tree.get(name) or {}, rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_a_text_is_no_switch(name, tmp_path):
+    """Of each configuration every switch is tried. Hydra reads these as texts, and 0 as a number."""
+    tree = OmegaConf.to_container(load(name, tmp_path), resolve=True)
+    check_flags(Values(tree), name)
+    for key in config_schema.FLAGS & config_schema.LIVE[name]:
+        for value in ("off", "no", "None", 0):
+            with pytest.raises(ConfigError, match=rf"^{key}={value!r} must be True or False"):
+                check_flags(Values(with_value(tree, key, value)), name)
+
+
+def test_a_text_is_no_switch_for_a_job(tmp_path):
+    # OmegaConf's dot list, unlike Hydra, reads an unquoted off as False.
+    with pytest.raises(ConfigError, match="trainer.ppo.whiten_rewards='off' must be True or False"):
+        check("gpt_ppo_actor", tmp_path, "trainer.ppo.whiten_rewards='off'")
+
+
+def test_null_is_no_switch_unless_the_checkpoint_decides(tmp_path):
+    with pytest.raises(ConfigError, match="trainer.ppo.whiten_rewards=null must be True or False"):
+        check("gpt_ppo_actor", tmp_path, "trainer.ppo.whiten_rewards=null")
+    assert check("gpt_ppo_actor", tmp_path, "model.bias=null", "model.moe_router_pre_softmax=null") == []
+    assert check("gpt_ppo_critic", tmp_path, "model.use_avg_pool=null", "exp_manager=null") == []
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_null_is_refused_where_a_value_is_needed(name, tmp_path):
+    tree = OmegaConf.to_container(load(name, tmp_path), resolve=True)
+    check_required(Values(tree), name)
+    for key in config_schema.REQUIRED[name]:
+        with pytest.raises(ConfigError, match=f"^{key} is not set; give"):
+            check_required(Values(with_value(tree, key, None)), name)
+        section = key.rpartition(".")[0]
+        with pytest.raises(ConfigError, match=rf"^{section}\..* is not set; give"):
+            check_required(Values(with_value(tree, section, None)), name)
+
+
+def test_null_is_refused_by_a_job(tmp_path):
+    with pytest.raises(ConfigError, match="model.ppo.loss_reduction is not set; give"):
+        check("gpt_ppo_actor", tmp_path, "model.ppo.loss_reduction=null")
+
+
+def test_a_key_that_is_absent_has_its_default(tmp_path):
+    """As in a configuration that was written before the key existed."""
+    cfg = load("gpt_ppo_actor", tmp_path)
+    for key in ("advantage_estimator", "overlong_buffer_len", "whiten_rewards", "adaptive_kl", "alarms"):
+        del cfg.trainer.ppo[key]
+    assert check_config(cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown", "below"),
+    [
+        ("trainer.ppo.adaptive_kl", 5, "5", "trainer.ppo.adaptive_kl.enable"),
+        ("trainer.ppo.alarms", "abc", "'abc'", "trainer.ppo.alarms.clip_fraction"),
+        ("trainer.ppo.alarms", True, "True", "trainer.ppo.alarms.clip_fraction"),
+        ("model.ppo.sampling_params", [1], r"\[1\]", "model.ppo.sampling_params.end_strings"),
+        ("exp_manager", False, "False", "exp_manager.checkpoint_callback_params"),
+    ],
+)
+def test_a_section_is_no_value(key, value, shown, below, tmp_path):
+    cfg = load("gpt_ppo_actor", tmp_path)
+    OmegaConf.update(cfg, key, value, merge=False)
+    with pytest.raises(ConfigError, match=f"{key}={shown} is a section; set its keys, such as {below}"):
+        check_config(cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER)
+
+
+def test_null_switches_alarms_and_adaptive_kl_off(tmp_path):
+    from nemo_aligner.algorithms.alarms import Alarms
+    from nemo_aligner.algorithms.ppo_data import make_kl_controller
+    from nemo_aligner.utils.kl import FixedKLController
+
+    overrides = ["trainer.ppo.alarms=null", "trainer.ppo.adaptive_kl=null"]
+    assert check("gpt_ppo_actor", tmp_path, *overrides) == []
+    section = load("gpt_ppo_actor", tmp_path, *overrides).trainer.ppo
+    assert isinstance(make_kl_controller(section), FixedKLController)
+    assert not Alarms("trainer.ppo.alarms", section.alarms).thresholds
+
+
+def test_bounds_are_named_where_there_are_some():
+    values = Values({"a": 2})
+    for bounds, said in (
+        ({"high": 1}, "must be at most 1."),
+        ({"low": 3}, "must be at least 3."),
+        ({"low": 3, "high": 4, "above": True}, "must be above 3 and at most 4."),
+    ):
+        with pytest.raises(ConfigError, match=f"a=2 {said}$"):
+            values.number("a", **bounds)
+
+
+RECOMPUTE = "model.activations_checkpoint_"
+SCRATCH = (
+    "pretrained_checkpoint.restore_from_path=null",
+    *(f"model.{size}" for size in ("num_layers=2", "hidden_size=32", "num_attention_heads=4")),
+    "model.tokenizer.library=huggingface",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["granularity=some"], "granularity='some' must be one of selective, full"),
+        (["granularity=full"], "granularity=full needs model.activations_checkpoint_method, .* uniform or block"),
+        (["granularity=full", "method=all", "num_layers=1"], "method='all' must be one of uniform, block"),
+        (["granularity=full", "method=block"], "granularity=full needs model.activations_checkpoint_num_layers"),
+        (["granularity=full", "method=block", "num_layers=0"], "num_layers=0 must be at least 1"),
+        (["granularity=full", "method=block", "num_layers=3"], "num_layers=3 is more than the 2 layers .* at most 2"),
+        (["granularity=selective", "num_layers=1"], "num_layers=1 is only for granularity=full"),
+    ],
+)
+def test_recomputation(overrides, message, tmp_path):
+    works = ["granularity=full", "method=block", "num_layers=2"]
+    assert check("training_rm", tmp_path, *SCRATCH, *(RECOMPUTE + part for part in works)) == []
+    with pytest.raises(ConfigError, match=message):
+        check("training_rm", tmp_path, *SCRATCH, *(RECOMPUTE + part for part in overrides))
+
+
+def test_recomputation_that_has_no_effect_is_refused_before_the_checkpoint_speaks(tmp_path):
+    overrides = [f"{RECOMPUTE}granularity=null", f"{RECOMPUTE}method=block"]
+    with pytest.raises(ConfigError, match="method=block has no effect unless .*granularity=full"):
+        check("gpt_sft", tmp_path, *overrides)
+    cfg = load("gpt_sft", tmp_path, *overrides)  # trained with a method that is switched off now
+    check_values(cfg, "gpt_sft", complete=True, visible_devices=0, env=NO_LAUNCHER)
+    assert check("gpt_ppo_actor", tmp_path, f"{RECOMPUTE}num_layers=2") == []  # the checkpoint may say "full"
+
+
+def test_keys_of_experts_need_experts(tmp_path):
+    topk = "model.moe_router_topk=2"
+    with pytest.raises(ConfigError, match="model.moe_router_topk=2 is of a mixture of experts"):
+        check("training_rm", tmp_path, *SCRATCH, topk)
+    assert check("training_rm", tmp_path, *SCRATCH, topk, "model.num_moe_experts=2") == []
+    cfg = load("training_rm", tmp_path, topk)  # the configuration of a dense checkpoint may hold them
+    check_values(cfg, "training_rm", complete=True, visible_devices=0, env=NO_LAUNCHER)
+
+
+def test_what_a_checkpoint_fixes_is_no_remedy():
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "tensor_model_parallel_size": 3}
+    with pytest.raises(ConfigError, match="use 3 or 6"):
+        check_architecture(sizes)
+    with pytest.raises(ConfigError, match="so set model.tensor_model_parallel_size to a divisor of 4") as caught:
+        check_architecture(sizes, fixed=True)
+    assert "use 3 or 6" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [[], ["model.num_moe_experts=2"]])
+def test_expert_parallelism_of_a_checkpoint_can_be_overridden(sizes, tmp_path):
+    cfg = load("gpt_ppo_actor", tmp_path, "model.expert_model_parallel_size=2", *sizes)  # one rank
+    with pytest.raises(ConfigError, match=r"unless it is overridden: \+\+model.expert_model_parallel_size=1"):
+        check_values(cfg, "gpt_ppo_actor", complete=True, visible_devices=0, env=NO_LAUNCHER)
