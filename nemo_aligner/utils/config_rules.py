@@ -7,12 +7,14 @@
 
 import os
 
-from nemo_aligner.utils.config_schema import ONLY
+from nemo_aligner.utils.config_schema import ARCHITECTURE_KEYS, FLAGS, LIVE, ONLY, REQUIRED
 from nemo_aligner.utils.config_values import Values, require_multiple, resolved
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.parallel_rules import (
+    EP_REMEDY,
     check_accelerator,
     check_architecture,
+    check_recomputation,
     count_ranks,
     cuda_devices,
     parallel_factor,
@@ -32,6 +34,24 @@ SECTIONS = {
 }
 RESTORE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
 RESTORE_KEY = "pretrained_checkpoint.restore_from_path"  # of all others
+
+
+def check_flags(values: Values, config_name: str) -> None:
+    """Raise unless each switch is True or False; null only where it means "as in the checkpoint"."""
+    for key in sorted(FLAGS & LIVE[config_name]):
+        value = values.get(key)
+        leaves_it = key.removeprefix("model.") in ARCHITECTURE_KEYS or values.is_null(key.rpartition(".")[0])
+        if isinstance(value, bool) or (value is None and (leaves_it or not values.is_null(key))):
+            continue
+        shown = "null" if value is None else repr(value)
+        raise ConfigError(f"{key}={shown} must be True or False.")
+
+
+def check_required(values: Values, config_name: str) -> None:
+    """Raise where a key that needs a value was set to null. One that is absent has the default of the code."""
+    for key in sorted(REQUIRED[config_name]):
+        if values.is_null(key):
+            raise ConfigError(f"{key} is not set; give it a value (docs/config.md names its default).")
 
 
 def check_intervals(section: str, val_check_interval, save_interval) -> None:
@@ -87,7 +107,8 @@ def _check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) ->
     if experts > 1 and v.get(f"{section}batch_iterator.use_flask", False):
         raise ConfigError(
             f"{section}batch_iterator.use_flask=True does not work with model.expert_model_parallel_size={experts}: "
-            "these ranks hold each other's experts, so none may generate more often than another. Set it to False."
+            "these ranks hold each other's experts, so none may generate more often than another. Set it to False "
+            f"({EP_REMEDY})."
         )
     v.number(f"{remote}.init_timeout_s", 0, above=True)
     v.number(f"{remote}.inference_timeout_s", 0, above=True)
@@ -247,6 +268,8 @@ def check_values(cfg, config_name: str, *, complete: bool, visible_devices: int 
         ConfigError: with the value and the remedy.
     """
     values = Values(resolved(cfg))
+    check_required(values, config_name)
+    check_flags(values, config_name)
     visible_devices = cuda_devices() if visible_devices is None else visible_devices
     devices, nodes = values.get("trainer.devices", 1), values.whole("trainer.num_nodes", 1) or 1
     check_accelerator(values.get("trainer.accelerator", "auto"), devices, visible_devices)
@@ -261,7 +284,8 @@ def check_values(cfg, config_name: str, *, complete: bool, visible_devices: int 
 
     dp = parallel_factor(values, ranks, complete or trains_from_scratch)
     if complete or trains_from_scratch:
-        check_architecture(values.get("model", {}))
+        check_architecture(values.get("model", {}), fixed=not trains_from_scratch)
+    check_recomputation(values, complete or trains_from_scratch)
     _check_sequence_lengths(values)
     values.whole("model.forward_micro_batch_size", 1)
     values.whole("model.seed", 0)

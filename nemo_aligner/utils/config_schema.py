@@ -227,6 +227,87 @@ ARCHITECTURE_KEYS = tuple(sorted(key.removeprefix("model.") for key in _ARCHITEC
     "regression.attribute_weights",
 )
 
+# ---- kinds of values (config_rules.py checks them) ----
+
+# Keys of ours and of a checkpoint that hold True or False. Where they are live, nothing else is accepted: Hydra reads
+# `off`, `no` and `None` as texts, which Python takes for true.
+FLAGS = (
+    _keys("trainer", "logger enable_checkpointing use_distributed_sampler")
+    | _keys(
+        "trainer.ppo",
+        """run_init_validation use_absolute_kl normalize_advantages whiten_rewards adaptive_kl.enable
+        batch_iterator.use_flask trt_llm.enable trt_llm.reshard combine_rm_and_critic_server""",
+    )
+    | _keys("trainer", "rs.run_init_validation rm.train_random_sampler rm.val_random_sampler")
+    | {"remote_critic_rm.combine_rm_and_critic_server"}
+    | _keys(
+        "exp_manager",
+        """use_datetime_version resume_if_exists resume_past_end resume_ignore_no_checkpoint
+        create_tensorboard_logger create_wandb_logger create_mlflow_logger create_dllogger_logger
+        create_clearml_logger create_neptune_logger create_checkpoint_callback
+        checkpoint_callback_params.always_save_nemo checkpoint_callback_params.save_nemo_on_train_end""",
+    )
+    | _keys(
+        "model",
+        """layernorm_zero_centered_gamma rotary_interleaved bias add_qkv_bias qkv_bias
+        share_embeddings_and_output_weights apply_query_key_layer_scaling attention_softmax_in_fp32
+        moe_router_pre_softmax tokenizer.use_fast tokenizer.sentencepiece_legacy tokenizer.trust_remote_code
+        sequence_parallel megatron_amp_O2 use_cpu_initialization persist_layer_norm masked_softmax_fusion
+        bias_dropout_add_fusion apply_rope_fusion gradient_accumulation_fusion optim.overlap_grad_sync
+        output_sequence use_avg_pool reward_standardization.enable regression.merge_attributes
+        regression.load_rm_head_weights offload_adam_states answer_only_loss peft.lora_tuning.weight_tying
+        ppo.offload_adam_states ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
+        ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy""",
+    )
+    | _keys("model.data", "validation_drop_last apply_ftfy append_eod chat sample")
+    | {
+        f"model.data.{split}.{key}"
+        for split in ("train_ds", "validation_ds", "test_ds")
+        for key in "shuffle drop_last add_eos add_sep add_bos hf_dataset pad_to_max_length".split()
+    }
+)
+
+# Keys that must not be null: null would not mean "off" or "as in the checkpoint" there. Flags need no line here.
+_REQUIRED_TRAINING = _keys("trainer", "num_nodes devices accelerator") | _keys(
+    "model",
+    """micro_batch_size global_batch_size encoder_seq_length seed optim.name optim.lr optim.weight_decay optim.betas
+    optim.eps""",
+)
+_REQUIRED_POLICY = """rollout_micro_batch_size num_rollout_samples num_rollouts_per_prompt forward_micro_batch_size
+    val_rollout_micro_batch_size num_val_samples loss_reduction sampling_params.use_greedy
+    sampling_params.temperature sampling_params.top_k sampling_params.top_p sampling_params.repetition_penalty
+    length_params.max_length length_params.min_length"""
+_REQUIRED_LOOP = "max_epochs max_steps val_check_interval save_interval model_gbs"
+REQUIRED = {
+    "gpt_ppo_actor": _REQUIRED_TRAINING
+    | _keys(
+        "trainer.ppo",
+        f"""{_REQUIRED_LOOP} ppo_epochs advantage_estimator discount_factor gae_lambda initial_policy_kl_penalty
+        overlong_buffer_len overlong_penalty_factor critic_warmup_steps""",
+    )
+    | _keys("model", "data.num_workers data.seq_length")
+    | _keys("model.ppo", f"{_REQUIRED_POLICY} kl_loss_coef kl_loss_estimator ratio_eps entropy_bonus"),
+    "gpt_ppo_critic": _REQUIRED_TRAINING
+    | _keys("trainer.ppo", "host port max_steps max_queue_delay_microseconds inference_micro_batch_size"),
+    "gpt_rs_actor": _REQUIRED_TRAINING
+    | _keys("trainer.rs", _REQUIRED_LOOP)
+    | _keys("model", "data.num_workers data.seq_length")
+    | _keys("model.rs", f"{_REQUIRED_POLICY} top_n_rollouts"),
+    "training_rm": _REQUIRED_TRAINING
+    | _keys("trainer.rm", "max_steps val_check_interval save_interval")
+    | _keys("model", "data.num_workers data.seq_length"),
+    "inference_rm": _keys("trainer", "num_nodes devices accelerator")
+    | _keys(
+        "inference",
+        """host port model_name max_queue_delay_microseconds inference_micro_batch_size reward_fn_workers
+        reward_fn_timeout_s""",
+    ),
+    "gpt_sft": _REQUIRED_TRAINING
+    | _keys("trainer.sft", "max_steps val_check_interval save_interval")
+    | _keys("model", "data.num_workers data.train_ds.max_seq_length data.validation_ds.max_seq_length")
+    | _keys("model.data.validation_ds", "micro_batch_size global_batch_size"),
+}
+
 # ---- keys that no longer act ---------------------------------------------------------------------
 
 _TRT = "TensorRT-LLM is gone; the built-in engine generates"

@@ -107,6 +107,16 @@ def check_keys(tree: Mapping, config_name: str) -> None:
         )
 
 
+def check_sections(tree: Mapping, config_name: str) -> None:
+    """Refuse a number, text or list in the place of a section of `tree`, a plain nested dict without references."""
+    for key, value in _walk(tree, config_name).items():
+        if isinstance(value, Mapping) or value is None or key in FREE or key in LIVE[config_name]:
+            continue
+        below = sorted(live for live in LIVE[config_name] if live.startswith(f"{key}."))
+        if below:
+            raise ConfigError(f"{key}={value!r} is a section; set its keys, such as {below[0]}.")
+
+
 def inert_notes(tree: Mapping, config_name: str) -> list[str]:
     """One line for each key of `tree` that has no effect and whose value asks for something."""
     inert = INERT[config_name]
@@ -155,6 +165,7 @@ def check_config(cfg, config_name: str, *, visible_devices: int | None = None, e
     if missing:
         raise ConfigError(f"Not set: {', '.join(missing)}; give a value, for example {missing[0]}=...")
     tree = resolved(cfg)
+    check_sections(tree, config_name)
     check_values(tree, config_name, complete=False, visible_devices=visible_devices, env=env)
     notes = inert_notes(tree, config_name)
     if Values(tree).get("trainer.ppo.trt_llm.enable"):

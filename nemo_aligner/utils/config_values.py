@@ -39,6 +39,17 @@ class Values:
             node = node[name]
         return default if node is None else node
 
+    def is_null(self, key: str) -> bool:
+        """Whether the key, or a section that it is in, was written with the value null."""
+        node = self.tree
+        for name in key.split("."):
+            if not isinstance(node, Mapping) or name not in node:
+                return False
+            node = node[name]
+            if node is None:
+                return True
+        return False
+
     def whole(self, key: str, minimum: int | None = None) -> int | None:
         """A whole number, or None when not set."""
         value = self.get(key)
@@ -58,10 +69,9 @@ class Values:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ConfigError(f"{key}={value!r} must be a finite number.")
         if not low <= value <= high or (above and value == low):
-            lower = f"above {low}" if above else f"at least {low}"
-            raise ConfigError(
-                f"{key}={value} must be {lower}" + ("." if high == math.inf else f" and at most {high}.")
-            )
+            bounds = [f"above {low}" if above else f"at least {low}"] if low > -math.inf else []
+            bounds += [f"at most {high}"] if high < math.inf else []
+            raise ConfigError(f"{key}={value} must be {' and '.join(bounds)}.")
 
     def choice(self, key: str, choices: tuple) -> None:
         value = self.get(key)
@@ -74,14 +84,17 @@ class Values:
             raise ConfigError(f"{key}={value} is not a TCP port; use a number from 1 to 65535.")
 
 
-def require_multiple(name: str, value: int, factors: Mapping[str, int]) -> None:
-    """Raise unless `value` is a positive multiple of the product of `factors` (name -> size)."""
+def require_multiple(name: str, value: int, factors: Mapping[str, int], remedy: str | None = None) -> None:
+    """Raise unless `value` is a positive multiple of the product of `factors` (name -> size).
+
+    Args:
+        remedy: what to do; None: the nearest multiples in the place of `value`.
+    """
     product = math.prod(factors.values())
     if value > 0 and value % product == 0:
         return
     below, above = value // product * product, (value // product + 1) * product
     nearest = f"{below} or {above}" if below > 0 else f"{above}"
     formula = " x ".join(f"{factor}={size}" for factor, size in factors.items())
-    raise ConfigError(
-        f"{name}={value} must be a multiple of {product} ({formula}); use {nearest}, or change a factor."
-    )
+    remedy = remedy or f"use {nearest}, or change a factor"
+    raise ConfigError(f"{name}={value} must be a multiple of {product} ({formula}); {remedy}.")

@@ -11,6 +11,11 @@ from nemo_aligner.utils.errors import ConfigError
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 
 
+# Sizes may come from a checkpoint, where the user never saw them.
+EP_REMEDY = "a checkpoint's own value counts unless it is overridden: ++model.expert_model_parallel_size=1"
+RECOMPUTE = "model.activations_checkpoint_"
+
+
 def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
     """DP = ranks / (TP x PP x CP).
 
@@ -98,11 +103,12 @@ def parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int
         if not experts:
             raise ConfigError(
                 f"model.expert_model_parallel_size={ep} spreads experts over ranks, but this model has none; set it "
-                "to 1."
+                f"to 1 ({EP_REMEDY})."
             )
         require_multiple("model.num_moe_experts", experts, {"model.expert_model_parallel_size": ep})
         name = f"the number of data-parallel x context-parallel ranks, {dp} x {cp or 1}"
-        require_multiple(name, dp * (cp or 1), {"model.expert_model_parallel_size": ep})
+        remedy = f"use other numbers of ranks or a smaller size ({EP_REMEDY})"
+        require_multiple(name, dp * (cp or 1), {"model.expert_model_parallel_size": ep}, remedy)
     return {"data parallel size": dp}
 
 
@@ -112,8 +118,20 @@ def virtual_pipeline_group(values: Values) -> dict[str, int]:
     return {"model.pipeline_model_parallel_size (with virtual stages)": pp} if vpp > 1 else {}
 
 
-def check_architecture(values: Mapping) -> None:
-    """Head, group and layer counts of `model.*` that cannot work together."""
+def _require_split(name: str, value: int, sizes: Mapping[str, int], fixed: bool) -> None:
+    """Raise unless the parallel `sizes` divide `value`, which is `fixed` where a checkpoint says it."""
+    product = " x ".join(sizes)
+    remedy = f"the checkpoint fixes {name}, so set {product} to a divisor of {value}" if fixed else None
+    require_multiple(name, value, sizes, remedy)
+
+
+def check_architecture(values: Mapping, fixed: bool = False) -> None:
+    """Sizes of `model.*` that cannot work together.
+
+    Args:
+        values: `cfg.model`.
+        fixed: they are those of a checkpoint, so that only the parallel sizes can change.
+    """
     v = Values({"model": values})
     heads, hidden, groups = (
         v.whole(f"model.{k}", 1) for k in ("num_attention_heads", "hidden_size", "num_query_groups")
@@ -126,16 +144,26 @@ def check_architecture(values: Mapping) -> None:
         require_multiple("model.num_attention_heads", heads, {"model.num_query_groups": groups})
     tensor = {"model.tensor_model_parallel_size": tp}
     if heads:
-        require_multiple("model.num_attention_heads", heads, tensor)
+        _require_split("model.num_attention_heads", heads, tensor, fixed)
     if groups:
-        require_multiple("model.num_query_groups", groups, tensor)
+        _require_split("model.num_query_groups", groups, tensor, fixed)
     if layers:
         stages = {"model.pipeline_model_parallel_size": pp}
-        require_multiple(
-            "model.num_layers",
-            layers,
-            stages | ({"model.virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}),
+        stages |= {"model.virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}
+        _require_split("model.num_layers", layers, stages, fixed)
+    for key in ("ffn_hidden_size", "kv_channels"):
+        v.whole(f"model.{key}", 1)
+    _check_experts(v, fixed)
+    if vpp > 1 and pp == 1:
+        raise ConfigError(
+            f"model.virtual_pipeline_model_parallel_size={vpp} needs model.pipeline_model_parallel_size of 2 or more; "
+            "set it to null."
         )
+    if layers:
+        _check_recomputed_layers(v, layers // (pp * vpp))
+
+
+def _check_experts(v: Values, fixed: bool) -> None:
     experts, topk = v.whole("model.num_moe_experts", 1), v.whole("model.moe_router_topk", 1)
     if experts and topk and topk > experts:
         raise ConfigError(f"model.moe_router_topk={topk} is above model.num_moe_experts={experts}; lower it.")
@@ -143,8 +171,51 @@ def check_architecture(values: Mapping) -> None:
     v.number("model.moe_z_loss_coeff", 0)
     v.choice("model.moe_token_dispatcher_type", ("alltoall",))  # the others want rows of one length on all ranks
     v.choice("model.moe_router_load_balancing_type", ("aux_loss", "none"))
-    if vpp > 1 and pp == 1:
+    v.whole("model.moe_ffn_hidden_size", 1)
+    if experts or fixed:  # the configuration of a dense checkpoint may well hold such keys
+        return
+    keys = [f"model.{key}" for key in v.get("model", {}) if key.startswith("moe_") and v.get(f"model.{key}")]
+    if keys:
         raise ConfigError(
-            f"model.virtual_pipeline_model_parallel_size={vpp} needs model.pipeline_model_parallel_size of 2 or more; "
-            "set it to null."
+            f"{keys[0]}={v.get(keys[0])} is of a mixture of experts, but model.num_moe_experts is not set; set it, or "
+            f"{keys[0]} to null."
+        )
+
+
+def check_recomputation(v: Values, complete: bool) -> None:
+    """`model.activations_checkpoint_*`; `complete` as in `config_rules.check_values`.
+
+    A user may say a part of it and leave the rest to the checkpoint; and a checkpoint may have been trained with
+    a method that its user has switched off since.
+    """
+    v.choice(RECOMPUTE + "granularity", ("selective", "full"))
+    v.choice(RECOMPUTE + "method", ("uniform", "block"))
+    granularity, layers = v.get(RECOMPUTE + "granularity"), v.whole(RECOMPUTE + "num_layers", 1)
+    if granularity == "full" and complete:
+        for key in ("method", "num_layers"):
+            if v.get(RECOMPUTE + key) is None:
+                raise ConfigError(
+                    f"{RECOMPUTE}granularity=full needs {RECOMPUTE}{key}, which is not set; give "
+                    + ("uniform or block." if key == "method" else "a number of layers, for example 1.")
+                )
+    if granularity == "selective" and complete and layers is not None:
+        raise ConfigError(
+            f"{RECOMPUTE}num_layers={layers} is only for granularity=full, but it is selective, which recomputes the "
+            "attention of every layer; set num_layers to null."
+        )
+    off = granularity == "selective" or v.is_null(RECOMPUTE + "granularity")
+    for key in ("method", "num_layers"):
+        if off and not complete and v.get(RECOMPUTE + key) is not None:
+            raise ConfigError(
+                f"{RECOMPUTE}{key}={v.get(RECOMPUTE + key)} has no effect unless {RECOMPUTE}granularity=full; set "
+                "that, or this to null."
+            )
+
+
+def _check_recomputed_layers(v: Values, stage: int) -> None:
+    layers = v.whole(RECOMPUTE + "num_layers", 1)
+    if v.get(RECOMPUTE + "granularity") == "full" and layers and layers > stage:
+        raise ConfigError(
+            f"{RECOMPUTE}num_layers={layers} is more than the {stage} layers of a pipeline stage; set it to at most "
+            f"{stage}."
         )

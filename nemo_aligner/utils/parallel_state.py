@@ -72,7 +72,9 @@ def initialize(
         _mcore.initialize_model_parallel(
             tensor_model_parallel_size=tensor_model_parallel_size,
             pipeline_model_parallel_size=pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=None
+            if virtual_pipeline_model_parallel_size == 1
+            else virtual_pipeline_model_parallel_size,
             context_parallel_size=context_parallel_size,
             expert_model_parallel_size=expert_model_parallel_size,
             # Gloo groups serve checkpoints and control messages beside NCCL.

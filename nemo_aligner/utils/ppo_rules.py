@@ -24,7 +24,13 @@ def check_ppo_variants(values) -> None:
     _check_target_kl(values)
     estimator = values.get(PPO + "advantage_estimator", "gae")
     if estimator != "gae":
-        _check_critic_free(values, estimator)
+        return _check_critic_free(values, estimator)
+    for key in ("ip", "port"):
+        if values.is_null(f"remote_critic_rm.critic.{key}"):
+            raise ConfigError(
+                f"remote_critic_rm.critic.{key} is not set, but trainer.ppo.advantage_estimator=gae needs a critic; "
+                "give the address of its server."
+            )
 
 
 def _check_ranges(v) -> None:
@@ -41,13 +47,19 @@ def _check_ranges(v) -> None:
     if buffer and longest and buffer > longest:
         raise ConfigError(
             f"trainer.ppo.overlong_buffer_len={buffer} is more than the {longest} tokens an answer can have "
-            f"(model.ppo.length_params.max_length); set it below {longest}."
+            f"(model.ppo.length_params.max_length); set it to at most {longest}."
         )
 
 
 def _check_adaptive_kl(v) -> None:
     if not v.get(PPO + "adaptive_kl.enable", False):
         return
+    for key in ("target", "horizon"):
+        if v.get(f"{PPO}adaptive_kl.{key}") is None:
+            raise ConfigError(
+                f"trainer.ppo.adaptive_kl.{key} is not set, but adaptive_kl.enable=True needs it; give a number, or "
+                "switch adaptive_kl off."
+            )
     if not v.get(PPO + "initial_policy_kl_penalty", 0):
         raise ConfigError(
             "trainer.ppo.adaptive_kl.enable=True multiplies trainer.ppo.initial_policy_kl_penalty=0, which stays 0; "
@@ -103,6 +115,11 @@ def _check_critic_free(v, estimator: str) -> None:
         raise ConfigError(
             f"trainer.ppo.critic_gae_lambda={v.get(PPO + 'critic_gae_lambda')} is of what a critic learns, but {name} "
             "has none; set it to null."
+        )
+    if v.get(PPO + "whiten_rewards", False):
+        raise ConfigError(
+            "trainer.ppo.whiten_rewards=True rescales the rewards of single tokens, whose sum would then depend on "
+            f"the length of an answer, and {name} compares sums; set it to False (its advantages are scaled anyway)."
         )
     if estimator in ("rloo", "grpo") and v.get(PPO + "discount_factor", 1.0) != 1.0:
         raise ConfigError(

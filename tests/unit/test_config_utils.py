@@ -372,6 +372,7 @@ def test_a_checkpoints_own_keys_pass_in_silence(tmp_path):
         ({"num_query_groups": 1, "tensor_model_parallel_size": 2}, "model.num_query_groups=1"),
         ({"pipeline_model_parallel_size": 4}, "model.num_layers=2"),
         ({"virtual_pipeline_model_parallel_size": 2}, "needs model.pipeline_model_parallel_size"),
+        ({"moe_ffn_hidden_size": 1.5}, "moe_ffn_hidden_size=1.5 must be a whole number"),
         ({"moe_token_dispatcher_type": "allgather"}, "must be one of alltoall"),
     ],
 )

@@ -4,11 +4,21 @@
 
 import pytest
 
+from nemo_aligner.utils import config_rules, ppo_rules
 from nemo_aligner.utils.errors import ConfigError
 from tests.unit.test_config_utils import check
 
 SEPARATE = "remote_critic_rm.combine_rm_and_critic_server=False"
 GRPO = ("trainer.ppo.advantage_estimator=grpo", "model.ppo.num_rollouts_per_prompt=4", SEPARATE)
+
+
+def test_names_of_choices_are_those_of_the_math():
+    """They stand twice, as the checks before a job start without PyTorch."""
+    from nemo_aligner import losses
+    from nemo_aligner.utils import kl
+
+    assert config_rules.LOSS_REDUCTIONS == losses.LOSS_REDUCTIONS
+    assert ppo_rules.KL_ESTIMATORS == kl.KL_ESTIMATORS
 
 
 @pytest.mark.parametrize(
@@ -38,7 +48,22 @@ def test_variants_that_work_pass_without_a_word(tmp_path, overrides):
         (("trainer.ppo.critic_gae_lambda=1.5",), ["critic_gae_lambda"], ()),
         (("trainer.ppo.advantage_clip=-1",), ["advantage_clip"], ()),
         (("trainer.ppo.reward_clip=0",), ["reward_clip"], ()),
-        (("trainer.ppo.overlong_buffer_len=5000",), ["5000", "2048"], ("trainer.ppo.overlong_buffer_len=512",)),
+        (
+            ("trainer.ppo.overlong_buffer_len=5000",),
+            ["5000", "set it to at most 2048"],
+            ("trainer.ppo.overlong_buffer_len=2048",),
+        ),
+        (
+            ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.adaptive_kl.target=null"),
+            ["trainer.ppo.adaptive_kl.target is not set"],
+            ("trainer.ppo.adaptive_kl.enable=False",),
+        ),
+        (
+            ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.adaptive_kl.horizon=null"),
+            ["trainer.ppo.adaptive_kl.horizon is not set"],
+            ("trainer.ppo.adaptive_kl.horizon=10000",),
+        ),
+        (("remote_critic_rm.critic.port=null",), ["critic.port is not set", "gae"], GRPO),
         (
             ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.initial_policy_kl_penalty=0"),
             ["initial_policy_kl_penalty=0", "stays 0"],

@@ -114,6 +114,7 @@ def build_transformer_config(cfg) -> TransformerConfig:
     tp = cfg.get("tensor_model_parallel_size", 1) or 1
     pp = cfg.get("pipeline_model_parallel_size", 1) or 1
     vpp = cfg.get("virtual_pipeline_model_parallel_size", None)
+    vpp = None if vpp == 1 else vpp  # Megatron Core takes 1 for virtual stages that need two pipeline stages
     bias = cfg.get("bias", True)
     hidden_dropout = cfg.get("hidden_dropout", 0.0)
     kv_channels = cfg.get("kv_channels", None)
