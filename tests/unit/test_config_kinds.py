@@ -9,8 +9,9 @@ from nemo_aligner.utils import config_schema
 from nemo_aligner.utils.config_rules import check_flags, check_required, check_values
 from nemo_aligner.utils.config_utils import CONFIG_NAMES, check_config
 from nemo_aligner.utils.config_values import Values
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.errors import ConfigError, UserError
 from nemo_aligner.utils.parallel_rules import check_architecture
+from tests.tiny_models import tiny_config
 from tests.unit.test_config_utils import NO_LAUNCHER, check, load
 
 
@@ -198,3 +199,22 @@ def test_expert_parallelism_of_a_checkpoint_can_be_overridden(sizes, tmp_path):
     cfg = load("gpt_ppo_actor", tmp_path, "model.expert_model_parallel_size=2", *sizes)  # one rank
     with pytest.raises(ConfigError, match=r"unless it is overridden: \+\+model.expert_model_parallel_size=1"):
         check_values(cfg, "gpt_ppo_actor", complete=True, visible_devices=0, env=NO_LAUNCHER)
+
+
+def test_one_virtual_stage_is_none(tiny_tokenizer_dir):
+    from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
+
+    cfg = tiny_config(tiny_tokenizer_dir, virtual_pipeline_model_parallel_size=1)
+    assert build_transformer_config(cfg).virtual_pipeline_model_parallel_size is None
+
+
+def test_experts_are_not_made_of_a_dense_checkpoint(tiny_tokenizer_dir, tmp_path):
+    """Only the weights can tell: `model.num_moe_experts` of the user wins over the checkpoint's configuration."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    dense, path = tiny_config(tiny_tokenizer_dir), str(tmp_path / "dense")
+    # The first model of a process makes its groups: one virtual stage must not stop it.
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, virtual_pipeline_model_parallel_size=1)).save_to(path)
+    mixture = OmegaConf.merge(dense, {"num_moe_experts": 2, "moe_ffn_hidden_size": 48})
+    with pytest.raises(UserError, match=r"lacks \d+ weight.* such as 'model.*(router|experts).*another architecture"):
+        MegatronGPTModel.restore_from(path, override_config_path=mixture)
