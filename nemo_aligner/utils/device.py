@@ -109,6 +109,16 @@ REPLACED = [
         "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
         "copies the sizes of the exchange to the host on a CUDA stream; on the CPU they are there",
     ),
+    (
+        "megatron.core.tensor_parallel.mappings",
+        "_gather_along_first_dim",
+        "experts with tensor parallelism gather shares of unequal sizes, which gloo cannot",
+    ),
+    (
+        "megatron.core.tensor_parallel.mappings",
+        "_reduce_scatter_along_first_dim",
+        "likewise backward",
+    ),
 ]
 
 TOUCHED = REMAPPED_CONSTANTS + REPLACED
@@ -153,8 +163,29 @@ def _set_rng_state(new_state, *_args, **_kwargs):
     torch.random.set_rng_state(new_state)
 
 
+def _gather_unequal_shares(original, input_, group, output_split_sizes=None, use_global_buffer=False):
+    """Megatron Core's `_gather_along_first_dim`; shares of unequal sizes travel padded to the largest."""
+    if output_split_sizes is None or group.size() == 1:
+        return original(input_, group, output_split_sizes, use_global_buffer)
+    padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
+    padded[: len(input_)] = input_
+    shares = [torch.empty_like(padded) for _ in output_split_sizes]
+    torch.distributed.all_gather(shares, padded, group=group)
+    return torch.cat([share[:size] for share, size in zip(shares, output_split_sizes, strict=True)])
+
+
+def _reduce_scatter_unequal_shares(original, input_, group, input_split_sizes=None, use_global_buffer=False):
+    """Megatron Core's `_reduce_scatter_along_first_dim`; shares of unequal sizes are cut from the whole sum."""
+    if input_split_sizes is None or group.size() == 1:
+        return original(input_, group, input_split_sizes, use_global_buffer)
+    total = input_.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(total, group=group)
+    return total.split(input_split_sizes)[group.rank()].contiguous()
+
+
 def _replacements():
     """CPU counterpart of each entry of `REPLACED`, by (module, dotted name)."""
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     distributed_optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     load_state_dict = distributed_optimizer.load_state_dict
     dispatcher = "megatron.core.transformer.moe.token_dispatcher"
@@ -201,6 +232,12 @@ def _replacements():
             "DistributedOptimizer._set_main_param_and_optimizer_states",
         ): set_states,
         ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict"): load_with_own_steps,
+        (mappings.__name__, "_gather_along_first_dim"): functools.partial(
+            _gather_unequal_shares, mappings._gather_along_first_dim
+        ),
+        (mappings.__name__, "_reduce_scatter_along_first_dim"): functools.partial(
+            _reduce_scatter_unequal_shares, mappings._reduce_scatter_along_first_dim
+        ),
         (dispatcher, "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream"): "none on the CPU",
         (dispatcher, "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"): sizes_on_host,
     }
