@@ -4,6 +4,7 @@
 judged. A few splits run in `make test`, all of them in `make test-full`.
 """
 
+import json
 import os
 
 import pytest
@@ -28,13 +29,12 @@ RELOAD = {
 SLIM_RELOAD = ["TP2+SP", "PP2+VPP2", "DP2 adamw"]
 
 
-def ranks(tokenizer_dir, folder, names: list[str], slim: bool, reload: list[str], sources: list[str]):
-    """Body of a rank: the matrix of the splits `names`; then those of `reload` save, and load what `sources` saved."""
-    report = matrix.run_splits(tokenizer_dir, folder, names, slim)
-    matrix_reload.save_all(tokenizer_dir, folder, reload, slim)
-    reloads = matrix_reload.load_all(tokenizer_dir, folder, reload, sources, slim)
-    different = matrix.stages_start_different(tokenizer_dir) if parallel_state.get_world_size() == 2 else None
-    return report, reloads, different
+def splits_and_reloads(tokenizer_dir, folder, names: list[str], reload: list[str], sources: list[str]):
+    """Body of a rank in `make test`: the splits `names`; those of `reload` save, and load what `sources` saved."""
+    report = matrix.run_splits(tokenizer_dir, folder, names, True)
+    matrix_reload.save_all(tokenizer_dir, folder, reload, True)
+    reloads = matrix_reload.load_all(tokenizer_dir, folder, reload, sources, True)
+    return report, reloads, matrix.stages_start_different(tokenizer_dir)
 
 
 def write_inputs(tokenizer_dir, folder, names, slim):
@@ -46,29 +46,47 @@ def write_inputs(tokenizer_dir, folder, names, slim):
     parallel_state.destroy()
 
 
+def keep_report(numbers: dict) -> dict:
+    """Appends the deviations to the file that MATRIX_REPORT names, one JSON object per case."""
+    if "MATRIX_REPORT" in os.environ:
+        with open(os.environ["MATRIX_REPORT"], "a") as file:
+            file.writelines(json.dumps({"case": case, "numbers": row}) + "\n" for case, row in numbers.items())
+    return numbers
+
+
 @pytest.fixture(scope="module")
 def slim(tiny_tokenizer_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
     write_inputs(tiny_tokenizer_dir, folder, [*SLIM, *SLIM_RELOAD, "one rank"], True)
-    args = (tiny_tokenizer_dir, folder, SLIM, True, SLIM_RELOAD, [*SLIM_RELOAD, "one rank"])
-    return *run_ranks(ranks, 2, 400, *args)[0], folder
+    args = (tiny_tokenizer_dir, folder, SLIM, SLIM_RELOAD, [*SLIM_RELOAD, "one rank"])
+    return *run_ranks(splits_and_reloads, 2, 400, *args)[0], folder
 
 
 @pytest.fixture(scope="module")
-def full(tiny_tokenizer_dir, tmp_path_factory):
-    """{ranks: (report of the splits, of the reloads)}"""
-    folder, results, known = tmp_path_factory.mktemp("matrix-full"), {}, []
+def full_folder(tiny_tokenizer_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("matrix-full")
     write_inputs(tiny_tokenizer_dir, folder, SPLITS, False)
-    for size, reload in RELOAD.items():
-        known += reload
-        names = [name for name, split in SPLITS.items() if split.ranks == size]
-        args = (tiny_tokenizer_dir, folder, names, False, reload, list(known))
-        results[size] = run_ranks(ranks, size, 1500, *args)[0][:2]
-    for size in (1, 2):  # now what more ranks have saved
-        later = [name for name in known if SPLITS[name].ranks > size]
-        args = (tiny_tokenizer_dir, folder, RELOAD[size], later, False)
-        results[size][1].update(run_ranks(matrix_reload.load_all, size, 900, *args)[0])
-    return results
+    return folder
+
+
+@pytest.fixture(scope="module", params=RELOAD, ids="{}-ranks".format)
+def full_splits(request, tiny_tokenizer_dir, full_folder):
+    """Deviations of all cases of the splits of so many ranks."""
+    names = [name for name, split in SPLITS.items() if split.ranks == request.param]
+    args = (tiny_tokenizer_dir, full_folder, names, False)
+    return names, keep_report(run_ranks(matrix.run_splits, request.param, 1500, *args)[0])
+
+
+@pytest.fixture(scope="module")
+def full_reloads(tiny_tokenizer_dir, full_folder):
+    """Deviations of all reloads, from any number of ranks to any other."""
+    reloads, everything = {}, [name for names in RELOAD.values() for name in names]
+    for size, names in RELOAD.items():
+        run_ranks(matrix_reload.save_all, size, 600, tiny_tokenizer_dir, full_folder, names, False)
+    for size, names in RELOAD.items():
+        args = (tiny_tokenizer_dir, full_folder, names, everything, False)
+        reloads |= keep_report(run_ranks(matrix_reload.load_all, size, 1500, *args)[0])
+    return reloads
 
 
 def must_differ(split: matrix.Split, quantity: str) -> bool:
@@ -80,8 +98,8 @@ def must_differ(split: matrix.Split, quantity: str) -> bool:
     return dealt_anew and not quantity.startswith("empty")
 
 
-def check(name: str, report: dict) -> None:
-    """Every number of every case of a split within its bound."""
+def out_of_bounds(name: str, report: dict) -> list[str]:
+    """The numbers of all cases of a split that are not within their bounds."""
     split, wrong = SPLITS[name], []
     cases = {case: numbers for case, numbers in report.items() if case[0] == name}
     assert cases
@@ -94,21 +112,23 @@ def check(name: str, report: dict) -> None:
             if kind == "text" and split.precision != 32:
                 continue  # two tokens of nearly the same probability may change places
             if (deviation < 1e-3) if must_differ(split, quantity) else not deviation <= bound:
-                wrong.append(f"{case[1:]}: {quantity} off by {deviation:.1e}")
-    assert not wrong, "\n".join([name, *wrong])
+                wrong.append(f"{case}: {quantity} off by {deviation:.1e}")
+    return wrong
 
 
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("name", SLIM)
 def test_split_gives_the_numbers_of_one_rank(slim, name):
-    check(name, slim[0])
+    wrong = out_of_bounds(name, slim[0])
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", SPLITS)
-def test_every_split_gives_the_numbers_of_one_rank(full, name):
-    check(name, full[SPLITS[name].ranks][0])
+@pytest.mark.timeout(1800)
+def test_every_split_gives_the_numbers_of_one_rank(full_splits):
+    names, report = full_splits
+    wrong = [line for name in names for line in out_of_bounds(name, report)]
+    assert not wrong, "\n".join(wrong)
 
 
 def check_reloads(reloads: dict) -> None:
@@ -126,10 +146,9 @@ def test_checkpoints_load_at_another_split(slim):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("size", RELOAD)
-def test_checkpoints_load_at_every_split(full, size):
-    check_reloads(full[size][1])
+@pytest.mark.timeout(3600)
+def test_checkpoints_load_at_every_split(full_reloads):
+    check_reloads(full_reloads)
 
 
 @pytest.mark.timeout(450)
@@ -178,19 +197,3 @@ def test_weights_are_never_gathered_behind_the_back_of_inference(tiny_tokenizer_
     assert not any(chunk.ddp_config.overlap_param_gather for chunk in model.model)
     assert not any(part.ddp_config.overlap_param_gather for part in optimizer.chained_optimizers)
     assert not optimizer.config.overlap_param_gather and model.transformer_config.param_sync_func is None
-
-
-if os.environ.get("MATRIX_REPORT"):  # a file for the deviations of all cases, as JSON
-
-    @pytest.fixture(scope="module", autouse=True)
-    def write_report(full):
-        import json
-
-        yield
-        rows = [
-            {"case": list(case), "numbers": numbers}
-            for report, reloads in full.values()
-            for case, numbers in {**report, **reloads}.items()
-        ]
-        with open(os.environ["MATRIX_REPORT"], "w") as file:
-            json.dump(rows, file, indent=1)
