@@ -312,7 +312,7 @@ def two_rank_client(port, tp):
     except ServerRequestError as error:
         errors.append(str(error))
     try:
-        client.check_status(8)
+        client.check_status(8, {})
     except UserError as error:
         errors.append(str(error))
     client.communicator.close()
