@@ -5,7 +5,7 @@
 # make rs           the same with rejection sampling against a served reward model
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make test         the tests that run without a GPU (on two cores in less than 25 minutes)
-# make test-full    the same and the long matrices of splits (less than an hour)
+# make test-full    the same and the long matrices of splits
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
 # make test-gpu     the tests that need a GPU
 # make lint         ruff, check and format
