@@ -26,6 +26,7 @@ from nemo.utils import logging
 
 from nemo_aligner.utils import dist_ckpt, parallel_state
 from nemo_aligner.utils.errors import UserError
+from nemo_aligner.utils.optim import chained_optimizers
 
 from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
@@ -110,18 +111,13 @@ def _with_step(state: dict) -> dict:
     return state
 
 
-def _chained(optimizer) -> list:
-    """The optimizers of one job: experts have one of their own."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
 @contextlib.contextmanager
 def _all_weights_named(optimizer):
     """Inside, the optimizer of a bf16 model finds the names of its fp32 weights (a head) too.
 
     Megatron Core numbers the bf16 weights alone, and would take one weight's state for that of another.
     """
-    mixed = [part for part in _chained(optimizer) if hasattr(part, "fp32_from_fp32_groups")]
+    mixed = [part for part in chained_optimizers(optimizer) if hasattr(part, "fp32_from_fp32_groups")]
     numbered = [part.float16_groups for part in mixed]
     for part in mixed:
         part.float16_groups = [a + b for a, b in zip(part.float16_groups, part.fp32_from_fp32_groups, strict=True)]
@@ -138,7 +134,7 @@ def _groups_in_order(optimizer):
 
     Megatron Core matches them by settings, which two groups of different dtype may share.
     """
-    parts = [part for part in _chained(optimizer) if not isinstance(part, DistributedOptimizer)]
+    parts = [part for part in chained_optimizers(optimizer) if not isinstance(part, DistributedOptimizer)]
     for part in parts:
         part._filter_and_reorder_param_groups = lambda _own, given: given
     try:
@@ -257,7 +253,7 @@ class CheckpointCallback:
 
     def _in_own_form(self, loaded: dict) -> dict:
         """The loaded optimizer state for this job's optimizer, which may be another than the one that was saved."""
-        own = _chained(self.optimizer)
+        own = chained_optimizers(self.optimizer)
         parts = [_in_form_of(optimizer, part) for optimizer, part in zip(own, _parts(loaded), strict=True)]
         return dict(enumerate(parts)) if len(parts) > 1 else parts[0]
 

@@ -65,12 +65,17 @@ def wrap_with_ddp(model_chunks: list, optim_cfg) -> list:
     return wrapped
 
 
+def chained_optimizers(optimizer) -> list:
+    """The optimizers of one job: experts have one of their own."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
 def _start_native_adam(optimizer) -> None:
     """Give every parameter its (zero) Adam state now, where Adam is PyTorch's own.
 
     Megatron's distributed optimizer reads the state's layout when it loads a checkpoint, before any step has made it.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in chained_optimizers(optimizer):
         inner = part.optimizer
         if not isinstance(inner, torch.optim.AdamW):
             continue

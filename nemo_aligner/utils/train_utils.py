@@ -5,11 +5,12 @@
 import math
 
 from nemo_aligner.utils.errors import NonFiniteError
+from nemo_aligner.utils.optim import chained_optimizers
 
 
 def clip_gradients(optimizer, clip_val: float | None) -> None:
     """Set the gradient norm to which the next `optimizer.step()` clips; None or <= 0 switches clipping off."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in chained_optimizers(optimizer):
         part.config.clip_grad = float(clip_val or 0.0) if (clip_val or 0.0) > 0 else 0.0
 
 

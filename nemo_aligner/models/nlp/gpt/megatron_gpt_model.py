@@ -26,7 +26,7 @@ from nemo_aligner.models.nlp.gpt.megatron_config import (
 from nemo_aligner.utils import nemo_archive, parallel_state
 from nemo_aligner.utils.device import get_device
 from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.optim import build_optimizer, build_scheduler, wrap_with_ddp
+from nemo_aligner.utils.optim import build_optimizer, build_scheduler, chained_optimizers, wrap_with_ddp
 from nemo_aligner.utils.train_script_utils import launch_processes
 
 from megatron.core import dist_checkpointing  # isort: skip
@@ -208,7 +208,7 @@ class MegatronGPTModel(ModelPT):
 
     def _move_adam_states(self, device: torch.device) -> None:
         # Not the optimizer's weights: where they are fp32 they are the model's own, which inference needs in place.
-        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+        for part in chained_optimizers(self._optimizer):
             for state in part.optimizer.state.values() if part.optimizer is not None else ():
                 tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
                 state.update({name: value.to(device) for name, value in tensors.items() if value.dim() > 0})
