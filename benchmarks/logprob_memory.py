@@ -25,10 +25,10 @@ import torch  # noqa: E402  (the environment comes first)
 from omegaconf import OmegaConf  # noqa: E402
 
 from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec, build_transformer_config  # noqa: E402
-from nemo_aligner.utils import parallel_state  # noqa: E402
-from nemo_aligner.utils.device import get_device  # noqa: E402
-from nemo_aligner.utils.ports import find_free_port  # noqa: E402
-from nemo_aligner.utils.vocab_parallel import from_parallel_logits_to_logprobs, logprobs_and_entropy  # noqa: E402
+from nemo_aligner.parallel import parallel_state  # noqa: E402
+from nemo_aligner.parallel.device import get_device  # noqa: E402
+from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs, logprobs_and_entropy  # noqa: E402
+from nemo_aligner.servers.ports import find_free_port  # noqa: E402
 
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402  isort: skip
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402  isort: skip

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One self-contained HTML page about a run: `python -m nemo_aligner.report RUN_DIR [--out FILE]`.
 
-Every folder below RUN_DIR with a `metrics.jsonl` is a job (see `utils/loggers.py` for the files). Of each, the page
+Every folder below RUN_DIR with a `metrics.jsonl` is a job (see `training/loggers.py` for the files). Of each, the page
 shows curves, time per phase, and sampled texts. It works on a job that is still running, and needs no script, font or
 picture from elsewhere. The curves are drawn by the few lines of SVG below rather than by a plotting library: they then
 follow the reader's light or dark theme, stay small, and the report starts at once.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from nemo_aligner.utils.errors import UserError
+from nemo_aligner.core.errors import UserError
 
 # Families whose metrics of the same name belong into one chart, as their steps count the same thing.
 PAIRED_FAMILIES = {"val_rollouts": "train_rollouts", "validation": "train", "test": "train"}

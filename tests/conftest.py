@@ -26,8 +26,8 @@ CORPUS = [
 def no_process_group_is_left_behind():
     """A model makes the test process a world of one rank; the next module starts without."""
     yield
-    if "nemo_aligner.utils.parallel_state" in sys.modules:
-        sys.modules["nemo_aligner.utils.parallel_state"].destroy()
+    if "nemo_aligner.parallel.parallel_state" in sys.modules:
+        sys.modules["nemo_aligner.parallel.parallel_state"].destroy()
 
 
 @pytest.fixture(scope="session")

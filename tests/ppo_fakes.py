@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.ppo import PPOTrainer
-from nemo_aligner.utils import parallel_state
+from nemo_aligner.parallel import parallel_state
 
 EOS = 0
 VOCAB = 50

@@ -6,7 +6,7 @@ import torch
 
 from nemo_aligner.algorithms.rs import RSTrainer
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
-from nemo_aligner.utils import parallel_state
+from nemo_aligner.parallel import parallel_state
 from tests.ppo_fakes import (
     FakeCheckpoints,
     FakeFuture,

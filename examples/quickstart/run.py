@@ -24,7 +24,7 @@ from narrator import Phase
 from reviews import BATCH_SIZE, MAX_ANSWER, SEQ_LENGTH
 from walkthrough import Ending, Steps, Walk
 
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.servers.ports import find_free_port
 
 ROLLOUT_SIZE = 128  # a rollout makes two optimizer steps
 STEPS = Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} answers")

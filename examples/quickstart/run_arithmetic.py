@@ -28,7 +28,7 @@ from narrator import Phase
 from outcome import Score, read_jsonl
 from walkthrough import Ending, Steps, Variant, Walk
 
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.servers.ports import find_free_port
 
 REWARD_FUNCTION = Path(__file__).resolve().parents[1] / "rewards" / "arithmetic.py"
 SEQ_LENGTH = 16

@@ -25,7 +25,7 @@ from narrator import Phase
 from reviews import BATCH_SIZE, MAX_ANSWER, SEQ_LENGTH
 from walkthrough import Ending, Steps, Walk
 
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.servers.ports import find_free_port
 
 NUM_PROMPTS = 128  # per step: two optimizer steps on the best answer to each
 ANSWERS = 4  # to each prompt

@@ -3,12 +3,12 @@
 """Alarms: what goes wrong in silence in this field, seen at run time.
 
 Every alarm watches a metric. Some end the run, on all ranks together, because no number after them can be trusted: a
-policy that is not the reference at step 0, rewards, losses and gradients that are not finite (`utils/finite.py`),
-replicas that drift apart (`utils/replicas.py`). The others are warnings past a threshold of the section `alarms`
+policy that is not the reference at step 0, rewards, losses and gradients that are not finite (`training/finite.py`),
+replicas that drift apart (`parallel/replicas.py`). The others are warnings past a threshold of the section `alarms`
 (null: off), said when a state begins and not again until it has ended. docs/metrics.md has the table of all.
 
 Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length. Tensors per
-transition are `[B, S-1]`; `nemo_aligner.types` has their alignment.
+transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment.
 """
 
 import math
@@ -19,11 +19,11 @@ import torch
 from nemo.utils import logging
 from torch import Tensor
 
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.distributed import all_reduce_dict, masked_global_mean_var
-from nemo_aligner.utils.errors import NonFiniteError, PolicyReferenceError
-from nemo_aligner.utils.replicas import check_replicas
-from nemo_aligner.utils.timers import ScopedTimer
+from nemo_aligner.core.errors import NonFiniteError, PolicyReferenceError
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import all_reduce_dict, masked_global_mean_var
+from nemo_aligner.parallel.replicas import check_replicas
+from nemo_aligner.training.timers import ScopedTimer
 
 PROMPT_CHARACTERS = 80  # of a prompt that an error quotes
 

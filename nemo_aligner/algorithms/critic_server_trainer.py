@@ -20,16 +20,16 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 
 from nemo_aligner.algorithms.alarms import Alarms
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.scoring import Scorer, batcher_options, local_rows, model_limits
 from nemo_aligner.servers.server_loop import ControlGroup, ServerLoop
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.finite import naming_step
-from nemo_aligner.utils.server_utils import pad_rows
-from nemo_aligner.utils.train_utils import optimizer_step
+from nemo_aligner.servers.server_utils import pad_rows
+from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.update import optimizer_step
 
 # How many answers of critic_train are kept for clients that repeat a request.
 REMEMBERED_REQUESTS = 64

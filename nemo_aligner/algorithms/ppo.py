@@ -9,7 +9,7 @@ advantages is in `ppo_data.py`; some ways need no critic, whose part an object t
 
 Shapes: N samples of a rollout over all DP ranks (prompts x answers to each), B of them on this rank, S padded length
 (prompt + response), G the global batch of one optimizer update. Tensors per transition are `[B, S-1]`;
-`nemo_aligner.types` has their alignment.
+`nemo_aligner.core.types` has their alignment.
 
 The split of the work does not change the numbers:
 
@@ -59,11 +59,11 @@ from nemo_aligner.algorithms.rollouts import (
     sample_rows,
     with_prompt_columns,
 )
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.servers.source_rank import wait_for_all
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.finite import naming_step
-from nemo_aligner.utils.timers import ScopedTimer
-from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_steps_per_epoch, is_complete
+from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch, is_complete
+from nemo_aligner.training.timers import ScopedTimer
 
 POSTFIX_KEYS = ("train_rewards", "train_init_policy_kl", "train_actor_loss", "train_critic_loss", "val_rewards")
 
@@ -114,7 +114,7 @@ class PPOTrainer:
         Args:
             cfg: `trainer.ppo`.
             model: an `AlignableGenerativeInterface` with `cfg.seed` and `tokenizer`.
-            optimizer, scheduler: what `utils.train_utils.optimizer_step` takes.
+            optimizer, scheduler: what `training.update.optimizer_step` takes.
             train_dataloader_builder, val_dataloader_builder: `builder(consumed_samples=...)` gives a data loader whose
                 batch sampler yields this rank's micro-batches of one rollout after the other.
             collate_fn: list of samples of the dataset to an inference batch; must carry `idx`, the dataset index.

@@ -3,7 +3,7 @@
 """From a scored rollout to the data of the updates: rewards with KL, advantages, returns, and their metrics.
 
 Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length (prompt + response).
-Tensors per transition are `[B, S-1]`; `nemo_aligner.types` has their alignment. All DP ranks call these functions.
+Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment. All DP ranks call these functions.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,7 @@ from typing import Optional
 import torch
 
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, answer_mask
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.distributed import masked_global_mean_var, normalize_tensor
-from nemo_aligner.utils.ppo_utils import (
+from nemo_aligner.core.rollout_math import (
     AdaptiveKLController,
     FixedKLController,
     calculate_advantages_and_returns,
@@ -31,6 +29,8 @@ from nemo_aligner.utils.ppo_utils import (
     masked_sum,
     spread_over_response,
 )
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import masked_global_mean_var, normalize_tensor
 
 # Of the answers to one prompt, each with one score: [N] scores, groups and validity to [N] advantages.
 GROUP_ESTIMATORS = {"rloo": calculate_rloo_advantages, "grpo": calculate_grpo_advantages}

@@ -14,15 +14,15 @@ import torch
 from tqdm import tqdm
 
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, deal
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.distributed import all_reduce_dict
-from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.finite import naming_step
-from nemo_aligner.utils.ppo_utils import sample_seeds
-from nemo_aligner.utils.timers import ScopedTimer
-from nemo_aligner.utils.train_utils import learning_rate, optimizer_step
-from nemo_aligner.utils.trainer_utils import check_progress
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.rollout_math import sample_seeds
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import all_reduce_dict
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.schedule import check_progress
+from nemo_aligner.training.timers import ScopedTimer
+from nemo_aligner.training.update import learning_rate, optimizer_step
 
 # "Step" of the random streams of every validation: always the same, so that validations can be compared. Rollouts of
 # critic warm-up have the steps -critic_warmup_steps .. -1.

@@ -11,11 +11,11 @@ from typing import Optional
 
 import torch
 
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.distributed import rebalance_nd_tensor
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.ppo_utils import create_mask, sample_seeds
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.rollout_math import create_mask, sample_seeds
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import rebalance_nd_tensor
+from nemo_aligner.parallel.device import get_device
 
 
 class PPORolloutBatch(UserDict):

@@ -8,7 +8,7 @@ fine-tuning; RAFT, arXiv:2304.06767, is the same with one answer kept.) It speak
 `AlignableGenerativeInterface` and to the reward model only through futures (`infer_rm`).
 
 Shapes: N rollouts of a step over all DP ranks (prompts x answers to each), M of them selected, B of these on this
-rank, S padded length (prompt + response). Tensors per transition are `[B, S-1]`; `nemo_aligner.types` has their
+rank, S padded length (prompt + response). Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their
 alignment.
 
 As in PPO, the split of the work does not change the numbers: an answer's random stream depends on (seed, step, dataset
@@ -51,17 +51,17 @@ from nemo_aligner.algorithms.rollouts import (
     sample_rows,
     with_prompt_columns,
 )
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.rollout_math import select_topk
 from nemo_aligner.servers.source_rank import wait_for_all
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.finite import naming_step
-from nemo_aligner.utils.ppo_utils import select_topk
-from nemo_aligner.utils.timers import ScopedTimer
-from nemo_aligner.utils.trainer_utils import (
+from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.schedule import (
     compute_max_steps,
     compute_num_steps_per_epoch,
     endless_batches,
     is_complete,
 )
+from nemo_aligner.training.timers import ScopedTimer
 
 POSTFIX_KEYS = ("train_global_rewards", "train_selected_rewards", "train_loss", "val_global_rewards")
 
@@ -115,7 +115,7 @@ class RSTrainer:
         Args:
             cfg: `trainer.rs`.
             model: an `AlignableGenerativeInterface` with `cfg.seed` and `tokenizer`.
-            optimizer, scheduler: what `utils.train_utils.optimizer_step` takes.
+            optimizer, scheduler: what `training.update.optimizer_step` takes.
             train_dataloader, val_dataloader: data loaders of inference batches (they must carry `idx`, the dataset
                 index) whose batch samplers yield this rank's micro-batches of one round of prompts after the other.
             logger: `log_metrics(metrics, step, prefix)`, `log_table(key, dataframe, step)`, `log_samples(name, rows,

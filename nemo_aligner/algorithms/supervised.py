@@ -11,19 +11,19 @@ from nemo.utils import logging
 from tqdm import tqdm
 
 from nemo_aligner.algorithms.alarms import Alarms
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.finite import naming_step
-from nemo_aligner.utils.timers import ScopedTimer
-from nemo_aligner.utils.train_utils import learning_rate, optimizer_step
-from nemo_aligner.utils.trainer_utils import (
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.schedule import (
     check_progress,
     compute_limit_batches,
     compute_num_steps_per_epoch,
     endless_batches,
     is_complete,
 )
+from nemo_aligner.training.timers import ScopedTimer
+from nemo_aligner.training.update import learning_rate, optimizer_step
 
 POSTFIX_KEYS = ("train_loss", "val_loss")
 

@@ -3,6 +3,6 @@
 """Text generation behind a small interface: prompts in; tokens, lengths and whether a text ended out."""
 
 from nemo_aligner.generation.engine import GenerationOutput, MegatronGenerator, TextGenerator
-from nemo_aligner.utils.text_generation_utils import GenerationParams
+from nemo_aligner.generation.text_generation_utils import GenerationParams
 
 __all__ = ["GenerationOutput", "GenerationParams", "MegatronGenerator", "TextGenerator"]

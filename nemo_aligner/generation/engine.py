@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.generation.sampling import choose_tokens, sample_uniforms, seen_tokens
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.distributed import rebalance_nd_tensor
-from nemo_aligner.utils.errors import UserError
-from nemo_aligner.utils.text_generation_utils import EndConditions, GenerationParams
+from nemo_aligner.generation.text_generation_utils import EndConditions, GenerationParams
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import rebalance_nd_tensor
+from nemo_aligner.parallel.device import get_device
 
 from megatron.core.inference.contexts import StaticInferenceContext  # isort: skip
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip

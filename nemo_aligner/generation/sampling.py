@@ -11,7 +11,7 @@ by inverting the cumulative distribution: it depends on the row's logits and on 
 import torch
 from torch import Tensor
 
-from nemo_aligner.utils.ppo_utils import _splitmix64
+from nemo_aligner.core.rollout_math import _splitmix64
 
 _GOLDEN_GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number: SplitMix64's step
 

@@ -16,7 +16,7 @@ import socket
 
 import numpy as np
 
-from nemo_aligner.utils.errors import ServerRequestError
+from nemo_aligner.core.errors import ServerRequestError
 
 CONNECT_TIMEOUT_S = 10.0
 

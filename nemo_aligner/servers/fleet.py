@@ -45,6 +45,8 @@ from dataclasses import dataclass, field
 
 from nemo.utils import logging
 
+from nemo_aligner.config.reward_models import RewardModelSpec
+from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers.exchange import (
     ConnectionLostError,
     Exchange,
@@ -59,8 +61,6 @@ from nemo_aligner.servers.http_communicator import (
     http_status,
 )
 from nemo_aligner.servers.schema import Endpoint, validate_request, validate_response
-from nemo_aligner.utils.errors import ServerRequestError, UserError
-from nemo_aligner.utils.reward_models import RewardModelSpec
 
 MAX_MISSED_PROBES = PendingAnswer.MAX_MISSED_PROBES
 MAX_LOST = 5

@@ -10,8 +10,8 @@ import time
 import numpy as np
 from nemo.utils import logging
 
+from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers.schema import Endpoint, ResponseError, validate_request
-from nemo_aligner.utils.errors import ServerRequestError, UserError
 
 
 class ServerUnreachableError(UserError):

@@ -31,9 +31,9 @@ from pathlib import Path
 import numpy as np
 from nemo.utils import logging
 
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.servers import reward_worker
 from nemo_aligner.servers.schema import RequestError
-from nemo_aligner.utils.errors import ConfigError, UserError
 
 # Samples that a worker gets at once: they share the cost of a message, and are stuck together behind a slow one.
 MAX_CHUNK = 32

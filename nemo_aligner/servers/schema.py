@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_aligner.utils.errors import UserError
-from nemo_aligner.utils.reward_models import REWARD_MODEL
+from nemo_aligner.config.reward_models import REWARD_MODEL
+from nemo_aligner.core.errors import UserError
 
 # Default ports and endpoint names.
 CRITIC_PORT = 5556

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gather_tensor
+from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.server_loop import ControlGroup, ServerLoop
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.distributed import gather_tensor
-from nemo_aligner.utils.server_utils import (
+from nemo_aligner.servers.server_utils import (
     calculate_inference_batch_padding_multiple,
     pad_batch_and_strip_sequence,
     pad_rows,

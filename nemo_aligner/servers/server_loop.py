@@ -39,9 +39,9 @@ import torch.distributed as dist
 from nemo.utils import logging
 
 from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.ports import check_port_is_free
 from nemo_aligner.servers.schema import triton_tensors
-from nemo_aligner.utils.ports import check_port_is_free
-from nemo_aligner.utils.server_utils import prepare_triton_environment
+from nemo_aligner.servers.server_utils import prepare_triton_environment
 
 
 class OperationFailedError(RuntimeError):

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.errors import ServerRequestError, UserError
-from nemo_aligner.utils.server_utils import FutureResult
+from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.servers.server_utils import FutureResult
 
 # Ranks that wait for another rank's answer hear from it this often, so no collective times out...
 HEARTBEAT_S = 30.0

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from nemo_aligner.generation import GenerationParams
+from nemo_aligner.launch.train_script_utils import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -34,10 +35,9 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorM
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.megatron_steps import forward_collect
-from nemo_aligner.utils.train_script_utils import load_from_nemo
-from nemo_aligner.utils.train_utils import optimizer_step
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.training.megatron_steps import forward_collect
+from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import PPO, tiny_config
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip

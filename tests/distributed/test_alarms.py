@@ -46,7 +46,7 @@ def error_of(function, *args):
 
 
 def update(actor, optimizer, scheduler, batch, **watch):
-    from nemo_aligner.utils.train_utils import optimizer_step
+    from nemo_aligner.training.update import optimizer_step
 
     optimizer.zero_grad()
     actor.prepare_for_training_step()
@@ -60,7 +60,7 @@ def weights(actor):
 
 
 def faults(tokenizer_dir):
-    from nemo_aligner.utils.replicas import check_replicas
+    from nemo_aligner.parallel.replicas import check_replicas
 
     rank = torch.distributed.get_rank()
     found = {}
@@ -106,8 +106,8 @@ def faults(tokenizer_dir):
 
 def other_splits(tokenizer_dir):
     """What is replicated over two ranks that share a sequence, tensors or experts."""
-    from nemo_aligner.utils import parallel_state  # noqa: F401  (adapts Megatron Core)
-    from nemo_aligner.utils.replicas import check_replicas
+    from nemo_aligner.parallel import parallel_state  # noqa: F401  (adapts Megatron Core)
+    from nemo_aligner.parallel.replicas import check_replicas
 
     from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
 

@@ -6,9 +6,9 @@ import time
 
 import torch.distributed as dist
 
+from nemo_aligner.data.nlp.batch_iterators import StoreBatchIterator
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.batch_iterators import StoreBatchIterator
+from nemo_aligner.parallel import parallel_state
 from tests.distributed.launcher import run_ranks
 
 

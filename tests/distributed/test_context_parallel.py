@@ -10,6 +10,8 @@ import torch
 from megatron.core.parallel_state import destroy_model_parallel, get_context_parallel_group
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.data.nlp.batch_iterators import StoreBatchIterator
 from nemo_aligner.generation import GenerationParams
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
@@ -17,11 +19,9 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorM
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.batch_iterators import StoreBatchIterator
-from nemo_aligner.utils.checkpointing import CheckpointCallback
-from nemo_aligner.utils.context_parallel import gather_shares, share_positions, take_share
-from nemo_aligner.utils.train_utils import optimizer_step
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.context_parallel import gather_shares, share_positions, take_share
+from nemo_aligner.training.update import optimizer_step
 from tests.distributed.launcher import run_ranks
 from tests.tiny_models import PPO, tiny_config
 

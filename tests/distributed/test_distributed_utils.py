@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import destroy_model_parallel
 
-from nemo_aligner.losses import loss_weights, ppo_actor_loss
-from nemo_aligner.utils import distributed, parallel_state
-from nemo_aligner.utils.timers import Timer
-from nemo_aligner.utils.vocab_parallel import calculate_distributed_entropy, from_parallel_logits_to_logprobs
+from nemo_aligner.core.losses import loss_weights, ppo_actor_loss
+from nemo_aligner.parallel import collectives as distributed
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.vocab_parallel import calculate_distributed_entropy, from_parallel_logits_to_logprobs
+from nemo_aligner.training.timers import Timer
 from tests.distributed.launcher import run_ranks
 
 BIG = 2**53 + 1  # neither float32 nor float64 can hold it

@@ -11,18 +11,19 @@ import torch
 from megatron.core.parallel_state import destroy_model_parallel
 from omegaconf import OmegaConf
 
+from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.data.nlp.batch_iterators import StoreBatchIterator
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
+from nemo_aligner.launch.train_script_utils import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.utils import nemo_archive, parallel_state
-from nemo_aligner.utils.batch_iterators import StoreBatchIterator
-from nemo_aligner.utils.checkpointing import CheckpointCallback
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.train_script_utils import load_from_nemo
-from nemo_aligner.utils.train_utils import optimizer_step
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.training.update import optimizer_step
 from tests.distributed.launcher import run_ranks
 from tests.tiny_models import PPO, tiny_config
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
-from nemo_aligner.utils import parallel_state
+from nemo_aligner.parallel import parallel_state
 from tests.distributed import matrix, matrix_reload
 from tests.distributed.launcher import run_ranks
 from tests.distributed.matrix import ROLES, SPLITS

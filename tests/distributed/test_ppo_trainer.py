@@ -23,7 +23,7 @@ PLUS_PLUS = WITHOUT_CRITIC | dict(
 
 
 def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
-    from nemo_aligner.models.nlp.gpt.reward_critic_clients import _training_payload
+    from nemo_aligner.servers.reward_critic_clients import _training_payload
     from tests import ppo_fakes
 
     trainer = ppo_fakes.make_trainer(**settings)
@@ -51,8 +51,8 @@ def rank_0_draws_everything(sampler_iter, num_microbatches, dataset, collate_fn)
 
 def run_on_this_rank():
     """All experiments in one start of the interpreters."""
-    from nemo_aligner.utils import parallel_state
-    from nemo_aligner.utils.errors import UserError
+    from nemo_aligner.core.errors import UserError
+    from nemo_aligner.parallel import parallel_state
     from tests import ppo_fakes
 
     parallel_state.initialize()

@@ -24,9 +24,10 @@ SPLITS = {
 
 def updates(nemo: str, **split) -> dict:
     """Loss, gradient norm and ratio of two updates, and log-probs after them, of all rows; all ranks call it."""
+    from nemo_aligner.checkpoint import nemo_archive
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-    from nemo_aligner.utils import nemo_archive, parallel_state
-    from nemo_aligner.utils.train_utils import optimizer_step
+    from nemo_aligner.parallel import parallel_state
+    from nemo_aligner.training.update import optimizer_step
 
     sampling = {**PPO["sampling_params"], "temperature": 0.8}
     ppo = {**PPO, "sampling_params": sampling}
@@ -57,7 +58,7 @@ def updates(nemo: str, **split) -> dict:
 
 
 def at_each(splits: list[str], nemo: str) -> dict:
-    from nemo_aligner.utils import parallel_state  # noqa: F401  (adapts Megatron Core)
+    from nemo_aligner.parallel import parallel_state  # noqa: F401  (adapts Megatron Core)
 
     from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
 

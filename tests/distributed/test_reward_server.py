@@ -12,7 +12,7 @@ from tests.unit.test_reward_server import last_token, make_server
 
 def score_on_ranks(tp):
     """On each rank: what `infer` gives for requests of 1, 3 and 5 rows, and the rows that this rank's model saw."""
-    from nemo_aligner.utils import parallel_state
+    from nemo_aligner.parallel import parallel_state
 
     parallel_state.initialize(tensor_model_parallel_size=tp)
     seen = []

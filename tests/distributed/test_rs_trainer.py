@@ -32,8 +32,8 @@ def run_trainer(micro_batch_size=2):
 
 def run_on_this_rank():
     """All experiments in one start of the interpreters."""
-    from nemo_aligner.utils import parallel_state
-    from nemo_aligner.utils.errors import UserError
+    from nemo_aligner.core.errors import UserError
+    from nemo_aligner.parallel import parallel_state
     from tests import rs_fakes
 
     parallel_state.initialize()

@@ -10,9 +10,9 @@ from datetime import timedelta
 import pytest
 import torch
 
+from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import source_rank
 from nemo_aligner.servers.source_rank import wait_for_all
-from nemo_aligner.utils.errors import ServerRequestError, UserError
 from tests.distributed.launcher import run_ranks
 
 

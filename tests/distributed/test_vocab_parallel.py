@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.parallel_state import destroy_model_parallel
 
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.context_parallel import take_share
-from nemo_aligner.utils.vocab_parallel import (
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.context_parallel import take_share
+from nemo_aligner.parallel.vocab_parallel import (
     calculate_distributed_entropy,
     from_parallel_logits_to_logprobs,
     logprobs_and_entropy,

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.servers.ports import find_free_port
 
 VOCAB, WIDTH = 32, 8
 # Ids that make the model raise (a rank without it then waits for the others in a collective), or sleep for a minute.
@@ -89,7 +89,7 @@ def build_model():
 
         def finish_training_step(self):
             self.switch("step", "training")
-            from nemo_aligner.utils import parallel_state
+            from nemo_aligner.parallel import parallel_state
 
             if parallel_state.get_data_parallel_world_size() > 1:
                 for parameter in self.parameters():
@@ -111,7 +111,7 @@ def build_model():
         def get_loss_and_metrics(self, batch, forward_only=False):
             """Squared error averaged over the response tokens of the global batch; empty slots may hold NaN."""
             assert self.prepared == "step"
-            from nemo_aligner.utils import parallel_state
+            from nemo_aligner.parallel import parallel_state
 
             self.misbehave(batch["tokens"])
             mask = batch["mask"]
@@ -153,7 +153,7 @@ def main() -> None:
     import numpy as np
     from omegaconf import OmegaConf
 
-    from nemo_aligner.utils import parallel_state
+    from nemo_aligner.parallel import parallel_state
 
     parallel_state.initialize(tensor_model_parallel_size=settings["tp"])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.servers.ports import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "nlp" / "gpt"

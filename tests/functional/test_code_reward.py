@@ -15,8 +15,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.utils.errors import ServerRequestError
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import ScriptJob, assert_ended_well, read_metrics, reward_server, wait_until_serving
 from tests.functional.test_ppo_job import actor, critic, inputs  # noqa: F401  (a fixture)
 
@@ -61,7 +61,7 @@ def code_reward_server(folder, port, tokenizer_dir=None, spec="reward.py:score",
 
 
 def reward_client(port, tokenizer=None):
-    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient
+    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
 
     address = {"name": "reward_model", "ip": "127.0.0.1", "port": port}
     cfg = {"pad_to_length": None, "init_timeout_s": 20, "inference_timeout_s": 60, "reward_model": address}

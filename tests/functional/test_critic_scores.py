@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import assert_ended_well, wait_until_serving
 from tests.functional.test_ppo_job import critic, inputs  # noqa: F401  (a fixture)
 from tests.functional.test_reward_server import TEXTS, TOLERANCE, ask, direct, make_rows, request

@@ -17,9 +17,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
-from nemo_aligner.utils.errors import ServerRequestError, UserError
-from nemo_aligner.utils.server_utils import tokenizer_fingerprint
+from nemo_aligner.servers.server_utils import tokenizer_fingerprint
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
 
@@ -208,7 +208,7 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(job, mirror, endpoint
 
 
 def test_an_error_of_the_model_comes_back_with_its_traceback(job, mirror):
-    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
 
     client = RemoteGPTRMCriticClient(client_config(job))
     try:
@@ -226,7 +226,7 @@ def test_an_error_of_the_model_comes_back_with_its_traceback(job, mirror):
 
 
 def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
-    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
 
     class Other(TinyTokenizer):
         eos_id = 1
@@ -249,7 +249,7 @@ def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
 
 
 def test_client_checks_before_it_sends(job):
-    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
 
     client = RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
     try:
@@ -268,7 +268,7 @@ def test_client_checks_before_it_sends(job):
 
 
 def test_wrong_endpoint_name_and_wrong_port(job):
-    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
 
     start = time.monotonic()
     with pytest.raises(ServerUnreachableError, match="127.0.0.1:1 after 1 s.*init_timeout_s"):
@@ -282,8 +282,8 @@ def test_wrong_endpoint_name_and_wrong_port(job):
 
 def two_rank_client(port, tp):
     """On each rank: what the client's calls return or raise."""
-    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
-    from nemo_aligner.utils import parallel_state
+    from nemo_aligner.parallel import parallel_state
+    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
 
     parallel_state.initialize(tensor_model_parallel_size=tp)
     rank = parallel_state.get_data_parallel_rank()

@@ -15,10 +15,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient, RemoteGPTRMCriticClient
+from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import fleet as fleet_module
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
-from nemo_aligner.utils.errors import ServerRequestError
+from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient, RemoteGPTRMCriticClient
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import CriticJob, build_model
 from tests.functional.toy_reward_server import (
@@ -328,7 +328,7 @@ def test_all_servers_gone_then_one_returns_then_none(lines, monkeypatch):
 
 def two_rank_client(port, dead_port, log_file):
     """On each rank: what the client's calls return or raise."""
-    from nemo_aligner.utils import parallel_state
+    from nemo_aligner.parallel import parallel_state
 
     parallel_state.initialize(tensor_model_parallel_size=2)
     config = OmegaConf.create({"init_timeout_s": 60, "reward_model": {"ip": "127.0.0.1", "port": [dead_port, port]}})

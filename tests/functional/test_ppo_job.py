@@ -10,7 +10,7 @@ import string
 
 import pytest
 
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import ScriptJob, assert_ended_well, metric_names, read_metrics
 from tests.tiny_models import tiny_config
 

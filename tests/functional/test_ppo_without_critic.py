@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import assert_ended_well, read_metrics, wait_until_serving
 from tests.functional.test_code_reward import code_reward_server
 from tests.functional.test_ppo_job import actor, inputs  # noqa: F401  (a fixture)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.utils.errors import ServerRequestError
-from nemo_aligner.utils.ports import find_free_port
-from nemo_aligner.utils.server_utils import tokenizer_fingerprint
+from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers.ports import find_free_port
+from nemo_aligner.servers.server_utils import tokenizer_fingerprint
 from tests.functional.jobs import assert_ended_well, reward_server, wait_until_serving
 from tests.tiny_models import tiny_config
 
@@ -94,7 +94,7 @@ def client_config(port: int, **changes):
 
 def through_client(port: int, rows: list[torch.Tensor], pad_to_length=None, tokenizer=None) -> np.ndarray:
     """Rewards [N, 1] as an actor gets them; the rollout is padded with the last token id, as `infer` pads with eos."""
-    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient
+    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
 
     client = RemoteGPTRMClient(client_config(port, pad_to_length=pad_to_length), tokenizer)
     try:

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,

@@ -4,7 +4,7 @@
 
 import pytest
 
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import assert_ended_well, read_metrics, reward_server, wait_until_serving
 from tests.functional.test_ppo_job import COMPARED, actor, critic, inputs, single  # noqa: F401  (two fixtures)
 

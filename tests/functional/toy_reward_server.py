@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_aligner.utils.ports import find_free_port
+from nemo_aligner.servers.ports import find_free_port
 
 RAISE, NAN, WRONG_SHAPE, STOPPING, SLEEP = 901, 902, 903, 904, 905
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ class ToyRewardServer:
 
     def start(self) -> None:
         """Start the process; clients find out themselves when it is ready."""
-        from nemo_aligner.utils.server_utils import find_libpython
+        from nemo_aligner.servers.server_utils import find_libpython
 
         libraries = [find_libpython(), os.environ.get("LD_LIBRARY_PATH", "")]
         environment = {

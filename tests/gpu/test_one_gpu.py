@@ -25,8 +25,8 @@ def make_actor(tokenizer_dir):
 
 
 def rollout_and_update(actor, optimizer, scheduler):
-    from nemo_aligner.utils.ppo_utils import create_mask
-    from nemo_aligner.utils.train_utils import optimizer_step
+    from nemo_aligner.core.rollout_math import create_mask
+    from nemo_aligner.training.update import optimizer_step
 
     ids = [
         actor.tokenizer.text_to_ids(text) for text in ("the film was", "a dull plot", "I loved the music", "bright")
@@ -60,7 +60,7 @@ def rollout_and_update(actor, optimizer, scheduler):
 
 
 def test_actor_on_one_gpu(tiny_tokenizer_dir, tmp_path):
-    from nemo_aligner.utils.checkpointing import CheckpointCallback
+    from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 
     actor, optimizer, scheduler = make_actor(tiny_tokenizer_dir)
     tokens, logprobs, reference, loss, metrics, grad_norm = rollout_and_update(actor, optimizer, scheduler)

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from nemo_aligner.utils.advantages import (
+from nemo_aligner.core.advantages import (
     calculate_advantages_and_returns,
     calculate_grpo_advantages,
     calculate_reinforce_returns,
@@ -15,7 +15,7 @@ from nemo_aligner.utils.advantages import (
     clip_advantages,
     spread_over_response,
 )
-from nemo_aligner.utils.ppo_utils import (
+from nemo_aligner.core.rollout_math import (
     calculate_overlong_penalty,
     clip_rewards,
     create_mask,

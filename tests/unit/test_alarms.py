@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms import alarms
-from nemo_aligner.utils.errors import NonFiniteError
-from nemo_aligner.utils.finite import naming_step
-from nemo_aligner.utils.replicas import CPU_PIECE, checksum
+from nemo_aligner.core.errors import NonFiniteError
+from nemo_aligner.parallel.replicas import CPU_PIECE, checksum
+from nemo_aligner.training.finite import naming_step
 
 NAN = float("nan")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.utils.batch_iterators import DefaultBatchIterator, StoreBatchIterator, get_batch_iterator_cls
+from nemo_aligner.data.nlp.batch_iterators import DefaultBatchIterator, StoreBatchIterator, get_batch_iterator_cls
 
 DATASET = [10 * i for i in range(20)]
 SAMPLER = [[3, 1], [0, 2], [5, 4], [7, 6]]

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.logprob_memory import peak_bytes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-from nemo_aligner.utils.vocab_parallel import from_parallel_logits_to_logprobs
+from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
 from tests.tiny_models import PPO, tiny_config
 
 ROWS, WIDTH, VOCABULARY = 4, 40, 16384  # the tokenizer's few hundred ids, and padding

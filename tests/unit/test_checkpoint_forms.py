@@ -7,9 +7,9 @@ weights. The model is a bf16 one with an fp32 head: weights of two dtypes in one
 import pytest
 import torch
 
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.utils.checkpointing import CheckpointCallback
-from nemo_aligner.utils.train_utils import optimizer_step
+from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
 
 OPTIMIZERS = ("distributed_fused_adam", "adamw")

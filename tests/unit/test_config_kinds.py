@@ -5,12 +5,12 @@
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_aligner.utils import config_schema
-from nemo_aligner.utils.config_rules import check_flags, check_required, check_values
-from nemo_aligner.utils.config_utils import CONFIG_NAMES, check_config
-from nemo_aligner.utils.config_values import Values
-from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.parallel_rules import check_architecture
+from nemo_aligner.config import schema as config_schema
+from nemo_aligner.config.checks import CONFIG_NAMES, check_config
+from nemo_aligner.config.parallel_rules import check_architecture
+from nemo_aligner.config.rules import check_flags, check_required, check_values
+from nemo_aligner.config.values import Values
+from nemo_aligner.core.errors import ConfigError, UserError
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_utils import NO_LAUNCHER, check, load
 
@@ -120,7 +120,7 @@ def test_a_section_is_no_value(key, value, shown, below, tmp_path):
 def test_null_switches_alarms_and_adaptive_kl_off(tmp_path):
     from nemo_aligner.algorithms.alarms import Alarms
     from nemo_aligner.algorithms.ppo_data import make_kl_controller
-    from nemo_aligner.utils.kl import FixedKLController
+    from nemo_aligner.core.kl import FixedKLController
 
     overrides = ["trainer.ppo.alarms=null", "trainer.ppo.adaptive_kl=null"]
     assert check("gpt_ppo_actor", tmp_path, *overrides) == []

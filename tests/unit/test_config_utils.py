@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_aligner.utils import config_schema
-from nemo_aligner.utils.config_rules import check_values
-from nemo_aligner.utils.config_utils import (
+from nemo_aligner.config import schema as config_schema
+from nemo_aligner.config.checks import (
     CONFIG_NAMES,
     check_config,
     check_keys,
@@ -17,9 +16,10 @@ from nemo_aligner.utils.config_utils import (
     inert_notes,
     nearest_key,
 )
-from nemo_aligner.utils.config_values import require_multiple
-from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.parallel_rules import check_accelerator, check_architecture, count_ranks, data_parallel_size
+from nemo_aligner.config.parallel_rules import check_accelerator, check_architecture, count_ranks, data_parallel_size
+from nemo_aligner.config.rules import check_values
+from nemo_aligner.config.values import require_multiple
+from nemo_aligner.core.errors import ConfigError, UserError
 
 CONF = Path(__file__).parents[2] / "conf"
 NO_LAUNCHER = {}

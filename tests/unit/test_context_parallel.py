@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from nemo_aligner.utils import context_parallel, parallel_state
+from nemo_aligner.parallel import context_parallel, parallel_state
 
 
 def test_identity_with_one_rank():

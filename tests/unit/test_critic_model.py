@@ -10,13 +10,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.launch.train_script_utils import load_and_override_model_config, load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel, StateDictState
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.train_script_utils import load_and_override_model_config, load_from_nemo
-from nemo_aligner.utils.train_utils import optimizer_step
+from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
 
 TOKENS = torch.randint(0, 290, (4, 8), generator=torch.Generator().manual_seed(0))

@@ -9,6 +9,7 @@ import torch
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_sft_dataset,
@@ -25,7 +26,6 @@ from nemo_aligner.data.nlp.datasets import (
     RLHFDataset,
     SFTDataset,
 )
-from nemo_aligner.utils.errors import ConfigError, UserError
 
 
 def write(path, records):

@@ -7,7 +7,7 @@ name.
 import pytest
 import torch
 
-from nemo_aligner.utils import device
+from nemo_aligner.parallel import device
 
 
 @pytest.mark.parametrize("module, name, reason", device.TOUCHED, ids=lambda value: str(value)[-40:])

@@ -9,12 +9,12 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.megatron_steps import forward_backward, forward_collect
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
 from tests.tiny_models import tiny_config
 
 TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2, 1]])

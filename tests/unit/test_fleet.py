@@ -16,10 +16,10 @@ import time
 import numpy as np
 import pytest
 
+from nemo_aligner.config.reward_models import RewardModelSpec
+from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import exchange, fleet, schema
 from nemo_aligner.servers.http_communicator import PendingAnswer, ServerUnreachableError
-from nemo_aligner.utils.errors import ServerRequestError
-from nemo_aligner.utils.reward_models import RewardModelSpec
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,12 +6,16 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
+from nemo_aligner.generation.text_generation_utils import (
+    EndConditions,
+    tokenize_batch,
+    verify_is_valid_and_clamp_range_,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.megatron_steps import forward_backward
-from nemo_aligner.utils.text_generation_utils import EndConditions, tokenize_batch, verify_is_valid_and_clamp_range_
-from nemo_aligner.utils.train_utils import optimizer_step
+from nemo_aligner.training.megatron_steps import forward_backward
+from nemo_aligner.training.update import optimizer_step
 from tests.naive_generation import naive_generate
 from tests.tiny_models import tiny_config
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nemo_aligner.utils.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, calculate_kl_penalty
+from nemo_aligner.core.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, calculate_kl_penalty
 
 NAN = float("nan")
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from nemo_aligner.utils.loggers import CustomLoggerWrapper, is_rank_zero
+from nemo_aligner.training.loggers import CustomLoggerWrapper, is_rank_zero
 
 
 class Recorder:

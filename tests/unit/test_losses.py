@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_aligner.losses import (
+from nemo_aligner.core.losses import (
     loss_weights,
     ppo_actor_loss,
     ppo_critic_loss,

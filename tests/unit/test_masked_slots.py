@@ -5,9 +5,11 @@
 import pytest
 import torch
 
-from nemo_aligner import losses, metrics
 from nemo_aligner.algorithms.ppo_data import mean_of_sample_means, mean_of_sample_sums
-from nemo_aligner.utils import advantages, distributed, kl, ppo_utils, vocab_parallel
+from nemo_aligner.core import advantages, kl, losses, metrics
+from nemo_aligner.core import rollout_math as ppo_utils
+from nemo_aligner.parallel import collectives as distributed
+from nemo_aligner.parallel import vocab_parallel
 
 ROWS, WIDTH, VOCABULARY = 5, 8, 7
 PROMPT_LENGTHS, LENGTHS = torch.tensor([2, 1, 4, 3, 2]), torch.tensor([9, 5, 4, 7, 3])  # row 2 has no answer

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint.checkpointing import MARKER, CheckpointCallback, complete_checkpoints, format_name
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.utils import nemo_archive
-from nemo_aligner.utils.checkpointing import MARKER, CheckpointCallback, complete_checkpoints, format_name
-from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.megatron_steps import forward_backward, forward_collect
-from nemo_aligner.utils.train_utils import learning_rate, optimizer_step
+from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
+from nemo_aligner.training.update import learning_rate, optimizer_step
 from tests.tiny_models import tiny_config
 
 TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2, 1]])

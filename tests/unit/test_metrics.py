@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.losses import loss_weights
-from nemo_aligner.metrics import (
+from nemo_aligner.core.losses import loss_weights
+from nemo_aligner.core.metrics import (
     correlation_moments,
     correlations_from_moments,
     explained_variance_from_moments,

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_aligner.losses import loss_weights, ppo_actor_loss, ppo_critic_loss, preference_loss, sft_loss
-from nemo_aligner.metrics import explained_variance_from_moments, explained_variance_moments
-from nemo_aligner.utils.ppo_utils import calculate_entropy
-from nemo_aligner.utils.vocab_parallel import calculate_distributed_entropy, from_parallel_logits_to_logprobs
+from nemo_aligner.core.losses import loss_weights, ppo_actor_loss, ppo_critic_loss, preference_loss, sft_loss
+from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
+from nemo_aligner.core.rollout_math import calculate_entropy
+from nemo_aligner.parallel.vocab_parallel import calculate_distributed_entropy, from_parallel_logits_to_logprobs
 from tests.oracle_table import Case, Comparisons
 from tests.oracles import oracle
 

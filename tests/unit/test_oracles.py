@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_aligner.utils.advantages import (
+from nemo_aligner.core.advantages import (
     calculate_advantages_and_returns,
     calculate_grpo_advantages,
     calculate_reinforce_returns,
@@ -16,9 +16,8 @@ from nemo_aligner.utils.advantages import (
     calculate_rloo_baseline,
     spread_over_response,
 )
-from nemo_aligner.utils.distributed import normalize_tensor
-from nemo_aligner.utils.kl import AdaptiveKLController, calculate_kl_penalty
-from nemo_aligner.utils.ppo_utils import (
+from nemo_aligner.core.kl import AdaptiveKLController, calculate_kl_penalty
+from nemo_aligner.core.rollout_math import (
     calculate_overlong_penalty,
     calculate_ppo_rewards,
     clip_rewards,
@@ -27,6 +26,7 @@ from nemo_aligner.utils.ppo_utils import (
     masked_std,
     select_topk,
 )
+from nemo_aligner.parallel.collectives import normalize_tensor
 from tests.oracle_table import GROUP_SIZE, Case, Comparisons
 from tests.oracles import nemo_aligner_ppo_utils, oracle
 

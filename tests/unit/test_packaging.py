@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from nemo_aligner.utils import config_schema
-from nemo_aligner.utils.config_utils import CONFIG_NAMES, check_keys
+from nemo_aligner.config import schema as config_schema
+from nemo_aligner.config.checks import CONFIG_NAMES, check_keys
 
 ROOT = Path(__file__).parents[2]
 
@@ -271,8 +271,8 @@ def test_files_open_with_the_licence_header():
 
 
 def test_old_import_paths():
-    from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient, RemoteGPTRMCriticClient  # noqa: F401
-    from nemo_aligner.utils.distributed import ScopedTimer, Timer, from_parallel_logits_to_logprobs  # noqa: F401
+    from nemo_aligner.parallel.collectives import ScopedTimer, Timer, from_parallel_logits_to_logprobs  # noqa: F401
+    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient, RemoteGPTRMCriticClient  # noqa: F401
     from nemo_aligner.utils.utils import load_and_override_model_config, load_from_nemo, masked_mean  # noqa: F401
 
 

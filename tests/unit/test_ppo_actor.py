@@ -8,10 +8,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.megatron_steps import forward_collect
-from nemo_aligner.utils.train_utils import optimizer_step
+from nemo_aligner.training.megatron_steps import forward_collect
+from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import PPO, tiny_config
 
 

@@ -9,7 +9,7 @@ import torch
 
 from nemo_aligner.algorithms import ppo
 from nemo_aligner.algorithms.rollouts import answers_to
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.core.errors import ConfigError
 from tests.ppo_fakes import make_trainer
 
 NAN = float("nan")

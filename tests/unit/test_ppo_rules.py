@@ -4,8 +4,9 @@
 
 import pytest
 
-from nemo_aligner.utils import config_rules, ppo_rules
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.config import ppo_rules
+from nemo_aligner.config import rules as config_rules
+from nemo_aligner.core.errors import ConfigError
 from tests.unit.test_config_utils import check
 
 SEPARATE = "remote_critic_rm.combine_rm_and_critic_server=False"
@@ -14,8 +15,7 @@ GRPO = ("trainer.ppo.advantage_estimator=grpo", "model.ppo.num_rollouts_per_prom
 
 def test_names_of_choices_are_those_of_the_math():
     """They stand twice, as the checks before a job start without PyTorch."""
-    from nemo_aligner import losses
-    from nemo_aligner.utils import kl
+    from nemo_aligner.core import kl, losses
 
     assert config_rules.LOSS_REDUCTIONS == losses.LOSS_REDUCTIONS
     assert ppo_rules.KL_ESTIMATORS == kl.KL_ESTIMATORS

@@ -12,7 +12,7 @@ from nemo.utils import logging
 
 from nemo_aligner.algorithms import ppo
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_rollout_metrics, deal
-from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.core.errors import ConfigError, UserError
 from tests import ppo_fakes
 from tests.ppo_fakes import NUM_PROMPTS, make_trainer
 
@@ -320,8 +320,8 @@ def test_epochs_with_the_projects_own_sampler_and_a_remainder():
     # 24 prompts in rollouts of 10: two steps per epoch, the rest of four is left out, and each rollout is whole.
     from types import SimpleNamespace
 
+    from nemo_aligner.data.nlp.batch_iterators import DefaultBatchIterator
     from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
-    from nemo_aligner.utils.batch_iterators import DefaultBatchIterator
 
     def builder(consumed_samples):
         sampler = MegatronPretrainingRandomSampler(NUM_PROMPTS, consumed_samples, 2, 0, 1, global_batch_size=10)

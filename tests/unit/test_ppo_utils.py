@@ -8,8 +8,7 @@ import random
 import pytest
 import torch
 
-from nemo_aligner.utils.distributed import masked_global_mean_var, normalize_tensor
-from nemo_aligner.utils.ppo_utils import (
+from nemo_aligner.core.rollout_math import (
     calculate_advantages_and_returns,
     calculate_entropy,
     calculate_kl_penalty,
@@ -21,6 +20,7 @@ from nemo_aligner.utils.ppo_utils import (
     sample_seeds,
     select_topk,
 )
+from nemo_aligner.parallel.collectives import masked_global_mean_var, normalize_tensor
 
 NAN = float("nan")
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_aligner.losses import loss_weights, ppo_actor_loss, ppo_critic_loss, regression_loss, sft_loss
-from nemo_aligner.utils.kl import KL_ESTIMATORS
+from nemo_aligner.core.kl import KL_ESTIMATORS
+from nemo_aligner.core.losses import loss_weights, ppo_actor_loss, ppo_critic_loss, regression_loss, sft_loss
 from tests.rank_threads import run_rank_threads
 
 NAN = float("nan")

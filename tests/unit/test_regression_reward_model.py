@@ -10,12 +10,12 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.data.nlp.builders import build_dataloader, build_train_valid_test_regression_rm_datasets
+from nemo_aligner.launch.train_script_utils import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
 from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, held_out_text
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.train_script_utils import load_from_nemo
-from nemo_aligner.utils.train_utils import optimizer_step
+from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
 
 NAN = float("nan")

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from nemo_aligner import report
-from nemo_aligner.utils.errors import UserError
+from nemo_aligner.core.errors import UserError
 
 
 def write_jsonl(path, records, tail=""):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from nemo_aligner.utils.checkpointing import CheckpointCallback
-from nemo_aligner.utils.resume_pair import mismatch_remedy, resume_argument
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.resume_pair import mismatch_remedy, resume_argument
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 ACTOR = {step: f"/a/megatron_gpt-step={step}-val_rewards=0.1" for step in (1, 2, 3)}

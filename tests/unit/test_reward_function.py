@@ -15,10 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.servers import reward_function
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.schema import RequestError
-from nemo_aligner.utils.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a response asks the function to do; a number is its score.

@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.launch.train_script_utils import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
-from nemo_aligner.utils.checkpointing import CheckpointCallback
-from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.train_script_utils import load_from_nemo
-from nemo_aligner.utils.train_utils import optimizer_step
+from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
 
 LENGTHS = torch.tensor([9, 1, 5, 7, 3])

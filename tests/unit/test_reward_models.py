@@ -5,8 +5,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.reward_models import read_reward_models
+from nemo_aligner.config.reward_models import read_reward_models
+from nemo_aligner.core.errors import ConfigError
 
 
 def read(**section):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms.reward_server import RewardModelServer
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.servers.scoring import batcher_options
-from nemo_aligner.utils.errors import UserError
 
 
 def make_server(infer_fn, **changes):

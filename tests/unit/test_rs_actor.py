@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
-from nemo_aligner.utils.megatron_steps import forward_collect
-from nemo_aligner.utils.train_utils import optimizer_step
+from nemo_aligner.training.megatron_steps import forward_collect
+from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import PPO, tiny_config
 
 

@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.samplers import (
     MegatronPretrainingBatchSampler,
     MegatronPretrainingRandomBatchSampler,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
-from nemo_aligner.utils.errors import ConfigError, UserError
 
 RANDOM = [MegatronPretrainingRandomSampler, MegatronPretrainingRandomBatchSampler]
 IN_ORDER = [MegatronPretrainingSampler, MegatronPretrainingBatchSampler]

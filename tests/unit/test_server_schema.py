@@ -5,9 +5,9 @@
 import numpy as np
 import pytest
 
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.utils.errors import UserError
 
 
 def training_request(rows=2, width=5):

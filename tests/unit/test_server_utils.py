@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.servers import http_communicator
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.servers import http_communicator, ports, server_utils
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
-from nemo_aligner.utils import parallel_state, ports, server_utils
-from nemo_aligner.utils.errors import UserError
 
 
 def test_decode_bytes_ndarray():

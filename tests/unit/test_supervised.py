@@ -11,8 +11,8 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.builders import build_dataloader
-from nemo_aligner.utils.errors import ConfigError, UserError
 
 GBS = 4
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_aligner.utils import timers
-from nemo_aligner.utils.errors import UserError
-from nemo_aligner.utils.timers import ScopedTimer, SyncTimer, Timer
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.training import timers
+from nemo_aligner.training.timers import ScopedTimer, SyncTimer, Timer
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.trainer_utils import check_progress, compute_limit_batches, compute_num_steps_per_epoch
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.training.schedule import check_progress, compute_limit_batches, compute_num_steps_per_epoch
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks import logprob_memory
-from nemo_aligner.utils import vocab_parallel
-from nemo_aligner.utils.vocab_parallel import (
+from nemo_aligner.parallel import vocab_parallel
+from nemo_aligner.parallel.vocab_parallel import (
     DistributedLogprob,
     calculate_distributed_entropy,
     from_parallel_logits_to_logprobs,

@@ -295,7 +295,7 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
 def test_overrides_are_keys_of_the_configurations_and_have_an_effect(tmp_path, name, steps):
     from hydra import compose, initialize_config_dir
 
-    from nemo_aligner.utils.config_utils import check_config
+    from nemo_aligner.config.checks import check_config
 
     for trained in ("sft", "rm"):  # by the jobs before
         checkpoint = tmp_path / "it's a run" / trained / "checkpoints" / f"{trained}.nemo"

@@ -17,10 +17,8 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
-from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
-from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
-from nemo_aligner.utils.config_utils import check_config, check_values
-from nemo_aligner.utils.train_script_utils import (
+from nemo_aligner.config.checks import check_config, check_values
+from nemo_aligner.launch.train_script_utils import (
     build_checkpoint_callback,
     build_logger,
     load_and_override_model_config,
@@ -30,6 +28,8 @@ from nemo_aligner.utils.train_script_utils import (
     setup_experiment,
     user_errors_end_the_job,
 )
+from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 
 
 @hydra_runner(config_path="conf", config_name="gpt_ppo_critic")

@@ -17,19 +17,19 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.algorithms.reward_server import RewardModelServer
-from nemo_aligner.models.nlp.gpt.megatron_gpt_model import build_tokenizer
-from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
-from nemo_aligner.servers.reward_function import RewardFunction
-from nemo_aligner.servers.scoring import model_limits
-from nemo_aligner.utils.config_utils import check_config, check_values
-from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.nemo_archive import check_restore_path
-from nemo_aligner.utils.train_script_utils import (
+from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+from nemo_aligner.config.checks import check_config, check_values
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.launch.train_script_utils import (
     load_and_override_model_config,
     load_from_nemo,
     resolve_and_create_trainer,
     user_errors_end_the_job,
 )
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import build_tokenizer
+from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
+from nemo_aligner.servers.reward_function import RewardFunction
+from nemo_aligner.servers.scoring import model_limits
 
 
 @hydra_runner(config_path="conf", config_name="inference_rm")

@@ -24,6 +24,8 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.ppo import PPOTrainer, compute_num_optimizer_steps
+from nemo_aligner.config.checks import check_config, check_values
+from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_rlhf_datasets,
@@ -31,13 +33,7 @@ from nemo_aligner.data.nlp.builders import (
     collate_with_pad_to_max_batch,
     the_validation_prompts,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
-from nemo_aligner.models.nlp.gpt.rewards_in_place_of_critic import RewardsInPlaceOfCritic
-from nemo_aligner.utils.batch_iterators import get_batch_iterator_cls
-from nemo_aligner.utils.config_utils import check_config, check_values
-from nemo_aligner.utils.timers import Timer
-from nemo_aligner.utils.train_script_utils import (
+from nemo_aligner.launch.train_script_utils import (
     build_checkpoint_callback,
     build_logger,
     load_and_override_model_config,
@@ -47,7 +43,11 @@ from nemo_aligner.utils.train_script_utils import (
     setup_experiment,
     user_errors_end_the_job,
 )
-from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_steps_per_epoch
+from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
+from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
+from nemo_aligner.training.timers import Timer
 
 
 @hydra_runner(config_path="conf", config_name="gpt_ppo_actor")

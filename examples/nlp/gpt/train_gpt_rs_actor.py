@@ -19,6 +19,7 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.rs import RSTrainer, compute_num_optimizer_steps
+from nemo_aligner.config.checks import check_config, check_values
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_rlhf_datasets,
@@ -26,11 +27,7 @@ from nemo_aligner.data.nlp.builders import (
     collate_with_pad_to_max_batch,
     the_validation_prompts,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
-from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMClient
-from nemo_aligner.utils.config_utils import check_config, check_values
-from nemo_aligner.utils.timers import Timer
-from nemo_aligner.utils.train_script_utils import (
+from nemo_aligner.launch.train_script_utils import (
     build_checkpoint_callback,
     build_logger,
     load_and_override_model_config,
@@ -40,7 +37,10 @@ from nemo_aligner.utils.train_script_utils import (
     setup_experiment,
     user_errors_end_the_job,
 )
-from nemo_aligner.utils.trainer_utils import compute_max_steps, compute_num_steps_per_epoch
+from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
+from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
+from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
+from nemo_aligner.training.timers import Timer
 
 
 @hydra_runner(config_path="conf", config_name="gpt_rs_actor")

@@ -16,11 +16,9 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_aligner.config.checks import check_config, check_values, drop_unset
 from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
-from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-from nemo_aligner.utils.config_utils import check_config, check_values, drop_unset
-from nemo_aligner.utils.timers import Timer
-from nemo_aligner.utils.train_script_utils import (
+from nemo_aligner.launch.train_script_utils import (
     build_checkpoint_callback,
     build_logger,
     load_and_override_model_config,
@@ -31,6 +29,8 @@ from nemo_aligner.utils.train_script_utils import (
     supervised_max_steps,
     user_errors_end_the_job,
 )
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.training.timers import Timer
 
 
 @hydra_runner(config_path="conf", config_name="gpt_sft")

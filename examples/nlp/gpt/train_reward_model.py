@@ -22,21 +22,14 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_aligner.config.checks import check_config, check_values, drop_unset
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_regression_rm_datasets,
     build_train_valid_test_rm_datasets,
 )
-from nemo_aligner.models.nlp.gpt.reward_model_classes import (
-    RewardModelType,
-    held_out_text,
-    reward_model_class,
-    reward_model_type,
-)
-from nemo_aligner.utils.config_utils import check_config, check_values, drop_unset
-from nemo_aligner.utils.errors import UserError
-from nemo_aligner.utils.timers import Timer
-from nemo_aligner.utils.train_script_utils import (
+from nemo_aligner.launch.train_script_utils import (
     build_checkpoint_callback,
     build_logger,
     load_and_override_model_config,
@@ -47,6 +40,13 @@ from nemo_aligner.utils.train_script_utils import (
     supervised_max_steps,
     user_errors_end_the_job,
 )
+from nemo_aligner.models.nlp.gpt.reward_model_classes import (
+    RewardModelType,
+    held_out_text,
+    reward_model_class,
+    reward_model_type,
+)
+from nemo_aligner.training.timers import Timer
 
 BUILD_DATASETS = {
     RewardModelType.BINARY_RANKING: build_train_valid_test_rm_datasets,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from nemo.utils import logging
 
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.data.nlp.datasets import (
     DEFAULT_MASK_VALUE,
     RegressionRewardModelDataset,
@@ -21,8 +22,7 @@ from nemo_aligner.data.nlp.samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
-from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.parallel import parallel_state
 
 
 def _make_rlhf_dataset(paths, cfg, tokenizer, seq_length: int, name: str) -> RLHFDataset:

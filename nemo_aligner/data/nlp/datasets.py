@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from nemo.utils import logging
 
-from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.core.errors import ConfigError, UserError
 
 # A tokenizer may add a few tokens that stand for no character (bos, eos, SentencePiece's leading space).
 _EXTRA_TOKENS = 8

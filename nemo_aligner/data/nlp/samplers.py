@@ -20,7 +20,7 @@ import math
 import torch
 from nemo.utils import logging
 
-from nemo_aligner.utils.errors import ConfigError, UserError
+from nemo_aligner.core.errors import ConfigError, UserError
 
 
 class _BatchSampler:

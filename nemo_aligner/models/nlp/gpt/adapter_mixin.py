@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The place of parameter-efficient fine-tuning in a model class; NeMo removed its mixin of the same name."""
 
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.core.errors import ConfigError
 
 
 class NLPAdapterModelMixin:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nemo_aligner.utils import parallel_state  # (adapts Megatron Core before the imports below)
-from nemo_aligner.utils.context_parallel import gather_shares
+from nemo_aligner.parallel import parallel_state  # (adapts Megatron Core before the imports below)
+from nemo_aligner.parallel.context_parallel import gather_shares
 
 from megatron.core.models.common.language_module.language_module import LanguageModule  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip

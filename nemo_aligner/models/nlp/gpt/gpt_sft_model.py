@@ -5,20 +5,20 @@
 import torch
 from omegaconf import DictConfig
 
-from nemo_aligner.losses import loss_count, loss_weights, sft_loss
+from nemo_aligner.core.losses import loss_count, loss_weights, sft_loss
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.distributed import sum_over_dp
-from nemo_aligner.utils.megatron_steps import forward_backward
-from nemo_aligner.utils.vocab_parallel import from_parallel_logits_to_logprobs
+from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
+from nemo_aligner.training.megatron_steps import forward_backward
 
 
 class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
     """Learns to give the answers of a data set.
 
     Its loss is the mean over all answer tokens of the global batch, or what else `loss_reduction` of the configuration
-    names (`nemo_aligner.losses.loss_weights`).
+    names (`nemo_aligner.core.losses.loss_weights`).
     """
 
     def __init__(self, cfg: DictConfig, trainer=None):

@@ -14,11 +14,11 @@ import math
 import torch
 import torch.nn.functional as F
 
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router, expert_settings
-from nemo_aligner.utils.context_parallel import gather_shares, share_positions
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
 
-from nemo_aligner.utils import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core)
+from nemo_aligner.parallel import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core)
 
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -174,7 +174,7 @@ class SDPAttention(MegatronModule):
     where a position must *not* be seen, as everywhere in Megatron Core.
 
     Under context parallelism queries, keys and values are this rank's share of the positions
-    (`nemo_aligner.utils.context_parallel`); keys and values are gathered, so each rank holds those of the whole
+    (`nemo_aligner.parallel.context_parallel`); keys and values are gathered, so each rank holds those of the whole
     sequence of one layer at a time.
     """
 

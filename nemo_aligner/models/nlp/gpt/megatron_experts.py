@@ -5,9 +5,9 @@
 import torch
 import torch.nn.functional as F
 
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.core.errors import ConfigError
 
-from nemo_aligner.utils import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core)
+from nemo_aligner.parallel import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core)
 
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter

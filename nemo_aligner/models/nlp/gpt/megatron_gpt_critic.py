@@ -11,14 +11,14 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.losses import loss_weights, ppo_critic_loss
-from nemo_aligner.metrics import explained_variance_from_moments, explained_variance_moments
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.losses import loss_weights, ppo_critic_loss
+from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.models.alignable_interface import CriticModelInterface
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel, num_attributes
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.distributed import sum_over_dp
-from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.megatron_steps import forward_backward
+from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.training.megatron_steps import forward_backward
 
 
 class StateDictState(Enum):

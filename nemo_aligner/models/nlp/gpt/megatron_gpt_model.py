@@ -4,7 +4,7 @@
 
 It owns what every role (actor, critic, reward model, SFT) shares: construction from NeMo-style keys, the tokenizer,
 weights in and out (`.nemo`, host copies, swaps) and the optimizer. Roles add losses;
-`nemo_aligner.utils.megatron_steps` runs the passes.
+`nemo_aligner.training.megatron_steps` runs the passes.
 """
 
 import contextlib
@@ -17,17 +17,18 @@ from nemo.core import ModelPT
 from nemo.core.classes.common import ALLOWED_TARGET_PREFIXES
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.launch.train_script_utils import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_layer_spec,
     build_transformer_config,
     pad_vocab_size,
     torch_dtype,
 )
-from nemo_aligner.utils import nemo_archive, parallel_state
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.optim import build_optimizer, build_scheduler, chained_optimizers, wrap_with_ddp
-from nemo_aligner.utils.train_script_utils import launch_processes
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.training.optim import build_optimizer, build_scheduler, chained_optimizers, wrap_with_ddp
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip

@@ -10,14 +10,14 @@ import dataclasses
 import torch
 from omegaconf import DictConfig
 
+from nemo_aligner.core.rollout_math import sample_seeds
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.megatron_steps import forward_collect
-from nemo_aligner.utils.ppo_utils import sample_seeds
-from nemo_aligner.utils.vocab_parallel import from_parallel_logits_to_logprobs, logprobs_and_entropy
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs, logprobs_and_entropy
+from nemo_aligner.training.megatron_steps import forward_collect
 
 
 class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGenerativeInterface):

@@ -10,10 +10,10 @@ import torch
 from nemo.utils import logging
 from omegaconf import DictConfig
 
-from nemo_aligner.losses import loss_weights, ppo_actor_loss
+from nemo_aligner.core.losses import loss_weights, ppo_actor_loss
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
-from nemo_aligner.utils.distributed import sum_over_dp
-from nemo_aligner.utils.megatron_steps import forward_backward
+from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.training.megatron_steps import forward_backward
 
 
 class MegatronGPTActorModel(MegatronGPTPolicyModel):
@@ -74,7 +74,7 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
     # --- training -------------------------------------------------------------------------------------------------
 
     def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
-        """PPO loss (`nemo_aligner.losses.ppo_actor_loss`) of a global batch, with its gradient unless `forward_only`.
+        """PPO loss (`nemo_aligner.core.losses.ppo_actor_loss`) of a global batch, with its gradient unless `forward_only`.
 
         Only samples that ended properly (`is_end`) count, unless `train_on_truncated`. All ranks call it, each with
         its share of the rows.

@@ -7,14 +7,14 @@ Notation: B texts on this data-parallel rank, S padded length, A attributes.
 
 from omegaconf import DictConfig
 
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.losses import loss_weights, regression_loss
+from nemo_aligner.core.metrics import correlation_moments, correlations_from_moments
 from nemo_aligner.data.nlp.datasets import DEFAULT_MASK_VALUE
-from nemo_aligner.losses import loss_weights, regression_loss
-from nemo_aligner.metrics import correlation_moments, correlations_from_moments
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.distributed import sum_over_dp
-from nemo_aligner.utils.errors import ConfigError
-from nemo_aligner.utils.megatron_steps import forward_backward
+from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.training.megatron_steps import forward_backward
 
 
 class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):

@@ -12,16 +12,16 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.losses import loss_weights, preference_loss
+from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.losses import loss_weights, preference_loss
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.utils import nemo_archive
-from nemo_aligner.utils.device import get_device
-from nemo_aligner.utils.distributed import sum_over_dp
-from nemo_aligner.utils.errors import ConfigError, UserError
-from nemo_aligner.utils.megatron_steps import broadcast_from_last_stage, forward_backward, forward_collect
+from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.training.megatron_steps import broadcast_from_last_stage, forward_backward, forward_collect
 
 HEAD_DTYPES = {
     "float32": torch.float32,

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTRSModel`: the policy of rejection sampling, which learns the likelihood of its own best answers."""
 
-from nemo_aligner.losses import loss_weights, sft_loss
+from nemo_aligner.core.losses import loss_weights, sft_loss
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
-from nemo_aligner.utils.distributed import sum_over_dp
-from nemo_aligner.utils.megatron_steps import forward_backward
+from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.training.megatron_steps import forward_backward
 
 
 class MegatronGPTRSModel(MegatronGPTPolicyModel):
@@ -22,7 +22,7 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
     SECTION = "rs"
 
     def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
-        """Negative log-likelihood (`nemo_aligner.losses.sft_loss`) of the answers in a global batch, with its gradient
+        """Negative log-likelihood (`nemo_aligner.core.losses.sft_loss`) of the answers in a global batch, with its gradient
         unless `forward_only`. All ranks call it, each with its share of the rows.
 
         Args:

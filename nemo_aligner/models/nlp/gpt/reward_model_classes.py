@@ -4,9 +4,9 @@
 
 from enum import Enum
 
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.utils.errors import ConfigError
 
 
 class RewardModelType(Enum):

@@ -1,0 +1,221 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which devices, ranks, parallel sizes and architectures cannot work together; called by `config_rules.py`."""
+
+import os
+from collections.abc import Mapping
+
+from nemo_aligner.config.values import Values, require_multiple
+from nemo_aligner.core.errors import ConfigError
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+
+
+# Sizes may come from a checkpoint, where the user never saw them.
+EP_REMEDY = "a checkpoint's own value counts unless it is overridden: ++model.expert_model_parallel_size=1"
+RECOMPUTE = "model.activations_checkpoint_"
+
+
+def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
+    """DP = ranks / (TP x PP x CP).
+
+    Raises:
+        ConfigError: the sizes do not divide the ranks.
+    """
+    product = tp * pp * cp
+    if world_size % product:
+        raise ConfigError(
+            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x context_parallel_size={cp} = "
+            f"{product} does not divide the {world_size} rank{'s' if world_size > 1 else ''} of this job; set "
+            f"trainer.devices x trainer.num_nodes to a multiple of {product}, or smaller parallel sizes."
+        )
+    return world_size // product
+
+
+def count_ranks(devices, num_nodes: int, visible_devices: int = 0, env: Mapping[str, str] | None = None) -> int:
+    """World size of the job: what the launcher says (torchrun and Lightning's children set RANK and WORLD_SIZE), else
+    devices x num_nodes.
+
+    Args:
+        devices: `trainer.devices`: int, list of device indices, or a string of one of these, "auto" or -1.
+        visible_devices: GPUs of this machine; "auto" and -1 mean this number, at least 1.
+    """
+    env = os.environ if env is None else env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env["WORLD_SIZE"])
+    return count_devices(devices, visible_devices) * num_nodes
+
+
+def count_devices(devices, visible_devices: int = 0) -> int:
+    """Processes per node that `trainer.devices` asks for (see `count_ranks`)."""
+    text = str(devices).strip()
+    if text in ("auto", "-1"):
+        return max(visible_devices, 1)
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    if "," in text:
+        return len([part for part in text.strip("[]").split(",") if part.strip()])
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ConfigError(
+            f"trainer.devices={devices!r} must be a positive number, a list of device indices or 'auto'."
+        )
+    return count
+
+
+def cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_accelerator(accelerator: str, devices, visible_devices: int) -> None:
+    """Raise when a GPU is asked for that is not there. `visible_devices`: GPUs of this machine."""
+    if accelerator not in ACCELERATORS:
+        raise ConfigError(
+            f"trainer.accelerator={accelerator!r} is not supported; use one of {', '.join(ACCELERATORS)}."
+        )
+    if accelerator in ("gpu", "cuda") and visible_devices == 0:
+        raise ConfigError(
+            f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine; use "
+            "trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check that nvidia-smi lists the "
+            "GPUs."
+        )
+    if accelerator != "cpu" and 0 < visible_devices < count_devices(devices, visible_devices):
+        raise ConfigError(
+            f"trainer.devices={devices}, but the number of GPUs on this machine is {visible_devices}; "
+            f"set trainer.devices={visible_devices}."
+        )
+
+
+def parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int]:
+    """`{"data parallel size": DP}`; empty while the checkpoint may still decide TP, PP or CP."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    tp, pp, cp = (values.whole(f"model.{name}", minimum=1) for name in names)
+    dp = data_parallel_size(ranks, tp or 1, pp or 1, cp or 1)
+    if not complete and not (tp and pp):
+        return {}
+    experts, ep = values.whole("model.num_moe_experts", 1), values.whole("model.expert_model_parallel_size", 1) or 1
+    if ep > 1:
+        if not experts:
+            raise ConfigError(
+                f"model.expert_model_parallel_size={ep} spreads experts over ranks, but this model has none; set it "
+                f"to 1 ({EP_REMEDY})."
+            )
+        require_multiple("model.num_moe_experts", experts, {"model.expert_model_parallel_size": ep})
+        name = f"the number of data-parallel x context-parallel ranks, {dp} x {cp or 1}"
+        remedy = f"use other numbers of ranks or a smaller size ({EP_REMEDY})"
+        require_multiple(name, dp * (cp or 1), {"model.expert_model_parallel_size": ep}, remedy)
+    return {"data parallel size": dp}
+
+
+def virtual_pipeline_group(values: Values) -> dict[str, int]:
+    """Virtual pipelining needs as many micro-batches as there are stages, or a multiple: that factor of a batch."""
+    pp, vpp = (values.whole(f"model.{name}pipeline_model_parallel_size", 1) or 1 for name in ("", "virtual_"))
+    return {"model.pipeline_model_parallel_size (with virtual stages)": pp} if vpp > 1 else {}
+
+
+def _require_split(name: str, value: int, sizes: Mapping[str, int], fixed: bool) -> None:
+    """Raise unless the parallel `sizes` divide `value`, which is `fixed` where a checkpoint says it."""
+    product = " x ".join(sizes)
+    remedy = f"the checkpoint fixes {name}, so set {product} to a divisor of {value}" if fixed else None
+    require_multiple(name, value, sizes, remedy)
+
+
+def check_architecture(values: Mapping, fixed: bool = False) -> None:
+    """Sizes of `model.*` that cannot work together.
+
+    Args:
+        values: `cfg.model`.
+        fixed: they are those of a checkpoint, so that only the parallel sizes can change.
+    """
+    v = Values({"model": values})
+    heads, hidden, groups = (
+        v.whole(f"model.{k}", 1) for k in ("num_attention_heads", "hidden_size", "num_query_groups")
+    )
+    tp, pp = (v.whole(f"model.{k}_model_parallel_size", 1) or 1 for k in ("tensor", "pipeline"))
+    vpp, layers = v.whole("model.virtual_pipeline_model_parallel_size", 1) or 1, v.whole("model.num_layers", 1)
+    if heads and hidden and v.get("model.kv_channels") is None:
+        require_multiple("model.hidden_size", hidden, {"model.num_attention_heads": heads})
+    if heads and groups:
+        require_multiple("model.num_attention_heads", heads, {"model.num_query_groups": groups})
+    tensor = {"model.tensor_model_parallel_size": tp}
+    if heads:
+        _require_split("model.num_attention_heads", heads, tensor, fixed)
+    if groups:
+        _require_split("model.num_query_groups", groups, tensor, fixed)
+    if layers:
+        stages = {"model.pipeline_model_parallel_size": pp}
+        stages |= {"model.virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}
+        _require_split("model.num_layers", layers, stages, fixed)
+    for key in ("ffn_hidden_size", "kv_channels"):
+        v.whole(f"model.{key}", 1)
+    _check_experts(v, fixed)
+    if vpp > 1 and pp == 1:
+        raise ConfigError(
+            f"model.virtual_pipeline_model_parallel_size={vpp} needs model.pipeline_model_parallel_size of 2 or more; "
+            "set it to null."
+        )
+    if layers:
+        _check_recomputed_layers(v, layers // (pp * vpp))
+
+
+def _check_experts(v: Values, fixed: bool) -> None:
+    experts, topk = v.whole("model.num_moe_experts", 1), v.whole("model.moe_router_topk", 1)
+    if experts and topk and topk > experts:
+        raise ConfigError(f"model.moe_router_topk={topk} is above model.num_moe_experts={experts}; lower it.")
+    v.number("model.moe_aux_loss_coeff", 0)
+    v.number("model.moe_z_loss_coeff", 0)
+    v.choice("model.moe_token_dispatcher_type", ("alltoall",))  # the others want rows of one length on all ranks
+    v.choice("model.moe_router_load_balancing_type", ("aux_loss", "none"))
+    v.whole("model.moe_ffn_hidden_size", 1)
+    if experts or fixed:  # the configuration of a dense checkpoint may well hold such keys
+        return
+    keys = [f"model.{key}" for key in v.get("model", {}) if key.startswith("moe_") and v.get(f"model.{key}")]
+    if keys:
+        raise ConfigError(
+            f"{keys[0]}={v.get(keys[0])} is of a mixture of experts, but model.num_moe_experts is not set; set it, or "
+            f"{keys[0]} to null."
+        )
+
+
+def check_recomputation(v: Values, complete: bool) -> None:
+    """`model.activations_checkpoint_*`; `complete` as in `config_rules.check_values`.
+
+    A user may say a part of it and leave the rest to the checkpoint; and a checkpoint may have been trained with
+    a method that its user has switched off since.
+    """
+    v.choice(RECOMPUTE + "granularity", ("selective", "full"))
+    v.choice(RECOMPUTE + "method", ("uniform", "block"))
+    granularity, layers = v.get(RECOMPUTE + "granularity"), v.whole(RECOMPUTE + "num_layers", 1)
+    if granularity == "full" and complete:
+        for key in ("method", "num_layers"):
+            if v.get(RECOMPUTE + key) is None:
+                raise ConfigError(
+                    f"{RECOMPUTE}granularity=full needs {RECOMPUTE}{key}, which is not set; give "
+                    + ("uniform or block." if key == "method" else "a number of layers, for example 1.")
+                )
+    if granularity == "selective" and complete and layers is not None:
+        raise ConfigError(
+            f"{RECOMPUTE}num_layers={layers} is only for granularity=full, but it is selective, which recomputes the "
+            "attention of every layer; set num_layers to null."
+        )
+    off = granularity == "selective" or v.is_null(RECOMPUTE + "granularity")
+    for key in ("method", "num_layers"):
+        if off and not complete and v.get(RECOMPUTE + key) is not None:
+            raise ConfigError(
+                f"{RECOMPUTE}{key}={v.get(RECOMPUTE + key)} has no effect unless {RECOMPUTE}granularity=full; set "
+                "that, or this to null."
+            )
+
+
+def _check_recomputed_layers(v: Values, stage: int) -> None:
+    layers = v.whole(RECOMPUTE + "num_layers", 1)
+    if v.get(RECOMPUTE + "granularity") == "full" and layers and layers > stage:
+        raise ConfigError(
+            f"{RECOMPUTE}num_layers={layers} is more than the {stage} layers of a pipeline stage; set it to at most "
+            f"{stage}."
+        )

@@ -1,0 +1,137 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""KL divergence between two policies from the log-probs of sampled tokens, and the controllers of its coefficient.
+
+Torch only, no ranks. Shapes: [B, S-1] is per transition, see `nemo_aligner.core.types`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
+# Ziegler et al. 2019 move beta by at most this share (times n / horizon) in one update.
+_MAX_RELATIVE_ERROR = 0.2
+# exp of more says nothing of a divergence any more, and would overflow float32 in the next square or sum.
+_MAX_K3_EXPONENT = 20.0
+
+
+def calculate_kl_penalty(
+    log_probs_a: Tensor, log_probs_b: Tensor, use_absolute_kl: bool = True, estimator: str | None = None
+) -> Tensor:
+    """One-sample estimate of KL(a || b) per transition, for tokens that were drawn from a.
+
+    With k1 = log_probs_a - log_probs_b (J. Schulman, "Approximating KL divergence", 2020):
+
+        "k1"   k1                    unbiased; single estimates may be negative
+        "abs"  |k1|                  biased, never negative
+        "k2"   k1^2 / 2              biased (little where a is close to b), never negative
+        "k3"   exp(-k1) - 1 + k1     unbiased, never negative; the exponent is cut at 20
+
+    As a term of a loss, with a the policy in training, it is the gradient that counts. Its expectation over tokens
+    drawn from a is, for "k1": 0, so that the term adds nothing but noise; "abs": the gradient of sum |a - b| over the
+    vocabulary, twice the total variation; "k2": the gradient of KL(a || b); "k3": the gradient of KL(b || a).
+
+    Args:
+        log_probs_a: [B, S-1].
+        log_probs_b: [B, S-1].
+        use_absolute_kl: "abs" if True, else "k1"; looked at only if no estimator is named.
+        estimator: one of `KL_ESTIMATORS`.
+
+    Returns:
+        [B, S-1], dtype of the arguments. Every slot depends on its own log-probs alone.
+
+    Raises:
+        ValueError: an unknown estimator.
+    """
+    if estimator is None:
+        estimator = "abs" if use_absolute_kl else "k1"
+    k1 = log_probs_a - log_probs_b
+    if estimator == "k1":
+        return k1
+    if estimator == "abs":
+        return k1.abs()
+    if estimator == "k2":
+        return 0.5 * k1.square()
+    if estimator == "k3":
+        # expm1: between policies that hardly differ, exp(-k1) - 1 would be rounding error.
+        return torch.expm1((-k1).clamp(max=_MAX_K3_EXPONENT)) + k1
+    raise ValueError(f"KL estimator {estimator!r} is unknown; choose one of {', '.join(KL_ESTIMATORS)}")
+
+
+class FixedKLController:
+    """A coefficient that stays what it is, with the face of `AdaptiveKLController`."""
+
+    def __init__(self, init_kl_coef: float):
+        self.value = float(init_kl_coef)
+
+    def update(self, kl: float, num_samples: int) -> float:
+        """Nothing is adapted; returns `value`."""
+        return self.value
+
+    def state_dict(self) -> dict[str, float]:
+        """Empty: the coefficient is the configuration's, also when a run is resumed with another one."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing to take over."""
+
+
+class AdaptiveKLController:
+    """Steers the coefficient beta of the KL penalty towards a target KL (Ziegler et al. 2019, arXiv:1909.08593, 2.2).
+
+        e = clip(KL / target - 1, -0.2, 0.2),    beta <- beta * (1 + e * n / horizon)
+
+    In the paper n / horizon is K_beta = 0.1.
+
+    Attributes:
+        value: beta, to be used for the next rollout.
+    """
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: float):
+        """Every rank has one and updates it with equal numbers.
+
+        Args:
+            init_kl_coef: beta at the start; above 0, since factors cannot move it from 0.
+            target: KL per *sample*: the sum over its tokens, in nats.
+            horizon: samples; the larger, the slower beta moves.
+
+        Raises:
+            ValueError: a value that is not above 0.
+        """
+        for name, value in (("init_kl_coef", init_kl_coef), ("target", target), ("horizon", horizon)):
+            if not value > 0:
+                raise ValueError(f"{name}={value} of an adaptive KL controller must be above 0")
+        self.value = float(init_kl_coef)
+        self.target = float(target)
+        self.horizon = float(horizon)
+
+    def update(self, kl: float, num_samples: int) -> float:
+        """Adapt to the KL of a rollout; returns the new `value`.
+
+        Args:
+            kl: mean over the rollout's samples, of all ranks, of the KL summed over a sample's tokens.
+            num_samples: n, samples of the rollout, of all ranks.
+
+        Raises:
+            ValueError: `kl` is not finite, or so many samples that beta could turn negative.
+        """
+        if not math.isfinite(kl):
+            raise ValueError(f"the KL to the reference policy is {kl}; its coefficient cannot be adapted to that")
+        if not _MAX_RELATIVE_ERROR * num_samples < self.horizon:
+            raise ValueError(
+                f"horizon={self.horizon:g} is too short for rollouts of {num_samples} samples: the KL coefficient "
+                f"could turn negative; it must be above {_MAX_RELATIVE_ERROR * num_samples:g}"
+            )
+        error = min(max(kl / self.target - 1.0, -_MAX_RELATIVE_ERROR), _MAX_RELATIVE_ERROR)
+        self.value *= 1.0 + error * num_samples / self.horizon
+        return self.value
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold; target and horizon are the configuration's."""
+        return {"kl_coef": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue with the coefficient of `state_dict()`; the empty state of a fixed controller changes nothing."""
+        self.value = float(state.get("kl_coef", self.value))

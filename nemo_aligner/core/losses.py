@@ -1,0 +1,272 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The losses, as pure functions of plain tensors: no ranks, no model, no config.
+
+**One convention.** The loss of an optimizer step over the global batch is
+
+    loss = sum over all rows and slots of  weights * per_slot_loss
+
+with `weights` computed once per global batch by `loss_weights`, before anything is split. A loss function sees a
+micro-batch with its rows of `weights` and returns a *partial sum*; so do its metrics. Summed over micro-batches and
+data-parallel ranks they give the value, and the gradient, of the global batch, whatever the split was.
+
+Shapes: per-transition tensors are [B, S-1] (see `nemo_aligner.core.types`), pairs are [B], attributes of a regression
+reward model [B, A]. A slot of weight 0 may hold NaN: it changes neither values nor gradients.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from nemo_aligner.core.kl import calculate_kl_penalty
+
+LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
+
+
+def loss_weights(
+    mask: Tensor,
+    reduction: str = "token",
+    micro_batch_size: int | None = None,
+    sum_over_dp: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Tensor:
+    """Weights that turn a sum over slots into the named mean over the global batch.
+
+    Args:
+        mask: [B, S-1], [B, A] or [B], non-zero where a slot counts; this data-parallel rank's whole share of the
+            global batch.
+        reduction: "token": mean over all counting slots of the global batch. "sequence": mean over rows of their own
+            means; rows without a counting slot are left out. "microbatch": mean over micro-batches of their means (0
+            for an empty one), which depends on the split; kept to compare with NeMo-Aligner.
+        micro_batch_size: rows per micro-batch; used by "microbatch" only.
+        sum_over_dp: sums a tensor over the data-parallel ranks; every one of them must call this function.
+
+    Returns:
+        float32, shape of `mask`; all zero if no slot counts on any rank.
+    """
+    keep = mask != 0
+    rows = keep.reshape(keep.shape[0], -1)
+    # float64 counts: a global batch can hold more tokens than float32 counts exactly (2**24).
+    if reduction == "token":
+        denominator = sum_over_dp(rows.sum(dtype=torch.float64))
+    elif reduction == "sequence":
+        denominator = sum_over_dp(rows.any(1).sum(dtype=torch.float64)).clamp(min=1) * _count(rows, 1)
+    elif reduction == "microbatch":
+        if not micro_batch_size or rows.shape[0] % micro_batch_size:
+            raise ValueError(
+                f"micro_batch_size={micro_batch_size} does not divide the {rows.shape[0]} rows of the batch"
+            )
+        splits = rows.reshape(rows.shape[0] // micro_batch_size, -1)
+        dp_size = sum_over_dp(torch.ones((), dtype=torch.float64, device=mask.device))
+        per_split = _count(splits, 1) * splits.shape[0] * dp_size
+        denominator = per_split.repeat_interleave(micro_batch_size, dim=0)
+    else:
+        raise ValueError(f"loss_reduction={reduction!r} is unknown; choose one of {', '.join(LOSS_REDUCTIONS)}")
+    weights = rows / denominator.clamp(min=1)
+    return weights.float().reshape(mask.shape)
+
+
+def loss_count(mask: Tensor, reduction: str = "token", micro_batch_size: int | None = None) -> float:
+    """How many things `loss_weights` takes the mean over, on this rank: slots, rows or micro-batches.
+
+    Means of several global batches are combined with these weights. Arguments as for `loss_weights`.
+    """
+    keep = mask != 0
+    if reduction == "token":
+        return float(keep.sum())
+    if reduction == "sequence":
+        return float(keep.reshape(keep.shape[0], -1).any(1).sum())
+    return keep.shape[0] / micro_batch_size
+
+
+def ppo_actor_loss(
+    *,
+    logprobs: Tensor,
+    prev_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    ratio_eps: float,
+    dual_clip: float | None = None,
+    ref_logprobs: Tensor | None = None,
+    kl_loss_coef: float = 0.0,
+    kl_loss_estimator: str = "k3",
+    entropy: Tensor | None = None,
+    entropy_bonus: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7), minus an entropy bonus (eq. 9).
+
+    With rho = exp(logprobs - prev_logprobs), per slot:
+
+        surrogate = max(-A rho, -A clamp(rho, 1-eps, 1+eps)),  and with dual_clip where A < 0: min(surrogate, -A c)
+        loss = surrogate + kl_loss_coef * KL(logprobs, ref_logprobs) - entropy_bonus * H
+
+    The dual clip (Ye et al. 2020, arXiv:1912.09729, eq. 5) bounds what a token can cost that the policy has come to
+    like although it is bad, where the first clip does not bound it. The KL in the loss (Shao et al. 2024,
+    arXiv:2402.03300, eq. 3 and 4) is differentiated through its estimator: `kl.calculate_kl_penalty` says what that
+    gives.
+
+    Args:
+        logprobs: [B, S-1], of the policy in training; carries the gradient.
+        prev_logprobs: [B, S-1], of the policy that generated.
+        advantages: [B, S-1].
+        weights: [B, S-1], from `loss_weights`.
+        ratio_eps: clip range.
+        dual_clip: c > 1, or None: off.
+        ref_logprobs: [B, S-1], of the reference policy; needed when `kl_loss_coef` is not 0.
+        kl_loss_coef: coefficient of the KL; 0 switches it off.
+        kl_loss_estimator: one of `kl.KL_ESTIMATORS`.
+        entropy: [B, S-1], per slot; needed when `entropy_bonus` is not 0, otherwise only reported.
+        entropy_bonus: coefficient of the entropy.
+
+    Returns:
+        Partial sums: the loss, and the metrics, which are weighted means:
+        `loss`; `ppo_ratio`, `ppo_ratio_clamped` (rho); `ppo_clip_fraction` (share of slots whose gradient the clip
+        cuts: the ratio is outside the range on the side that the advantage pushes to); `approx_kl` (KL of the policy
+        that generated to the one in training, estimator k3); `scaled_entropy` (bonus times mean entropy);
+        with `dual_clip`, `dual_clip_fraction` (share of slots whose gradient that cuts); with `kl_loss_coef`,
+        `kl_loss` (the mean estimate, without the coefficient); with `entropy`, `entropy`.
+
+    Raises:
+        ValueError: a tensor that a coefficient needs is missing, `dual_clip` is not above 1, or an unknown estimator.
+    """
+    logprobs, prev_logprobs, advantages = (_kept(x, weights) for x in (logprobs, prev_logprobs, advantages))
+    # Beyond e^80 a float32 ratio would overflow, and 0 * inf make a NaN gradient of a slot that the clip has cut.
+    ratio = (logprobs - prev_logprobs).clamp(max=80.0).exp()
+    clamped = ratio.clamp(1.0 - ratio_eps, 1.0 + ratio_eps)
+    unclipped, clipped = -advantages * ratio, -advantages * clamped
+    surrogate = torch.maximum(unclipped, clipped)
+    metrics = {
+        "ppo_ratio": ratio,
+        "ppo_ratio_clamped": clamped,
+        "ppo_clip_fraction": clipped > unclipped,
+        "approx_kl": calculate_kl_penalty(prev_logprobs, logprobs.detach(), estimator="k3"),
+    }
+    if dual_clip is not None:
+        surrogate, metrics["dual_clip_fraction"] = _dual_clip(surrogate, advantages, dual_clip)
+    loss = (weights * surrogate).sum()
+    if kl_loss_coef:
+        _require(ref_logprobs, f"kl_loss_coef={kl_loss_coef} needs the log-probs of the reference policy")
+        kl = calculate_kl_penalty(logprobs, _kept(ref_logprobs, weights), estimator=kl_loss_estimator)
+        loss = loss + kl_loss_coef * (weights * kl).sum()
+        metrics["kl_loss"] = kl
+    scaled_entropy = torch.zeros_like(loss)
+    if entropy is not None:
+        metrics["entropy"] = _kept(entropy, weights)
+    if entropy_bonus:  # without it the entropy is not worth a backward pass either
+        _require(entropy, f"entropy_bonus={entropy_bonus} needs the entropy of each slot")
+        scaled_entropy = entropy_bonus * (weights * metrics["entropy"]).sum()
+        loss = loss - scaled_entropy
+    means = {name: (weights * value.detach()).sum() for name, value in metrics.items()}
+    return loss, {"loss": loss.detach(), "scaled_entropy": scaled_entropy.detach(), **means}
+
+
+def _dual_clip(surrogate: Tensor, advantages: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """(`surrogate` of at most -A * limit where A < 0, bool: where that bounds it)."""
+    if not limit > 1:
+        raise ValueError(f"dual_clip={limit} must be above 1 (or None: off)")
+    bound = -advantages * limit
+    bounded = (advantages < 0) & (surrogate > bound)
+    return torch.where(bounded, bound, surrogate), bounded
+
+
+def ppo_critic_loss(
+    *, values: Tensor, prev_values: Tensor, returns: Tensor, weights: Tensor, loss_clip_val: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half squared error to the returns, the values kept within `loss_clip_val` of those at rollout time.
+
+    Per slot: 0.5 * max((v_clipped - ret)^2, (v - ret)^2), v_clipped = prev + clamp(v - prev, -clip, clip).
+
+    Args:
+        values: [B, S-1], of the critic in training; carries the gradient.
+        prev_values: [B, S-1], at rollout time.
+        returns: [B, S-1].
+        weights: [B, S-1], from `loss_weights`.
+        loss_clip_val: None or <= 0 switches clipping off.
+
+    Returns:
+        Partial sums: the loss, and metrics `loss` and `value_clip_fraction` (share of slots whose gradient the clip
+        cuts: the clipped value is the worse one; 0 if clipping is off). `metrics.explained_variance_moments` has
+        those of the explained variance.
+    """
+    values, prev_values, returns = (_kept(x, weights) for x in (values, prev_values, returns))
+    error = (values - returns).square()
+    cut = torch.zeros_like(error, dtype=torch.bool)
+    if loss_clip_val is not None and loss_clip_val > 0:
+        clipped = prev_values + (values - prev_values).clamp(-loss_clip_val, loss_clip_val)
+        clipped_error = (clipped - returns).square()
+        # Where nothing is clipped, prev + (v - prev) may differ from v by a rounding.
+        cut = (clipped_error > error) & ((values - prev_values).abs() > loss_clip_val)
+        error = torch.maximum(clipped_error, error)
+    loss = 0.5 * (weights * error).sum()
+    return loss, {"loss": loss.detach(), "value_clip_fraction": (weights * cut).sum()}
+
+
+def sft_loss(*, logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-likelihood of the weighted tokens (supervised fine-tuning, and the selected rollouts of RS).
+
+    Args:
+        logprobs: [B, S-1], carries the gradient.
+        weights: [B, S-1], from `loss_weights`.
+
+    Returns:
+        Partial sums: the loss and the metric `loss`.
+    """
+    loss = -(weights * _kept(logprobs, weights)).sum()
+    return loss, {"loss": loss.detach()}
+
+
+def preference_loss(
+    *, rewards_chosen: Tensor, rewards_rejected: Tensor, weights: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Bradley-Terry loss of pairs: -log sigmoid(chosen - rejected) (Ouyang et al. 2022, arXiv:2203.02155, eq. 1).
+
+    Args:
+        rewards_chosen: [B] or [B, 1], carries the gradient.
+        rewards_rejected: [B] or [B, 1], carries the gradient.
+        weights: [B], from `loss_weights`.
+
+    Returns:
+        Partial sums: the loss, and metrics `loss` and `acc` (share of pairs in the right order; a tie is not).
+    """
+    margin = _kept(rewards_chosen.reshape(-1), weights) - _kept(rewards_rejected.reshape(-1), weights)
+    loss = -(weights * logsigmoid(margin)).sum()
+    return loss, {"loss": loss.detach(), "acc": (weights * (margin.detach() > 0)).sum()}
+
+
+def regression_loss(*, predictions: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean squared error of the attributes (Wang et al. 2024, arXiv:2406.08673), over the labels that count.
+
+    Args:
+        predictions: [B, A], carries the gradient.
+        labels: [B, A].
+        weights: [B, A], from `loss_weights`; 0 where there is no label.
+
+    Returns:
+        Partial sums: the loss and the metric `loss`.
+
+    Raises:
+        ValueError: the shapes differ; broadcasting would compare one attribute with another.
+    """
+    if not predictions.shape == labels.shape == weights.shape:
+        raise ValueError(
+            f"predictions, labels and weights of shapes {tuple(predictions.shape)}, {tuple(labels.shape)} and "
+            f"{tuple(weights.shape)}: they must be equal"
+        )
+    loss = (weights * (_kept(predictions, weights) - _kept(labels, weights)).square()).sum()
+    return loss, {"loss": loss.detach()}
+
+
+def _kept(values: Tensor, weights: Tensor) -> Tensor:
+    """float32 `values` where the weight is not 0, else 0: a selection, since 0 * NaN would stay NaN, backward too."""
+    return torch.where(weights != 0, values.float(), 0.0)
+
+
+def _require(tensor: Tensor | None, message: str) -> None:
+    if tensor is None:
+        raise ValueError(message)
+
+
+def _count(keep: Tensor, dim: int) -> Tensor:
+    """Number of True along `dim`, kept as a dimension; at least 1, so that it can divide."""
+    return keep.sum(dim, keepdim=True, dtype=torch.float64).clamp(min=1)

@@ -1,0 +1,250 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Communication of tensors and metrics between ranks, for NCCL and gloo alike.
+
+Rules of this module: every function is a no-op for a group of one rank and for a process without a process group;
+tensors go to the device of the process and are made contiguous first (gloo would deliver others wrong, in silence);
+integers travel as integers. Unless said otherwise every rank of the group must call, with the same arguments but for
+the tensor. `src` and `dst` are global ranks. `group=None` means all ranks.
+"""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_aligner.core.rollout_math import masked_mean_var, whiten
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.vocab_parallel import (  # noqa: F401
+    DistributedLogprob,
+    calculate_distributed_entropy,
+    from_parallel_logits_to_logprobs,
+)
+
+# Where scripts written for NeMo-Aligner look for them.
+from nemo_aligner.training.timers import ScopedTimer, SyncTimer, Timer  # noqa: F401
+
+
+def _several_ranks(group) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _ready(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`tensor` without gradient, on the process's device, contiguous, in `dtype` if given."""
+    return tensor.detach().to(device=get_device(), dtype=dtype).contiguous()
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """The same memory in a dtype of the same width that every backend can carry (bool is not one)."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def rebalance_nd_tensor(tensor: Tensor, group) -> Tensor:
+    """Concatenate the tensors of all ranks along dimension 0, in rank order, on every rank.
+
+    Args:
+        tensor: [n, ...]; n may differ between ranks and be 0, the other sizes and the dtype may not.
+
+    Raises:
+        ValueError: the other sizes differ; raised on all ranks, which would otherwise exchange garbage.
+    """
+    if not _several_ranks(group):
+        return tensor
+    tensor = _ready(tensor)
+    shape = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
+    shapes = [torch.empty_like(shape) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shapes, shape, group=group)
+    shapes = torch.stack(shapes).tolist()
+    if any(other[1:] != shapes[0][1:] for other in shapes):
+        raise ValueError(f"ranks hold rows of different sizes, which cannot be concatenated: shapes {shapes}")
+    largest = max(other[0] for other in shapes)
+    # One all_gather of equal, padded pieces: exact for any dtype, unlike a sum into zeros.
+    padded = tensor.new_zeros((largest, *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    pieces = [torch.empty_like(padded) for _ in shapes]
+    dist.all_gather([_wire(piece) for piece in pieces], _wire(padded), group=group)
+    return torch.cat([piece[: other[0]] for piece, other in zip(pieces, shapes)])
+
+
+def broadcast_tensor(tensor: Tensor | None, src: int, group, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor of rank `src`, on every rank; of any shape, which the others need not know.
+
+    Args:
+        tensor: looked at on `src` only; None elsewhere will do.
+        dtype: to convert to first; None keeps that of `src`.
+    """
+    if not _several_ranks(group):
+        return tensor if dtype is None else tensor.to(dtype)
+    if dist.get_rank() == src:
+        tensor = _ready(tensor, dtype)
+        meta = [(tensor.dtype, tensor.shape)]
+    else:
+        meta = [None]
+    dist.broadcast_object_list(meta, src=src, group=group)
+    if dist.get_rank() != src:
+        tensor = torch.empty(meta[0][1], dtype=meta[0][0], device=get_device())
+    dist.broadcast(_wire(tensor), src=src, group=group)
+    return tensor
+
+
+def broadcast_2d_tensor(tensor: Tensor | None, src: int, group, dtype: torch.dtype | None = torch.float32) -> Tensor:
+    """`broadcast_tensor` with NeMo-Aligner's default: the result is float32. Prefer `broadcast_tensor`."""
+    return broadcast_tensor(tensor, src, group, dtype)
+
+
+def broadcast_2d_tensor_within_mp(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor of the first rank of this TP x PP x CP group, on all of it; the dtype is kept unless given."""
+    src, group = parallel_state.get_model_parallel_src_rank(), parallel_state.get_model_parallel_group()
+    return broadcast_tensor(tensor, src, group, dtype) if group is not None else _cast(tensor, dtype)
+
+
+def broadcast_tensor_within_pp(
+    tensor: Tensor | None, dtype: torch.dtype | None = None, from_last: bool = True
+) -> Tensor:
+    """The tensor of the last (or first) pipeline stage, on all stages; the dtype is kept unless one is given."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return _cast(tensor, dtype)
+    if from_last:
+        src = parallel_state.get_pipeline_model_parallel_last_rank()
+    else:
+        src = parallel_state.get_pipeline_model_parallel_first_rank()
+    return broadcast_tensor(tensor, src, parallel_state.get_pipeline_model_parallel_group(), dtype)
+
+
+def broadcast_2d_tensor_within_pp(
+    tensor: Tensor | None, dtype: torch.dtype | None = None, from_last: bool = True
+) -> Tensor:
+    """`broadcast_tensor_within_pp`, by its older name."""
+    return broadcast_tensor_within_pp(tensor, dtype, from_last)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def gather_tensor(tensor: Tensor, dst: int, group, dtype: torch.dtype | None = None) -> list[Tensor] | None:
+    """The tensors of all ranks, as a list in rank order on `dst`, None elsewhere. All shapes must be equal."""
+    if not _several_ranks(group):
+        return [_cast(tensor, dtype)]
+    tensor = _ready(tensor, dtype)
+    pieces = None
+    if dist.get_rank() == dst:
+        pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    wires = None if pieces is None else [_wire(piece) for piece in pieces]
+    dist.gather(_wire(tensor), wires, dst=dst, group=group)
+    return pieces
+
+
+def run_if_model_parallel_src(fn: Callable, *args, **kwargs):
+    """`fn(*args, **kwargs)` on the first rank of each TP x PP x CP group; None on the others. Not a collective."""
+    if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
+        return fn(*args, **kwargs)
+    return None
+
+
+def _all_reduce(tensor: Tensor, group, op=dist.ReduceOp.SUM) -> Tensor:
+    if _several_ranks(group):
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+def sum_over_dp(tensor: Tensor) -> Tensor:
+    """Sum of a tensor over the data-parallel ranks (all of them call it): what `losses.loss_weights` takes."""
+    return _all_reduce(tensor.clone(), parallel_state.get_data_parallel_group())
+
+
+def masked_global_mean_var(values: Tensor, mask: Tensor, group=None) -> tuple[Tensor, Tensor]:
+    """Mean and variance (not Bessel-corrected) over the masked slots of all ranks of `group`.
+
+    Args:
+        values: any shape; slots outside the mask may hold NaN.
+        mask: same shape, non-zero where a slot counts.
+
+    Returns:
+        Two float32 scalars on the process's device; 0 if no slot counts anywhere.
+    """
+    device = get_device()
+    mean, var = masked_mean_var(values.to(device), mask.to(device), lambda tensor: _all_reduce(tensor, group))
+    return mean.float(), var.float()
+
+
+def normalize_tensor(tensor: Tensor, mask: Tensor, group=None, shift_mean: bool = True) -> Tensor:
+    """`ppo_utils.whiten` with the mean and variance of all ranks of `group`; 0 outside the mask."""
+
+    def sum_over_group(sums: Tensor) -> Tensor:
+        return _all_reduce(sums.to(get_device()), group).to(sums.device)
+
+    return whiten(tensor, mask, shift_mean, sum_over_group)
+
+
+def all_reduce_dict(
+    dictionary: dict[str, float | Tensor], dtype: torch.dtype = torch.float64, group=None, op=dist.ReduceOp.SUM
+) -> dict[str, float]:
+    """Reduce the scalars of a dict, each by name, in one collective; every rank must have the same keys."""
+    keys = sorted(dictionary)  # the order of insertion may differ between ranks
+    packed = torch.tensor([float(dictionary[key]) for key in keys], dtype=dtype, device=get_device())
+    return dict(zip(keys, _all_reduce(packed, group, op).tolist()))
+
+
+def pad_list(tensor_list: list[Tensor], pad_value: float) -> list[Tensor]:
+    """Right-pad the last dimension of every tensor with `pad_value` to the longest of them."""
+    width = max(tensor.shape[-1] for tensor in tensor_list)
+    return [torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1]), value=pad_value) for tensor in tensor_list]
+
+
+def pad_tensors_to_max_global_seq_len(
+    list_of_tensors: list[Tensor], pad_value: float, group, sequence_length_to_pad_to: int | None = None
+) -> Tensor:
+    """Stack 1-D tensors of different lengths, right-padded to the longest on any rank.
+
+    Args:
+        list_of_tensors: each [length], at least one.
+        pad_value: fills the rest.
+        sequence_length_to_pad_to: pad at least to this width; longer tensors are kept whole, with a warning.
+
+    Returns:
+        [len(list), width]; the same width on every rank.
+    """
+    local = torch.stack(pad_list(list_of_tensors, pad_value))
+    width = torch.tensor([local.shape[-1]], dtype=torch.int64, device=get_device())
+    width = int(_all_reduce(width, group, dist.ReduceOp.MAX).item())
+    if sequence_length_to_pad_to is not None:
+        if width > sequence_length_to_pad_to:
+            warnings.warn(
+                f"a sequence of {width} tokens is longer than the {sequence_length_to_pad_to} to pad to; using {width}"
+            )
+        width = max(width, sequence_length_to_pad_to)
+    return torch.nn.functional.pad(local, (0, width - local.shape[-1]), value=pad_value)
+
+
+def run_distributed_inference(inputs: dict | None = None, infer_fn: Callable | None = None):
+    """Score a batch that rank 0 holds on all data-parallel ranks; every rank of the job calls this.
+
+    Args:
+        inputs: on rank 0, `inputs` int64 [N, S] and `sequence_length` [N] or [N, 1] (arrays or tensors); else ignored.
+        infer_fn: called as `infer_fn(inputs=(tokens, lengths))` with this rank's rows; returns a tensor, or
+            (rewards, values). Give N a multiple of the data-parallel size, so that no rank gets an empty share.
+
+    Returns:
+        numpy array with N rows; or (rewards [N], values [N, S]), on every rank.
+    """
+    tokens = lengths = None
+    if parallel_state.get_rank() == 0:
+        tokens = torch.as_tensor(inputs["inputs"], dtype=torch.int64, device=get_device())
+        lengths = torch.as_tensor(inputs["sequence_length"], dtype=torch.int64, device=get_device()).flatten()
+    tokens, lengths = (broadcast_tensor(tensor, src=0, group=None) for tensor in (tokens, lengths))
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    share = slice(len(tokens) * rank // size, len(tokens) * (rank + 1) // size)
+    outputs = infer_fn(inputs=(tokens[share], lengths[share]))
+
+    def collect(tensor: Tensor):
+        group = parallel_state.get_data_parallel_group()
+        return (rebalance_nd_tensor(tensor, group) if group is not None else tensor.detach()).float().cpu().numpy()
+
+    if isinstance(outputs, tuple):
+        rewards, values = outputs
+        return collect(rewards).reshape(-1), collect(values)
+    return collect(outputs)

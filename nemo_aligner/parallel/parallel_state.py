@@ -1,0 +1,262 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks, sizes and groups: a thin face over `megatron.core.parallel_state`.
+
+Without an initialised process group every question has the answer of a single process (rank 0, size 1, group None), so
+trainers and math can run in a plain Python process.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.parallel.device import adapt_megatron_core, get_backend
+
+adapt_megatron_core()
+
+from megatron.core import parallel_state as _mcore  # noqa: E402  (the adaptation comes first)
+from megatron.core import tensor_parallel as _tensor_parallel  # noqa: E402
+
+_replica_group = None  # TP x PP x CP, with context parallelism
+
+
+def is_initialized() -> bool:
+    """True once Megatron's groups exist in this process."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and _mcore.is_initialized()
+
+
+def initialize(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    seed: int = 1234,
+    timeout: timedelta = timedelta(minutes=30),
+) -> None:
+    """Create Megatron's process groups and seed its random-number tracker; every rank calls it once.
+
+    A process without `torch.distributed` becomes a world of its own (size 1, through an in-process store: no port).
+
+    Raises:
+        ConfigError: TP x PP x CP does not divide the number of ranks, or EP not the ranks that share a model's work.
+    """
+    if not torch.distributed.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            torch.distributed.init_process_group(get_backend(), timeout=timeout)
+        else:
+            torch.distributed.init_process_group(
+                get_backend(), store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+    world_size = torch.distributed.get_world_size()
+    model_size = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
+    if world_size % model_size:
+        raise ConfigError(
+            f"tensor_model_parallel_size={tensor_model_parallel_size} x pipeline_model_parallel_size="
+            f"{pipeline_model_parallel_size} x context_parallel_size={context_parallel_size} = {model_size} does not "
+            "divide "
+            f"the {world_size} rank(s) of this job. Change trainer.devices / trainer.num_nodes or the parallel sizes."
+        )
+    replicas = world_size // (tensor_model_parallel_size * pipeline_model_parallel_size)
+    if replicas % expert_model_parallel_size:
+        raise ConfigError(
+            f"expert_model_parallel_size={expert_model_parallel_size} does not divide the {replicas} data-parallel x "
+            f"context-parallel rank(s) of this job ({world_size} ranks, TP={tensor_model_parallel_size}, "
+            f"PP={pipeline_model_parallel_size}). Change trainer.devices / trainer.num_nodes or the parallel sizes."
+        )
+    global _replica_group
+    if not _mcore.is_initialized():
+        _replica_group = None  # of groups that were destroyed since
+        _mcore.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=None
+            if virtual_pipeline_model_parallel_size == 1
+            else virtual_pipeline_model_parallel_size,
+            context_parallel_size=context_parallel_size,
+            expert_model_parallel_size=expert_model_parallel_size,
+            # Gloo groups serve checkpoints and control messages beside NCCL.
+            create_gloo_process_groups=True,
+        )
+    else:
+        have = {
+            "TP": _mcore.get_tensor_model_parallel_world_size(),
+            "PP": _mcore.get_pipeline_model_parallel_world_size(),
+            "CP": _mcore.get_context_parallel_world_size(),
+            "EP": _mcore.get_expert_model_parallel_world_size(),
+        }
+        want = {
+            "TP": tensor_model_parallel_size,
+            "PP": pipeline_model_parallel_size,
+            "CP": context_parallel_size,
+            "EP": expert_model_parallel_size,
+        }
+        if have != want:
+            sizes = [", ".join(f"{name}={size}" for name, size in x.items()) for x in (have, want)]
+            raise ConfigError(f"this process already runs with {sizes[0]}; a second model cannot use {sizes[1]}.")
+    if context_parallel_size > 1 and _replica_group is None:
+        _replica_group = _new_replica_group(timeout)
+    seed_generators(seed)
+
+
+def _new_replica_group(timeout: timedelta):
+    """The ranks of this rank's TP x PP x CP, for which Megatron Core has no group; every rank of the job calls it."""
+    replicas = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(replicas, _mcore.get_data_parallel_rank())
+    mine = None
+    for replica in range(_mcore.get_data_parallel_world_size()):
+        # A collective of all ranks, members or not.
+        group = torch.distributed.new_group([r for r, other in enumerate(replicas) if other == replica], timeout)
+        mine = group if replica == _mcore.get_data_parallel_rank() else mine
+    return mine
+
+
+def seed_generators(seed: int, by_context_rank: bool = False) -> None:
+    """Seed Megatron's random-number tracker and the generator of the device.
+
+    Args:
+        seed: of the job.
+        by_context_rank: give the context-parallel ranks different numbers, for dropout: they hold different positions.
+            Without it the same, for initial weights: they hold the same weights.
+    """
+    # Pipeline stages hold other layers: they must not draw the same weights and dropout masks.
+    stream = _mcore.get_pipeline_model_parallel_rank()
+    if by_context_rank:
+        stream += _mcore.get_pipeline_model_parallel_world_size() * _mcore.get_context_parallel_rank()
+    _tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * stream)
+
+
+def destroy() -> None:
+    """Leave all groups; the process can initialise again with other sizes."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if _mcore.is_initialized():
+            _mcore.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def get_rank() -> int:
+    """Global rank."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Number of ranks of this job."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    if not is_initialized():
+        return 1
+    return _mcore.get_data_parallel_world_size(with_context_parallel=with_context_parallel)
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    if not is_initialized():
+        return 0
+    return _mcore.get_data_parallel_rank(with_context_parallel=with_context_parallel)
+
+
+def get_data_parallel_group(with_context_parallel: bool = False):
+    return _mcore.get_data_parallel_group(with_context_parallel=with_context_parallel) if is_initialized() else None
+
+
+def get_data_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's data-parallel group."""
+    return _mcore.get_data_parallel_src_rank() if is_initialized() else 0
+
+
+def get_model_parallel_group():
+    """The ranks of one replica of the model, TP x PP x CP, by global rank: they work on the same rows."""
+    if not is_initialized():
+        return None
+    return _replica_group if get_context_parallel_world_size() > 1 else _mcore.get_model_parallel_group()
+
+
+def get_tensor_and_pipeline_parallel_group():
+    """The ranks that hold one copy of the weights, TP x PP, by global rank: the last TP of them are the last stage."""
+    return _mcore.get_model_parallel_group() if is_initialized() else None
+
+
+def get_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's TP x PP x CP group."""
+    if not is_initialized():
+        return 0
+    return torch.distributed.get_process_group_ranks(get_model_parallel_group())[0]
+
+
+def get_tensor_model_parallel_group():
+    return _mcore.get_tensor_model_parallel_group() if is_initialized() else None
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _mcore.get_tensor_model_parallel_rank() if is_initialized() else 0
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return _mcore.get_tensor_model_parallel_world_size() if is_initialized() else 1
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    return _mcore.get_tensor_model_parallel_src_rank() if is_initialized() else 0
+
+
+def get_pipeline_model_parallel_group():
+    return _mcore.get_pipeline_model_parallel_group() if is_initialized() else None
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    return _mcore.get_pipeline_model_parallel_world_size() if is_initialized() else 1
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return _mcore.get_pipeline_model_parallel_rank() if is_initialized() else 0
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    return _mcore.get_pipeline_model_parallel_first_rank() if is_initialized() else 0
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    return _mcore.get_pipeline_model_parallel_last_rank() if is_initialized() else 0
+
+
+def is_pipeline_first_stage() -> bool:
+    return _mcore.is_pipeline_first_stage(ignore_virtual=True) if is_initialized() else True
+
+
+def is_pipeline_last_stage() -> bool:
+    return _mcore.is_pipeline_last_stage(ignore_virtual=True) if is_initialized() else True
+
+
+def get_context_parallel_world_size() -> int:
+    return _mcore.get_context_parallel_world_size() if is_initialized() else 1
+
+
+def get_context_parallel_rank() -> int:
+    return _mcore.get_context_parallel_rank() if is_initialized() else 0
+
+
+def get_context_parallel_group():
+    return _mcore.get_context_parallel_group() if is_initialized() else None
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Number of ranks over which the experts of a layer are spread."""
+    return _mcore.get_expert_model_parallel_world_size() if is_initialized() else 1
+
+
+def get_expert_model_parallel_rank() -> int:
+    return _mcore.get_expert_model_parallel_rank() if is_initialized() else 0
+
+
+def get_expert_model_parallel_group():
+    """The ranks that hold the experts of one layer between them. They work on different rows of a batch, but must
+    pass through every layer equally often: tokens travel between them."""
+    return _mcore.get_expert_model_parallel_group() if is_initialized() else None
+
+
+def get_expert_data_parallel_group():
+    """The ranks that hold the same experts: replicas of each other's expert weights."""
+    return _mcore.get_expert_data_parallel_group() if is_initialized() else None

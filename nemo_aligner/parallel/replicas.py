@@ -1,0 +1,110 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Do the replicas of the weights still hold the same bits?
+
+Data-parallel replicas start equal and apply the same reduced gradient, so they stay equal to the bit. Where they do
+not (a rank that missed an update or a broadcast, a defect of memory), training goes on with gradients of different
+models, and nothing else shows it.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_aligner.core.errors import ReplicaError
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
+
+# Elements that are widened to int64 at a time: few enough for a CPU's cache, enough to be worth a kernel elsewhere.
+CPU_PIECE, DEVICE_PIECE = 2**16, 2**22
+FACTOR = 6364136223846793005  # odd, so multiplying by it modulo 2**64 loses nothing (Knuth's MMIX generator has it)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """int64 scalar of the exact bits and their places: a flipped bit or two swapped elements change it.
+
+    Element i, read as an integer, counts 2 i + 1 times within a piece of the tensor, modulo 2**64; the pieces are
+    joined by Horner's rule. Any change of one element changes the sum, for its factor is odd. Sums of a CPU and of
+    another device cannot be compared: their pieces differ.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    size = CPU_PIECE if bits.device.type == "cpu" else DEVICE_PIECE
+    weights = torch.arange(min(len(bits), size), device=bits.device) * 2 + 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in bits.split(size):
+        total = total * FACTOR + (piece * weights[: len(piece)]).sum()
+    return total
+
+
+def _replica_groups() -> dict[str, tuple]:
+    """Kind of weight -> the process group over which it is replicated, where that has several ranks."""
+    groups = {
+        "weights": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "expert weights": parallel_state.get_expert_data_parallel_group(),
+    }
+    return {kind: group for kind, group in groups.items() if group is not None and dist.get_world_size(group) > 1}
+
+
+def _kind(parameter: torch.nn.Parameter) -> str:
+    """Megatron marks the weights of experts, which have data-parallel ranks of their own."""
+    return "weights" if getattr(parameter, "allreduce", True) else "expert weights"
+
+
+@torch.no_grad()
+def check_replicas(modules: list[torch.nn.Module]) -> None:
+    """Compare every weight with its replicas, bit by bit (by checksums); every rank of the job calls it.
+
+    Replicas of a weight are its copies on the data-parallel (x context-parallel) ranks of the same tensor-parallel
+    shard and pipeline stage. Shards of the distributed optimizer are no replicas and are not looked at.
+
+    Args:
+        modules: model chunks of this rank, bare.
+
+    Raises:
+        ReplicaError: on every rank; names the first weight that differs, and the ranks by what they hold.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    sums, differing = {}, {}
+    for kind, group in _replica_groups().items():
+        named = {
+            (i, name): checksum(parameter)
+            for i, module in enumerate(modules)
+            for name, parameter in module.named_parameters()
+            if _kind(parameter) == kind
+        }
+        if not named:  # on all ranks of the group alike
+            continue
+        mine = torch.stack(list(named.values()))
+        lowest, highest = mine.clone(), mine.clone()
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        sums |= dict(zip(named, mine.tolist(), strict=True))
+        for key, differs in zip(named, (lowest != highest).tolist(), strict=True):
+            if differs:
+                differing[key] = dist.get_process_group_ranks(group)
+    count = torch.tensor([len(differing)], device=get_device())
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    if count.item():
+        _raise(differing, sums)
+
+
+def _raise(differing: dict, sums: dict) -> None:
+    """Every rank tells which of its weights differ from its replicas'; all raise the same error."""
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (differing, {key: sums[key] for key in differing}))
+    first_rank, (theirs, _) = next((rank, entry) for rank, entry in enumerate(told) if entry[0])
+    (chunk, name), ranks = next(iter(theirs.items()))
+    holders: dict[int, list[int]] = {}
+    for rank in ranks:
+        holders.setdefault(told[rank][1][chunk, name], []).append(rank)
+    by_content = " | ".join(", ".join(map(str, same)) for same in holders.values())
+    raise ReplicaError(
+        f"{name} (model chunk {chunk} of rank {first_rank}) differs between its replicas: ranks with equal bits are"
+        f" {by_content}; {max(len(entry[0]) for entry in told)} weight(s) differ in all. Replicas apply the same"
+        " updates, so a rank missed an update, a broadcast or a checkpoint's weights, or its memory or device is"
+        " faulty: gradients since then mix different models. Go back to a checkpoint from before (the check passed"
+        " every alarms.replica_check_interval steps), and take the odd rank's machine out if it happens again."
+    )

@@ -1,0 +1,280 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs and entropy from logits whose vocabulary is split over the tensor-parallel ranks.
+
+The one source of log-probs for policy, reference and training, so that they agree to the bit. All arithmetic is fp32
+(fp64 if the logits are), done on a few tokens at a time: beside the logits nothing of size [B, S, V] exists, but for
+their gradient in their own dtype, and that may take the place of the logits (`overwrite_logits`). Ranks exchange a
+few numbers per token, never the vocabulary.
+
+Notation: V vocabulary with padding, split evenly in rank order; per token M = max x over the vocabulary,
+s = (x - M) / temperature, Z = sum exp(s), p = exp(s) / Z. With them
+
+    log p = s - log Z                   d log p[target] / dx = (onehot - p) / temperature
+    H = log Z - m,  m = sum p s         dH / dx = -p (s - m) / temperature
+
+With context parallelism (`nemo_aligner.parallel.context_parallel`) the logits are those of this rank's share of the
+positions; targets and results are of full width. W is the width that the model computed, S or a little more: the
+model pads the sequence so that it can be split. Every rank of a tensor- and context-parallel group must make the same
+calls.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nemo_aligner.core.rollout_math import masked_mean
+from nemo_aligner.parallel import context_parallel, parallel_state
+
+# Elements of one working buffer. On a CPU the passes over it then stay within the cache (1 MiB in fp32); a GPU wants
+# kernels that are long compared with their launch (64 MiB).
+CHUNK_ELEMENTS = 1 << 18
+CHUNK_ELEMENTS_GPU = 1 << 24
+
+
+def from_parallel_logits_to_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    inference_only: bool = False,
+    higher_stability: bool = False,
+    ignore_last: bool = True,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    overwrite_logits: bool = False,
+) -> Tensor:
+    """Log-prob of each target token.
+
+    Args:
+        vocab_parallel_logits: [B, W/CP, V/TP], this rank's slice of the vocabulary and share of the positions.
+        target: int64 [B, S]. With `ignore_last` the tokens themselves: column t is scored on token t+1 (shifted here).
+            Without it they are aligned: column t is scored on target t.
+        inference_only: keep nothing for a backward pass.
+        higher_stability: accepted for NeMo-Aligner's callers; the stable form is always used.
+        ignore_last: drop the last column, which predicts nothing.
+        temperature: of the sampling: the result is log softmax(logits / temperature).
+        vocab_size: number of real tokens; the padding above it gets no probability and no gradient. None: all of V is
+            real.
+        overwrite_logits: the backward pass may write the gradient over the logits, which saves their size in memory.
+            Afterwards their values are gone: another backward pass that needs them raises (autograd counts writes),
+            reading them by hand would not. They must not be a leaf of the graph.
+
+    Returns:
+        float32 [B, S-1], or [B, S] without `ignore_last`. A target outside the vocabulary gives -inf.
+    """
+    logprobs, _ = _logprobs_and_entropy(
+        vocab_parallel_logits, target, inference_only, ignore_last, temperature, vocab_size, overwrite_logits
+    )
+    return logprobs
+
+
+def logprobs_and_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    inference_only: bool = False,
+    ignore_last: bool = True,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    overwrite_logits: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`from_parallel_logits_to_logprobs` and the entropy of the same distributions, in one pass over the vocabulary.
+
+    The log-probs are the same bits as without the entropy. Use `entropy.detach()` where it is only reported: then the
+    backward pass does nothing for it.
+
+    Returns:
+        (log-probs, entropy), both float32 [B, S-1], or [B, S] without `ignore_last`. The logits must be finite.
+    """
+    return _logprobs_and_entropy(
+        vocab_parallel_logits, target, inference_only, ignore_last, temperature, vocab_size, overwrite_logits, True
+    )
+
+
+def calculate_distributed_entropy(
+    logits: Tensor, mask: Tensor | None = None, temperature: float = 1.0, vocab_size: int | None = None
+) -> Tensor:
+    """Entropy of the next-token distribution, differentiable; `logprobs_and_entropy` gives it beside log-probs.
+
+    Args:
+        logits: [B, W/CP, V/TP], this rank's slice and share; finite.
+        mask: [B, S-1]; if given, the result is the masked mean.
+        temperature, vocab_size: as in `from_parallel_logits_to_logprobs`.
+
+    Returns:
+        float32 [B, S-1], the last column dropped; or a scalar with `mask`. Without a mask S is taken to be W.
+    """
+    width = logits.shape[1] * parallel_state.get_context_parallel_world_size() if mask is None else mask.shape[1] + 1
+    # Any token in the vocabulary will do as the target: its log-prob is not used.
+    target = torch.zeros(logits.shape[0], width, dtype=torch.int64, device=logits.device)
+    _, entropy = logprobs_and_entropy(logits, target, temperature=temperature, vocab_size=vocab_size)
+    return entropy if mask is None else masked_mean(entropy, mask)
+
+
+class DistributedLogprob:
+    """Log-probs of aligned targets under the name and the call of NeMo-Aligner, where it is an autograd function."""
+
+    @staticmethod
+    def apply(vocab_parallel_logits, target, inference_only=False, higher_stability=False) -> Tensor:
+        """float32 [B, S]; see `from_parallel_logits_to_logprobs`, without its shift."""
+        return from_parallel_logits_to_logprobs(
+            vocab_parallel_logits, target, inference_only, higher_stability, ignore_last=False
+        )
+
+
+def _logprobs_and_entropy(
+    logits, target, inference_only, ignore_last, temperature, vocab_size, overwrite_logits, with_entropy=False
+):
+    """Shift and share the targets, compute, gather: (log-probs, entropy or None), [B, S-1] or [B, S]."""
+    if overwrite_logits and logits.requires_grad and logits.is_leaf:
+        raise ValueError("overwrite_logits=True on a leaf would make its values and its gradient share their memory")
+    if ignore_last:
+        target = target.roll(shifts=-1, dims=-1)
+    wanted = target.shape[1] - int(ignore_last)
+    width = logits.shape[1] * parallel_state.get_context_parallel_world_size()
+    if target.shape[1] > width:
+        raise ValueError(f"targets of width {target.shape[1]} for logits of {width} positions")
+    target = torch.nn.functional.pad(target, (0, width - target.shape[1]))
+    # Positions ascend within a share, so the wanted ones come first.
+    columns = int((context_parallel.share_positions(width) < wanted).sum())
+    shard = _Shard(logits, temperature, vocab_size, columns)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        results = _LogprobsAndEntropy.apply(
+            logits, context_parallel.take_share(target, 1), shard, with_entropy, overwrite_logits
+        )
+        return tuple(None if x is None else context_parallel.gather_shares(x, 1)[:, :wanted] for x in results)
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    """The formulas of this module for the first columns of the logits; what the other columns give is 0, and free."""
+
+    @staticmethod
+    def forward(ctx, logits, target, shard, with_entropy, overwrite_logits):
+        local_max = shard.per_token(torch.finfo(shard.dtype).min)
+        local_sum, local_product = shard.per_token(0.0), shard.per_token(0.0) if with_entropy else None
+        chosen = shard.per_token(-torch.inf)
+        for block in shard.blocks():
+            x = shard.real(logits[block])
+            local_max[block] = x.amax(-1)
+            index, here = shard.local_index(target[block])
+            chosen[block] = torch.where(here, x.gather(-1, index).squeeze(-1).to(shard.dtype), -torch.inf)
+            s = shard.shifted(x, local_max[block])
+            exp = s.exp() if with_entropy else s.exp_()
+            local_sum[block] = exp.sum(-1)
+            if with_entropy:
+                local_product[block] = exp.mul_(s).sum(-1)
+        maximum, chosen = shard.all_reduce(torch.stack([local_max, chosen]), dist.ReduceOp.MAX)
+        # From the local maximum to the common one; a slice of padding only has no maximum, and its sums are 0.
+        shift = torch.where(local_sum > 0, (local_max - maximum) / shard.temperature, 0.0)
+        sums = [local_sum] if local_product is None else [local_sum, local_product + shift * local_sum]
+        total, *product = shard.all_reduce(torch.stack(sums) * shift.exp(), dist.ReduceOp.SUM)
+        log_total = total.log()
+        logprobs = (chosen - maximum) / shard.temperature - log_total
+        mean = product[0] / total if with_entropy else None
+        ctx.set_materialize_grads(False)  # the gradient of what is not used is None, not zeros
+        ctx.save_for_backward(logits, target, maximum, total, mean)
+        ctx.shard, ctx.overwrite_logits = shard, overwrite_logits
+        return shard.padded(logprobs), shard.padded(log_total - mean) if with_entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy):
+        logits, target, maximum, total, mean = ctx.saved_tensors
+        shard = ctx.shard
+        # `detach` shares the count of writes: whoever saved the logits too will notice.
+        grad = logits.detach() if ctx.overwrite_logits else torch.empty_like(logits)
+        shard.clear_unreal(grad)
+        grad_logprobs = shard.per_token(0.0) if grad_logprobs is None else shard.cropped(grad_logprobs)
+        unused = grad_logprobs == 0
+        # The gradient is exp(s) (slope s + offset), plus that of the chosen logit.
+        scale = -1.0 / (total * shard.temperature)
+        slope, offset = None, scale * grad_logprobs
+        if grad_entropy is not None:
+            grad_entropy = shard.cropped(grad_entropy)
+            unused &= grad_entropy == 0
+            slope, offset = scale * grad_entropy, offset - scale * grad_entropy * mean
+        for block in shard.blocks():
+            s = shard.shifted(shard.real(logits[block]), maximum[block])
+            if slope is None:
+                result = s.exp_().mul_(offset[block].unsqueeze(-1))
+            else:
+                exp = s.exp()
+                result = s.mul_(slope[block].unsqueeze(-1)).add_(offset[block].unsqueeze(-1)).mul_(exp)
+            index, here = shard.local_index(target[block])
+            at_target = torch.where(here, grad_logprobs[block] / shard.temperature, 0.0)
+            result.scatter_add_(-1, index, at_target.unsqueeze(-1))
+            # A selection: what is not used may be NaN, and 0 * NaN would stay NaN.
+            result.masked_fill_(unused[block].unsqueeze(-1), 0.0)
+            shard.real(grad[block]).copy_(result)
+        return grad, None, None, None, None
+
+
+class _Shard:
+    """What a rank computes of its logits [B, W/CP, V/TP]: `columns` first columns, real tokens; in blocks of those.
+
+    Attributes:
+        dtype: of the arithmetic.
+        temperature: of the sampling.
+    """
+
+    def __init__(self, logits: Tensor, temperature: float, vocab_size: int | None, columns: int):
+        if not temperature > 0:
+            raise ValueError(
+                f"temperature={temperature} must be above 0 to score tokens (greedy decoding scores with 1)"
+            )
+        self.temperature = temperature
+        self.dtype = torch.promote_types(logits.dtype, torch.float32)
+        self._rows, self._all_columns, width = logits.shape
+        self._columns, self._device = columns, logits.device
+        self._group = parallel_state.get_tensor_model_parallel_group()
+        self._several_ranks = parallel_state.get_tensor_model_parallel_world_size() > 1
+        self._start = parallel_state.get_tensor_model_parallel_rank() * width
+        # Real tokens in this slice; the last slices may hold padding only.
+        self._width = width if vocab_size is None else min(max(vocab_size - self._start, 0), width)
+
+    def blocks(self):
+        """Indices (rows, columns) of blocks that fit the working buffer; none if no token of this slice is real."""
+        if not self._width:
+            return
+        tokens = (CHUNK_ELEMENTS_GPU if self._device.type == "cuda" else CHUNK_ELEMENTS) // self._width
+        rows = min(self._rows, max(1, tokens))
+        columns = max(1, tokens // max(1, rows))
+        for column in range(0, self._columns, columns):
+            for row in range(0, self._rows, rows):
+                yield slice(row, row + rows), slice(column, min(column + columns, self._columns))
+
+    def per_token(self, value: float) -> Tensor:
+        """[B, columns] filled with `value`."""
+        return torch.full((self._rows, self._columns), value, dtype=self.dtype, device=self._device)
+
+    def cropped(self, tensor: Tensor) -> Tensor:
+        """[B, W/CP] -> [B, columns]."""
+        return tensor[:, : self._columns]
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        """[B, columns] -> [B, W/CP], filled with 0."""
+        return torch.nn.functional.pad(tensor, (0, self._all_columns - self._columns))
+
+    def real(self, block: Tensor) -> Tensor:
+        """A block without the padding of the vocabulary."""
+        return block[..., : self._width]
+
+    def clear_unreal(self, grad: Tensor) -> None:
+        """Zeros where nothing is computed: further columns and padding of the vocabulary."""
+        grad[:, self._columns :].zero_()
+        grad[..., self._width :].zero_()
+
+    def shifted(self, x: Tensor, maximum: Tensor) -> Tensor:
+        """s = (x - maximum) / temperature in `dtype`, fresh memory that may be written to."""
+        s = torch.sub(x, maximum.unsqueeze(-1))  # of the wider dtype, which is that of the maximum
+        return s if self.temperature == 1.0 else s.div_(self.temperature)
+
+    def local_index(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """(column of each target in this slice [.., 1], whether it lies in it [..])."""
+        index = target - self._start
+        here = (index >= 0) & (index < self._width)
+        return torch.where(here, index, 0).unsqueeze(-1), here
+
+    def all_reduce(self, tensor: Tensor, op) -> Tensor:
+        if self._several_ranks:
+            dist.all_reduce(tensor, op=op, group=self._group)
+        return tensor

@@ -1,0 +1,44 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How evenly a mixture of experts works: the losses that balance its experts, as metrics.
+
+Megatron Core adds their gradients by itself and keeps their values, per layer, in a table of the process. Both are
+statistics of the tokens of a micro-batch, padding included.
+"""
+
+import torch
+
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
+
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker  # isort: skip
+
+
+def take_balance_losses(config, num_microbatches: int) -> dict[str, float]:
+    """Balance losses of the last forward-backward pass, without their coefficients; all ranks of the job call it.
+
+    Args:
+        config: `TransformerConfig` of the model.
+        num_microbatches: of the pass, on this rank.
+
+    Returns:
+        Means over layers, micro-batches and data-parallel ranks, equal on every rank: `moe_load_balancing_loss`
+        (1 where every expert gets equally many tokens with equal probability) and `moe_z_loss` (mean squared
+        log-sum-exp of the router's logits); each only if its coefficient is set, and none for a dense model.
+    """
+    # A rank that has a part of a sequence holds a part of the first loss, and of the second a mean of its own.
+    wanted = {}
+    if config.num_moe_experts and config.moe_aux_loss_coeff:
+        wanted["load_balancing_loss"] = 1
+    if config.num_moe_experts and config.moe_z_loss_coeff:
+        wanted["z_loss"] = config.tensor_model_parallel_size * config.context_parallel_size
+    if not wanted:
+        return {}
+    tracker = get_moe_layer_wise_logging_tracker()
+    zero = torch.zeros(1, device=get_device())  # a pipeline stage may have seen no layer of experts
+    sums = torch.stack([tracker.get(name, {}).get("values", zero).double().sum() for name in wanted])
+    tracker.clear()  # not zeroed: the next model may have more layers
+    if parallel_state.get_world_size() > 1:
+        torch.distributed.all_reduce(sums)
+    count = config.num_layers * num_microbatches * parallel_state.get_data_parallel_world_size()
+    return {f"moe_{name}": float(value) / (count * wanted[name]) for name, value in zip(wanted, sums, strict=True)}

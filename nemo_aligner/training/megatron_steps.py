@@ -1,0 +1,269 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that calls Megatron's forward-backward schedule.
+
+A batch is a dict of tensors whose rows are this data-parallel rank's samples; `tokens` (int64 `[B, S]`, right-padded)
+is required. It is cut into micro-batches of `micro_batch_size` consecutive rows. The model is called as
+`model(tokens, position_ids, attention_mask=None, ...)`: the mask is causal, which with right padding is all that is
+needed. Under context parallelism the model gets this rank's share of the positions (`context_parallel`) and all the
+rest of its rows; the ranks then compute the same loss, from what they have gathered of each other.
+
+Scaling. A loss function returns this micro-batch's *share* of the loss of the global batch (see
+`nemo_aligner.core.losses`). Megatron divides by the number of micro-batches and averages gradients over data-parallel
+ranks, so the share is multiplied by both: the gradient is that of the sum of all shares, whatever the split. (Over
+context-parallel ranks Megatron itself undoes the average: the gradient of each is the part that passed through it.)
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.context_parallel import take_share, width_multiple
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.training.expert_losses import take_balance_losses
+from nemo_aligner.training.finite import check_finite
+
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.transformer.module import Float16Module  # isort: skip
+from megatron.core.utils import get_model_config  # isort: skip
+
+Batch = dict[str, torch.Tensor]
+
+
+def _micro_batches(batch: Batch, micro_batch_size: int):
+    size = batch["tokens"].size(0)
+    for start in range(0, size, micro_batch_size):
+        yield {key: value[start : start + micro_batch_size].to(get_device()) for key, value in batch.items()}
+
+
+def _padded_width(width: int, config) -> int:
+    """The next width that can be split over context-parallel ranks and then, with sequence parallelism, TP ranks."""
+    multiple = width_multiple()
+    if config.sequence_parallel:
+        context = parallel_state.get_context_parallel_world_size()
+        multiple = math.lcm(multiple, context * config.tensor_model_parallel_size)
+    return -(-width // multiple) * multiple
+
+
+def _call_model(model, micro_batch: Batch, width: int, model_inputs: Iterable[str]) -> torch.Tensor:
+    tokens = micro_batch["tokens"]
+    pad = width - tokens.size(1)
+    if pad:
+        tokens = torch.nn.functional.pad(tokens, (0, pad))
+    # The columns that are added may lie outside a learned position embedding; nobody looks at them.
+    position_ids = torch.arange(width, device=tokens.device).clamp(max=width - pad - 1).expand_as(tokens)
+    tokens, position_ids = take_share(tokens, 1), take_share(position_ids, 1)
+    inputs = {key: micro_batch[key] for key in model_inputs}
+    return model(tokens, position_ids, None, **inputs, **_output_options(model))
+
+
+def _output_options(model) -> dict:
+    """What keeps a bf16 language model from making a float32 copy of all its logits, and of their gradient.
+
+    `vocab_parallel` computes in float32 whatever it is given. The few numbers of a head are copied as ever.
+    """
+    while not isinstance(model, Float16Module) and hasattr(model, "module"):
+        model = model.module
+    language_model = isinstance(model, Float16Module) and hasattr(model.module, "output_layer")
+    return {"fp32_output": False} if language_model else {}
+
+
+def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
+    """`[b, width]` of a head without the columns that were added.
+
+    Logits stay as they are: `vocab_parallel` takes them with padding, and to cut it off would make a copy of their
+    gradient.
+    """
+    tokens_width = micro_batch["tokens"].size(1)
+    if width != tokens_width and output.dim() == 2 and output.size(1) == width:
+        return output[:, :tokens_width]
+    return output
+
+
+def _micro_batch_group(model_chunks) -> int:
+    """Virtual pipelining walks over micro-batches in groups of as many as there are stages: their number is a
+    multiple of this.
+    """
+    return parallel_state.get_pipeline_model_parallel_world_size() if len(model_chunks) > 1 else 1
+
+
+def _run_schedule(model_chunks, batch: Batch, micro_batch_size: int, consume, model_inputs, forward_only: bool):
+    """Run the schedule; `consume(output, micro_batch)` is the schedule's loss function on the last stage."""
+    config = get_model_config(model_chunks[0])
+    num_microbatches = batch["tokens"].size(0) // micro_batch_size
+    width = _padded_width(batch["tokens"].size(1), config)
+
+    def forward_step(data_iterator, model):
+        micro_batch = next(data_iterator)
+        output = _call_model(model, micro_batch, width, model_inputs)
+
+        def loss_function(output_tensor, non_loss_data=False):
+            return consume(_crop(output_tensor, micro_batch, width), micro_batch)
+
+        return output, loss_function
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        # Each virtual pipeline chunk walks over the micro-batches with an iterator of its own.
+        data_iterator=[_micro_batches(batch, micro_batch_size) for _ in model_chunks]
+        if len(model_chunks) > 1
+        else _micro_batches(batch, micro_batch_size),
+        model=model_chunks if len(model_chunks) > 1 else model_chunks[0],
+        num_microbatches=num_microbatches,
+        seq_length=width,
+        micro_batch_size=micro_batch_size,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def broadcast_from_last_stage(value):
+    """`value` (any object) of the last pipeline stage, on every stage."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(
+        box,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+        device=get_device(),
+    )
+    return box[0]
+
+
+def forward_backward(
+    model_chunks: list,
+    batch: Batch,
+    *,
+    micro_batch_size: int,
+    loss_fn: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, Batch]],
+    forward_only: bool = False,
+    model_inputs: Iterable[str] = (),
+) -> dict[str, float]:
+    """Forward (and backward) of one global batch; all ranks call it.
+
+    Args:
+        model_chunks: the model of this pipeline stage (more than one with virtual pipelining).
+        batch: this rank's rows; `tokens` int64 `[B, S]` and what `loss_fn` needs.
+        micro_batch_size: rows per forward pass; must divide B.
+        loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are partial sums over
+            the global batch, and `loss` is one of the metrics. `output` is `[b, S, V / TP]` logits of a language
+            model, as `vocab_parallel` takes them (in the model's precision, with padding of the positions, under
+            context parallelism a share of them), or what the model's head returns.
+        model_inputs: further keys of the batch that are handed to the model by name.
+
+    Returns:
+        Metrics summed over micro-batches and data-parallel ranks, equal on every rank; with gradients also the balance
+        losses of a mixture of experts (`expert_losses.py`), which are means.
+
+    Raises:
+        UserError: `micro_batch_size` does not divide the rows, or virtual pipelining needs another number of
+            micro-batches.
+        NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, and before a weight has changed.
+    """
+    rows = batch["tokens"].size(0)
+    if rows % micro_batch_size:
+        raise UserError(
+            f"{rows} samples per data-parallel rank are not divisible by model.micro_batch_size={micro_batch_size}; "
+            "change "
+            "model.global_batch_size or model.micro_batch_size."
+        )
+    group = _micro_batch_group(model_chunks)
+    if rows // micro_batch_size % group:
+        raise UserError(
+            f"{rows} samples per data-parallel rank make {rows // micro_batch_size} micro-batch(es) of "
+            f"model.micro_batch_size={micro_batch_size}; with model.virtual_pipeline_model_parallel_size their number "
+            f"must be a multiple of model.pipeline_model_parallel_size={group}. Change model.global_batch_size or "
+            "model.micro_batch_size."
+        )
+    scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()
+    totals: dict[str, torch.Tensor] = {}
+    losses: list[torch.Tensor] = []
+
+    def consume(output, micro_batch):
+        loss, metrics = loss_fn(output, micro_batch)
+        losses.append(loss.detach())
+        # The schedule divides the loss in place, so what is reported must be a copy: the sum is one.
+        for key, value in metrics.items():
+            totals[key] = totals.get(key, 0.0) + value.detach().double()  # float64: a correlation's moments need it
+        return metrics if forward_only else (loss * scale, {})
+
+    if forward_only:
+        with torch.no_grad():
+            _run_schedule(model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=True)
+    else:
+        _run_schedule(model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=False)
+    keys = sorted(totals)
+    values = torch.stack([totals[key] for key in keys]) if keys else torch.zeros(0, device=get_device())
+    if keys and parallel_state.get_data_parallel_world_size() > 1:  # context-parallel ranks have the same numbers
+        torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
+    metrics = broadcast_from_last_stage(dict(zip(keys, values.tolist(), strict=True)))
+    if not forward_only:
+        check_finite(model_chunks, metrics["loss"], losses, micro_batch_size)
+        metrics |= take_balance_losses(get_model_config(model_chunks[0]), rows // micro_batch_size)
+    return metrics
+
+
+def _most_of_expert_ranks(count: int) -> int:
+    """The largest `count` among the ranks of an expert-parallel group; they call it together."""
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return count
+    most = torch.tensor(count, device=get_device())
+    torch.distributed.all_reduce(
+        most, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group()
+    )
+    return int(most)
+
+
+@torch.no_grad()
+def forward_collect(
+    model_chunks: list,
+    batch: Batch,
+    *,
+    micro_batch_size: int,
+    output_fn: Callable[[torch.Tensor, Batch], torch.Tensor],
+    model_inputs: Iterable[str] = (),
+) -> torch.Tensor:
+    """Forward pass of this rank's rows; all ranks call it, with equal shapes within a pipeline.
+
+    Data-parallel ranks may have rows of another number and width. With expert parallelism they then make as many
+    passes as the one with the most, as every pass needs the experts of all; so all of them must call it equally often.
+
+    Args:
+        micro_batch_size: most rows per forward pass; what is missing is filled up with repeated rows, which are
+            dropped again. Virtual pipelining takes fewer rows at a time where there are few.
+        output_fn: `(output, micro_batch) -> tensor [b, ...]`, called on the last stage.
+
+    Returns:
+        The tensors of all micro-batches, `[B, ...]`, on every pipeline stage.
+    """
+    rows = batch["tokens"].size(0)
+    group = _micro_batch_group(model_chunks)
+    micro_batch_size = min(micro_batch_size, -(-rows // group))
+    rounds = _most_of_expert_ranks(-(-rows // (micro_batch_size * group)))
+    missing = rounds * micro_batch_size * group - rows
+    if missing:
+        batch = {key: torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]) for key, value in batch.items()}
+    outputs = _run_schedule(
+        model_chunks,
+        batch,
+        micro_batch_size,
+        lambda output, mb: output_fn(output, mb),
+        model_inputs,
+        forward_only=True,
+    )
+    collected = torch.cat(outputs)[:rows] if parallel_state.is_pipeline_last_stage() else None
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        shape_and_type = broadcast_from_last_stage(None if collected is None else (collected.shape, collected.dtype))
+        if collected is None:
+            collected = torch.empty(shape_and_type[0], dtype=shape_and_type[1], device=get_device())
+        collected = collected.contiguous()
+        torch.distributed.broadcast(
+            collected,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    return collected

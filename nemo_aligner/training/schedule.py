@@ -1,0 +1,98 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic of a training loop: steps per epoch, and when to validate, save and stop."""
+
+from collections.abc import Iterator
+
+from nemo.utils import logging
+
+from nemo_aligner.core.errors import ConfigError, UserError
+
+
+def compute_limit_batches(number_of_batches: int, limit_batches: int | float | None) -> int:
+    """How many batches to use: a float is a fraction (at least one batch unless 0), an int a cap, None all."""
+    if limit_batches is None:
+        return number_of_batches
+    if limit_batches < 0:
+        raise ConfigError(f"limit_train_batches / limit_val_batches = {limit_batches} must not be negative.")
+    if isinstance(limit_batches, float):
+        if limit_batches > 1:
+            raise ConfigError(
+                f"limit_train_batches / limit_val_batches = {limit_batches}: a float is a fraction of the data and at"
+                f" most 1.0; write {int(limit_batches)} without its point for a number of batches."
+            )
+        # 100 * 0.29 is 28.999...: the small addend keeps the floor at 29.
+        limit_batches = max(int(number_of_batches * limit_batches + 1e-6), 1) if limit_batches else 0
+    return min(number_of_batches, limit_batches)
+
+
+def compute_num_steps_per_epoch(sampler, limit_train_batches: int | float | None = 1.0) -> int:
+    """Optimizer steps (whole global batches) in one pass over the data of a sampler of `data/nlp/samplers.py`."""
+    if not sampler.drop_last:
+        raise ConfigError("training needs drop_last=True: an incomplete global batch cannot make a step.")
+    return compute_limit_batches(sampler.total_samples // sampler.global_batch_size, limit_train_batches)
+
+
+def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int) -> int:
+    """Steps of a run: all epochs, capped by `max_steps` unless that is negative."""
+    total = num_steps_per_epoch * max_epochs
+    return min(total, max_steps) if max_steps >= 0 else total
+
+
+def is_complete(step: int, max_steps: int, keys: str) -> bool:
+    """Whether a job that starts at `step` has nothing to do; if so, a log line says it and which `keys` to raise."""
+    if step < max_steps:
+        return False
+    logging.info(f"step {step} of {max_steps}: training is already complete; raise {keys} to go on.")
+    return True
+
+
+def endless_batches(dataloader, counters) -> Iterator:
+    """The batches of a data loader, epoch after epoch, from where `counters.consumed_samples` says.
+
+    Args:
+        dataloader: its batch sampler is one of `data/nlp/samplers.py`.
+        counters: the trainer; `consumed_samples`, `step` and `max_steps` are read.
+
+    Raises:
+        UserError: there is no batch at this position of the data.
+    """
+    while True:
+        # A loader with workers runs ahead of the training, so the position is told, not taken from the sampler.
+        dataloader.batch_sampler.consumed_samples = started_at = counters.consumed_samples
+        yield from dataloader
+        if counters.consumed_samples == started_at:
+            raise UserError(
+                f"no training data left after {started_at} samples, at step {counters.step} of {counters.max_steps}:"
+                " the data set or the batch size has changed since the checkpoint."
+            )
+
+
+def check_progress(
+    step: int,
+    max_steps: int,
+    val_check_interval: int,
+    save_interval: int,
+    limit_val_batches: int | float | None,
+    run_time_exceeded: bool = False,
+) -> tuple[bool, bool, bool]:
+    """What to do after `step` finished steps: (run validation, save a checkpoint, training has reached its end).
+
+    Validation is on if there are batches for it and its interval is positive; saving if its interval is positive. Each
+    happens at the multiples of its interval, at the end, and when the time is over.
+
+    Raises:
+        ConfigError: a save would come without the validation whose metric it is ranked by.
+    """
+    validation_enabled = limit_val_batches != 0 and val_check_interval > 0
+    save_enabled = save_interval > 0
+    if validation_enabled and save_enabled and save_interval % val_check_interval:
+        raise ConfigError(
+            f"save_interval={save_interval} is not a multiple of val_check_interval={val_check_interval}: checkpoints"
+            f" are ranked by a validation metric, so each save needs a validation at the same step."
+        )
+    is_train_end = step == max_steps
+    last = is_train_end or run_time_exceeded
+    run_val = validation_enabled and (last or step % val_check_interval == 0)
+    save_model = save_enabled and (last or step % save_interval == 0)
+    return run_val, save_model, is_train_end

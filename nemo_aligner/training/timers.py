@@ -1,0 +1,106 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Durations of named phases, and the wall-clock budget of a run."""
+
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+
+from nemo_aligner.core.errors import ConfigError
+
+_REDUCTIONS = {"mean": lambda durations: sum(durations) / len(durations), "sum": sum, "max": max, "min": min}
+
+
+class ScopedTimer:
+    """Times named scopes; the durations are collected once per step.
+
+        with timer("generate"):
+            ...
+        metrics |= timer.consume_durations()     # {"generate": 1.25}, and the timer is empty again
+
+    Args:
+        reduction: of several durations of one name: "mean", "sum", "max" or "min".
+        sync_cuda: wait for the GPU at both edges, so that its work counts in the scope that launched it.
+        buffer_size: how many durations a name may have before they are consumed; -1 for any number.
+    """
+
+    def __init__(self, reduction: str = "mean", sync_cuda: bool = True, buffer_size: int = 1):
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(_REDUCTIONS)}")
+        self._reduce = _REDUCTIONS[reduction]
+        self._sync_cuda = sync_cuda
+        self._buffer_size = buffer_size
+        self._durations: dict[str, list[float]] = {}
+
+    @contextmanager
+    def __call__(self, name: str):
+        """Time the scope as `name`; a scope that raises leaves no duration.
+
+        Raises:
+            ValueError: `name` already has `buffer_size` durations that nobody consumed: they would be mixed up.
+        """
+        if len(self._durations.get(name, ())) == self._buffer_size:
+            raise ValueError(
+                f"timer {name!r} already holds a duration; call consume_durations() before timing it again"
+            )
+        start = self._now()
+        yield
+        self._durations.setdefault(name, []).append(self._now() - start)
+
+    def consume_durations(self) -> dict[str, float]:
+        """Seconds by name; forgets them."""
+        durations, self._durations = self._durations, {}
+        return {name: self._reduce(values) for name, values in durations.items()}
+
+    def _now(self) -> float:
+        if self._sync_cuda and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+
+SyncTimer = ScopedTimer  # the older name
+
+
+class Timer:
+    """The wall-clock budget of a run, the same verdict on every rank.
+
+    Args:
+        duration: "DD:HH:MM:SS", a `timedelta`, or None: no limit.
+    """
+
+    def __init__(self, duration: str | timedelta | None):
+        self.duration_s = _seconds(duration)
+        self._start: float | None = None
+
+    def start_time(self) -> None:
+        """Start the clock; later calls change nothing, so a loop over epochs does not get a new budget each."""
+        if self._start is None:
+            self._start = time.monotonic()
+
+    def elapsed_s(self) -> float:
+        """Seconds since the start; 0 before it."""
+        return 0.0 if self._start is None else time.monotonic() - self._start
+
+    def is_finished(self) -> bool:
+        """True once the budget is used up. Rank 0 decides; every rank must call this, since clocks differ."""
+        finished = self.elapsed_s() >= self.duration_s
+        if self.duration_s == float("inf") or not torch.distributed.is_initialized():
+            return finished
+        device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+        verdict = torch.tensor([int(finished)], device=device)
+        torch.distributed.broadcast(verdict, src=0)
+        return bool(verdict.item())
+
+
+def _seconds(duration: str | timedelta | None) -> float:
+    if duration is None:
+        return float("inf")
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    parts = str(duration).strip().split(":")
+    if len(parts) != 4 or not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"max_time_per_run={duration!r} is not of the form DD:HH:MM:SS, for example 00:03:45:00")
+    days, hours, minutes, seconds = map(int, parts)
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
