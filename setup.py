@@ -51,9 +51,13 @@ EXTRAS_REQUIRE = {
 
 setup(
     name="nemo-aligner-mcore",  # the plain name belongs to NVIDIA's last release
-    version=re.search(r'__version__ = "(.+)"', (ROOT / "nemo_aligner/__init__.py").read_text()).group(1),
+    version=re.search(
+        r'__version__ = "(.+)"', (ROOT / "nemo_aligner/__init__.py").read_text()
+    ).group(1),
     description="RLHF for Megatron models on today's Megatron Core: the same scripts on a laptop and on a cluster",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8")
+    if (ROOT / "README.md").exists()
+    else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],

@@ -27,7 +27,10 @@ from omegaconf import OmegaConf  # noqa: E402
 from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec, build_transformer_config  # noqa: E402
 from nemo_aligner.parallel import parallel_state  # noqa: E402
 from nemo_aligner.parallel.device import get_device  # noqa: E402
-from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs, logprobs_and_entropy  # noqa: E402
+from nemo_aligner.parallel.vocab_parallel import (
+    from_parallel_logits_to_logprobs,
+    logprobs_and_entropy,
+)  # noqa: E402
 from nemo_aligner.servers.ports import find_free_port  # noqa: E402
 
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402  isort: skip
@@ -49,9 +52,13 @@ def peak_bytes(function: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats()
         function()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         function()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     used = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         used += event.nbytes()
@@ -76,7 +83,11 @@ def ours(logits: torch.Tensor, tokens: torch.Tensor, case: str) -> list[torch.Te
     if "entropy" in case:
         return list(logprobs_and_entropy(logits, tokens, overwrite_logits=True))
     inference = "inference" in case
-    return [from_parallel_logits_to_logprobs(logits, tokens, inference_only=inference, overwrite_logits=True)]
+    return [
+        from_parallel_logits_to_logprobs(
+            logits, tokens, inference_only=inference, overwrite_logits=True
+        )
+    ]
 
 
 def run(way, logits: torch.Tensor, tokens: torch.Tensor, case: str) -> list[torch.Tensor]:
@@ -105,7 +116,9 @@ def measure(case: str, vocab: int, dtype: str, elements: int, repeats: int) -> d
     torch.manual_seed(0)
     tokens = torch.randint(0, vocab, (2, max(2, elements // vocab // 2)), device=get_device())
     torch.manual_seed(1 + rank)
-    source = torch.randn(*tokens.shape, vocab // size, dtype=DTYPES[dtype], device=get_device()).requires_grad_()
+    source = torch.randn(
+        *tokens.shape, vocab // size, dtype=DTYPES[dtype], device=get_device()
+    ).requires_grad_()
 
     def logits():
         return source.clone()  # no leaf, as a model's
@@ -140,7 +153,9 @@ def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
     """A tiny bf16 GPT, forward and (training) backward: float32 logits, `Float16Module`'s default, or bf16 logits."""
     rows, columns = 2, max(2, elements // vocab // 2)
     transformer_config = build_transformer_config(
-        OmegaConf.create({"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "precision": "bf16"})
+        OmegaConf.create(
+            {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "precision": "bf16"}
+        )
     )
     module = GPTModel(
         config=transformer_config,
@@ -168,7 +183,10 @@ def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
         step(True, training)  # what is allocated once
         if not torch.equal(step(True, training), step(False, training)):
             raise AssertionError("log-probs from bf16 logits and from their float32 copy differ")
-        peaks = [peak_bytes(functools.partial(step, fp32_output, training)) / 2**20 for fp32_output in (True, False)]
+        peaks = [
+            peak_bytes(functools.partial(step, fp32_output, training)) / 2**20
+            for fp32_output in (True, False)
+        ]
         name = "forward and backward" if training else "forward"
         size = rows * columns * vocab * 2 / 2**20
         yield f"| {name} | {size:.1f} MiB | {peaks[0]:.1f} MiB | {peaks[1]:.1f} MiB | {peaks[1] / peaks[0]:.3f} |"
@@ -176,7 +194,13 @@ def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
 
 def _rank_main(rank: int, tp: int, port: int, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": tp, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": tp,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in environment.items()})
     parallel_state.initialize(tensor_model_parallel_size=tp)
     for case in CASES:
@@ -191,10 +215,22 @@ def _rank_main(rank: int, tp: int, port: int, arguments: argparse.Namespace) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32768, 131072], help="sizes of the vocabulary, V")
-    parser.add_argument("--logits", nargs="+", default=list(DTYPES), choices=list(DTYPES), help="dtypes of the logits")
-    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="numbers of tensor-parallel ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--vocab", type=int, nargs="+", default=[32768, 131072], help="sizes of the vocabulary, V"
+    )
+    parser.add_argument(
+        "--logits",
+        nargs="+",
+        default=list(DTYPES),
+        choices=list(DTYPES),
+        help="dtypes of the logits",
+    )
+    parser.add_argument(
+        "--tp", type=int, nargs="+", default=[1, 2], help="numbers of tensor-parallel ranks"
+    )
     parser.add_argument("--elements", type=int, default=2**23, help="B * S * V")
     parser.add_argument("--repeats", type=int, default=3, help="runs per timing")
     arguments = parser.parse_args()
@@ -204,10 +240,16 @@ def main() -> None:
         if tp == 1:
             _rank_main(0, 1, find_free_port(), arguments)
         else:
-            torch.multiprocessing.spawn(_rank_main, args=(tp, find_free_port(), arguments), nprocs=tp)
+            torch.multiprocessing.spawn(
+                _rank_main, args=(tp, find_free_port(), arguments), nprocs=tp
+            )
     if arguments.results:
-        print("\nA bf16 model of one narrow layer, both with our log-probs: peak memory of a pass\n")
-        print("| pass | bf16 logits | with Float16Module's float32 copy | without | ratio |\n|---|---|---|---|---|")
+        print(
+            "\nA bf16 model of one narrow layer, both with our log-probs: peak memory of a pass\n"
+        )
+        print(
+            "| pass | bf16 logits | with Float16Module's float32 copy | without | ratio |\n|---|---|---|---|---|"
+        )
         print("\n".join(arguments.results))
 
 

@@ -36,7 +36,9 @@ class JobRecord:
     """What one job wrote."""
 
     name: str
-    series: dict[str, dict[float, float]] = field(default_factory=dict)  # "family/metric" -> step -> value
+    series: dict[str, dict[float, float]] = field(
+        default_factory=dict
+    )  # "family/metric" -> step -> value
     tables: dict[str, list[dict]] = field(default_factory=dict)  # table key -> rows with a step
     broken_lines: int = 0
     started: float | None = None
@@ -65,7 +67,11 @@ def read_run(run_dir: Path) -> list[JobRecord]:
 
 def _read_job(metrics_path: Path, run_dir: Path) -> JobRecord:
     folder = metrics_path.parent
-    job = JobRecord(name=folder.relative_to(run_dir).as_posix() if folder != run_dir else run_dir.resolve().name)
+    job = JobRecord(
+        name=folder.relative_to(run_dir).as_posix()
+        if folder != run_dir
+        else run_dir.resolve().name
+    )
     for record in _read_jsonl(metrics_path, job):
         step, when = record.get("step"), record.get("time")
         if _is_number(when):
@@ -77,7 +83,9 @@ def _read_job(metrics_path: Path, run_dir: Path) -> JobRecord:
                 job.series.setdefault(key, {})[step] = value
     for record in _read_jsonl(folder / "tables.jsonl", job):
         rows = [row for row in record.get("rows") or [] if isinstance(row, dict)]
-        job.tables.setdefault(str(record.get("key")), []).extend({"step": record.get("step"), **row} for row in rows)
+        job.tables.setdefault(str(record.get("key")), []).extend(
+            {"step": record.get("step"), **row} for row in rows
+        )
     val_samples = _read_jsonl(folder / "val_samples.jsonl", job)
     if val_samples:
         job.tables.pop("table/val_rollouts", None)  # the same samples, but fewer of them
@@ -128,13 +136,17 @@ def chart_svg(title: str, curves: dict[str, dict[float, float]]) -> str:
     parts = [f'<text class="title" x="{left}" y="18">{escape(title)}</text>']
     for tick in ticks(y_low, y_high):
         y = y_of(tick)
-        parts.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(
+            f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
         parts.append(
             f'<text class="tick" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{format_number(tick)}</text>'
         )
     for tick in ticks(x_low, x_high):
         x, y = x_of(tick), height - 8
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{y}" text-anchor="middle">{format_number(tick)}</text>')
+        parts.append(
+            f'<text class="tick" x="{x:.1f}" y="{y}" text-anchor="middle">{format_number(tick)}</text>'
+        )
     for number, (label, curve) in enumerate(curves.items()):
         points = _thin(sorted(curve.items()))
         path = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in points)
@@ -188,7 +200,9 @@ def render(run_dir: Path) -> str:
     """The HTML page of a run."""
     jobs = read_run(run_dir)
     title = escape(f"{run_dir.resolve().name}: training report")
-    links = " ".join(f'<a href="#job{number}">{escape(job.name)}</a>' for number, job in enumerate(jobs))
+    links = " ".join(
+        f'<a href="#job{number}">{escape(job.name)}</a>' for number, job in enumerate(jobs)
+    )
     sections = "".join(_job_section(job, f"job{number}") for number, job in enumerate(jobs))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -210,7 +224,9 @@ def _job_section(job: JobRecord, anchor: str) -> str:
     notes = []
     if job.started is not None:
         minutes = (job.updated - job.started) / 60
-        notes.append(f"First metric {_when(job.started)}, last {_when(job.updated)} ({minutes:.1f} minutes).")
+        notes.append(
+            f"First metric {_when(job.started)}, last {_when(job.updated)} ({minutes:.1f} minutes)."
+        )
     if job.broken_lines:
         notes.append(f"{job.broken_lines} unreadable line(s) were left out.")
     charts, rest = group_curves(job.series)
@@ -225,7 +241,11 @@ def _job_section(job: JobRecord, anchor: str) -> str:
 
 
 def _chart_grid(charts: list[Chart]) -> str:
-    return f'<div class="charts">{"".join(chart_svg(*chart) for chart in charts)}</div>' if charts else ""
+    return (
+        f'<div class="charts">{"".join(chart_svg(*chart) for chart in charts)}</div>'
+        if charts
+        else ""
+    )
 
 
 def group_curves(series: dict[str, dict[float, float]]) -> tuple[list[Chart], list[Chart]]:
@@ -247,7 +267,9 @@ def group_curves(series: dict[str, dict[float, float]]) -> tuple[list[Chart], li
 
 def _timer_table(series: dict[str, dict[float, float]]) -> str:
     timers = {
-        key.partition("/")[2]: list(curve.values()) for key, curve in series.items() if key.startswith(TIMERS + "/")
+        key.partition("/")[2]: list(curve.values())
+        for key, curve in series.items()
+        if key.startswith(TIMERS + "/")
     }
     if not timers:
         return ""
@@ -257,7 +279,9 @@ def _timer_table(series: dict[str, dict[float, float]]) -> str:
         f"<td>{max(values):.3f}</td><td>{sum(values):.1f}</td></tr>"
         for name, values in rows
     )
-    head = "<tr><th>phase</th><th>times</th><th>mean, s</th><th>longest, s</th><th>total, s</th></tr>"
+    head = (
+        "<tr><th>phase</th><th>times</th><th>mean, s</th><th>longest, s</th><th>total, s</th></tr>"
+    )
     return f'<h3>Time per phase</h3><table class="numbers">{head}{body}</table>'
 
 
@@ -273,18 +297,29 @@ def _samples(key: str, rows: list[dict]) -> str:
     shared = [prompt for prompt in old if prompt in new] if first != last else []
     if shared:
         head = f"<tr><th>prompt</th><th>step {escape(str(first))}</th><th>step {escape(str(last))}</th></tr>"
-        cells = [(prompt, _answer(old[prompt]), _answer(new[prompt])) for prompt in shared[:MAX_SAMPLES]]
+        cells = [
+            (prompt, _answer(old[prompt]), _answer(new[prompt])) for prompt in shared[:MAX_SAMPLES]
+        ]
     else:
         head = "<tr><th>step</th><th>prompt</th><th>response</th></tr>"
-        cells = [(str(row.get("step")), row["prompt"], _answer(row)) for row in rows[: -MAX_SAMPLES - 1 : -1]]
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
+        cells = [
+            (str(row.get("step")), row["prompt"], _answer(row))
+            for row in rows[: -MAX_SAMPLES - 1 : -1]
+        ]
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells
+    )
     name = key.removeprefix("table/")
-    return f'<h3>{escape(name)}: {len(cells)} samples</h3><table class="samples">{head}{body}</table>'
+    return (
+        f'<h3>{escape(name)}: {len(cells)} samples</h3><table class="samples">{head}{body}</table>'
+    )
 
 
 def _answer(row: dict) -> str:
     reward = row.get("reward")
-    return f"{row['response']}" + (f"\n(reward {format_number(reward)})" if _is_number(reward) else "")
+    return f"{row['response']}" + (
+        f"\n(reward {format_number(reward)})" if _is_number(reward) else ""
+    )
 
 
 def _when(seconds: float) -> str:
@@ -317,9 +352,14 @@ td { white-space: pre-wrap; overflow-wrap: anywhere; }
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m nemo_aligner.report", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_aligner.report", description=__doc__.splitlines()[0]
+    )
     parser.add_argument(
-        "run_dir", type=Path, metavar="RUN_DIR", help="folder of a run; every metrics.jsonl below it is a job"
+        "run_dir",
+        type=Path,
+        metavar="RUN_DIR",
+        help="folder of a run; every metrics.jsonl below it is a job",
     )
     parser.add_argument("--out", type=Path, help="file to write; default RUN_DIR/report.html")
     args = parser.parse_args(argv)

@@ -8,7 +8,9 @@ import os
 import shutil
 import sys
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests are small; several of them may share the machine
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tests are small; several of them may share the machine
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402  (the environment comes first)
@@ -48,7 +50,11 @@ def tiny_tokenizer_dir(tmp_path_factory) -> str:
     tokenizer.add_special_tokens([END_OF_TEXT])
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "model_max_length": 1024}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "model_max_length": 1024,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return str(folder)
 

@@ -16,14 +16,19 @@ def _is_assertion(error: BaseException) -> bool:
     """Whether a test said so: an assertion of its own, or of a rank that `run_ranks` tells about."""
     if isinstance(error, (AssertionError, pytest.fail.Exception)):
         return True
-    return isinstance(error, RuntimeError) and re.search(r"^AssertionError", str(error), re.MULTILINE) is not None
+    return (
+        isinstance(error, RuntimeError)
+        and re.search(r"^AssertionError", str(error), re.MULTILINE) is not None
+    )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
     if report.failed:
-        _outcomes[item.nodeid] = "assertion" if call.excinfo and _is_assertion(call.excinfo.value) else "error"
+        _outcomes[item.nodeid] = (
+            "assertion" if call.excinfo and _is_assertion(call.excinfo.value) else "error"
+        )
     elif report.when == "call" and report.passed:
         _outcomes.setdefault(item.nodeid, "passed")
     return report

@@ -64,14 +64,22 @@ MUTANTS = [
         "core/rollout_math.py",
         "start = prompt_lengths.to(values.device).reshape(-1, 1) - 1",
         "start = prompt_lengths.to(values.device).reshape(-1, 1)",
-        _unit("test_ppo_utils.py", "test_worked_vector", "test_mask_has_as_many_ones_as_response_tokens"),
+        _unit(
+            "test_ppo_utils.py",
+            "test_worked_vector",
+            "test_mask_has_as_many_ones_as_response_tokens",
+        ),
     ),
     Mutant(
         "the reward sits one column late",
         "core/rollout_math.py",
         "response_lengths.to(values.device).reshape(-1, 1) - 2)",
         "response_lengths.to(values.device).reshape(-1, 1) - 1).clamp(max=values.shape[1] - 1)",
-        _unit("test_ppo_utils.py", "test_worked_vector", "test_reward_sits_at_the_last_response_column"),
+        _unit(
+            "test_ppo_utils.py",
+            "test_worked_vector",
+            "test_reward_sits_at_the_last_response_column",
+        ),
     ),
     Mutant(
         "the KL penalty is a bonus",
@@ -276,12 +284,15 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[dict[str, str], str]:
     """
     report = copy / "mutant_report.json"
     report.unlink(missing_ok=True)
-    environment = os.environ | {
-        "PYTHONPATH": str(copy),
-        "PYTHONDONTWRITEBYTECODE": "1",  # a file that changes twice in a second may have stale byte code
-        "OMP_NUM_THREADS": "1",
-        "MUTANT_REPORT": str(report),
-    }
+    environment = (
+        os.environ
+        | {
+            "PYTHONPATH": str(copy),
+            "PYTHONDONTWRITEBYTECODE": "1",  # a file that changes twice in a second may have stale byte code
+            "OMP_NUM_THREADS": "1",
+            "MUTANT_REPORT": str(report),
+        }
+    )
     command = [
         sys.executable,
         "-m",
@@ -310,7 +321,9 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[dict[str, str], str]:
     if not report.exists():
         return {}, done.stdout
     result = json.loads(report.read_text())
-    if result["package"] is not None and not Path(result["package"]).resolve().is_relative_to(copy.resolve()):
+    if result["package"] is not None and not Path(result["package"]).resolve().is_relative_to(
+        copy.resolve()
+    ):
         raise RuntimeError(f"the tests in {copy} imported {result['package']}")
     return result["tests"], done.stdout
 
@@ -328,7 +341,10 @@ def judge(mutant: Mutant, copy: Path) -> tuple[bool, str]:
         path.write_text(original)
     noticed = [test for test, outcome in outcomes.items() if outcome == "assertion"]
     if noticed:
-        return True, f"{len(noticed)} of {len(outcomes)} tests fail, e.g. {noticed[0].rpartition('/')[2]}"
+        return (
+            True,
+            f"{len(noticed)} of {len(outcomes)} tests fail, e.g. {noticed[0].rpartition('/')[2]}",
+        )
     if any(outcome == "error" for outcome in outcomes.values()) or not outcomes:
         return False, f"no test fails by an assertion, but something breaks:\n{output[-3000:]}"
     return False, f"SURVIVES {len(outcomes)} tests"
@@ -347,17 +363,29 @@ def check_untouched(copy: Path, mutants: list[Mutant]) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="only faults whose name holds one of these")
-    parser.add_argument("--jobs", type=int, default=2, help="faults at a time, each in a copy of its own")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="faults at a time, each in a copy of its own"
+    )
     arguments = parser.parse_args()
     wanted = arguments.names
-    mutants = [mutant for mutant in MUTANTS if not wanted or any(name in mutant.name for name in wanted)]
+    mutants = [
+        mutant for mutant in MUTANTS if not wanted or any(name in mutant.name for name in wanted)
+    ]
     if not mutants:
-        print(f"no fault is named like {wanted}; there are: " + "; ".join(mutant.name for mutant in MUTANTS))
+        print(
+            f"no fault is named like {wanted}; there are: "
+            + "; ".join(mutant.name for mutant in MUTANTS)
+        )
         return 1
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as folder,
+        ThreadPoolExecutor(arguments.jobs) as pool,
+    ):
         copies = queue.SimpleQueue()
         for job in range(arguments.jobs):
             copies.put(copy_repository(Path(folder) / str(job)))
@@ -378,8 +406,13 @@ def main() -> int:
         survivors = 0
         for mutant, caught, seen, seconds in pool.map(one, mutants):
             survivors += not caught
-            print(f"{'caught' if caught else 'MISSED'} {seconds:5.0f} s  {mutant.name}\n{'':14}{seen}", flush=True)
-    print(f"{len(mutants) - survivors} of {len(mutants)} faults are caught, in {time.monotonic() - start:.0f} s")
+            print(
+                f"{'caught' if caught else 'MISSED'} {seconds:5.0f} s  {mutant.name}\n{'':14}{seen}",
+                flush=True,
+            )
+    print(
+        f"{len(mutants) - survivors} of {len(mutants)} faults are caught, in {time.monotonic() - start:.0f} s"
+    )
     return 1 if survivors else 0
 
 

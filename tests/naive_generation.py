@@ -25,7 +25,9 @@ def naive_uniform(seed: int, step: int) -> float:
     return (splitmix64((splitmix64(seed & MASK) + step * 0x9E3779B97F4A7C15) & MASK) >> 11) / 2**53
 
 
-def naive_probabilities(logits, text, temperature=1.0, top_k=0, top_p=1.0, penalty=1.0, forbidden=()) -> list[float]:
+def naive_probabilities(
+    logits, text, temperature=1.0, top_k=0, top_p=1.0, penalty=1.0, forbidden=()
+) -> list[float]:
     """Probabilities of the next id after the ids `text`."""
     logits = list(logits)
     for token in set(text):
@@ -59,7 +61,9 @@ def naive_draw(probabilities, uniform: float) -> int:
 
 
 @torch.no_grad()
-def naive_generate(model, prompt: list[int], seed: int, params, limit: int = 10**9) -> tuple[list[int], bool]:
+def naive_generate(
+    model, prompt: list[int], seed: int, params, limit: int = 10**9
+) -> tuple[list[int], bool]:
     """The ids of prompt and response, and whether the response ended by itself.
 
     Args:
@@ -77,14 +81,21 @@ def naive_generate(model, prompt: list[int], seed: int, params, limit: int = 10*
         if len(text) >= limit:
             break
         positions = torch.arange(len(text)).unsqueeze(0)
-        logits = model.model[0](torch.tensor([text]), positions, None)[0, -1].float().tolist()[:vocab]
-        shape = dict(penalty=params.repetition_penalty, forbidden=end_ids if step < params.min_length else [])
+        logits = (
+            model.model[0](torch.tensor([text]), positions, None)[0, -1].float().tolist()[:vocab]
+        )
+        shape = dict(
+            penalty=params.repetition_penalty,
+            forbidden=end_ids if step < params.min_length else [],
+        )
         if params.use_greedy:
             probabilities = naive_probabilities(logits, text, **shape)
             token = probabilities.index(max(probabilities))
         else:
             shape |= dict(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
-            token = naive_draw(naive_probabilities(logits, text, **shape), naive_uniform(seed, step))
+            token = naive_draw(
+                naive_probabilities(logits, text, **shape), naive_uniform(seed, step)
+            )
         text.append(token)
         decoded = model.tokenizer.ids_to_text(text)
         if step >= params.min_length and (token in end_ids or decoded.endswith(end_texts)):

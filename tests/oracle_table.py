@@ -24,7 +24,9 @@ class Comparisons(dict):
         def register(function):
             for library in libraries:
                 one = len(libraries) == 1
-                self[quantity, library] = function if one else lambda case, name=library: function(case, name)
+                self[quantity, library] = (
+                    function if one else lambda case, name=library: function(case, name)
+                )
             return function
 
         return register
@@ -57,12 +59,20 @@ class Case:
         self.lengths = self.prompt_lengths + torch.randint(1, 8, (rows,), generator=random)
         columns = torch.arange(width)
         # By hand, not by create_mask: transitions of the answer, [P-1, R-1).
-        self.keep = (columns >= self.prompt_lengths[:, None] - 1) & (columns < self.lengths[:, None] - 1)
+        self.keep = (columns >= self.prompt_lengths[:, None] - 1) & (
+            columns < self.lengths[:, None] - 1
+        )
         self.mask = self.keep.float()
-        self.values, self.rewards, self.logprobs = torch.randn(3, rows, width, generator=random) * self.mask
-        self.ref_logprobs = (self.logprobs + 0.5 * torch.randn(rows, width, generator=random)) * self.mask
+        self.values, self.rewards, self.logprobs = (
+            torch.randn(3, rows, width, generator=random) * self.mask
+        )
+        self.ref_logprobs = (
+            self.logprobs + 0.5 * torch.randn(rows, width, generator=random)
+        ) * self.mask
         self.scores = torch.randn(rows, generator=random)
-        self.prompts = torch.arange(GROUPS).repeat(GROUP_SIZE)[torch.randperm(rows, generator=random)]
+        self.prompts = torch.arange(GROUPS).repeat(GROUP_SIZE)[
+            torch.randperm(rows, generator=random)
+        ]
 
     def planted(self, x: Tensor) -> Tensor:
         return torch.where(self.keep, x, torch.nan)
@@ -74,5 +84,7 @@ class Case:
 
     def token_scores(self) -> Tensor:
         """Token rewards whose sum over each row is `scores`: what the critic-free estimators of verl read."""
-        shares = torch.rand(self.mask.shape, generator=torch.Generator().manual_seed(0)) * self.mask
+        shares = (
+            torch.rand(self.mask.shape, generator=torch.Generator().manual_seed(0)) * self.mask
+        )
         return shares / shares.sum(1, keepdim=True) * self.scores[:, None]

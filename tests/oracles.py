@@ -22,8 +22,18 @@ import pytest
 
 FOLDER = Path(sys.prefix) / "oracles"
 LIBRARIES = ("verl", "openrlhf", "torchrl")
-ABSENT = ("ray", "vllm", "codetiming", "openrlhf.trainer.ray")  # imported by them, not needed by what we call
-UNRUN = ("openrlhf", "openrlhf.models", "openrlhf.trainer", "openrlhf.utils")  # packages whose __init__ wants a GPU
+ABSENT = (
+    "ray",
+    "vllm",
+    "codetiming",
+    "openrlhf.trainer.ray",
+)  # imported by them, not needed by what we call
+UNRUN = (
+    "openrlhf",
+    "openrlhf.models",
+    "openrlhf.trainer",
+    "openrlhf.utils",
+)  # packages whose __init__ wants a GPU
 
 
 @functools.cache
@@ -32,7 +42,9 @@ def oracle(name: str) -> types.ModuleType:
     if not FOLDER.exists():
         pytest.skip(f"{FOLDER} does not exist; `make test` installs tests/oracles.txt there")
     for library in ("transformers", "accelerate", "trl.core"):
-        importlib.import_module(library)  # they look at what is installed once, so before any stand-in exists
+        importlib.import_module(
+            library
+        )  # they look at what is installed once, so before any stand-in exists
     with _import_path():
         return importlib.import_module(name)
 

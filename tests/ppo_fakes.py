@@ -55,7 +55,10 @@ class SequentialSampler:
         self.drop_last = True
 
     def __iter__(self):
-        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        rank, size = (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
         step = self.micro_batch_size * size
         for start in range(self.consumed_samples, self.total_samples - step + 1, step):
             first = start + rank * self.micro_batch_size
@@ -116,7 +119,9 @@ class FakePolicy:
 
     def _logprobs(self, tokens, weight):
         logprobs = -(tokens[:, 1:] % 7 + 1) / 10 * (1 + weight)
-        return logprobs.masked_fill(tokens[:, 1:] == EOS, torch.nan)  # what pads hold must not matter
+        return logprobs.masked_fill(
+            tokens[:, 1:] == EOS, torch.nan
+        )  # what pads hold must not matter
 
     def get_inference_log_probs(self, response_tokens, forward_micro_batch_size=None):
         self.events.append("logprobs")
@@ -132,7 +137,9 @@ class FakePolicy:
         self.batches.append({key: value.clone() for key, value in batch.items()})
         mask = batch["mask"].bool()
         # A policy-gradient-like number: any change of the data changes the weight.
-        gradient = torch.where(mask, batch["advantages"] * batch["prev_logprobs"].exp(), 0).double().sum()
+        gradient = (
+            torch.where(mask, batch["advantages"] * batch["prev_logprobs"].exp(), 0).double().sum()
+        )
         moved = self._logprobs(batch["response_tokens"], self.weight) - batch["prev_logprobs"]
         kl = torch.where(mask, moved.exp() - 1 - moved, 0).double().sum()
         total = torch.stack([gradient, kl, mask.double().sum()])
@@ -196,14 +203,21 @@ class FakeCritic:
         values = (tokens[:, :-1] / 10).masked_fill(tokens[:, :-1] == EOS, torch.nan)
         rewards = tokens.sum(-1) / rollout_batch["response_lengths"] / 10
         future = FakeFuture(self.events, "critic_infer_result", (rewards, values))
-        future.reward_parts = {"kind": rewards, "terse": -rollout_batch["response_lengths"].float()}
+        future.reward_parts = {
+            "kind": rewards,
+            "terse": -rollout_batch["response_lengths"].float(),
+        }
         return future
 
     def train(self, data):
         self.events.append("critic_train")
         self.train_batches.append({key: value.clone() for key, value in data.items()})
         failed = self.fail_at_train == len(self.train_batches) - 1
-        value = RuntimeError("remote traceback: critic lost") if failed else 0.25 * len(self.train_batches)
+        value = (
+            RuntimeError("remote traceback: critic lost")
+            if failed
+            else 0.25 * len(self.train_batches)
+        )
         return FakeFuture(self.events, "critic_train_result", value)
 
     def save(self, actor_step=None):
@@ -307,14 +321,18 @@ def make_trainer(
     events = []
     policy = FakePolicy(events)
     critic_cls = FakeCritic if changes.get("advantage_estimator", "gae") == "gae" else FakeRewards
-    builder = builder or functools.partial(dataloader_builder, rollout_size, micro_batch_size=micro_batch_size)
+    builder = builder or functools.partial(
+        dataloader_builder, rollout_size, micro_batch_size=micro_batch_size
+    )
     trainer = PPOTrainer(
         cfg=config(**changes),
         model=policy,
         optimizer=FakeOptimizer(policy, events),
         scheduler=FakeScheduler(),
         train_dataloader_builder=builder,
-        val_dataloader_builder=functools.partial(dataloader_builder, 4, micro_batch_size=micro_batch_size),
+        val_dataloader_builder=functools.partial(
+            dataloader_builder, 4, micro_batch_size=micro_batch_size
+        ),
         collate_fn=collate,
         rm_critic=critic_cls(events, fail_at_train),
         batch_iterator_cls=batch_iterator,

@@ -5,7 +5,10 @@
 import torch
 
 from nemo_aligner.algorithms.rs import RSTrainer
-from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
+from nemo_aligner.data.nlp.samplers import (
+    MegatronPretrainingRandomSampler,
+    MegatronPretrainingSampler,
+)
 from nemo_aligner.parallel import parallel_state
 from tests.ppo_fakes import (
     FakeCheckpoints,
@@ -48,7 +51,8 @@ class FakeRewardModel:
         tokens, lengths = rollout_batch["response_tokens"], rollout_batch["response_lengths"]
         rewards = self.score(rollout_batch) if self.score else tokens.sum(-1) / lengths / 10
         self.scored += [
-            (tuple(row[:length].tolist()), float(reward)) for row, length, reward in zip(tokens, lengths, rewards)
+            (tuple(row[:length].tolist()), float(reward))
+            for row, length, reward in zip(tokens, lengths, rewards)
         ]
         future = FakeFuture(self.events, "rm_result", rewards[:, None])
         future.reward_parts = {"kind": rewards, "terse": -lengths.float()}
@@ -68,7 +72,11 @@ def dataloader(global_batch_size, micro_batch_size, *, random=False, num_workers
         seed=5,
     )
     return torch.utils.data.DataLoader(
-        dataset, batch_sampler=sampler, collate_fn=collate, num_workers=num_workers, generator=torch.Generator()
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=num_workers,
+        generator=torch.Generator(),
     )
 
 

@@ -60,7 +60,12 @@ def tiny_config(tokenizer_dir: str, architecture: str = "llama", **overrides) ->
             "lr": 1e-3,
             "weight_decay": 0.1,
             "betas": [0.9, 0.98],
-            "sched": {"name": "CosineAnnealing", "warmup_steps": 2, "constant_steps": 0, "min_lr": 1e-4},
+            "sched": {
+                "name": "CosineAnnealing",
+                "warmup_steps": 2,
+                "constant_steps": 0,
+                "min_lr": 1e-4,
+            },
         },
         **ARCHITECTURES[architecture],
     }

@@ -23,7 +23,9 @@ UNKNOWN = "<|unknown|>"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write, made if missing")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -60,7 +62,9 @@ def character_tokenizer():
     """A `tokenizers.Tokenizer` that knows `CHARACTERS` and the end of text; any other character is `UNKNOWN`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {token: number for number, token in enumerate([END_OF_TEXT, UNKNOWN, *CHARACTERS])}
+    vocabulary = {
+        token: number for number, token in enumerate([END_OF_TEXT, UNKNOWN, *CHARACTERS])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.add_special_tokens([END_OF_TEXT, UNKNOWN])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

@@ -9,12 +9,8 @@ import itertools
 import random
 
 GENRES = "drama comedy thriller western mystery musical romance fable".split()
-ADJECTIVES = (
-    "Silent Golden Broken Hidden Last Red Frozen Little Distant Wild Lonely Paper Second Burning Quiet Blue".split()
-)
-NOUNS = (
-    "Harbor Garden River Letter Winter Summer Mirror Road Island Forest Bridge Crown Train Shadow Window Song".split()
-)
+ADJECTIVES = "Silent Golden Broken Hidden Last Red Frozen Little Distant Wild Lonely Paper Second Burning Quiet Blue".split()
+NOUNS = "Harbor Garden River Letter Winter Summer Mirror Road Island Forest Bridge Crown Train Shadow Window Song".split()
 DIRECTORS = "Rossi Tanaka Weber Novak Silva Okoye Dubois Larsen Moreno Haas Singh Baker".split()
 
 GOOD_ADJECTIVES = "superb moving funny charming clever lovely gripping brilliant".split()
@@ -35,7 +31,10 @@ MOOD_STRENGTH = 0.8
 def all_prompts() -> list[str]:
     """Every prompt of the language, in a fixed order (about 25 thousand)."""
     films = itertools.product(ADJECTIVES, NOUNS, GENRES, DIRECTORS)
-    return [f"{adjective} {noun}, a {genre} by {director}:" for adjective, noun, genre, director in films]
+    return [
+        f"{adjective} {noun}, a {genre} by {director}:"
+        for adjective, noun, genre, director in films
+    ]
 
 
 def opinion(rng: random.Random, good: bool) -> str:
@@ -54,12 +53,19 @@ def opinion(rng: random.Random, good: bool) -> str:
 
 def fact(rng: random.Random) -> str:
     """One sentence without sentiment."""
-    return rng.choice([f"It runs for {rng.choice(['two', 'three'])} hours.", f"It is set in {rng.choice(PLACES)}."])
+    return rng.choice(
+        [
+            f"It runs for {rng.choice(['two', 'three'])} hours.",
+            f"It is set in {rng.choice(PLACES)}.",
+        ]
+    )
 
 
 def review(rng: random.Random, good: bool) -> str:
     """A review in the given mood: two or three opinions, sometimes a fact in between."""
-    sentences = [opinion(rng, good == (rng.random() < MOOD_STRENGTH)) for _ in range(rng.randint(2, 3))]
+    sentences = [
+        opinion(rng, good == (rng.random() < MOOD_STRENGTH)) for _ in range(rng.randint(2, 3))
+    ]
     if rng.random() < 0.3:
         sentences.insert(rng.randint(0, len(sentences)), fact(rng))
     return " ".join(sentences)

@@ -24,7 +24,9 @@ class JobFailed(Exception):
     """A child process ended with an error; `job` tells which."""
 
     def __init__(self, job: "Job"):
-        super().__init__(f"{job.name} ended with exit code {job.process.returncode}; its log is {job.log_path}")
+        super().__init__(
+            f"{job.name} ended with exit code {job.process.returncode}; its log is {job.log_path}"
+        )
         self.job = job
 
 
@@ -39,7 +41,9 @@ class Interrupted(BaseException):
 class Job:
     """One script of the project in its own process, with its own folder, log file and metrics file."""
 
-    def __init__(self, name: str, command: list[str], folder: Path, env: dict[str, str] | None = None):
+    def __init__(
+        self, name: str, command: list[str], folder: Path, env: dict[str, str] | None = None
+    ):
         self.name = name
         self.command = command
         self.folder = folder
@@ -57,7 +61,12 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder.parent,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **self.env},
+                env={
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    "TOKENIZERS_PARALLELISM": "false",
+                    **self.env,
+                },
                 start_new_session=True,  # Ctrl-C reaches us only; we stop the children in order
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
@@ -67,7 +76,11 @@ class Job:
 
     def last_lines(self, count: int = 25) -> list[str]:
         """The end of the log."""
-        text = self.log_path.read_bytes()[-64_000:].decode("utf-8", errors="replace") if self.log_path.exists() else ""
+        text = (
+            self.log_path.read_bytes()[-64_000:].decode("utf-8", errors="replace")
+            if self.log_path.exists()
+            else ""
+        )
         return text.replace("\r", "\n").splitlines()[-count:]
 
     def stop(self) -> None:
@@ -100,7 +113,9 @@ class Jobs:
         return self
 
     def __exit__(self, *exc_info) -> None:
-        for signum in SIGNALS:  # a second Ctrl-C must not cut the clean-up short; it is bounded by STOP_SECONDS
+        for signum in (
+            SIGNALS
+        ):  # a second Ctrl-C must not cut the clean-up short; it is bounded by STOP_SECONDS
             signal.signal(signum, signal.SIG_IGN)
         # The newest first: an actor should not see its critic vanish.
         for job in reversed(self.started):
@@ -112,7 +127,9 @@ class Jobs:
         self.started.append(job)
         job.start()
 
-    def follow(self, job: Job, on_records, companions: tuple[Job, ...] = (), poll_seconds: float = 0.5) -> None:
+    def follow(
+        self, job: Job, on_records, companions: tuple[Job, ...] = (), poll_seconds: float = 0.5
+    ) -> None:
         """Wait for `job`, handing new metrics records to `on_records(records)` (an empty list as a heartbeat).
 
         Raises:
@@ -127,7 +144,9 @@ class Jobs:
                 next_memory = time.monotonic() + 2.0
             if not running and job.process.returncode == 0:
                 return
-            for companion in companions:  # first: when one dies, the job that needs it fails too, with a lesser reason
+            for companion in (
+                companions
+            ):  # first: when one dies, the job that needs it fails too, with a lesser reason
                 if not companion.is_running():
                     raise JobFailed(companion)
             if not running:

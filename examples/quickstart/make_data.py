@@ -34,7 +34,9 @@ SIZES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write, made if missing")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -49,7 +51,12 @@ def make_data(out: Path, seed: int) -> None:
     rng.shuffle(films)
     num_validation = max(sizes["validation"] for sizes in SIZES.values())
     split_films = {"validation": films[:num_validation], "train": films[num_validation:]}
-    makers = {"sft": sft_lines, "pairs": pair_lines, "prompts": prompt_lines, "labels": label_lines}
+    makers = {
+        "sft": sft_lines,
+        "pairs": pair_lines,
+        "prompts": prompt_lines,
+        "labels": label_lines,
+    }
     for kind, maker in makers.items():
         for split, size in SIZES[kind].items():
             lines = maker(rng, rng.sample(split_films[split], size))
@@ -61,7 +68,10 @@ def sft_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
     """One review per film; exactly every other one is in a good mood (in shuffled order)."""
     moods = [index % 2 == 0 for index in range(len(prompts))]
     rng.shuffle(moods)
-    return [{"input": prompt, "output": grammar.review(rng, good)} for prompt, good in zip(prompts, moods)]
+    return [
+        {"input": prompt, "output": grammar.review(rng, good)}
+        for prompt, good in zip(prompts, moods)
+    ]
 
 
 def pair_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
@@ -84,7 +94,10 @@ def prompt_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]
 def label_lines(rng: random.Random, prompts: list[str]) -> list[dict]:
     """One review per film with its gold score; moods are free."""
     reviews = [grammar.review(rng, rng.random() < 0.5) for _ in prompts]
-    return [{"text": f"{prompt} {review}", "label": [gold_score(review)]} for prompt, review in zip(prompts, reviews)]
+    return [
+        {"text": f"{prompt} {review}", "label": [gold_score(review)]}
+        for prompt, review in zip(prompts, reviews)
+    ]
 
 
 def write_jsonl(path: Path, lines: Iterable[dict]) -> None:
@@ -125,7 +138,9 @@ def save_tokenizer(tokenizer, out: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1024,
     }
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

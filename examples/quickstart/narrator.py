@@ -32,7 +32,9 @@ class Phase:
             if self.step_key in record:
                 self.first_step = self.first_step or now
                 self.steps.add(record["step"])
-            self.values.update({key: record[key] for key in self.headline if record.get(key) is not None})
+            self.values.update(
+                {key: record[key] for key in self.headline if record.get(key) is not None}
+            )
 
     def seconds_left(self, now: float) -> float:
         """From the speed since the first step (start-up is not speed); before that, from the plan."""
@@ -41,11 +43,17 @@ class Phase:
         done = len(self.steps)
         if done >= 2 and now > self.first_step:
             return (now - self.first_step) / (done - 1) * max(self.total - done, 0)
-        return max(self.planned_seconds - (now - self.started if self.started is not None else 0.0), 0.0)
+        return max(
+            self.planned_seconds - (now - self.started if self.started is not None else 0.0), 0.0
+        )
 
     def describe(self) -> str:
         """`reward 1.23, KL 0.04`"""
-        return ", ".join(f"{word} {self.values[key]:.3g}" for key, word in self.headline.items() if key in self.values)
+        return ", ".join(
+            f"{word} {self.values[key]:.3g}"
+            for key, word in self.headline.items()
+            if key in self.values
+        )
 
 
 class Narrator:
@@ -56,7 +64,11 @@ class Narrator:
     """
 
     def __init__(
-        self, phases: list[Phase], console: Console | None = None, lines_per_phase: int = 5, clock=time.monotonic
+        self,
+        phases: list[Phase],
+        console: Console | None = None,
+        lines_per_phase: int = 5,
+        clock=time.monotonic,
     ):
         self.phases = phases
         self.console = console or Console()
@@ -81,7 +93,11 @@ class Narrator:
         if self._progress:
             self._tasks = [
                 self._progress.add_task(
-                    f"[dim]{escape(phase.title)}[/]", total=phase.total, start=False, left="", text=""
+                    f"[dim]{escape(phase.title)}[/]",
+                    total=phase.total,
+                    start=False,
+                    left="",
+                    text="",
                 )
                 for phase in self.phases
             ]
@@ -101,10 +117,14 @@ class Narrator:
         self._printed_steps = 0
         if self._progress:
             task = self._tasks[self.phases.index(phase)]
-            self._progress.update(task, description=f"[bold]{escape(phase.title)}[/]", text=escape(detail))
+            self._progress.update(
+                task, description=f"[bold]{escape(phase.title)}[/]", text=escape(detail)
+            )
         else:
             colon = f": {detail}" if detail else ""
-            self.say(f"{self._name(phase)}{colon} (about {self._run_left()} until the end of the run)")
+            self.say(
+                f"{self._name(phase)}{colon} (about {self._run_left()} until the end of the run)"
+            )
 
     def update(self, phase: Phase, records: list[dict]) -> None:
         """Take in new metrics records of the running phase and show where it stands."""
@@ -114,8 +134,12 @@ class Narrator:
         if self._progress:
             left = f"{clock_text(phase.seconds_left(now))} left, run {self._run_left()}"
             fields = {"text": escape(phase.describe())} if phase.values else {}
-            self._progress.update(self._tasks[self.phases.index(phase)], completed=done, left=left, **fields)
-        elif done < phase.total and done - self._printed_steps >= max(phase.total // self._lines_per_phase, 1):
+            self._progress.update(
+                self._tasks[self.phases.index(phase)], completed=done, left=left, **fields
+            )
+        elif done < phase.total and done - self._printed_steps >= max(
+            phase.total // self._lines_per_phase, 1
+        ):
             self._printed_steps = done
             left = clock_text(phase.seconds_left(now))
             self.say(
@@ -130,7 +154,11 @@ class Narrator:
             task = self._tasks[self.phases.index(phase)]
             title = f"[green]{escape(phase.title)}[/]"
             self._progress.update(
-                task, description=title, completed=phase.total, left=f"took {took}", text=escape(text)
+                task,
+                description=title,
+                completed=phase.total,
+                left=f"took {took}",
+                text=escape(text),
             )
         else:
             self.say(f"{self._name(phase)}: done in {took}{'; ' + text if text else ''}")
@@ -138,7 +166,9 @@ class Narrator:
     def table(self, title: str, header: list[str], rows: list[list[str]]) -> None:
         """Print a table; cells are plain text."""
         table = Table(
-            title=title, title_justify="left", show_lines=any(len(cell) > 40 for row in rows for cell in row)
+            title=title,
+            title_justify="left",
+            show_lines=any(len(cell) > 40 for row in rows for cell in row),
         )
         for name in header:
             table.add_column(name, overflow="fold")

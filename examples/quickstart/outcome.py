@@ -35,7 +35,11 @@ class Score:
 
 
 REWARD = Score(
-    "reward", "validation reward", lambda sample: float(sample["reward"]), MIN_REWARD_RISE_IN_STD, in_std=True
+    "reward",
+    "validation reward",
+    lambda sample: float(sample["reward"]),
+    MIN_REWARD_RISE_IN_STD,
+    in_std=True,
 )
 
 
@@ -63,7 +67,9 @@ class Outcome:
     rises: dict[str, Rise]  # by the keys of the scores
     ended_before: float | None  # fraction of answers that ended by themselves
     ended_after: float | None
-    kl_first: float | None  # KL to the reference per token at the first rollout: exactly 0. None without a reference
+    kl_first: (
+        float | None
+    )  # KL to the reference per token at the first rollout: exactly 0. None without a reference
     kl_last: float | None
     pairs: list[dict]  # prompt, before, after and their scores
 
@@ -88,14 +94,20 @@ def read_outcome(actor_dir: Path, scores: Sequence[Score]) -> Outcome:
     samples = read_jsonl(path)
     steps = sorted({sample["step"] for sample in samples})
     if len(steps) < 2:
-        raise NoOutcome(f"{path} holds validations of steps {steps}; one before and one after training are needed")
+        raise NoOutcome(
+            f"{path} holds validations of steps {steps}; one before and one after training are needed"
+        )
     before = [sample for sample in samples if sample["step"] == steps[0]]
     after = [sample for sample in samples if sample["step"] == steps[-1]]
     if min(len(before), len(after)) < 2:
-        raise NoOutcome(f"{path} holds {len(before)} and {len(after)} samples; at least 2 per validation are needed")
+        raise NoOutcome(
+            f"{path} holds {len(before)} and {len(after)} samples; at least 2 per validation are needed"
+        )
 
     kl_first, kl_last = first_and_last(actor_dir, "train_rollouts/init_policy_kl")
-    ended_before, ended_after = first_and_last(actor_dir, "val_rollouts/fraction_of_samples_properly_ended")
+    ended_before, ended_after = first_and_last(
+        actor_dir, "val_rollouts/fraction_of_samples_properly_ended"
+    )
     return Outcome(
         first_step=steps[0],
         last_step=steps[-1],
@@ -145,4 +157,6 @@ def first_and_last(job_dir: Path, key: str) -> tuple[float | None, float | None]
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]

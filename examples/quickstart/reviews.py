@@ -5,7 +5,15 @@
 from pathlib import Path
 
 import make_data
-from commands import data_prefix, from_scratch, nemo_file, optimizer, schedule, script_job, training
+from commands import (
+    data_prefix,
+    from_scratch,
+    nemo_file,
+    optimizer,
+    schedule,
+    script_job,
+    training,
+)
 from gold import gold_score
 from jobs import Job
 from narrator import Phase
@@ -29,7 +37,9 @@ ARCHITECTURE = {  # Llama-like, 0.2 million parameters
 }
 
 # +0.3 means that 15 more of every 100 sentiment words are good instead of bad.
-GOLD = Score("gold", "gold score", lambda sample: gold_score(sample["response"]), 0.3, scale="(-1 to 1)")
+GOLD = Score(
+    "gold", "gold score", lambda sample: gold_score(sample["response"]), 0.3, scale="(-1 to 1)"
+)
 SCORES = (REWARD, GOLD)
 STEPS = (Steps("--sft-steps", 300), Steps("--rm-steps", 100))
 
@@ -38,8 +48,16 @@ def phases(args) -> dict[str, Phase]:
     """Those of `up_to_the_reward_model`."""
     return {
         "data": Phase("Data and tokenizer", 1, 2),
-        "sft": Phase("Supervised fine-tuning", args.sft_steps, 40, "train/loss", {"train/loss": "loss"}),
-        "rm": Phase("Reward model", args.rm_steps, 20, "train/loss", {"train/loss": "loss", "train/acc": "accuracy"}),
+        "sft": Phase(
+            "Supervised fine-tuning", args.sft_steps, 40, "train/loss", {"train/loss": "loss"}
+        ),
+        "rm": Phase(
+            "Reward model",
+            args.rm_steps,
+            20,
+            "train/loss",
+            {"train/loss": "loss", "train/acc": "accuracy"},
+        ),
     }
 
 
@@ -49,7 +67,9 @@ def up_to_the_reward_model(walk: Walk) -> None:
 
     def write_data() -> str:
         make_data.make_data(data, seed)
-        return f"{make_data.SIZES['sft']['train']} reviews, {make_data.SIZES['pairs']['train']} pairs"
+        return (
+            f"{make_data.SIZES['sft']['train']} reviews, {make_data.SIZES['pairs']['train']} pairs"
+        )
 
     def held_out_accuracy() -> str:
         accuracy = first_and_last(walk.run_dir / "rm", "validation/acc")[1]
@@ -61,7 +81,9 @@ def up_to_the_reward_model(walk: Walk) -> None:
 
     walk.do("data", write_data)
     walk.follow("sft", sft_job(walk.run_dir, seed, walk.args.sft_steps))
-    walk.follow("rm", reward_model_job(walk.run_dir, seed, walk.args.rm_steps), result=held_out_accuracy)
+    walk.follow(
+        "rm", reward_model_job(walk.run_dir, seed, walk.args.rm_steps), result=held_out_accuracy
+    )
 
 
 def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
@@ -88,4 +110,6 @@ def reward_model_job(run_dir: Path, seed: int, steps: int) -> Job:
         "++model.data.append_eod": True,
         **schedule("trainer.rm", steps, steps),
     }
-    return script_job("Reward model", "train_reward_model.py", run_dir / "rm", overrides, threads=2)
+    return script_job(
+        "Reward model", "train_reward_model.py", run_dir / "rm", overrides, threads=2
+    )

@@ -34,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     headline = {"train_rollouts/rewards": "reward", "train_rollouts/init_policy_kl": "KL"}
     phases = reviews.phases(args)
-    phases["ppo"] = Phase("PPO with a served critic", args.steps, 50, "train_rollouts/rewards", headline)
+    phases["ppo"] = Phase(
+        "PPO with a served critic", args.steps, 50, "train_rollouts/rewards", headline
+    )
     return walkthrough.run(args, phases, story, lambda: Ending("ppo_actor", "PPO", reviews.SCORES))
 
 
@@ -48,7 +50,12 @@ def story(walk: Walk) -> None:
     port = find_free_port()
     critic = critic_job(walk.run_dir, walk.args.seed, walk.args.steps, port)
     actor = actor_job(walk.run_dir, walk.args.seed, walk.args.steps, port)
-    walk.follow("ppo", actor, servers=(critic,), detail=f"starting the critic server on port {port} and the actor")
+    walk.follow(
+        "ppo",
+        actor,
+        servers=(critic,),
+        detail=f"starting the critic server on port {port} and the actor",
+    )
 
 
 def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:

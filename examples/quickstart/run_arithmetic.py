@@ -22,7 +22,16 @@ from pathlib import Path
 
 import arithmetic_data
 import walkthrough
-from commands import data_prefix, from_scratch, nemo_file, on_cpu, optimizer, policy_training, script_job, training
+from commands import (
+    data_prefix,
+    from_scratch,
+    nemo_file,
+    on_cpu,
+    optimizer,
+    policy_training,
+    script_job,
+    training,
+)
 from jobs import Job
 from narrator import Phase
 from outcome import Score, read_jsonl
@@ -59,14 +68,20 @@ STEPS = (
     Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} answers"),
     Steps("--sft-steps", 180, "the more, the better the policy that PPO starts from"),
 )
-ESTIMATOR = Variant("--estimator", ("gae", "grpo", "rloo"), "of the advantages; only gae, the default, has a critic")
+ESTIMATOR = Variant(
+    "--estimator",
+    ("gae", "grpo", "rloo"),
+    "of the advantages; only gae, the default, has a critic",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     phases = {
         "data": Phase("Sums and tokenizer", 1, 1),
-        "sft": Phase("Supervised fine-tuning", args.sft_steps, 35, "train/loss", {"train/loss": "loss"}),
+        "sft": Phase(
+            "Supervised fine-tuning", args.sft_steps, 35, "train/loss", {"train/loss": "loss"}
+        ),
         "ppo": Phase(
             "PPO with a code reward",
             args.steps,
@@ -76,7 +91,10 @@ def main(argv: list[str] | None = None) -> int:
         ),
     }
     return walkthrough.run(
-        args, phases, story, lambda: Ending("ppo_actor", "PPO", (exact_answers(args.run_dir / "data"),))
+        args,
+        phases,
+        story,
+        lambda: Ending("ppo_actor", "PPO", (exact_answers(args.run_dir / "data"),)),
     )
 
 
@@ -91,7 +109,9 @@ def exact_answers(data: Path) -> Score:
     def is_exact(sample: dict) -> float:
         return float(sample["response"] == right[sample["prompt"]])
 
-    return Score("exact", "share of exact answers", is_exact, MIN_RISE, scale="(0 to 1)", form=".0f")
+    return Score(
+        "exact", "share of exact answers", is_exact, MIN_RISE, scale="(0 to 1)", form=".0f"
+    )
 
 
 def story(walk: Walk) -> None:
@@ -105,7 +125,10 @@ def story(walk: Walk) -> None:
     walk.do("data", write_data)
     walk.follow("sft", sft_job(run_dir, seed, walk.args.sft_steps))
     reward_port, critic_port = find_free_port(), find_free_port()
-    servers, started = (reward_server_job(run_dir, reward_port),), f"starting the reward server on port {reward_port}"
+    servers, started = (
+        (reward_server_job(run_dir, reward_port),),
+        f"starting the reward server on port {reward_port}",
+    )
     if walk.args.estimator == "gae":
         servers += (critic_job(run_dir, seed, steps, critic_port),)
         started += f", the critic's on {critic_port}"
@@ -136,7 +159,9 @@ def reward_server_job(run_dir: Path, port: int) -> Job:
         "inference.reward_fn": f"{REWARD_FUNCTION}:exact_answer",
         "inference.reward_fn_workers": 1,  # the function takes microseconds
     }
-    return script_job("Reward server", "serve_reward_model.py", run_dir / "reward_server", overrides)
+    return script_job(
+        "Reward server", "serve_reward_model.py", run_dir / "reward_server", overrides
+    )
 
 
 def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:

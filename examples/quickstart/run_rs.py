@@ -19,7 +19,15 @@ from pathlib import Path
 import make_data
 import reviews
 import walkthrough
-from commands import data_prefix, nemo_file, on_cpu, optimizer, policy_training, script_job, training
+from commands import (
+    data_prefix,
+    nemo_file,
+    on_cpu,
+    optimizer,
+    policy_training,
+    script_job,
+    training,
+)
 from jobs import Job
 from narrator import Phase
 from reviews import BATCH_SIZE, MAX_ANSWER, SEQ_LENGTH
@@ -29,15 +37,24 @@ from nemo_aligner.servers.ports import find_free_port
 
 NUM_PROMPTS = 128  # per step: two optimizer steps on the best answer to each
 ANSWERS = 4  # to each prompt
-STEPS = Steps("--steps", 30, f"RS steps, each {NUM_PROMPTS} prompts with {ANSWERS} answers to each")
+STEPS = Steps(
+    "--steps", 30, f"RS steps, each {NUM_PROMPTS} prompts with {ANSWERS} answers to each"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    headline = {"train_rollouts/global_rewards": "reward", "train_rollouts/selected_rewards": "of the best"}
+    headline = {
+        "train_rollouts/global_rewards": "reward",
+        "train_rollouts/selected_rewards": "of the best",
+    }
     phases = reviews.phases(args)
-    phases["rs"] = Phase("Rejection sampling", args.steps, 60, "train_rollouts/global_rewards", headline)
-    return walkthrough.run(args, phases, story, lambda: Ending("rs_actor", "rejection sampling", reviews.SCORES))
+    phases["rs"] = Phase(
+        "Rejection sampling", args.steps, 60, "train_rollouts/global_rewards", headline
+    )
+    return walkthrough.run(
+        args, phases, story, lambda: Ending("rs_actor", "rejection sampling", reviews.SCORES)
+    )
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -50,7 +67,12 @@ def story(walk: Walk) -> None:
     port = find_free_port()
     server = reward_server_job(walk.run_dir, port)
     actor = actor_job(walk.run_dir, walk.args.seed, walk.args.steps, port)
-    walk.follow("rs", actor, servers=(server,), detail=f"starting the reward server on port {port} and the actor")
+    walk.follow(
+        "rs",
+        actor,
+        servers=(server,),
+        detail=f"starting the reward server on port {port} and the actor",
+    )
 
 
 def reward_server_job(run_dir: Path, port: int) -> Job:
@@ -63,7 +85,9 @@ def reward_server_job(run_dir: Path, port: int) -> Job:
         "inference.strip_sequence_length_to_multiple": 8,
         "model.forward_micro_batch_size": NUM_PROMPTS,
     }
-    return script_job("Reward server", "serve_reward_model.py", run_dir / "reward_server", overrides)
+    return script_job(
+        "Reward server", "serve_reward_model.py", run_dir / "reward_server", overrides
+    )
 
 
 def actor_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
@@ -71,7 +95,9 @@ def actor_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
     overrides = {
         **training(run_dir / "rs_actor", seed, SEQ_LENGTH),
         **policy_training("trainer.rs", steps),
-        **optimizer(lr=5e-4),  # faster, and the answers grow until they are cut off: more kind sentences score higher
+        **optimizer(
+            lr=5e-4
+        ),  # faster, and the answers grow until they are cut off: more kind sentences score higher
         "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
         "remote_rm.reward_model.port": port,
         "remote_rm.init_timeout_s": 120,

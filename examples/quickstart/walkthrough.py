@@ -38,17 +38,27 @@ class Variant:
 
 
 def parse_args(
-    argv: list[str] | None, doc: str, name: str, choices: Sequence[Steps], variants: Sequence[Variant] = ()
+    argv: list[str] | None,
+    doc: str,
+    name: str,
+    choices: Sequence[Steps],
+    variants: Sequence[Variant] = (),
 ) -> argparse.Namespace:
     """`run_dir` (made if missing), `seed`, one number per `choices` and one name per `variants`; exits with 2 if they
     make no sense."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, help=f"new or empty folder; default runs/{name}-<time>")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, help=f"new or empty folder; default runs/{name}-<time>"
+    )
     parser.add_argument("--seed", type=int, default=0)
     for choice in choices:
         parser.add_argument(choice.option, type=int, default=choice.default, help=choice.help)
     for variant in variants:
-        parser.add_argument(variant.option, choices=variant.values, default=variant.values[0], help=variant.help)
+        parser.add_argument(
+            variant.option, choices=variant.values, default=variant.values[0], help=variant.help
+        )
     args = parser.parse_args(argv)
     for choice in choices:
         value = getattr(args, choice.option.removeprefix("--").replace("-", "_"))
@@ -74,7 +84,9 @@ class Walk:
     phases: dict[str, Phase]
     narrator: Narrator
     jobs: Jobs
-    findings: dict[str, tuple[str, float]] = field(default_factory=dict)  # key in summary.json: what, in words; value
+    findings: dict[str, tuple[str, float]] = field(
+        default_factory=dict
+    )  # key in summary.json: what, in words; value
 
     @property
     def run_dir(self) -> Path:
@@ -86,7 +98,12 @@ class Walk:
         self.narrator.finish(self.phases[phase], work())
 
     def follow(
-        self, phase: str, job: Job, servers: tuple[Job, ...] = (), detail: str = "starting", result: Callable = str
+        self,
+        phase: str,
+        job: Job,
+        servers: tuple[Job, ...] = (),
+        detail: str = "starting",
+        result: Callable = str,
     ) -> None:
         """A phase that is `job`, with the `servers` that it waits for and needs until it ends.
 
@@ -100,7 +117,11 @@ class Walk:
         for server in servers:
             self.jobs.start(server)
         self.jobs.start(job)
-        self.jobs.follow(job, lambda records: self.narrator.update(self.phases[phase], records), companions=servers)
+        self.jobs.follow(
+            job,
+            lambda records: self.narrator.update(self.phases[phase], records),
+            companions=servers,
+        )
         self.narrator.finish(self.phases[phase], result())
 
 
@@ -114,7 +135,10 @@ class Ending:
 
 
 def run(
-    args: argparse.Namespace, phases: dict[str, Phase], story: Callable[[Walk], None], ending: Callable[[], Ending]
+    args: argparse.Namespace,
+    phases: dict[str, Phase],
+    story: Callable[[Walk], None],
+    ending: Callable[[], Ending],
 ) -> int:
     """Tell the whole story and judge it; returns the exit code. Whatever happens, no child process is left behind.
 
@@ -134,7 +158,9 @@ def run(
         narrator.say(f"\n{failure}")
         return 2
     except Interrupted as interruption:
-        narrator.say(f"\n{interruption}; all jobs have been stopped. What was written stays in {args.run_dir}.")
+        narrator.say(
+            f"\n{interruption}; all jobs have been stopped. What was written stays in {args.run_dir}."
+        )
         return 128 + interruption.signum
     return conclude(walk, ending(), time.monotonic() - started)
 
@@ -151,12 +177,19 @@ def conclude(walk: Walk, ending: Ending, seconds: float) -> int:
         return 2
     tell(outcome, ending, narrator)
     findings = {key: value for key, (_what, value) in walk.findings.items()}
-    summary = {**outcome.to_dict(), **findings, "seconds": seconds, "peak_memory_bytes": peak_memory}
+    summary = {
+        **outcome.to_dict(),
+        **findings,
+        "seconds": seconds,
+        "peak_memory_bytes": peak_memory,
+    }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     for what, value in walk.findings.values():
         narrator.say(f"{what}: {value:.3f}")
     narrator.say(f"\nReport: {write_report(run_dir)}")
-    narrator.say(f"Took {clock_text(seconds)} minutes and at most {peak_memory / 2**30:.2f} GiB of memory.")
+    narrator.say(
+        f"Took {clock_text(seconds)} minutes and at most {peak_memory / 2**30:.2f} GiB of memory."
+    )
     if outcome.learned:
         names = " and ".join(f"the {score.name}" for score in ending.scores)
         narrator.say(f"The policy has learned: {names} rose clearly.")
@@ -175,22 +208,36 @@ def tell(outcome: Outcome, ending: Ending, narrator: Narrator) -> None:
     rows = []
     for score in ending.scores:
         rise = outcome.rises[score.key]
-        rows.append([f"{score.name} {score.scale}".strip(), *_numbers(rise.before, rise.after, rise.needed)])
+        rows.append(
+            [
+                f"{score.name} {score.scale}".strip(),
+                *_numbers(rise.before, rise.after, rise.needed),
+            ]
+        )
     for name, before, after in (
         ("answers that end by themselves", outcome.ended_before, outcome.ended_after),
         ("KL to the reference, per token", outcome.kl_first, outcome.kl_last),
     ):
         if before is not None:
             rows.append([name, *_numbers(before, after), ""])
-    header = ["", f"step {outcome.first_step}", f"step {outcome.last_step}", "rise that counts as clear"]
+    header = [
+        "",
+        f"step {outcome.first_step}",
+        f"step {outcome.last_step}",
+        "rise that counts as clear",
+    ]
     title = f"Before and after {ending.algorithm}, {outcome.num_samples} validation prompts"
     narrator.table(title, header, rows)
 
     def cell(pair: dict, when: str) -> str:
-        values = (f"{score.key} {pair[f'{score.key}_{when}']:{score.form}}" for score in ending.scores)
+        values = (
+            f"{score.key} {pair[f'{score.key}_{when}']:{score.form}}" for score in ending.scores
+        )
         return f"{pair[when].strip()}\n({', '.join(values)})"
 
-    rows = [[pair["prompt"], cell(pair, "before"), cell(pair, "after")] for pair in outcome.pairs[:5]]
+    rows = [
+        [pair["prompt"], cell(pair, "before"), cell(pair, "after")] for pair in outcome.pairs[:5]
+    ]
     narrator.table("Five prompts", ["prompt", "answer before", "answer after"], rows)
 
 

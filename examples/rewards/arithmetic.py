@@ -20,7 +20,9 @@ def exact_answer(prompts: list[str], responses: list[str], lengths: list[int]) -
     Raises:
         ValueError: a prompt that does not end with a task.
     """
-    return [float(response == right_answer(prompt)) for prompt, response in zip(prompts, responses)]
+    return [
+        float(response == right_answer(prompt)) for prompt, response in zip(prompts, responses)
+    ]
 
 
 def right_answer(prompt: str) -> str:

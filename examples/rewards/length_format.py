@@ -16,7 +16,11 @@ QUOTES = "\"'()"
 
 
 def concise_sentences(
-    prompts: list[str], responses: list[str], lengths: list[int], target: int = 32, weight_of_length: float = 0.5
+    prompts: list[str],
+    responses: list[str],
+    lengths: list[int],
+    target: int = 32,
+    weight_of_length: float = 0.5,
 ) -> list[float]:
     """From 0 to 1: how much of the response is whole sentences, and how near it stays to `target` tokens.
 
@@ -28,14 +32,18 @@ def concise_sentences(
     scores = []
     for response, length in zip(responses, lengths):
         brevity = min(max(2.0 - length / target, 0.0), 1.0)
-        scores.append((1.0 - weight_of_length) * share_of_sentences(response) + weight_of_length * brevity)
+        scores.append(
+            (1.0 - weight_of_length) * share_of_sentences(response) + weight_of_length * brevity
+        )
     return scores
 
 
 def share_of_sentences(text: str) -> float:
     """Share of the words that stand in whole sentences: a capital or a digit first, a full stop last."""
     words = len(text.split())
-    inside = sum(len(part.split()) for part in BETWEEN_SENTENCES.split(text.strip()) if is_sentence(part))
+    inside = sum(
+        len(part.split()) for part in BETWEEN_SENTENCES.split(text.strip()) if is_sentence(part)
+    )
     return inside / words if words else 0.0
 
 

@@ -104,10 +104,14 @@ class Alarms:
         active: keys of the warnings whose state lasts.
     """
 
-    def __init__(self, section: str, thresholds: Mapping | None, warn: Callable[[str], None] | None = None):
+    def __init__(
+        self, section: str, thresholds: Mapping | None, warn: Callable[[str], None] | None = None
+    ):
         self.section = section
         thresholds = thresholds or {}
-        self.thresholds = {w.key: float(thresholds[w.key]) for w in WARNINGS if thresholds.get(w.key) is not None}
+        self.thresholds = {
+            w.key: float(thresholds[w.key]) for w in WARNINGS if thresholds.get(w.key) is not None
+        }
         self.replica_check_interval = int(thresholds.get("replica_check_interval") or 0)
         self.active: set[str] = set()
         self._warn = warn or logging.warning
@@ -127,7 +131,12 @@ class Alarms:
         """
         for watched in WARNINGS:
             value = watched.quantity(metrics)
-            if watched.key not in self.thresholds or value is None or math.isnan(value) or step < watched.first_step:
+            if (
+                watched.key not in self.thresholds
+                or value is None
+                or math.isnan(value)
+                or step < watched.first_step
+            ):
                 continue
             threshold = self.thresholds[watched.key]
             bad = value > threshold if watched.bad_above else value < threshold
@@ -167,7 +176,9 @@ class Alarms:
 # ------------------------------------------------------------------------------------------------ quantities
 
 
-def sampling_ratio_metrics(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+def sampling_ratio_metrics(
+    logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor
+) -> dict[str, float]:
     """How far the sampler's probabilities of the tokens are from the trainer's, over all DP ranks, which all call.
 
     Args:
@@ -181,7 +192,9 @@ def sampling_ratio_metrics(logprobs: Tensor, sampling_logprobs: Tensor, mask: Te
     """
     mask = mask.bool()
     difference = torch.where(mask, logprobs - sampling_logprobs, 0).nan_to_num(nan=torch.inf)
-    mean, _ = masked_global_mean_var((difference.exp() - 1).abs(), mask, parallel_state.get_data_parallel_group())
+    mean, _ = masked_global_mean_var(
+        (difference.exp() - 1).abs(), mask, parallel_state.get_data_parallel_group()
+    )
     largest = math.exp(min(_largest_over_dp(difference.abs()), 700.0))
     return {"sampling_ratio_mean_error": float(mean), "sampling_ratio_max": largest}
 
@@ -193,7 +206,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """
     group = parallel_state.get_data_parallel_group()
     error = torch.where(mask.bool(), returns - values, 0)
-    variances = [float(masked_global_mean_var(tensor, mask, group)[1]) for tensor in (error, returns)]
+    variances = [
+        float(masked_global_mean_var(tensor, mask, group)[1]) for tensor in (error, returns)
+    ]
     return 1.0 - variances[0] / variances[1] if variances[1] > 0 else math.nan
 
 
@@ -206,16 +221,22 @@ def rollout_health(rollout_batch: Mapping, data: Mapping) -> dict[str, float]:
     """
     metrics = {}
     if "sampling_logprobs" in rollout_batch:
-        metrics |= sampling_ratio_metrics(rollout_batch["logprobs"], rollout_batch["sampling_logprobs"], data["mask"])
+        metrics |= sampling_ratio_metrics(
+            rollout_batch["logprobs"], rollout_batch["sampling_logprobs"], data["mask"]
+        )
     if "values" in data and "returns" in data:
-        metrics["explained_variance"] = explained_variance(data["values"], data["returns"], data["mask"])
+        metrics["explained_variance"] = explained_variance(
+            data["values"], data["returns"], data["mask"]
+        )
     return metrics
 
 
 # ------------------------------------------------------------------------------------------------ errors
 
 
-def check_policy_equals_reference(logprobs: Tensor, init_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+def check_policy_equals_reference(
+    logprobs: Tensor, init_logprobs: Tensor, mask: Tensor
+) -> dict[str, float]:
     """Before the first update policy and reference are the same weights, so their log-probs must be the same bits.
 
     A difference is a defect that training would hide: the KL penalty would be off by it for the whole run. Args are
@@ -227,7 +248,9 @@ def check_policy_equals_reference(logprobs: Tensor, init_logprobs: Tensor, mask:
     Raises:
         PolicyReferenceError: with the largest difference over the response tokens of all ranks.
     """
-    largest = _largest_over_dp(torch.where(mask.bool(), (logprobs - init_logprobs).abs(), 0).nan_to_num(nan=torch.inf))
+    largest = _largest_over_dp(
+        torch.where(mask.bool(), (logprobs - init_logprobs).abs(), 0).nan_to_num(nan=torch.inf)
+    )
     if largest > 0:
         raise PolicyReferenceError(
             f"before the first update, log-probs of the policy and of the reference differ by up to {largest:.3e}; "
@@ -253,7 +276,11 @@ def check_rewards(rollout: Mapping, tokenizer) -> None:
             row = bad[0]
             tokens = rollout["response_tokens"][row, : int(rollout["prompt_lengths"][row])]
             prompt = tokenizer.ids_to_text(tokens.tolist())
-            prompt = prompt if len(prompt) <= PROMPT_CHARACTERS else prompt[: PROMPT_CHARACTERS - 3] + "..."
+            prompt = (
+                prompt
+                if len(prompt) <= PROMPT_CHARACTERS
+                else prompt[: PROMPT_CHARACTERS - 3] + "..."
+            )
             raise NonFiniteError(
                 f"{name} of sample {int(rollout['idx'][row])} (index in the data set; prompt {prompt!r}) is "
                 f"{float(rollout[name][row])}; {len(bad)} of {len(rollout[name])} are not finite. Nothing was trained "
@@ -266,4 +293,6 @@ def _largest_over_dp(tensor: Tensor) -> float:
     """Largest value over all DP ranks of a tensor without NaN; 0 if it is empty everywhere."""
     largest = tensor.max().item() if tensor.numel() else 0.0
     group = parallel_state.get_data_parallel_group()
-    return all_reduce_dict({"largest": largest}, torch.float64, group, torch.distributed.ReduceOp.MAX)["largest"]
+    return all_reduce_dict(
+        {"largest": largest}, torch.float64, group, torch.distributed.ReduceOp.MAX
+    )["largest"]

@@ -123,7 +123,10 @@ class CriticServerTrainer:
             host=self.host,
             port=self.port,
             endpoints=[
-                (schema.critic_infer_endpoint(self.combine_rm_and_critic_server), self.server_infer),
+                (
+                    schema.critic_infer_endpoint(self.combine_rm_and_critic_server),
+                    self.server_infer,
+                ),
                 (schema.critic_train_endpoint(), self.server_train),
                 (schema.critic_save_endpoint(), self.server_save),
                 (schema.critic_status_endpoint(), self.server_status),
@@ -152,7 +155,9 @@ class CriticServerTrainer:
             return self._loop.submit(ServerSignal.TRAIN, arrays)
         request_id = bytes(np.asarray(request_id).reshape(-1)[0]).decode()
         if request_id in self._answers:
-            logging.warning(f"critic_train: request {request_id} came again; answering it without another update")
+            logging.warning(
+                f"critic_train: request {request_id} came again; answering it without another update"
+            )
         else:
             step = self.step
             try:
@@ -166,18 +171,26 @@ class CriticServerTrainer:
                 self._answers.popitem(last=False)
         answer = self._answers[request_id]
         if isinstance(answer, Exception):
-            raise RuntimeError(f"critic_train: request {request_id} failed halfway; it is not repeated") from answer
+            raise RuntimeError(
+                f"critic_train: request {request_id} failed halfway; it is not repeated"
+            ) from answer
         return answer
 
     def server_save(self, **inputs) -> dict[str, np.ndarray]:
         """Handler of `critic_save`."""
         actor_step = inputs.get("actor_step")
         actor_step = schema.UNKNOWN_STEP if actor_step is None else int(actor_step.reshape(-1)[0])
-        return self._loop.submit(ServerSignal.SAVE, {"actor_step": np.array([actor_step], dtype=np.int64)})
+        return self._loop.submit(
+            ServerSignal.SAVE, {"actor_step": np.array([actor_step], dtype=np.int64)}
+        )
 
     def server_status(self, **_inputs) -> dict[str, np.ndarray]:
         """Handler of `critic_status`; answered at once, also during a training request."""
-        values = {"actor_step": self.actor_step, "critic_step": self.step, "saved_critic_step": self.saved_step}
+        values = {
+            "actor_step": self.actor_step,
+            "critic_step": self.step,
+            "saved_critic_step": self.saved_step,
+        }
         checkpoints = json.dumps(self.ckpt_callback.saved_at("actor_step"))
         numbers = {name: np.array([value], dtype=np.int64) for name, value in values.items()}
         return {**numbers, "checkpoints": np.array([checkpoints.encode()])}
@@ -212,7 +225,9 @@ class CriticServerTrainer:
         """
         return self._scorer.run(inputs)
 
-    def _score_rows(self, tokens: torch.Tensor, lengths: torch.Tensor, _prompt_lengths) -> dict[str, torch.Tensor]:
+    def _score_rows(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, _prompt_lengths
+    ) -> dict[str, torch.Tensor]:
         """Values [n, S] and, when combined, rewards [n, 1] of this rank's rows."""
         with self._prepared(self.model.prepare_for_inference, self.model.finish_inference):
             if not self.combine_rm_and_critic_server:
@@ -229,7 +244,9 @@ class CriticServerTrainer:
                 f"critic_train: input tensor '{missing[0]}' is missing; send {', '.join(names)}."
             )
         arrays = {name: inputs[name] for name in names}
-        schema.validate_training_inputs(**arrays, vocab_size=self.vocab_size, max_length=self.max_length)
+        schema.validate_training_inputs(
+            **arrays, vocab_size=self.vocab_size, max_length=self.max_length
+        )
         return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
 
     def run_training(self, **inputs) -> dict[str, np.ndarray]:
@@ -244,7 +261,9 @@ class CriticServerTrainer:
             for start in range(0, arrays["tokens"].shape[0], self.gbs):
                 rows = local_rows(start, self.gbs)
                 with naming_step(f"critic step {self.step + 1}"):
-                    losses.append(self._train_step({k: torch.from_numpy(v[rows]) for k, v in arrays.items()}))
+                    losses.append(
+                        self._train_step({k: torch.from_numpy(v[rows]) for k, v in arrays.items()})
+                    )
         return {"loss_mean": np.array([np.mean(losses)], dtype=np.float32)}
 
     def _train_step(self, batch: dict) -> float:
@@ -288,7 +307,9 @@ class CriticServerTrainer:
                     torch.cuda.synchronize()
                 candidates = {"step": torch.tensor(self.step), **(extra_candidates or {})}
                 self.ckpt_callback.custom_save(
-                    monitor_candidates=candidates, is_train_end=is_train_end, trainer_state=self.state_dict()
+                    monitor_candidates=candidates,
+                    is_train_end=is_train_end,
+                    trainer_state=self.state_dict(),
                 )
         except BaseException:
             self.actor_step = previous

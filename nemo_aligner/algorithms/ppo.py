@@ -28,7 +28,12 @@ from typing import Optional
 
 import torch
 
-from nemo_aligner.algorithms.alarms import Alarms, check_policy_equals_reference, check_rewards, rollout_health
+from nemo_aligner.algorithms.alarms import (
+    Alarms,
+    check_policy_equals_reference,
+    check_rewards,
+    rollout_health,
+)
 from nemo_aligner.algorithms.ppo_data import DataSettings, make_kl_controller, make_ppo_data
 from nemo_aligner.algorithms.rollout_training import (
     TRAIN_TABLE_ROWS,
@@ -62,10 +67,20 @@ from nemo_aligner.algorithms.rollouts import (
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.servers.source_rank import wait_for_all
 from nemo_aligner.training.finite import naming_step
-from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch, is_complete
+from nemo_aligner.training.schedule import (
+    compute_max_steps,
+    compute_num_steps_per_epoch,
+    is_complete,
+)
 from nemo_aligner.training.timers import ScopedTimer
 
-POSTFIX_KEYS = ("train_rewards", "train_init_policy_kl", "train_actor_loss", "train_critic_loss", "val_rewards")
+POSTFIX_KEYS = (
+    "train_rewards",
+    "train_init_policy_kl",
+    "train_actor_loss",
+    "train_critic_loss",
+    "val_rewards",
+)
 
 
 def compute_num_optimizer_steps(
@@ -79,7 +94,11 @@ def compute_num_optimizer_steps(
 
     Updates that `target_kl` leaves out are counted; the schedule then does not come to its end.
     """
-    return ppo_steps * ppo_epochs * (num_rollout_samples * num_rollouts_per_prompt // global_batch_size)
+    return (
+        ppo_steps
+        * ppo_epochs
+        * (num_rollout_samples * num_rollouts_per_prompt // global_batch_size)
+    )
 
 
 class PPOTrainer:
@@ -159,7 +178,9 @@ class PPOTrainer:
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl = cfg.initial_policy_kl_penalty > 0 or kl_loss_coef > 0
 
-        val_dataloader_builder(consumed_samples=0)  # sizes that do not fit are refused now, not after the first steps
+        val_dataloader_builder(
+            consumed_samples=0
+        )  # sizes that do not fit are refused now, not after the first steps
         sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
         self.num_rollout_samples = sampler.global_batch_size
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)
@@ -183,7 +204,9 @@ class PPOTrainer:
         return self.step // self.num_steps_per_epoch
 
     def set_max_steps(self) -> None:
-        self.max_steps = compute_max_steps(self.num_steps_per_epoch, self.cfg.max_epochs, self.cfg.max_steps)
+        self.max_steps = compute_max_steps(
+            self.num_steps_per_epoch, self.cfg.max_epochs, self.cfg.max_steps
+        )
 
     # ---------------------------------------------------------------------------------------------- the algorithm
 
@@ -224,9 +247,13 @@ class PPOTrainer:
                 self.step += 1
 
                 run_time_exceeded = self.run_timer.is_finished()
-                run_val, save_model, is_train_end = what_is_due(self.cfg, self.step, self.max_steps, run_time_exceeded)
+                run_val, save_model, is_train_end = what_is_due(
+                    self.cfg, self.step, self.max_steps, run_time_exceeded
+                )
                 val_metrics = self._log_validation() if run_val else {}
-                shown = show_progress(progress, rollout_metrics | train_metrics, val_metrics, POSTFIX_KEYS)
+                shown = show_progress(
+                    progress, rollout_metrics | train_metrics, val_metrics, POSTFIX_KEYS
+                )
                 if save_model:
                     self.save(shown, is_train_end=is_train_end)
 
@@ -246,12 +273,19 @@ class PPOTrainer:
         sampling_step = self.step if sampling_step is None else sampling_step
         with inference_mode(self.model, self.timer):
             rollout_batch, metrics = self._run_inference(
-                self.train_dataloader_builder, self.consumed_samples, is_validation=False, sampling_step=sampling_step
+                self.train_dataloader_builder,
+                self.consumed_samples,
+                is_validation=False,
+                sampling_step=sampling_step,
             )
             self.consumed_samples += self.num_rollout_samples
             data, ppo_metrics = self.generate_ppo_data(rollout_batch)
             ppo_metrics |= rollout_health(rollout_batch, data)
-            if self.compute_init_policy_kl and self.ppo_optimization_step == 0 and not self.resumed:
+            if (
+                self.compute_init_policy_kl
+                and self.ppo_optimization_step == 0
+                and not self.resumed
+            ):
                 ppo_metrics |= check_policy_equals_reference(
                     rollout_batch["logprobs"], rollout_batch["init_logprobs"], data["mask"]
                 )
@@ -263,7 +297,9 @@ class PPOTrainer:
         )
         return data, metrics | ppo_metrics | {"consumed_samples": self.consumed_samples}, timings
 
-    def _run_inference(self, dataloader_builder, consumed_samples: int, is_validation: bool, sampling_step: int):
+    def _run_inference(
+        self, dataloader_builder, consumed_samples: int, is_validation: bool, sampling_step: int
+    ):
         """Generate and score one rollout: `(rows of this rank or None, metrics of all rows)`.
 
         The rows of this rank: `response_tokens` int64 `[B, S]`; `response_lengths`, `prompt_lengths`, `idx`,
@@ -272,10 +308,14 @@ class PPOTrainer:
         its reward only, so nothing else is computed for it.
         """
         answers = 1 if is_validation else self.num_rollouts_per_prompt
-        rollouts, futures = self._generate(dataloader_builder, consumed_samples, sampling_step, answers)
+        rollouts, futures = self._generate(
+            dataloader_builder, consumed_samples, sampling_step, answers
+        )
         eos_id = self.model.tokenizer.eos_id
         min_width = None if is_validation else self.cfg.rollout_batch_seq_length
-        rollout = PPORolloutBatch.from_rollout_batches(rollouts, eos_id, min_width).gather_and_balance_globally()
+        rollout = PPORolloutBatch.from_rollout_batches(
+            rollouts, eos_id, min_width
+        ).gather_and_balance_globally()
         # The order in which ranks delivered depends on their number; the order of the dataset does not. Rows with the
         # same key have the same prompt and random stream, so their order is of no matter.
         order = rollout["sample_key"].argsort(stable=True)
@@ -289,16 +329,22 @@ class PPOTrainer:
             for future in futures:
                 rewards, values = future.result()
                 unused = is_validation or values is None  # without a critic there are none
-                scores.append(reward_columns(rewards, future) | ({} if unused else {"values": values}))
+                scores.append(
+                    reward_columns(rewards, future) | ({} if unused else {"values": values})
+                )
             width = rollout["response_tokens"].size(1)
-            scores = PPORolloutBatch.from_rollout_batches(scores, eos_id, width).gather_and_balance_globally()
+            scores = PPORolloutBatch.from_rollout_batches(
+                scores, eos_id, width
+            ).gather_and_balance_globally()
         scores = scores.select(order)
         rollout.update(scores)
         check_rewards(rollout, self.model.tokenizer)
 
         metrics = compute_rollout_metrics(rollout)
         metrics["table"] = sample_rows(
-            rollout, self.model.tokenizer, len(rollout["idx"]) if is_validation else TRAIN_TABLE_ROWS
+            rollout,
+            self.model.tokenizer,
+            len(rollout["idx"]) if is_validation else TRAIN_TABLE_ROWS,
         )
         if local is not None:
             local.update(self._local_rows(scores))
@@ -312,7 +358,10 @@ class PPOTrainer:
         num_microbatches = compute_num_rollout_microbatches(dataloader)
         with self.timer("batch_iterator_init"):
             batches = self.batch_iterator_cls(
-                iter(dataloader.batch_sampler), num_microbatches, dataloader.dataset, self.collate_fn
+                iter(dataloader.batch_sampler),
+                num_microbatches,
+                dataloader.dataset,
+                self.collate_fn,
             )
         rollouts, futures = [], []
         watched = self.alarms.needs_sampling_logprobs and sampling_step != VALIDATION_STEP
@@ -331,7 +380,9 @@ class PPOTrainer:
             local["logprobs"] = self.model.get_inference_log_probs(local["response_tokens"])
         if self.compute_init_policy_kl:
             with self.timer("init_logprobs"):
-                local["init_logprobs"] = self.model.get_init_policy_logprobs(local["response_tokens"])
+                local["init_logprobs"] = self.model.get_init_policy_logprobs(
+                    local["response_tokens"]
+                )
         return local
 
     def generate_ppo_data(self, rollout_batch) -> tuple[dict, dict]:
@@ -375,7 +426,9 @@ class PPOTrainer:
                 "optim_step": self.ppo_optimization_step,
                 "ppo_step": self.step,
             }
-            self.logger.log_metrics(metrics, step=self.ppo_optimization_step, prefix="train_optim/")
+            self.logger.log_metrics(
+                metrics, step=self.ppo_optimization_step, prefix="train_optim/"
+            )
             early_stop.look_at(metrics)
         skipped = early_stop.metrics()
         self.logger.log_metrics(skipped, step=self.ppo_optimization_step, prefix="train_optim/")
@@ -439,7 +492,9 @@ class PPOTrainer:
         for i in range(self.critic_warmup_steps):
             self.consumed_samples = (i % self.num_steps_per_epoch) * self.num_rollout_samples
             with naming_step(f"critic warm-up {i}"):
-                data, metrics, _ = self.generate_rollouts(sampling_step=i - self.critic_warmup_steps)
+                data, metrics, _ = self.generate_rollouts(
+                    sampling_step=i - self.critic_warmup_steps
+                )
             metrics["critic_loss"] = float(self.rm_critic.train(data).result())
             metrics.pop("table")
             self.logger.log_metrics(metrics, step=i, prefix="critic_warmup/")
@@ -448,7 +503,9 @@ class PPOTrainer:
     def _finish_critic_update(self, critic_update) -> dict:
         """Wait for the critic's update; log its loss beside the actor's, at the last optimizer update of this step."""
         critic_loss = critic_update.result()
-        metrics = {} if critic_loss is None else {"critic_loss": float(critic_loss)}  # None: there is no critic
+        metrics = (
+            {} if critic_loss is None else {"critic_loss": float(critic_loss)}
+        )  # None: there is no critic
         self.logger.log_metrics(metrics, step=self.ppo_optimization_step, prefix="train_optim/")
         return metrics
 
@@ -470,5 +527,7 @@ class PPOTrainer:
     def _log_validation(self) -> dict:
         with self.timer("validation_time"), naming_step(f"validation after {self.step} PPO steps"):
             metrics = self.run_validation()
-        self.val_df = log_validation(self.logger, self.val_df, metrics, consume_timings(self.timer), self.step)
+        self.val_df = log_validation(
+            self.logger, self.val_df, metrics, consume_timings(self.timer), self.step
+        )
         return metrics

@@ -73,7 +73,9 @@ def make_kl_controller(cfg) -> FixedKLController | AdaptiveKLController:
     """Of the weight of the KL penalty, as `trainer.ppo` says."""
     adaptive = cfg.get("adaptive_kl") or {}
     if adaptive.get("enable", False):
-        return AdaptiveKLController(cfg.initial_policy_kl_penalty, adaptive.target, adaptive.horizon)
+        return AdaptiveKLController(
+            cfg.initial_policy_kl_penalty, adaptive.target, adaptive.horizon
+        )
     return FixedKLController(cfg.initial_policy_kl_penalty)
 
 
@@ -94,11 +96,18 @@ def make_ppo_data(rollout_batch, settings: DataSettings, kl_penalty: float) -> t
     init_policy_kl = torch.zeros_like(response["logprobs"])
     if "init_logprobs" in response:
         init_policy_kl = calculate_kl_penalty(
-            response["logprobs"], response["init_logprobs"], settings.use_absolute_kl, settings.kl_estimator
+            response["logprobs"],
+            response["init_logprobs"],
+            settings.use_absolute_kl,
+            settings.kl_estimator,
         )
     rewards, reward_metrics = shape_rewards(rollout_batch, mask, settings)
     token_rewards = calculate_ppo_rewards(
-        response["logprobs"], rewards, rollout_batch["response_lengths"], init_policy_kl, penalty_factor=kl_penalty
+        response["logprobs"],
+        rewards,
+        rollout_batch["response_lengths"],
+        init_policy_kl,
+        penalty_factor=kl_penalty,
     )
     metrics = reward_metrics | {
         "init_policy_kl": mean_of_sample_means(init_policy_kl, mask),
@@ -108,7 +117,9 @@ def make_ppo_data(rollout_batch, settings: DataSettings, kl_penalty: float) -> t
     if settings.whiten_rewards:
         token_rewards = normalize_tensor(token_rewards, mask, group=_dp_group(), shift_mean=False)
 
-    learnt, learnt_metrics = estimate_advantages(token_rewards, response.get("values"), rollout_batch, mask, settings)
+    learnt, learnt_metrics = estimate_advantages(
+        token_rewards, response.get("values"), rollout_batch, mask, settings
+    )
     metrics |= learnt_metrics
     learnt["advantages"], clip_metrics = shape_advantages(learnt["advantages"], mask, settings)
     data = {
@@ -125,7 +136,9 @@ def make_ppo_data(rollout_batch, settings: DataSettings, kl_penalty: float) -> t
 # ------------------------------------------------------------------------------------------------ rewards
 
 
-def shape_rewards(rollout_batch, mask: torch.Tensor, settings: DataSettings) -> tuple[torch.Tensor, dict]:
+def shape_rewards(
+    rollout_batch, mask: torch.Tensor, settings: DataSettings
+) -> tuple[torch.Tensor, dict]:
     """Rewards `[B]` of the whole answers, clipped and less the penalty of overlong ones; and metrics of that."""
     counts, metrics = mask.bool().any(-1), {}
     rewards = clip_rewards(rollout_batch["rewards"], settings.reward_clip)
@@ -168,15 +181,24 @@ def estimate_advantages(
         learnt = {"advantages": advantages, "returns": returns}
         metrics = _mean_and_std("returns", returns, mask) | _mean_and_std("values", values, mask)
     elif settings.advantage_estimator == "reinforce_plus_plus":
-        learnt = {"advantages": calculate_reinforce_returns(token_rewards, settings.discount_factor, mask)}
+        learnt = {
+            "advantages": calculate_reinforce_returns(
+                token_rewards, settings.discount_factor, mask
+            )
+        }
     else:
         learnt, metrics = compare_answers(
-            masked_sum(token_rewards, mask, dim=1), rollout_batch["idx"], mask, settings.advantage_estimator
+            masked_sum(token_rewards, mask, dim=1),
+            rollout_batch["idx"],
+            mask,
+            settings.advantage_estimator,
         )
     return learnt, _mean_and_std("advantages", learnt["advantages"], mask) | metrics
 
 
-def compare_answers(scores: torch.Tensor, idx: torch.Tensor, mask: torch.Tensor, estimator: str) -> tuple[dict, dict]:
+def compare_answers(
+    scores: torch.Tensor, idx: torch.Tensor, mask: torch.Tensor, estimator: str
+) -> tuple[dict, dict]:
     """Advantages of answers over the others to the same prompt, which may be on other DP ranks; see above.
 
     Args:
@@ -184,7 +206,9 @@ def compare_answers(scores: torch.Tensor, idx: torch.Tensor, mask: torch.Tensor,
         idx: int64 `[B]`, dataset index: what the answers to one prompt have in common, as texts may occur twice.
         estimator: a key of `GROUP_ESTIMATORS`.
     """
-    rows = PPORolloutBatch(scores=scores, idx=idx, valid=mask.bool().any(-1)).gather_and_balance_globally()
+    rows = PPORolloutBatch(
+        scores=scores, idx=idx, valid=mask.bool().any(-1)
+    ).gather_and_balance_globally()
     advantages = GROUP_ESTIMATORS[estimator](rows["scores"], rows["idx"], rows["valid"])
     group, size = group_rows(rows["idx"])
 
@@ -193,10 +217,14 @@ def compare_answers(scores: torch.Tensor, idx: torch.Tensor, mask: torch.Tensor,
 
     without_signal = ~any_in_group(advantages != 0)
     metrics = {
-        "fraction_of_prompts_without_signal": masked_mean(without_signal.double(), any_in_group(rows["valid"])).item()
+        "fraction_of_prompts_without_signal": masked_mean(
+            without_signal.double(), any_in_group(rows["valid"])
+        ).item()
     }
     first = parallel_state.get_data_parallel_rank() * len(scores)  # every rank has as many rows
-    return {"advantages": spread_over_response(advantages[first : first + len(scores)], mask)}, metrics
+    return {
+        "advantages": spread_over_response(advantages[first : first + len(scores)], mask)
+    }, metrics
 
 
 def shape_advantages(

@@ -76,10 +76,17 @@ class RewardModelServer:
             name="reward server",
             host=self.host,
             port=int(self.port),
-            endpoints=[(dataclasses.replace(schema.reward_model_endpoint(), name=self.model_name), self.infer)],
+            endpoints=[
+                (
+                    dataclasses.replace(schema.reward_model_endpoint(), name=self.model_name),
+                    self.infer,
+                )
+            ],
             operations={ServerSignal.FORWARD: self._scorer.forward},
             after_failure=lambda signal_: None,  # the model stays prepared for inference
-            batcher=batcher_options(self.max_queue_delay_microseconds, self.inference_micro_batch_size),
+            batcher=batcher_options(
+                self.max_queue_delay_microseconds, self.inference_micro_batch_size
+            ),
             control=self._scorer.control,
         )
         self._loop.run()
@@ -103,7 +110,9 @@ class RewardModelServer:
         """
         return self._scorer.answer(self._loop, inputs) if self._loop else self._scorer.run(inputs)
 
-    def _score_rows(self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None) -> dict[str, Tensor]:
+    def _score_rows(
+        self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None
+    ) -> dict[str, Tensor]:
         """Rewards [n, 1] of this rank's rows."""
         if self.needs_prompt_lengths:
             rewards = self.infer_fn(tokens, lengths, prompt_lengths)

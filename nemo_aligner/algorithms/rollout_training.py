@@ -64,7 +64,10 @@ def check_sizes(trainer_section: str, cfg, sampler, rows_per_step: int, rows_nam
 
 def local_places(num_rows: int, global_batch_size: int) -> torch.Tensor:
     """Places in the shuffled rollout of this rank's rows, int64 `[B]`."""
-    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, size = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     return deal(num_rows, rank, size, global_batch_size).to(get_device())
 
 
@@ -74,7 +77,10 @@ def local_rows(
     """This rank's rows of a gathered rollout, shuffled anew for each step and each pass over the rollout."""
     # Prompts use streams of index >= 0 of this step, so negative ones are free for shuffling.
     shuffle_seed = int(sample_seeds(seed, step, torch.tensor([-2 - passed]))[0])
-    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, size = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     return rollout.chunk(rank, size, shuffle_seed, global_batch_size)
 
 
@@ -99,7 +105,12 @@ def inference_mode(model, timer: ScopedTimer):
 
 
 def optimizer_updates(
-    batches: Iterable[dict], model, optimizer, scheduler, clip_val: float | None, timer: ScopedTimer
+    batches: Iterable[dict],
+    model,
+    optimizer,
+    scheduler,
+    clip_val: float | None,
+    timer: ScopedTimer,
 ) -> Iterator[dict]:
     """One optimizer update per global batch (each rank has its share of it), between the model's hooks of training.
 
@@ -154,7 +165,9 @@ class EarlyStop:
         if self.target_kl is None:
             return
         kl = {"approx_kl": metrics["approx_kl"]}
-        largest = all_reduce_dict(kl, dtype=torch.float64, group=None, op=torch.distributed.ReduceOp.MAX)
+        largest = all_reduce_dict(
+            kl, dtype=torch.float64, group=None, op=torch.distributed.ReduceOp.MAX
+        )
         self.reached = largest["approx_kl"] > self.target_kl
 
     def metrics(self) -> dict[str, int]:
@@ -162,9 +175,13 @@ class EarlyStop:
         return {} if self.target_kl is None else {"updates_skipped": self.skipped}
 
 
-def what_is_due(cfg, step: int, max_steps: int, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
+def what_is_due(
+    cfg, step: int, max_steps: int, run_time_exceeded: bool
+) -> tuple[bool, bool, bool]:
     """(validate, save, training has reached its end) after `step` finished steps, by the intervals in `cfg`."""
-    return check_progress(step, max_steps, cfg.val_check_interval, cfg.save_interval, 1.0, run_time_exceeded)
+    return check_progress(
+        step, max_steps, cfg.val_check_interval, cfg.save_interval, 1.0, run_time_exceeded
+    )
 
 
 @contextlib.contextmanager
@@ -179,7 +196,9 @@ def ready_to_save(model):
     model.finish_training()
 
 
-def agreed_counters(state_dict: dict, names: Iterable[str], section: str, num_rollout_samples: int) -> dict[str, int]:
+def agreed_counters(
+    state_dict: dict, names: Iterable[str], section: str, num_rollout_samples: int
+) -> dict[str, int]:
     """The counters `names` of a resumed state, which all ranks must have read alike; all ranks call it.
 
     Args:
@@ -191,7 +210,9 @@ def agreed_counters(state_dict: dict, names: Iterable[str], section: str, num_ro
         UserError: steps of that job had another number of prompts, so that `step` counts something else.
     """
     state = {name: int(state_dict[name]) for name in names}
-    state |= {name: state_dict[name] for name in ("num_rollout_samples", "kl_coef") if name in state_dict}
+    state |= {
+        name: state_dict[name] for name in ("num_rollout_samples", "kl_coef") if name in state_dict
+    }
     if parallel_state.get_world_size() > 1:
         states = [None] * parallel_state.get_world_size()
         torch.distributed.all_gather_object(states, state)
@@ -216,11 +237,17 @@ def agreed_counters(state_dict: dict, names: Iterable[str], section: str, num_ro
 
 def consume_timings(*timers: ScopedTimer) -> dict[str, float]:
     """Seconds by name since the last call, of the slowest rank; all ranks call it."""
-    durations = {name: seconds for timer in timers for name, seconds in timer.consume_durations().items()}
-    return all_reduce_dict(durations, dtype=torch.float64, group=None, op=torch.distributed.ReduceOp.MAX)
+    durations = {
+        name: seconds for timer in timers for name, seconds in timer.consume_durations().items()
+    }
+    return all_reduce_dict(
+        durations, dtype=torch.float64, group=None, op=torch.distributed.ReduceOp.MAX
+    )
 
 
-def log_rollouts(logger, table: pd.DataFrame, metrics: dict, step: int, epoch: int) -> pd.DataFrame:
+def log_rollouts(
+    logger, table: pd.DataFrame, metrics: dict, step: int, epoch: int
+) -> pd.DataFrame:
     """Log what `generate_rollouts` measured; its samples leave `metrics`.
 
     Returns:
@@ -232,7 +259,9 @@ def log_rollouts(logger, table: pd.DataFrame, metrics: dict, step: int, epoch: i
     return table
 
 
-def log_validation(logger, table: pd.DataFrame, metrics: dict, timings: dict, step: int) -> pd.DataFrame:
+def log_validation(
+    logger, table: pd.DataFrame, metrics: dict, timings: dict, step: int
+) -> pd.DataFrame:
     """Log what `run_validation` measured, and how long it took; its samples leave `metrics`.
 
     Args:
@@ -264,7 +293,13 @@ def _append_rows(table: pd.DataFrame, step: int, rows: list[dict]) -> pd.DataFra
 
 def progress_bar(name: str, step: int, max_steps: int) -> tqdm:
     """A bar over the steps of a run, on rank 0."""
-    return tqdm(total=max_steps, initial=step, desc=name, disable=parallel_state.get_rank() != 0, dynamic_ncols=True)
+    return tqdm(
+        total=max_steps,
+        initial=step,
+        desc=name,
+        disable=parallel_state.get_rank() != 0,
+        dynamic_ncols=True,
+    )
 
 
 def show_progress(
@@ -273,6 +308,8 @@ def show_progress(
     """Advance the bar; returns all metrics of the step as `train_*` and `val_*`, to rank checkpoints by."""
     shown = {f"train_{key}": float(value) for key, value in train_metrics.items()}
     shown |= {f"val_{key}": float(value) for key, value in val_metrics.items()}
-    progress.set_postfix({key: f"{shown[key]:.4g}" for key in postfix_keys if key in shown}, refresh=False)
+    progress.set_postfix(
+        {key: f"{shown[key]:.4g}" for key in postfix_keys if key in shown}, refresh=False
+    )
     progress.update(1)
     return shown

@@ -37,26 +37,41 @@ class PPORolloutBatch(UserDict):
         for key, (dtype, width) in sorted(_common_layout(rollout_batches).items()):
             parts = [rollout[key].to(get_device()) for rollout in rollout_batches]
             if width is None:
-                batch[key] = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=get_device())
+                batch[key] = (
+                    torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=get_device())
+                )
                 continue
             is_tokens = key == "response_tokens"
             if rollout_batch_seq_length is not None:
-                width = max(width, rollout_batch_seq_length if is_tokens else rollout_batch_seq_length - 1)
+                width = max(
+                    width, rollout_batch_seq_length if is_tokens else rollout_batch_seq_length - 1
+                )
             pad_value = eos_id if is_tokens else 0
-            padded = [torch.nn.functional.pad(part, (0, width - part.size(1)), value=pad_value) for part in parts]
-            batch[key] = torch.cat(padded) if padded else torch.empty((0, width), dtype=dtype, device=get_device())
+            padded = [
+                torch.nn.functional.pad(part, (0, width - part.size(1)), value=pad_value)
+                for part in parts
+            ]
+            batch[key] = (
+                torch.cat(padded)
+                if padded
+                else torch.empty((0, width), dtype=dtype, device=get_device())
+            )
         return batch
 
     def gather_and_balance_globally(self) -> "PPORolloutBatch":
         """The rows of all DP ranks, in the order of the ranks, on every rank; all ranks call it."""
         gathered = type(self)()
         for key, tensor in sorted(self.data.items()):
-            gathered[key] = rebalance_nd_tensor(tensor, group=parallel_state.get_data_parallel_group())
+            gathered[key] = rebalance_nd_tensor(
+                tensor, group=parallel_state.get_data_parallel_group()
+            )
         return gathered
 
     def select(self, rows: torch.Tensor) -> "PPORolloutBatch":
         """A copy of the given rows (int64 `[n]`), in that order."""
-        return type(self)({key: tensor[rows.to(tensor.device)] for key, tensor in self.data.items()})
+        return type(self)(
+            {key: tensor[rows.to(tensor.device)] for key, tensor in self.data.items()}
+        )
 
     def chunk(
         self, rank: int, split_size: int, seed: int, global_batch_size: Optional[int] = None
@@ -71,7 +86,9 @@ class PPORolloutBatch(UserDict):
         """
         sizes = {key: len(tensor) for key, tensor in self.data.items()}
         num_rows = next(iter(sizes.values()))
-        assert set(sizes.values()) == {num_rows}, f"tensors of one rollout have different numbers of rows: {sizes}"
+        assert set(sizes.values()) == {num_rows}, (
+            f"tensors of one rollout have different numbers of rows: {sizes}"
+        )
         permutation = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
         return self.select(permutation[deal(num_rows, rank, split_size, global_batch_size)])
 
@@ -99,7 +116,9 @@ def _common_layout(rollout_batches: list[dict]) -> dict:
     return common
 
 
-def deal(num_rows: int, rank: int, split_size: int, global_batch_size: Optional[int] = None) -> torch.Tensor:
+def deal(
+    num_rows: int, rank: int, split_size: int, global_batch_size: Optional[int] = None
+) -> torch.Tensor:
     """Places in a shuffled rollout, int64 `[num_rows / split_size]`, that belong to one of `split_size` ranks.
 
     With `global_batch_size` G, rows k*G .. (k+1)*G-1 are global batch k whatever `split_size` is; a rank gets a
@@ -184,7 +203,9 @@ def sample_rows(rollout_batch, tokenizer, num_rows: int) -> list[dict]:
     rows = []
     for i in range(min(num_rows, len(rollout_batch["rewards"]))):
         tokens = rollout_batch["response_tokens"][i].tolist()
-        prompt_length, length = (int(rollout_batch[key][i]) for key in ("prompt_lengths", "response_lengths"))
+        prompt_length, length = (
+            int(rollout_batch[key][i]) for key in ("prompt_lengths", "response_lengths")
+        )
         rows.append(
             {
                 "prompt": tokenizer.ids_to_text(tokens[:prompt_length]),
@@ -201,7 +222,10 @@ def compute_rollout_metrics(rollout_batch) -> dict[str, float]:
 
     Stand-ins for prompts that could not be used (`loss_multiplier` 0) train nothing and are left out of the means.
     """
-    lengths, prompt_lengths = rollout_batch["response_lengths"].float(), rollout_batch["prompt_lengths"].float()
+    lengths, prompt_lengths = (
+        rollout_batch["response_lengths"].float(),
+        rollout_batch["prompt_lengths"].float(),
+    )
     counts = torch.ones_like(lengths)
     if "loss_multiplier" in rollout_batch and (rollout_batch["loss_multiplier"] > 0).any():
         counts = (rollout_batch["loss_multiplier"] > 0).to(lengths)
@@ -215,6 +239,10 @@ def compute_rollout_metrics(rollout_batch) -> dict[str, float]:
         "prompt_lengths": mean(prompt_lengths),
         "generation_length": mean(lengths - prompt_lengths),
         "rewards": mean(rollout_batch["rewards"]),
-        **{key: mean(values) for key, values in rollout_batch.items() if key.startswith("rewards_")},
+        **{
+            key: mean(values)
+            for key, values in rollout_batch.items()
+            if key.startswith("rewards_")
+        },
         "fraction_of_samples_properly_ended": mean(rollout_batch["is_end"]),
     }

@@ -63,7 +63,12 @@ from nemo_aligner.training.schedule import (
 )
 from nemo_aligner.training.timers import ScopedTimer
 
-POSTFIX_KEYS = ("train_global_rewards", "train_selected_rewards", "train_loss", "val_global_rewards")
+POSTFIX_KEYS = (
+    "train_global_rewards",
+    "train_selected_rewards",
+    "train_loss",
+    "val_global_rewards",
+)
 
 
 def compute_num_optimizer_steps(
@@ -185,7 +190,9 @@ class RSTrainer:
         return self.step // self.num_steps_per_epoch
 
     def set_max_steps(self) -> None:
-        self.max_steps = compute_max_steps(self.num_steps_per_epoch, self.cfg.max_epochs, self.cfg.max_steps)
+        self.max_steps = compute_max_steps(
+            self.num_steps_per_epoch, self.cfg.max_epochs, self.cfg.max_steps
+        )
 
     # ---------------------------------------------------------------------------------------------- the algorithm
 
@@ -207,16 +214,22 @@ class RSTrainer:
                 )
 
                 with self.timer("train_time"), naming_step(f"RS step {self.step}"):
-                    _, train_metrics = self.run_training(shares_of_global_batches(data, self.cfg.model_gbs))
+                    _, train_metrics = self.run_training(
+                        shares_of_global_batches(data, self.cfg.model_gbs)
+                    )
                 self.alarms.check_replicas(self.model, self.step, self.timer)
                 timings |= consume_timings(self.timer, self.update_timer)
                 self.logger.log_metrics(timings, step=self.step, prefix="timers/")
                 self.step += 1
 
                 run_time_exceeded = self.run_timer.is_finished()
-                run_val, save_model, is_train_end = what_is_due(self.cfg, self.step, self.max_steps, run_time_exceeded)
+                run_val, save_model, is_train_end = what_is_due(
+                    self.cfg, self.step, self.max_steps, run_time_exceeded
+                )
                 val_metrics = self._log_validation() if run_val else {}
-                shown = show_progress(progress, rollout_metrics | train_metrics, val_metrics, POSTFIX_KEYS)
+                shown = show_progress(
+                    progress, rollout_metrics | train_metrics, val_metrics, POSTFIX_KEYS
+                )
                 if save_model:
                     self.save(shown, is_train_end=is_train_end)
 
@@ -235,8 +248,12 @@ class RSTrainer:
             self.consumed_samples += self.num_rollout_samples
             # The answers were put in order, so that of equal rewards the same are kept for any number of ranks; and
             # equal texts are no reason to take two prompts for one.
-            selected = PPORolloutBatch(select_topk(rollout.data, self.top_n_rollouts, group_by="idx"))
-            data = self.generate_rs_data(local_rows(selected, self.seed, self.step, self.cfg.model_gbs))
+            selected = PPORolloutBatch(
+                select_topk(rollout.data, self.top_n_rollouts, group_by="idx")
+            )
+            data = self.generate_rs_data(
+                local_rows(selected, self.seed, self.step, self.cfg.model_gbs)
+            )
 
         metrics = compute_global_rollout_metrics(rollout)
         metrics["selected_rewards"] = compute_rollout_metrics(selected)["rewards"]
@@ -247,7 +264,9 @@ class RSTrainer:
         timings["generated_tokens_per_s"] = generated / max(timings["generate"], 1e-9)
         return data, metrics, timings
 
-    def _run_inference(self, batches: Iterable[dict], answers: int, sampling_step: int) -> PPORolloutBatch:
+    def _run_inference(
+        self, batches: Iterable[dict], answers: int, sampling_step: int
+    ) -> PPORolloutBatch:
         """Generate and score `answers` rollouts of each prompt in this rank's micro-batches.
 
         Returns:
@@ -266,7 +285,9 @@ class RSTrainer:
             for rollout, future in zip(rollouts, futures, strict=True):
                 rollout.update(reward_columns(future.result(), future))
         eos_id, min_width = self.model.tokenizer.eos_id, self.cfg.rollout_batch_seq_length
-        rollout = PPORolloutBatch.from_rollout_batches(rollouts, eos_id, min_width).gather_and_balance_globally()
+        rollout = PPORolloutBatch.from_rollout_batches(
+            rollouts, eos_id, min_width
+        ).gather_and_balance_globally()
         check_rewards(rollout, self.model.tokenizer)
         return rollout.select(rollout["sample_key"].argsort())
 
@@ -274,7 +295,10 @@ class RSTrainer:
         """What the updates consume, of selected rollouts: `response_tokens` int64 `[B, S]`; `mask` f32 `[B, S-1]`, 1
         exactly on the answers' tokens (`answer_mask`).
         """
-        return {"response_tokens": rollout_batch["response_tokens"], "mask": answer_mask(rollout_batch)}
+        return {
+            "response_tokens": rollout_batch["response_tokens"],
+            "mask": answer_mask(rollout_batch),
+        }
 
     def run_training(self, dataloader_iter) -> tuple[float, dict]:
         """One optimizer update per global batch (each rank has its share of it); all ranks call it.
@@ -349,5 +373,7 @@ class RSTrainer:
     def _log_validation(self) -> dict:
         with self.timer("validation_time"), naming_step(f"validation after {self.step} RS steps"):
             metrics = self.run_validation()
-        self.val_df = log_validation(self.logger, self.val_df, metrics, consume_timings(self.timer), self.step)
+        self.val_df = log_validation(
+            self.logger, self.val_df, metrics, consume_timings(self.timer), self.step
+        )
         return metrics

@@ -72,8 +72,12 @@ class SupervisedTrainer:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.train_dataloader = train_dataloader
-        self.val_dataloaders = val_dataloader if isinstance(val_dataloader, dict) else {"validation": val_dataloader}
-        self.val_dataloaders = {key: loader for key, loader in self.val_dataloaders.items() if loader is not None}
+        self.val_dataloaders = (
+            val_dataloader if isinstance(val_dataloader, dict) else {"validation": val_dataloader}
+        )
+        self.val_dataloaders = {
+            key: loader for key, loader in self.val_dataloaders.items() if loader is not None
+        }
         self.test_dataloader = test_dataloader
         self.logger = logger
         self.ckpt_callback = ckpt_callback
@@ -86,16 +90,24 @@ class SupervisedTrainer:
         self.consumed_samples = 0
         self.held_out: dict[str, tuple[dict[str, float], float]] = {}
         sampler = train_dataloader.batch_sampler
-        self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler, cfg.get("limit_train_batches", 1.0))
+        self.num_steps_per_epoch = compute_num_steps_per_epoch(
+            sampler, cfg.get("limit_train_batches", 1.0)
+        )
         if self.num_steps_per_epoch == 0:
-            raise ConfigError(f"limit_train_batches={cfg.get('limit_train_batches')} leaves no batch to train on.")
+            raise ConfigError(
+                f"limit_train_batches={cfg.get('limit_train_batches')} leaves no batch to train on."
+            )
         self.limit_val_batches = cfg.get("limit_val_batches", 1.0) if self.val_dataloaders else 0
         self.val_check_interval = cfg.get("val_check_interval", -1)
         if isinstance(self.val_check_interval, float):
-            self.val_check_interval = compute_limit_batches(self.num_steps_per_epoch, self.val_check_interval)
+            self.val_check_interval = compute_limit_batches(
+                self.num_steps_per_epoch, self.val_check_interval
+            )
         self.save_interval = cfg.get("save_interval", -1)
         self.set_max_steps()
-        self._check_progress(run_time_exceeded=False)  # intervals that do not go together are an error at start
+        self._check_progress(
+            run_time_exceeded=False
+        )  # intervals that do not go together are an error at start
         epochs = -(-self.max_steps // self.num_steps_per_epoch)
         if epochs > 1 and not isinstance(sampler, MegatronPretrainingRandomBatchSampler):
             raise ConfigError(
@@ -114,7 +126,9 @@ class SupervisedTrainer:
         max_epochs, max_steps = self.cfg.get("max_epochs", 1), self.cfg.get("max_steps", -1)
         max_steps = -1 if max_steps is None else max_steps
         if max_epochs is None and max_steps < 0:
-            raise ConfigError("max_epochs=null needs max_steps: one of them must say when training ends.")
+            raise ConfigError(
+                "max_epochs=null needs max_steps: one of them must say when training ends."
+            )
         limits = [] if max_epochs is None else [self.num_steps_per_epoch * max_epochs]
         self.max_steps = min(limits + ([max_steps] if max_steps >= 0 else []))
 
@@ -123,7 +137,9 @@ class SupervisedTrainer:
     def fit(self) -> None:
         """Train until `max_steps` or until the time is over; all ranks call it together."""
         self.run_timer.start_time()
-        if is_complete(self.step, self.max_steps, "max_steps or max_epochs (trainer.sft or trainer.rm)"):
+        if is_complete(
+            self.step, self.max_steps, "max_steps or max_epochs (trainer.sft or trainer.rm)"
+        ):
             return
         if self.run_init_validation and self.step == 0 and self.val_dataloaders:
             self.run_validation()
@@ -142,12 +158,16 @@ class SupervisedTrainer:
                 if run_val:
                     val_metrics = self.run_validation()
                 candidates = _prefixed("train_", train_metrics) | _prefixed("val_", val_metrics)
-                progress.set_postfix({key: f"{candidates[key]:.4g}" for key in POSTFIX_KEYS if key in candidates})
+                progress.set_postfix(
+                    {key: f"{candidates[key]:.4g}" for key in POSTFIX_KEYS if key in candidates}
+                )
                 progress.update()
                 if save_model:
                     self.save(candidates, is_train_end=is_train_end)
                 if run_time_exceeded:
-                    logging.info(f"time limit reached at step {self.step} of {self.max_steps}; run it again to go on.")
+                    logging.info(
+                        f"time limit reached at step {self.step} of {self.max_steps}; run it again to go on."
+                    )
                     break
             else:
                 if self.test_dataloader is not None:
@@ -162,9 +182,15 @@ class SupervisedTrainer:
             self.model.prepare_for_training_step()
             loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=False)
             self.model.finish_training_step()
-            grad_norm = optimizer_step(self.optimizer, self.scheduler, self.cfg.get("gradient_clip_val"))
+            grad_norm = optimizer_step(
+                self.optimizer, self.scheduler, self.cfg.get("gradient_clip_val")
+            )
         self.consumed_samples += self.model.cfg.global_batch_size
-        metrics = self.model.summarize_metrics(metrics) | {"loss": loss, "lr": lr} | self.timer.consume_durations()
+        metrics = (
+            self.model.summarize_metrics(metrics)
+            | {"loss": loss, "lr": lr}
+            | self.timer.consume_durations()
+        )
         metrics |= {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
         return metrics if grad_norm is None else metrics | {"grad_norm": grad_norm}
 
@@ -194,17 +220,29 @@ class SupervisedTrainer:
             metrics = metrics | {"loss": loss}
             weight = float(metrics.pop("weights", 1.0))
             total += weight
-            for key, value in metrics.items() if weight else ():  # a batch of empty slots has no values
+            for key, value in (
+                metrics.items() if weight else ()
+            ):  # a batch of empty slots has no values
                 sums[key] = sums.get(key, 0.0) + weight * float(value)
-        return self.model.summarize_metrics({key: value / total for key, value in sums.items()}), total
+        return self.model.summarize_metrics(
+            {key: value / total for key, value in sums.items()}
+        ), total
 
     def _check_progress(self, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
         intervals = self.val_check_interval, self.save_interval
-        return check_progress(self.step, self.max_steps, *intervals, self.limit_val_batches, run_time_exceeded)
+        return check_progress(
+            self.step, self.max_steps, *intervals, self.limit_val_batches, run_time_exceeded
+        )
 
     def _progress_bar(self):
         quiet = parallel_state.get_rank() != 0
-        return tqdm(total=self.max_steps, initial=self.step, desc="Training steps", disable=quiet, dynamic_ncols=True)
+        return tqdm(
+            total=self.max_steps,
+            initial=self.step,
+            desc="Training steps",
+            disable=quiet,
+            dynamic_ncols=True,
+        )
 
     # ---------------------------------------------------------------------------------------- checkpoint, resume
 

@@ -37,7 +37,9 @@ MARKER = "COMPLETE"
 STATE_FILE = "state.json"
 WRITING_SUFFIX = ".writing"
 MAIN_WEIGHTS = "fp32_from_fp16_params"  # in Megatron Core's optimizer states, where a bf16 model's fp32 weights are
-FULLY_RESHARDABLE = "fully_reshardable"  # Megatron Core's name of a form of the distributed optimizer's state
+FULLY_RESHARDABLE = (
+    "fully_reshardable"  # Megatron Core's name of a form of the distributed optimizer's state
+)
 
 
 def _barrier() -> None:
@@ -70,8 +72,14 @@ def read_state(folder: Path) -> dict | None:
 
 def complete_checkpoints(root: Path) -> list[tuple[Path, dict]]:
     """Complete checkpoints under `root`, oldest first."""
-    found = [(path, read_state(path)) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    return sorted([(p, s) for p, s in found if s is not None], key=lambda item: item[1]["save_number"])
+    found = (
+        [(path, read_state(path)) for path in root.iterdir() if path.is_dir()]
+        if root.is_dir()
+        else []
+    )
+    return sorted(
+        [(p, s) for p, s in found if s is not None], key=lambda item: item[1]["save_number"]
+    )
 
 
 def _rng_state() -> dict:
@@ -118,10 +126,14 @@ def _all_weights_named(optimizer):
 
     Megatron Core numbers the bf16 weights alone, and would take one weight's state for that of another.
     """
-    mixed = [part for part in chained_optimizers(optimizer) if hasattr(part, "fp32_from_fp32_groups")]
+    mixed = [
+        part for part in chained_optimizers(optimizer) if hasattr(part, "fp32_from_fp32_groups")
+    ]
     numbered = [part.float16_groups for part in mixed]
     for part in mixed:
-        part.float16_groups = [a + b for a, b in zip(part.float16_groups, part.fp32_from_fp32_groups, strict=True)]
+        part.float16_groups = [
+            a + b for a, b in zip(part.float16_groups, part.fp32_from_fp32_groups, strict=True)
+        ]
     try:
         yield
     finally:
@@ -135,7 +147,11 @@ def _groups_in_order(optimizer):
 
     Megatron Core matches them by settings, which two groups of different dtype may share.
     """
-    parts = [part for part in chained_optimizers(optimizer) if not isinstance(part, DistributedOptimizer)]
+    parts = [
+        part
+        for part in chained_optimizers(optimizer)
+        if not isinstance(part, DistributedOptimizer)
+    ]
     for part in parts:
         part._filter_and_reorder_param_groups = lambda _own, given: given
     try:
@@ -147,7 +163,11 @@ def _groups_in_order(optimizer):
 
 def _parts(state: dict) -> list[dict]:
     """The states of the optimizers that are chained (experts have one of their own), or that of the only one."""
-    return [state[key] for key in sorted(state)] if state and all(isinstance(key, int) for key in state) else [state]
+    return (
+        [state[key] for key in sorted(state)]
+        if state and all(isinstance(key, int) for key in state)
+        else [state]
+    )
 
 
 # Where the fp32 copies of the weights are: the distributed optimizer's, and that of a bf16 model without it. Without
@@ -158,9 +178,13 @@ _MAIN_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
 def _read_main_weights(state: dict, stored: set[str]) -> None:
     """Let `state`, about to be loaded, read the fp32 weights under the names that the checkpoint has for them."""
     for tensor in nested_values(state):
-        prefix = next((p for p in _MAIN_PREFIXES[:2] if str(getattr(tensor, "key", "")).startswith(p)), None)
+        prefix = next(
+            (p for p in _MAIN_PREFIXES[:2] if str(getattr(tensor, "key", "")).startswith(p)), None
+        )
         if prefix is not None:
-            names = [other + tensor.key.removeprefix(prefix) for other in (prefix, *_MAIN_PREFIXES)]
+            names = [
+                other + tensor.key.removeprefix(prefix) for other in (prefix, *_MAIN_PREFIXES)
+            ]
             tensor.key = next((name for name in names if name in stored), tensor.key)
 
 
@@ -178,21 +202,30 @@ def _in_form_of(optimizer, loaded: dict) -> dict:
     own, nested = optimizer.state_dict(), loaded.get("optimizer", {})
     state = loaded.get("state", nested.get("state", {}))
     old_groups = [*loaded.get("param_groups", []), *nested.get("param_groups", [])]
-    step = state.get("common_step", next((group["step"] for group in old_groups if group.get("step")), 0))
+    step = state.get(
+        "common_step", next((group["step"] for group in old_groups if group.get("step")), 0)
+    )
     groups = (own if "param_groups" in own else own["optimizer"])["param_groups"]
     native = isinstance(optimizer.optimizer, torch.optim.AdamW)
     if is_distributed or not native:
         groups = [{**group, "step": float(step) if native else int(step)} for group in groups]
     if is_distributed:
         sharding = {"param_state_sharding_type": FULLY_RESHARDABLE}
-        return {"optimizer": {"param_groups": groups}, "param_state": loaded["param_state"], **sharding}
+        return {
+            "optimizer": {"param_groups": groups},
+            "param_state": loaded["param_state"],
+            **sharding,
+        }
     if native:
         state = {**state, "common_step": torch.tensor(float(step))}
     plain = {"state": state, "param_groups": groups}
     if "param_groups" in own:
         return plain
     main = iter(loaded[MAIN_WEIGHTS])
-    return {"optimizer": plain, MAIN_WEIGHTS: [next(main) if group else [] for group in own[MAIN_WEIGHTS]]}
+    return {
+        "optimizer": plain,
+        MAIN_WEIGHTS: [next(main) if group else [] for group in own[MAIN_WEIGHTS]],
+    }
 
 
 class CheckpointCallback:
@@ -230,7 +263,10 @@ class CheckpointCallback:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.name, self.filename = name, filename
         self.monitor, self.mode, self.save_top_k = monitor, mode, save_top_k
-        self.save_nemo_on_train_end, self.always_save_nemo = save_nemo_on_train_end, always_save_nemo
+        self.save_nemo_on_train_end, self.always_save_nemo = (
+            save_nemo_on_train_end,
+            always_save_nemo,
+        )
         self.enabled = enabled
 
     def _metadata(self) -> dict:
@@ -246,16 +282,23 @@ class CheckpointCallback:
         weights = self.model.sharded_weights(metadata=metadata)
         state = {"weights": weights, "scheduler": self.scheduler.state_dict()}
         with _all_weights_named(self.optimizer):
-            state["optimizer"] = self.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+            state["optimizer"] = self.optimizer.sharded_state_dict(
+                weights, is_loading=is_loading, metadata=metadata
+            )
         for part in _parts(state["optimizer"]):
-            if MAIN_WEIGHTS in part:  # Megatron Core cannot put lists together again that have empty ones among them
+            if (
+                MAIN_WEIGHTS in part
+            ):  # Megatron Core cannot put lists together again that have empty ones among them
                 part[MAIN_WEIGHTS] = [group for group in part[MAIN_WEIGHTS] if group]
         return state
 
     def _in_own_form(self, loaded: dict) -> dict:
         """The loaded optimizer state for this job's optimizer, which may be another than the one that was saved."""
         own = chained_optimizers(self.optimizer)
-        parts = [_in_form_of(optimizer, part) for optimizer, part in zip(own, _parts(loaded), strict=True)]
+        parts = [
+            _in_form_of(optimizer, part)
+            for optimizer, part in zip(own, _parts(loaded), strict=True)
+        ]
         return dict(enumerate(parts)) if len(parts) > 1 else parts[0]
 
     @staticmethod
@@ -263,7 +306,10 @@ class CheckpointCallback:
         return {key: float(value) for key, value in metrics.items()}
 
     def custom_save(
-        self, monitor_candidates: dict, is_train_end: bool = False, trainer_state: dict | None = None
+        self,
+        monitor_candidates: dict,
+        is_train_end: bool = False,
+        trainer_state: dict | None = None,
     ) -> Path | None:
         """Write a checkpoint, then remove those that are neither among the best nor the last two; all ranks call it.
 
@@ -319,7 +365,9 @@ class CheckpointCallback:
 
         ranked = sorted(checkpoints, key=rank)
         # Two of the newest: if a job dies between the critic's save and the actor's, the older ones match.
-        keep = {path for path, _ in ranked[: self.save_top_k]} | {path for path, _ in checkpoints[-2:]}
+        keep = {path for path, _ in ranked[: self.save_top_k]} | {
+            path for path, _ in checkpoints[-2:]
+        }
         for path, _ in checkpoints:
             if path not in keep:
                 shutil.rmtree(path)
@@ -327,7 +375,11 @@ class CheckpointCallback:
     def saved_at(self, counter: str) -> dict[int, str]:
         """Absolute folder of each complete checkpoint, by the trainer's counter `counter`; of two the newer one."""
         found = complete_checkpoints(self.root)
-        return {int(s["trainer"][counter]): str(path.resolve()) for path, s in found if counter in s["trainer"]}
+        return {
+            int(s["trainer"][counter]): str(path.resolve())
+            for path, s in found
+            if counter in s["trainer"]
+        }
 
     def latest(self, resume_from=None) -> Path | None:
         """The checkpoint to resume from: `resume_from` if given, else the newest complete one, else None."""
@@ -362,9 +414,14 @@ class CheckpointCallback:
             )
         settings = _optimizer_settings(self.optimizer)
         state = self._sharded_state(is_loading=True)
-        _read_main_weights(state["optimizer"], set(dist_checkpointing.load_tensors_metadata(str(folder / "weights"))))
+        _read_main_weights(
+            state["optimizer"],
+            set(dist_checkpointing.load_tensors_metadata(str(folder / "weights"))),
+        )
         # By itself: it may read weights that the model reads too.
-        optimizer = dist_checkpointing.load({"optimizer": state.pop("optimizer")}, str(folder / "weights"))
+        optimizer = dist_checkpointing.load(
+            {"optimizer": state.pop("optimizer")}, str(folder / "weights")
+        )
         loaded = dist_checkpointing.load(state, str(folder / "weights"))
         self.model.load_sharded_weights(loaded["weights"])
         with _groups_in_order(self.optimizer):

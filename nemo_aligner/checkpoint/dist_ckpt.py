@@ -20,8 +20,10 @@ from megatron.core.dist_checkpointing.strategies import torch as mcore_torch  # 
 
 class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
     def save(self, sharded_state_dict, checkpoint_dir: Path) -> None:
-        by_key, _flat_mapping, _rename_mapping = mcore_torch._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
+        by_key, _flat_mapping, _rename_mapping = (
+            mcore_torch._replace_state_dict_keys_with_sharded_keys(
+                sharded_state_dict, self.keep_only_main_replica
+            )
         )
         torch.distributed.checkpoint.save(
             mcore_torch.mcore_to_pyt_state_dict(by_key, False),
@@ -34,4 +36,6 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
 
 def save(sharded_state_dict: dict, folder) -> None:
     """Write a sharded state dict into the existing, empty `folder`; all ranks call it and share the file system."""
-    dist_checkpointing.save(sharded_state_dict, str(folder), sharded_strategy=_InProcessSave("torch_dist", 1))
+    dist_checkpointing.save(
+        sharded_state_dict, str(folder), sharded_strategy=_InProcessSave("torch_dist", 1)
+    )

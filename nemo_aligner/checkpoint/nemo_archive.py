@@ -32,7 +32,12 @@ CONFIG_FILE = "model_config.yaml"
 WEIGHTS_FOLDER = "model_weights"
 ARTIFACT_PREFIX = "nemo:"
 # Configuration keys whose value may name a file or folder that belongs into the archive.
-ARTIFACT_KEYS = ("tokenizer.model", "tokenizer.type", "tokenizer.vocab_file", "tokenizer.merge_file")
+ARTIFACT_KEYS = (
+    "tokenizer.model",
+    "tokenizer.type",
+    "tokenizer.vocab_file",
+    "tokenizer.merge_file",
+)
 
 
 def _barrier() -> None:
@@ -50,10 +55,14 @@ def check_restore_path(path, key: str = "pretrained_checkpoint.restore_from_path
         raise UserError(f"{key} is not set; give the path of a .nemo file or directory.")
     path = Path(path).expanduser()
     if not path.exists():
-        raise UserError(f"{key}={path} does not exist; give the path of a .nemo file or directory.")
+        raise UserError(
+            f"{key}={path} does not exist; give the path of a .nemo file or directory."
+        )
     if path.is_dir():
         if not (path / CONFIG_FILE).is_file():
-            raise UserError(f"{key}={path} is a directory without {CONFIG_FILE}; it is not an unpacked .nemo.")
+            raise UserError(
+                f"{key}={path} is a directory without {CONFIG_FILE}; it is not an unpacked .nemo."
+            )
     elif not tarfile.is_tarfile(path):
         raise UserError(f"{key}={path} is not a tar file; a .nemo is a tar file or a directory.")
     return path
@@ -84,7 +93,9 @@ def _unpack_file(path: Path, _modified_ns: int) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="nemo_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with _opened(path) as tar:
-        members = [m for m in tar.getmembers() if not _member_name(m).startswith(WEIGHTS_FOLDER + "/")]
+        members = [
+            m for m in tar.getmembers() if not _member_name(m).startswith(WEIGHTS_FOLDER + "/")
+        ]
         safe_extract(tar, str(folder), members=members)
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(f"{path} holds no {CONFIG_FILE}; it is not a .nemo file.")
@@ -115,7 +126,9 @@ def weights_folder(path):
     path = Path(path).resolve()
     if path.is_dir():
         if not (path / WEIGHTS_FOLDER).is_dir():
-            raise UserError(f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it first.")
+            raise UserError(
+                f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it first."
+            )
         yield path / WEIGHTS_FOLDER
         return
     token = [uuid.uuid4().hex]
@@ -126,12 +139,16 @@ def weights_folder(path):
     try:
         if first_on_node:
             with _opened(path) as tar:
-                members = [m for m in tar.getmembers() if _member_name(m).startswith(WEIGHTS_FOLDER + "/")]
+                members = [
+                    m for m in tar.getmembers() if _member_name(m).startswith(WEIGHTS_FOLDER + "/")
+                ]
                 folder.mkdir()
                 safe_extract(tar, str(folder), members=members)
         _barrier()
         if not (folder / WEIGHTS_FOLDER).is_dir():
-            raise UserError(f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it first.")
+            raise UserError(
+                f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it first."
+            )
         yield folder / WEIGHTS_FOLDER
         _barrier()
     finally:
@@ -156,7 +173,9 @@ def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
     return config
 
 
-def write_nemo(path, config: DictConfig, sharded_weights: dict, *, as_directory: bool = False) -> None:
+def write_nemo(
+    path, config: DictConfig, sharded_weights: dict, *, as_directory: bool = False
+) -> None:
     """Write a `.nemo`; all ranks call it, and the path must be on a file system that all of them share.
 
     It is written beside its final place and renamed, so that a reader never sees half of it.

@@ -47,7 +47,11 @@ def mismatch_remedy(
     step = common[-1]
     critic = f"restart the critic server with {resume_argument(critic_checkpoints[step])}"
     if critic_step == step:
-        critic = "restart the critic server with the same command" if critic_moved else "leave the critic server alone"
+        critic = (
+            "restart the critic server with the same command"
+            if critic_moved
+            else "leave the critic server alone"
+        )
     actor = "start the actor again with the same command"
     if actor_step != step:
         actor = f"start the actor again with {resume_argument(actor_checkpoints[step])}"

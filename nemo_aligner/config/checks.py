@@ -54,7 +54,9 @@ def drop_unset(model_cfg: DictConfig) -> DictConfig:
     if tree.get("tokenizer") == {}:
         del tree["tokenizer"]
     copy = OmegaConf.create(tree, flags={"allow_objects": True})
-    copy._set_parent(model_cfg._get_parent())  # interpolations such as ${trainer.precision} still resolve
+    copy._set_parent(
+        model_cfg._get_parent()
+    )  # interpolations such as ${trainer.precision} still resolve
     return copy
 
 
@@ -84,8 +86,15 @@ def nearest_key(key: str, candidates) -> str | None:
         return [whole for _, name, whole in pairs if name in names]
 
     siblings = [part for part in parts if part[0] == parent]
-    found = similar(parts, 1.0) or similar(siblings, 0.75) or similar(parts, 0.75) or [whole for *_, whole in parts]
-    return max(found, key=lambda whole: difflib.SequenceMatcher(None, whole, key).ratio(), default=None)
+    found = (
+        similar(parts, 1.0)
+        or similar(siblings, 0.75)
+        or similar(parts, 0.75)
+        or [whole for *_, whole in parts]
+    )
+    return max(
+        found, key=lambda whole: difflib.SequenceMatcher(None, whole, key).ratio(), default=None
+    )
 
 
 def check_keys(tree: Mapping, config_name: str) -> None:
@@ -133,7 +142,12 @@ def _walk(tree: Mapping, config_name: str, prefix: str = "") -> dict:
     for name, value in tree.items():
         key = f"{prefix}{name}"
         found[key] = value
-        if isinstance(value, Mapping) and key in known and key not in FREE and key not in INERT[config_name]:
+        if (
+            isinstance(value, Mapping)
+            and key in known
+            and key not in FREE
+            and key not in INERT[config_name]
+        ):
             found |= _walk(value, config_name, f"{key}.")
     return found
 
@@ -141,7 +155,9 @@ def _walk(tree: Mapping, config_name: str, prefix: str = "") -> dict:
 # ---- everything at once --------------------------------------------------------------------------
 
 
-def check_config(cfg, config_name: str, *, visible_devices: int | None = None, env=None) -> list[str]:
+def check_config(
+    cfg, config_name: str, *, visible_devices: int | None = None, env=None
+) -> list[str]:
     """Check a user's configuration before anything is built: keys, missing values, combinations.
 
     Only what the user wrote is checked here: a checkpoint's own configuration may hold any key.
@@ -157,19 +173,25 @@ def check_config(cfg, config_name: str, *, visible_devices: int | None = None, e
         ConfigError: with the key, the value and the remedy.
     """
     if config_name not in CONFIG_NAMES:
-        raise ConfigError(f"config_name={config_name!r} is unknown; use one of {', '.join(CONFIG_NAMES)}.")
+        raise ConfigError(
+            f"config_name={config_name!r} is unknown; use one of {', '.join(CONFIG_NAMES)}."
+        )
     cfg = cfg if OmegaConf.is_config(cfg) else OmegaConf.create(cfg)
     written = OmegaConf.to_container(cfg, resolve=False)
     check_keys(written, config_name)
     missing = [key for key, value in _walk(written, config_name).items() if value == "???"]
     if missing:
-        raise ConfigError(f"Not set: {', '.join(missing)}; give a value, for example {missing[0]}=...")
+        raise ConfigError(
+            f"Not set: {', '.join(missing)}; give a value, for example {missing[0]}=..."
+        )
     tree = resolved(cfg)
     check_sections(tree, config_name)
     check_values(tree, config_name, complete=False, visible_devices=visible_devices, env=env)
     notes = inert_notes(tree, config_name)
     if Values(tree).get("trainer.ppo.trt_llm.enable"):
-        notes.append("trainer.ppo.trt_llm.enable=True: TensorRT-LLM is gone; the built-in engine serves instead")
+        notes.append(
+            "trainer.ppo.trt_llm.enable=True: TensorRT-LLM is gone; the built-in engine serves instead"
+        )
     if notes and is_rank_zero():
         from nemo.utils import logging  # here: importing NeMo takes seconds
 

@@ -12,7 +12,9 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 
 
 # Sizes may come from a checkpoint, where the user never saw them.
-EP_REMEDY = "a checkpoint's own value counts unless it is overridden: ++model.expert_model_parallel_size=1"
+EP_REMEDY = (
+    "a checkpoint's own value counts unless it is overridden: ++model.expert_model_parallel_size=1"
+)
 RECOMPUTE = "model.activations_checkpoint_"
 
 
@@ -32,7 +34,9 @@ def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
     return world_size // product
 
 
-def count_ranks(devices, num_nodes: int, visible_devices: int = 0, env: Mapping[str, str] | None = None) -> int:
+def count_ranks(
+    devices, num_nodes: int, visible_devices: int = 0, env: Mapping[str, str] | None = None
+) -> int:
     """World size of the job: what the launcher says (torchrun and Lightning's children set RANK and WORLD_SIZE), else
     devices x num_nodes.
 
@@ -98,14 +102,19 @@ def parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int
     dp = data_parallel_size(ranks, tp or 1, pp or 1, cp or 1)
     if not complete and not (tp and pp):
         return {}
-    experts, ep = values.whole("model.num_moe_experts", 1), values.whole("model.expert_model_parallel_size", 1) or 1
+    experts, ep = (
+        values.whole("model.num_moe_experts", 1),
+        values.whole("model.expert_model_parallel_size", 1) or 1,
+    )
     if ep > 1:
         if not experts:
             raise ConfigError(
                 f"model.expert_model_parallel_size={ep} spreads experts over ranks, but this model has none; set it "
                 f"to 1 ({EP_REMEDY})."
             )
-        require_multiple("model.num_moe_experts", experts, {"model.expert_model_parallel_size": ep})
+        require_multiple(
+            "model.num_moe_experts", experts, {"model.expert_model_parallel_size": ep}
+        )
         name = f"the number of data-parallel x context-parallel ranks, {dp} x {cp or 1}"
         remedy = f"use other numbers of ranks or a smaller size ({EP_REMEDY})"
         require_multiple(name, dp * (cp or 1), {"model.expert_model_parallel_size": ep}, remedy)
@@ -114,14 +123,19 @@ def parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int
 
 def virtual_pipeline_group(values: Values) -> dict[str, int]:
     """Virtual pipelining needs as many micro-batches as there are stages, or a multiple: that factor of a batch."""
-    pp, vpp = (values.whole(f"model.{name}pipeline_model_parallel_size", 1) or 1 for name in ("", "virtual_"))
+    pp, vpp = (
+        values.whole(f"model.{name}pipeline_model_parallel_size", 1) or 1
+        for name in ("", "virtual_")
+    )
     return {"model.pipeline_model_parallel_size (with virtual stages)": pp} if vpp > 1 else {}
 
 
 def _require_split(name: str, value: int, sizes: Mapping[str, int], fixed: bool) -> None:
     """Raise unless the parallel `sizes` divide `value`, which is `fixed` where a checkpoint says it."""
     product = " x ".join(sizes)
-    remedy = f"the checkpoint fixes {name}, so set {product} to a divisor of {value}" if fixed else None
+    remedy = (
+        f"the checkpoint fixes {name}, so set {product} to a divisor of {value}" if fixed else None
+    )
     require_multiple(name, value, sizes, remedy)
 
 
@@ -134,10 +148,14 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
     """
     v = Values({"model": values})
     heads, hidden, groups = (
-        v.whole(f"model.{k}", 1) for k in ("num_attention_heads", "hidden_size", "num_query_groups")
+        v.whole(f"model.{k}", 1)
+        for k in ("num_attention_heads", "hidden_size", "num_query_groups")
     )
     tp, pp = (v.whole(f"model.{k}_model_parallel_size", 1) or 1 for k in ("tensor", "pipeline"))
-    vpp, layers = v.whole("model.virtual_pipeline_model_parallel_size", 1) or 1, v.whole("model.num_layers", 1)
+    vpp, layers = (
+        v.whole("model.virtual_pipeline_model_parallel_size", 1) or 1,
+        v.whole("model.num_layers", 1),
+    )
     if heads and hidden and v.get("model.kv_channels") is None:
         require_multiple("model.hidden_size", hidden, {"model.num_attention_heads": heads})
     if heads and groups:
@@ -166,15 +184,23 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
 def _check_experts(v: Values, fixed: bool) -> None:
     experts, topk = v.whole("model.num_moe_experts", 1), v.whole("model.moe_router_topk", 1)
     if experts and topk and topk > experts:
-        raise ConfigError(f"model.moe_router_topk={topk} is above model.num_moe_experts={experts}; lower it.")
+        raise ConfigError(
+            f"model.moe_router_topk={topk} is above model.num_moe_experts={experts}; lower it."
+        )
     v.number("model.moe_aux_loss_coeff", 0)
     v.number("model.moe_z_loss_coeff", 0)
-    v.choice("model.moe_token_dispatcher_type", ("alltoall",))  # the others want rows of one length on all ranks
+    v.choice(
+        "model.moe_token_dispatcher_type", ("alltoall",)
+    )  # the others want rows of one length on all ranks
     v.choice("model.moe_router_load_balancing_type", ("aux_loss", "none"))
     v.whole("model.moe_ffn_hidden_size", 1)
     if experts or fixed:  # the configuration of a dense checkpoint may well hold such keys
         return
-    keys = [f"model.{key}" for key in v.get("model", {}) if key.startswith("moe_") and v.get(f"model.{key}")]
+    keys = [
+        f"model.{key}"
+        for key in v.get("model", {})
+        if key.startswith("moe_") and v.get(f"model.{key}")
+    ]
     if keys:
         raise ConfigError(
             f"{keys[0]}={v.get(keys[0])} is of a mixture of experts, but model.num_moe_experts is not set; set it, or "
@@ -196,7 +222,11 @@ def check_recomputation(v: Values, complete: bool) -> None:
             if v.get(RECOMPUTE + key) is None:
                 raise ConfigError(
                     f"{RECOMPUTE}granularity=full needs {RECOMPUTE}{key}, which is not set; give "
-                    + ("uniform or block." if key == "method" else "a number of layers, for example 1.")
+                    + (
+                        "uniform or block."
+                        if key == "method"
+                        else "a number of layers, for example 1."
+                    )
                 )
     if granularity == "selective" and complete and layers is not None:
         raise ConfigError(

@@ -38,12 +38,21 @@ def _check_ranges(v) -> None:
     v.choice(PPO + "kl_estimator", KL_ESTIMATORS)
     v.choice(MODEL + "kl_loss_estimator", KL_ESTIMATORS)
     v.number(PPO + "critic_gae_lambda", 0, 1)
-    for key in ("target_kl", "advantage_clip", "reward_clip", "adaptive_kl.target", "adaptive_kl.horizon"):
+    for key in (
+        "target_kl",
+        "advantage_clip",
+        "reward_clip",
+        "adaptive_kl.target",
+        "adaptive_kl.horizon",
+    ):
         v.number(PPO + key, 0, above=True)
     v.number(PPO + "overlong_penalty_factor", 0, above=True)
     v.number(MODEL + "kl_loss_coef", 0)
     v.number(MODEL + "dual_clip", 1, above=True)
-    buffer, longest = v.whole(PPO + "overlong_buffer_len", 0), v.get(MODEL + "length_params.max_length")
+    buffer, longest = (
+        v.whole(PPO + "overlong_buffer_len", 0),
+        v.get(MODEL + "length_params.max_length"),
+    )
     if buffer and longest and buffer > longest:
         raise ConfigError(
             f"trainer.ppo.overlong_buffer_len={buffer} is more than the {longest} tokens an answer can have "

@@ -62,9 +62,14 @@ def read_reward_models(cfg, setting: str) -> list[RewardModelSpec]:
         )
     for name, member in ensemble.items():
         _check_member(f"{setting}.reward_models", name, member)
-    specs = [_read_one(member, f"{setting}.reward_models.{name}", name=str(name)) for name, member in ensemble.items()]
+    specs = [
+        _read_one(member, f"{setting}.reward_models.{name}", name=str(name))
+        for name, member in ensemble.items()
+    ]
     if all(spec.weight == 0 for spec in specs):
-        raise ConfigError(f"every weight in {setting}.reward_models is 0: all rewards would be 0. Set at least one.")
+        raise ConfigError(
+            f"every weight in {setting}.reward_models is 0: all rewards would be 0. Set at least one."
+        )
     return specs
 
 
@@ -81,17 +86,29 @@ def _check_member(setting: str, name, member) -> None:
         )
     for key in member:
         if key not in _MEMBER_KEYS:
-            raise ConfigError(f"{setting}.{name} has the unknown key {key}; a member has {', '.join(_MEMBER_KEYS)}.")
+            raise ConfigError(
+                f"{setting}.{name} has the unknown key {key}; a member has {', '.join(_MEMBER_KEYS)}."
+            )
     for key in ("ip", "port"):
         if member.get(key, None) is None:
-            raise ConfigError(f"{setting}.{name}.{key} is not set; every member of an ensemble needs ip and port.")
+            raise ConfigError(
+                f"{setting}.{name}.{key} is not set; every member of an ensemble needs ip and port."
+            )
 
 
-def _read_one(section, setting: str, name: str | None = None, ip=None, port=None) -> RewardModelSpec:
+def _read_one(
+    section, setting: str, name: str | None = None, ip=None, port=None
+) -> RewardModelSpec:
     if not isinstance(section, Mapping):
-        raise ConfigError(f"{setting}={section!r} must be a section with ip, port and optionally name and weight.")
+        raise ConfigError(
+            f"{setting}={section!r} must be a section with ip, port and optionally name and weight."
+        )
     weight = section.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not math.isfinite(weight)
+    ):
         raise ConfigError(f"{setting}.weight={weight!r} must be a finite number.")
     if ip is None:
         ip = section.get("ip", None)
@@ -114,13 +131,17 @@ def _read_addresses(ip, port, setting: str) -> tuple:
     for value in ips:
         if not isinstance(value, str) or not value.strip():
             raise ConfigError(f"{setting}.ip={ip!r}: {value!r} is not a host name or IP address.")
-        if "/" in value or value.count(":") == 1 or any(map(str.isspace, value)):  # IPv6 addresses have more colons
+        if (
+            "/" in value or value.count(":") == 1 or any(map(str.isspace, value))
+        ):  # IPv6 addresses have more colons
             raise ConfigError(
                 f"{setting}.ip={ip!r}: give the host name or IP address alone; the port goes to {setting}.port."
             )
     for value in ports:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
-            raise ConfigError(f"{setting}.port={port!r}: {value!r} is not a TCP port; use numbers from 1 to 65535.")
+            raise ConfigError(
+                f"{setting}.port={port!r}: {value!r} is not a TCP port; use numbers from 1 to 65535."
+            )
     if not ips or not ports:
         raise ConfigError(f"{setting}.ip={ips} with {setting}.port={ports} names no server.")
     if len(ips) == 1:

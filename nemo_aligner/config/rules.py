@@ -40,7 +40,9 @@ def check_flags(values: Values, config_name: str) -> None:
     """Raise unless each switch is True or False; null only where it means "as in the checkpoint"."""
     for key in sorted(FLAGS & LIVE[config_name]):
         value = values.get(key)
-        leaves_it = key.removeprefix("model.") in ARCHITECTURE_KEYS or values.is_null(key.rpartition(".")[0])
+        leaves_it = key.removeprefix("model.") in ARCHITECTURE_KEYS or values.is_null(
+            key.rpartition(".")[0]
+        )
         if isinstance(value, bool) or (value is None and (leaves_it or not values.is_null(key))):
             continue
         shown = "null" if value is None else repr(value)
@@ -51,7 +53,9 @@ def check_required(values: Values, config_name: str) -> None:
     """Raise where a key that needs a value was set to null. One that is absent has the default of the code."""
     for key in sorted(REQUIRED[config_name]):
         if values.is_null(key):
-            raise ConfigError(f"{key} is not set; give it a value (docs/config.md names its default).")
+            raise ConfigError(
+                f"{key} is not set; give it a value (docs/config.md names its default)."
+            )
 
 
 def check_intervals(section: str, val_check_interval, save_interval) -> None:
@@ -79,7 +83,10 @@ def _check_same(values: Values, key: str, other: str) -> None:
 
 
 def _check_sequence_lengths(values: Values) -> None:
-    length, positions = values.whole("model.encoder_seq_length", 2), values.whole("model.max_position_embeddings", 1)
+    length, positions = (
+        values.whole("model.encoder_seq_length", 2),
+        values.whole("model.max_position_embeddings", 1),
+    )
     learned = values.get("model.position_embedding_type", "learned_absolute") == "learned_absolute"
     if length and positions and learned and positions < length:
         raise ConfigError(
@@ -147,7 +154,10 @@ def _check_actor(values: Values, dp: dict[str, int]) -> None:
     _check_policy(v, "ppo", "remote_critic_rm", dp)
     if v.whole("trainer.ppo.ppo_epochs", 1) is None:
         raise ConfigError("trainer.ppo.ppo_epochs is not set; give a whole number.")
-    prompts, answers = (v.whole(f"model.ppo.{key}", 1) for key in ("num_rollout_samples", "num_rollouts_per_prompt"))
+    prompts, answers = (
+        v.whole(f"model.ppo.{key}", 1)
+        for key in ("num_rollout_samples", "num_rollouts_per_prompt")
+    )
     batch = v.whole("model.global_batch_size", 1)
     if prompts and batch:
         name = "model.ppo.num_rollout_samples" + (
@@ -165,7 +175,9 @@ def _check_actor(values: Values, dp: dict[str, int]) -> None:
     v.number("trainer.ppo.alarms.clip_fraction", 0, 1)
     v.number("trainer.ppo.alarms.explained_variance", high=1)
     v.port("remote_critic_rm.critic.port")
-    if v.get("remote_critic_rm.reward_models") and v.get("remote_critic_rm.combine_rm_and_critic_server", True):
+    if v.get("remote_critic_rm.reward_models") and v.get(
+        "remote_critic_rm.combine_rm_and_critic_server", True
+    ):
         raise ConfigError(
             "remote_critic_rm.reward_models names servers of their own, but "
             "remote_critic_rm.combine_rm_and_critic_server=True has the critic server score rewards; set it to False."
@@ -176,14 +188,20 @@ def _check_rs(values: Values, dp: dict[str, int]) -> None:
     v = values
     _check_policy(v, "rs", "remote_rm", dp)
     prompts = v.whole("model.rs.num_rollout_samples", 1)
-    answers, kept = (v.whole(f"model.rs.{key}", 1) for key in ("num_rollouts_per_prompt", "top_n_rollouts"))
+    answers, kept = (
+        v.whole(f"model.rs.{key}", 1) for key in ("num_rollouts_per_prompt", "top_n_rollouts")
+    )
     if answers and kept and kept > answers:
         raise ConfigError(
             f"model.rs.top_n_rollouts={kept} is above model.rs.num_rollouts_per_prompt={answers}: no more can be kept "
             "than were drawn; lower the first or raise the second."
         )
     sampling = "model.rs.sampling_params."
-    if answers and answers > 1 and (v.get(sampling + "use_greedy") or v.get(sampling + "top_k") == 1):
+    if (
+        answers
+        and answers > 1
+        and (v.get(sampling + "use_greedy") or v.get(sampling + "top_k") == 1)
+    ):
         raise ConfigError(
             f"model.rs.num_rollouts_per_prompt={answers} answers to a prompt would be the same with "
             "sampling_params.use_greedy=True or top_k=1; sample, or draw one answer."
@@ -246,7 +264,12 @@ def _check_reward_server(values: Values, ranks: int) -> None:
 
 def _check_from_scratch(values: Values, restore_key: str) -> None:
     """Without a checkpoint the architecture must be given."""
-    needed = ["model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.tokenizer.library"]
+    needed = [
+        "model.num_layers",
+        "model.hidden_size",
+        "model.num_attention_heads",
+        "model.tokenizer.library",
+    ]
     missing = [key for key in needed if values.get(key) is None]
     if missing:
         raise ConfigError(
@@ -255,7 +278,9 @@ def _check_from_scratch(values: Values, restore_key: str) -> None:
         )
 
 
-def check_values(cfg, config_name: str, *, complete: bool, visible_devices: int | None = None, env=None) -> None:
+def check_values(
+    cfg, config_name: str, *, complete: bool, visible_devices: int | None = None, env=None
+) -> None:
     """Refuse values that cannot work, alone or together.
 
     Args:
@@ -308,21 +333,35 @@ def _check_start(values: Values, config_name: str) -> bool:
     restore_key = RESTORE_KEYS.get(config_name, RESTORE_KEY)
     restore = values.get(restore_key)
     if restore is not None and not os.path.exists(str(restore)):
-        raise ConfigError(f"{restore_key}={restore} does not exist; give the path of a .nemo file or folder.")
-    if restore is not None or (config_name == "inference_rm" and values.get("inference.reward_fn") is not None):
+        raise ConfigError(
+            f"{restore_key}={restore} does not exist; give the path of a .nemo file or folder."
+        )
+    if restore is not None or (
+        config_name == "inference_rm" and values.get("inference.reward_fn") is not None
+    ):
         return False
     if config_name not in ("gpt_sft", "training_rm"):
-        raise ConfigError(f"{restore_key} is not set; give the path of the .nemo file or folder to start from.")
+        raise ConfigError(
+            f"{restore_key} is not set; give the path of the .nemo file or folder to start from."
+        )
     _check_from_scratch(values, restore_key)
     return True
 
 
 def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> None:
     """What all jobs that train have in common."""
-    _divides(values, "model.global_batch_size", "model.micro_batch_size", dp=dp | virtual_pipeline_group(values))
+    _divides(
+        values,
+        "model.global_batch_size",
+        "model.micro_batch_size",
+        dp=dp | virtual_pipeline_group(values),
+    )
     values.number("model.optim.lr", 0, above=True)
     values.choice("exp_manager.checkpoint_callback_params.mode", ("min", "max"))
-    data_length, length = values.whole("model.data.seq_length", 2), values.whole("model.encoder_seq_length", 2)
+    data_length, length = (
+        values.whole("model.data.seq_length", 2),
+        values.whole("model.encoder_seq_length", 2),
+    )
     if data_length and length and data_length > length:
         raise ConfigError(
             f"model.data.seq_length={data_length} is above model.encoder_seq_length={length}; set it to {length} or "
@@ -331,7 +370,11 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
     section = f"trainer.{SECTIONS[config_name]}"
     values.number(f"{section}.gradient_clip_val", 0)
     values.whole(f"{section}.alarms.replica_check_interval", 0)
-    check_intervals(section, values.get(f"{section}.val_check_interval"), values.get(f"{section}.save_interval"))
+    check_intervals(
+        section,
+        values.get(f"{section}.val_check_interval"),
+        values.get(f"{section}.save_interval"),
+    )
     for key in ("limit_train_batches", "limit_val_batches"):
         values.number(f"{section}.{key}", 0)
     reads_prefix = config_name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm")
@@ -348,7 +391,12 @@ def _check_sft(values: Values, dp: dict[str, int]) -> None:
         name = f"model.data.{split}"
         factors = dp | virtual_pipeline_group(values)
         _divides(values, f"{name}.global_batch_size", f"{name}.micro_batch_size", dp=factors)
-        limit, length = values.whole(f"{name}.max_seq_length", 2), values.whole("model.encoder_seq_length")
+        limit, length = (
+            values.whole(f"{name}.max_seq_length", 2),
+            values.whole("model.encoder_seq_length"),
+        )
         if limit and length and limit > length:
-            raise ConfigError(f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower it.")
+            raise ConfigError(
+                f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower it."
+            )
         values.choice(f"{name}.truncation_method", ("left", "right"))

@@ -15,7 +15,14 @@ Three tables per configuration name:
 
 from dataclasses import dataclass
 
-CONFIG_NAMES = ("gpt_ppo_actor", "gpt_ppo_critic", "gpt_rs_actor", "training_rm", "inference_rm", "gpt_sft")
+CONFIG_NAMES = (
+    "gpt_ppo_actor",
+    "gpt_ppo_critic",
+    "gpt_rs_actor",
+    "training_rm",
+    "inference_rm",
+    "gpt_sft",
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,9 @@ class Inert:
     neutral: tuple = ()  # (...,) means every value
 
     def is_neutral(self, value) -> bool:
-        return ... in self.neutral or any(value == n and type(value) is type(n) for n in self.neutral)
+        return ... in self.neutral or any(
+            value == n and type(value) is type(n) for n in self.neutral
+        )
 
 
 def _keys(prefix: str, names: str) -> set[str]:
@@ -45,16 +54,19 @@ _TRAINER = _keys(
     """num_nodes devices accelerator precision logger enable_checkpointing use_distributed_sampler max_time
     max_epochs max_steps""",
 )
-_EXP_MANAGER = _keys(  # the fields of nemo.utils.exp_manager.ExpManagerConfig and its CallbackParams
-    "exp_manager",
-    """explicit_log_dir exp_dir name version use_datetime_version resume_if_exists resume_past_end
+_EXP_MANAGER = (
+    _keys(  # the fields of nemo.utils.exp_manager.ExpManagerConfig and its CallbackParams
+        "exp_manager",
+        """explicit_log_dir exp_dir name version use_datetime_version resume_if_exists resume_past_end
     resume_ignore_no_checkpoint resume_from_checkpoint create_tensorboard_logger summary_writer_kwargs
     create_wandb_logger wandb_logger_kwargs create_mlflow_logger mlflow_logger_kwargs create_dllogger_logger
     dllogger_logger_kwargs create_clearml_logger clearml_logger_kwargs create_neptune_logger
     neptune_logger_kwargs create_checkpoint_callback files_to_copy max_time_per_run seconds_to_sleep""",
-) | _keys(
-    "exp_manager.checkpoint_callback_params",
-    "filename monitor save_top_k mode always_save_nemo save_nemo_on_train_end",
+    )
+    | _keys(
+        "exp_manager.checkpoint_callback_params",
+        "filename monitor save_top_k mode always_save_nemo save_nemo_on_train_end",
+    )
 )
 _ARCHITECTURE = _keys(
     "model",
@@ -146,7 +158,9 @@ _RS = (
         """max_epochs max_steps run_init_validation val_check_interval save_interval gradient_clip_val
         rollout_batch_seq_length model_gbs model_mbs alarms.truncated_fraction alarms.replica_check_interval""",
     )
-    | _keys("remote_rm", "pad_to_length init_timeout_s inference_timeout_s host port reward_models")
+    | _keys(
+        "remote_rm", "pad_to_length init_timeout_s inference_timeout_s host port reward_models"
+    )
     | _keys("remote_rm.reward_model", _REWARD_ADDRESS)
     | _keys("model.rs", f"{_POLICY} num_rollouts_per_prompt top_n_rollouts")
 )
@@ -176,8 +190,16 @@ _SFT = (
     )
     | _keys("model", "restore_from_path answer_only_loss loss_reduction")
     | _keys("model.data", "chat num_workers sample")
-    | _keys("model.data.chat_prompt_tokens", "system_turn_start turn_start label_start end_of_turn end_of_name")
-    | set().union(*(_keys(f"model.data.{split}", _SFT_SET) for split in ("train_ds", "validation_ds", "test_ds")))
+    | _keys(
+        "model.data.chat_prompt_tokens",
+        "system_turn_start turn_start label_start end_of_turn end_of_name",
+    )
+    | set().union(
+        *(
+            _keys(f"model.data.{split}", _SFT_SET)
+            for split in ("train_ds", "validation_ds", "test_ds")
+        )
+    )
 )
 
 LIVE = {
@@ -286,9 +308,14 @@ REQUIRED = {
         overlong_buffer_len overlong_penalty_factor critic_warmup_steps""",
     )
     | _keys("model", "data.num_workers data.seq_length")
-    | _keys("model.ppo", f"{_REQUIRED_POLICY} kl_loss_coef kl_loss_estimator ratio_eps entropy_bonus"),
+    | _keys(
+        "model.ppo", f"{_REQUIRED_POLICY} kl_loss_coef kl_loss_estimator ratio_eps entropy_bonus"
+    ),
     "gpt_ppo_critic": _REQUIRED_TRAINING
-    | _keys("trainer.ppo", "host port max_steps max_queue_delay_microseconds inference_micro_batch_size"),
+    | _keys(
+        "trainer.ppo",
+        "host port max_steps max_queue_delay_microseconds inference_micro_batch_size",
+    ),
     "gpt_rs_actor": _REQUIRED_TRAINING
     | _keys("trainer.rs", _REQUIRED_LOOP)
     | _keys("model", "data.num_workers data.seq_length")
@@ -304,7 +331,9 @@ REQUIRED = {
     ),
     "gpt_sft": _REQUIRED_TRAINING
     | _keys("trainer.sft", "max_steps val_check_interval save_interval")
-    | _keys("model", "data.num_workers data.train_ds.max_seq_length data.validation_ds.max_seq_length")
+    | _keys(
+        "model", "data.num_workers data.train_ds.max_seq_length data.validation_ds.max_seq_length"
+    )
     | _keys("model.data.validation_ds", "micro_batch_size global_batch_size"),
 }
 
@@ -312,7 +341,9 @@ REQUIRED = {
 
 _TRT = "TensorRT-LLM is gone; the built-in engine generates"
 _FLASK = "there is no Flask server: the shared work queue is a counter in the job's own store"
-_LIGHTNING = "Lightning only launches the job: the loops are this project's own; see trainer.<algorithm>"
+_LIGHTNING = (
+    "Lightning only launches the job: the loops are this project's own; see trainer.<algorithm>"
+)
 _TE = "the layer implementation is chosen by what is installed (Transformer Engine on a GPU, else local)"
 _APEX = "apex's own optimizer and kernels are not used; Megatron Core's are"
 _NEMO = "a key of NeMo's model that Megatron Core has no use for here"
@@ -352,7 +383,13 @@ _INERT_COMMON = (
         ...,
     )
     | _inert("model", "mcore_gpt", "every model here is a Megatron Core model", True)
-    | _inert("model", "ub_tp_comm_overlap ub_tp_comm_overlap_cfg ub_tp_comm_overlap_disable_qkv", _TE, None, False)
+    | _inert(
+        "model",
+        "ub_tp_comm_overlap ub_tp_comm_overlap_cfg ub_tp_comm_overlap_disable_qkv",
+        _TE,
+        None,
+        False,
+    )
     | _inert(
         "model",
         """transformer_engine use_flash_attention fp8_e4m3 fp8_hybrid fp8_margin fp8_interval fp8_amax_history_len
@@ -395,11 +432,20 @@ _INERT_COMMON = (
         ddp_bucket_size""",
         _APEX,
     )
-    | _inert("model.optim.sched", "max_steps last_epoch monitor reduce_on_plateau warmup_ratio hold_steps", _NEMO)
+    | _inert(
+        "model.optim.sched",
+        "max_steps last_epoch monitor reduce_on_plateau warmup_ratio hold_steps",
+        _NEMO,
+    )
     | _inert("model.data", "skip_warmup", _DATASET, True)
     | _inert("model.data", "dataloader_type", _DATASET, "single", None)
     | _inert("model.data", "index_mapping_dir", _DATASET, None)
-    | _inert("model.data", "reset_position_ids reset_attention_mask eod_mask_loss", "samples are never packed", False)
+    | _inert(
+        "model.data",
+        "reset_position_ids reset_attention_mask eod_mask_loss",
+        "samples are never packed",
+        False,
+    )
     | _inert(
         "model.data",
         """no_seqlen_plus_one_input_tokens pad_samples_to_global_batch_size shuffle_documents
@@ -410,7 +456,9 @@ _INERT_COMMON = (
     )
 )
 
-_DATASET_INERT = _inert("model.data", "train_ds validation_ds test_ds", "name the files under model.data.data_prefix")
+_DATASET_INERT = _inert(
+    "model.data", "train_ds validation_ds test_ds", "name the files under model.data.data_prefix"
+)
 
 INERT = {
     "gpt_ppo_actor": _INERT_COMMON
@@ -435,19 +483,37 @@ INERT = {
     | _inert("trainer", "flask_server", _FLASK)
     | _inert("trainer.ppo", "wandb_table", _DEAD)
     | _inert("trainer.ppo", "combine_rm_and_critic_server", "it belongs to remote_critic_rm")
-    | _inert("model.ppo", "combine_rm_and_critic_server", _DEAD + "; it belongs to remote_critic_rm")
+    | _inert(
+        "model.ppo", "combine_rm_and_critic_server", _DEAD + "; it belongs to remote_critic_rm"
+    )
     | _inert("model.ppo", "trt_model_dir", _TRT)
     | _inert("model.ppo", "forward_mbs", _DEAD + "; use model.ppo.forward_micro_batch_size")
     | _inert("model", "forward_mbs", _DEAD + "; use model.ppo.forward_micro_batch_size")
     | _inert("model", "offload_adam_states", _DEAD + "; use model.ppo.offload_adam_states")
     | _inert("model.ppo", "share_dir", _DEAD)
-    | _inert("model.ppo.sampling_params", "add_BOS", "prompts are tokenized as they stand, by the data set", False)
     | _inert(
-        "model.ppo.sampling_params", "all_probs compute_logprob", "log-probabilities come from their own pass", False
+        "model.ppo.sampling_params",
+        "add_BOS",
+        "prompts are tokenized as they stand, by the data set",
+        False,
     )
-    | _inert("remote_critic_rm", "pad_sequence_length_to_multiple", _DEAD + "; use remote_critic_rm.pad_to_length"),
+    | _inert(
+        "model.ppo.sampling_params",
+        "all_probs compute_logprob",
+        "log-probabilities come from their own pass",
+        False,
+    )
+    | _inert(
+        "remote_critic_rm",
+        "pad_sequence_length_to_multiple",
+        _DEAD + "; use remote_critic_rm.pad_to_length",
+    ),
     "gpt_ppo_critic": _INERT_COMMON
-    | _inert("trainer.ppo", "pad_sequence_length_to_multiple", _DEAD + "; use strip_sequence_length_to_multiple")
+    | _inert(
+        "trainer.ppo",
+        "pad_sequence_length_to_multiple",
+        _DEAD + "; use strip_sequence_length_to_multiple",
+    )
     | _inert("trainer.ppo", "flask_server", _FLASK)
     | _inert("exp_manager", "max_time_per_run", "the critic serves until it is stopped")
     | _inert("trainer", "max_time", "the critic serves until it is stopped")
@@ -458,20 +524,36 @@ INERT = {
         False,
     )
     | _inert(
-        "trainer.ppo", "max_epochs val_check_interval save_interval", "the actor decides when to save and to stop"
+        "trainer.ppo",
+        "max_epochs val_check_interval save_interval",
+        "the actor decides when to save and to stop",
     )
     | _inert("model", "forward_mbs", _DEAD + "; use model.forward_micro_batch_size")
-    | _inert("model", "ppo data", "the critic has no data of its own; batch sizes are those of the actor's requests"),
+    | _inert(
+        "model",
+        "ppo data",
+        "the critic has no data of its own; batch sizes are those of the actor's requests",
+    ),
     "gpt_rs_actor": _INERT_COMMON
     | _DATASET_INERT
-    | _inert("model.rs.sampling_params", "add_BOS", "prompts are tokenized as they stand, by the data set", False)
     | _inert(
-        "model.rs.sampling_params", "all_probs compute_logprob", "log-probabilities come from their own pass", False
+        "model.rs.sampling_params",
+        "add_BOS",
+        "prompts are tokenized as they stand, by the data set",
+        False,
+    )
+    | _inert(
+        "model.rs.sampling_params",
+        "all_probs compute_logprob",
+        "log-probabilities come from their own pass",
+        False,
     )
     | _inert("model.rs", "forward_mbs share_dir", _DEAD)
     | _inert("model", "forward_mbs", _DEAD + "; use model.rs.forward_micro_batch_size")
     | _inert("model", "offload_adam_states", _DEAD + "; use model.rs.offload_adam_states")
-    | _inert("remote_rm", "pad_sequence_length_to_multiple", _DEAD + "; use remote_rm.pad_to_length"),
+    | _inert(
+        "remote_rm", "pad_sequence_length_to_multiple", _DEAD + "; use remote_rm.pad_to_length"
+    ),
     "inference_rm": _INERT_COMMON
     | _inert("model", "global_batch_size optim data", "a server trains nothing", ...)
     | _inert("exp_manager", "explicit_log_dir exp_dir name", "a reward server writes no files")
@@ -519,9 +601,18 @@ ONLY = {
     "model.headscale": ((False,), "such a model cannot be built on Megatron Core"),
     "model.openai_gelu": ((False,), "set model.activation=gelu: only the exact gelu is built"),
     "model.onnx_safe": ((False,), "set it to False"),
-    "model.normalize_attention_scores": ((True,), "attention scores are always scaled by 1/sqrt(head size)"),
+    "model.normalize_attention_scores": (
+        (True,),
+        "attention scores are always scaled by 1/sqrt(head size)",
+    ),
     "model.window_size": ((), "sliding-window attention is not supported"),
-    "model.moe_grouped_gemm": ((False,), "the experts are computed one after the other; set it to False"),
+    "model.moe_grouped_gemm": (
+        (False,),
+        "the experts are computed one after the other; set it to False",
+    ),
     "model.qk_layernorm": ((False,), "normalised queries and keys are not supported"),
-    "model.apply_residual_connection_post_layernorm": ((False,), "only pre-LayerNorm models exist here"),
+    "model.apply_residual_connection_post_layernorm": (
+        (False,),
+        "only pre-LayerNorm models exist here",
+    ),
 }

@@ -22,7 +22,9 @@ def resolved(cfg) -> dict:
     try:
         return OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"The configuration has a reference that cannot be resolved: {error}") from error
+        raise ConfigError(
+            f"The configuration has a reference that cannot be resolved: {error}"
+        ) from error
 
 
 class Values:
@@ -61,12 +63,18 @@ class Values:
             raise ConfigError(f"{key}={value} must be at least {minimum}.")
         return value
 
-    def number(self, key: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> None:
+    def number(
+        self, key: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False
+    ) -> None:
         """Raise unless the value, where set, is a number in [low, high] (in (low, high] with `above`)."""
         value = self.get(key)
         if value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+        ):
             raise ConfigError(f"{key}={value!r} must be a finite number.")
         if not low <= value <= high or (above and value == low):
             bounds = [f"above {low}" if above else f"at least {low}"] if low > -math.inf else []
@@ -84,7 +92,9 @@ class Values:
             raise ConfigError(f"{key}={value} is not a TCP port; use a number from 1 to 65535.")
 
 
-def require_multiple(name: str, value: int, factors: Mapping[str, int], remedy: str | None = None) -> None:
+def require_multiple(
+    name: str, value: int, factors: Mapping[str, int], remedy: str | None = None
+) -> None:
     """Raise unless `value` is a positive multiple of the product of `factors` (name -> size).
 
     Args:

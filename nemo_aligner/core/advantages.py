@@ -60,7 +60,9 @@ def _gae(values: Tensor, rewards: Tensor, discount_factor: float, gae_lambda: fl
     return advantages
 
 
-def calculate_reinforce_returns(rewards: Tensor, discount_factor: float, mask: Tensor | None = None) -> Tensor:
+def calculate_reinforce_returns(
+    rewards: Tensor, discount_factor: float, mask: Tensor | None = None
+) -> Tensor:
     """Discounted sum of the rewards to come: G_t = sum over k >= t of gamma^(k-t) r_k.
 
     Of token rewards with a KL penalty, and normalised over the global batch (`distributed.normalize_tensor`), these
@@ -75,7 +77,9 @@ def calculate_reinforce_returns(rewards: Tensor, discount_factor: float, mask: T
         [B, S-1]; prompt columns hold returns too, which only the loss mask removes.
     """
     # GAE with lambda 1 and no critic: v = 0 everywhere.
-    return calculate_advantages_and_returns(torch.zeros_like(rewards), rewards, discount_factor, 1.0, mask)[0]
+    return calculate_advantages_and_returns(
+        torch.zeros_like(rewards), rewards, discount_factor, 1.0, mask
+    )[0]
 
 
 def calculate_rloo_baseline(prompts: Tensor, reward: Tensor, mask: Tensor) -> Tensor:
@@ -97,7 +101,9 @@ def calculate_rloo_baseline(prompts: Tensor, reward: Tensor, mask: Tensor) -> Te
     return torch.where(others > 0, total / others.clamp(min=1), reward)
 
 
-def calculate_rloo_advantages(scores: Tensor, prompts: Tensor, mask: Tensor | None = None) -> Tensor:
+def calculate_rloo_advantages(
+    scores: Tensor, prompts: Tensor, mask: Tensor | None = None
+) -> Tensor:
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740): score minus `calculate_rloo_baseline`.
 
     Args:
@@ -110,11 +116,17 @@ def calculate_rloo_advantages(scores: Tensor, prompts: Tensor, mask: Tensor | No
     """
     valid = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask != 0
     kept = torch.where(valid, scores, 0).double()
-    return torch.where(valid, kept - calculate_rloo_baseline(prompts, kept, valid), 0).to(scores.dtype)
+    return torch.where(valid, kept - calculate_rloo_baseline(prompts, kept, valid), 0).to(
+        scores.dtype
+    )
 
 
 def calculate_grpo_advantages(
-    scores: Tensor, prompts: Tensor, mask: Tensor | None = None, normalize_std: bool = True, eps: float = 1e-6
+    scores: Tensor,
+    prompts: Tensor,
+    mask: Tensor | None = None,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
 ) -> Tensor:
     """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300, section 4.1.2): (score - mean) / (std + eps).
 

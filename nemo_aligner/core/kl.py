@@ -18,7 +18,10 @@ _MAX_K3_EXPONENT = 20.0
 
 
 def calculate_kl_penalty(
-    log_probs_a: Tensor, log_probs_b: Tensor, use_absolute_kl: bool = True, estimator: str | None = None
+    log_probs_a: Tensor,
+    log_probs_b: Tensor,
+    use_absolute_kl: bool = True,
+    estimator: str | None = None,
 ) -> Tensor:
     """One-sample estimate of KL(a || b) per transition, for tokens that were drawn from a.
 
@@ -57,7 +60,9 @@ def calculate_kl_penalty(
     if estimator == "k3":
         # expm1: between policies that hardly differ, exp(-k1) - 1 would be rounding error.
         return torch.expm1((-k1).clamp(max=_MAX_K3_EXPONENT)) + k1
-    raise ValueError(f"KL estimator {estimator!r} is unknown; choose one of {', '.join(KL_ESTIMATORS)}")
+    raise ValueError(
+        f"KL estimator {estimator!r} is unknown; choose one of {', '.join(KL_ESTIMATORS)}"
+    )
 
 
 class FixedKLController:
@@ -100,7 +105,11 @@ class AdaptiveKLController:
         Raises:
             ValueError: a value that is not above 0.
         """
-        for name, value in (("init_kl_coef", init_kl_coef), ("target", target), ("horizon", horizon)):
+        for name, value in (
+            ("init_kl_coef", init_kl_coef),
+            ("target", target),
+            ("horizon", horizon),
+        ):
             if not value > 0:
                 raise ValueError(f"{name}={value} of an adaptive KL controller must be above 0")
         self.value = float(init_kl_coef)
@@ -118,7 +127,9 @@ class AdaptiveKLController:
             ValueError: `kl` is not finite, or so many samples that beta could turn negative.
         """
         if not math.isfinite(kl):
-            raise ValueError(f"the KL to the reference policy is {kl}; its coefficient cannot be adapted to that")
+            raise ValueError(
+                f"the KL to the reference policy is {kl}; its coefficient cannot be adapted to that"
+            )
         if not _MAX_RELATIVE_ERROR * num_samples < self.horizon:
             raise ValueError(
                 f"horizon={self.horizon:g} is too short for rollouts of {num_samples} samples: the KL coefficient "

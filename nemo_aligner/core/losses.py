@@ -51,7 +51,9 @@ def loss_weights(
     if reduction == "token":
         denominator = sum_over_dp(rows.sum(dtype=torch.float64))
     elif reduction == "sequence":
-        denominator = sum_over_dp(rows.any(1).sum(dtype=torch.float64)).clamp(min=1) * _count(rows, 1)
+        denominator = sum_over_dp(rows.any(1).sum(dtype=torch.float64)).clamp(min=1) * _count(
+            rows, 1
+        )
     elif reduction == "microbatch":
         if not micro_batch_size or rows.shape[0] % micro_batch_size:
             raise ValueError(
@@ -62,12 +64,16 @@ def loss_weights(
         per_split = _count(splits, 1) * splits.shape[0] * dp_size
         denominator = per_split.repeat_interleave(micro_batch_size, dim=0)
     else:
-        raise ValueError(f"loss_reduction={reduction!r} is unknown; choose one of {', '.join(LOSS_REDUCTIONS)}")
+        raise ValueError(
+            f"loss_reduction={reduction!r} is unknown; choose one of {', '.join(LOSS_REDUCTIONS)}"
+        )
     weights = rows / denominator.clamp(min=1)
     return weights.float().reshape(mask.shape)
 
 
-def loss_count(mask: Tensor, reduction: str = "token", micro_batch_size: int | None = None) -> float:
+def loss_count(
+    mask: Tensor, reduction: str = "token", micro_batch_size: int | None = None
+) -> float:
     """How many things `loss_weights` takes the mean over, on this rank: slots, rows or micro-batches.
 
     Means of several global batches are combined with these weights. Arguments as for `loss_weights`.
@@ -130,7 +136,9 @@ def ppo_actor_loss(
     Raises:
         ValueError: a tensor that a coefficient needs is missing, `dual_clip` is not above 1, or an unknown estimator.
     """
-    logprobs, prev_logprobs, advantages = (_kept(x, weights) for x in (logprobs, prev_logprobs, advantages))
+    logprobs, prev_logprobs, advantages = (
+        _kept(x, weights) for x in (logprobs, prev_logprobs, advantages)
+    )
     # Beyond e^80 a float32 ratio would overflow, and 0 * inf make a NaN gradient of a slot that the clip has cut.
     ratio = (logprobs - prev_logprobs).clamp(max=80.0).exp()
     clamped = ratio.clamp(1.0 - ratio_eps, 1.0 + ratio_eps)
@@ -146,8 +154,13 @@ def ppo_actor_loss(
         surrogate, metrics["dual_clip_fraction"] = _dual_clip(surrogate, advantages, dual_clip)
     loss = (weights * surrogate).sum()
     if kl_loss_coef:
-        _require(ref_logprobs, f"kl_loss_coef={kl_loss_coef} needs the log-probs of the reference policy")
-        kl = calculate_kl_penalty(logprobs, _kept(ref_logprobs, weights), estimator=kl_loss_estimator)
+        _require(
+            ref_logprobs,
+            f"kl_loss_coef={kl_loss_coef} needs the log-probs of the reference policy",
+        )
+        kl = calculate_kl_penalty(
+            logprobs, _kept(ref_logprobs, weights), estimator=kl_loss_estimator
+        )
         loss = loss + kl_loss_coef * (weights * kl).sum()
         metrics["kl_loss"] = kl
     scaled_entropy = torch.zeros_like(loss)
@@ -171,7 +184,12 @@ def _dual_clip(surrogate: Tensor, advantages: Tensor, limit: float) -> tuple[Ten
 
 
 def ppo_critic_loss(
-    *, values: Tensor, prev_values: Tensor, returns: Tensor, weights: Tensor, loss_clip_val: float | None
+    *,
+    values: Tensor,
+    prev_values: Tensor,
+    returns: Tensor,
+    weights: Tensor,
+    loss_clip_val: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Half squared error to the returns, the values kept within `loss_clip_val` of those at rollout time.
 
@@ -229,12 +247,16 @@ def preference_loss(
     Returns:
         Partial sums: the loss, and metrics `loss` and `acc` (share of pairs in the right order; a tie is not).
     """
-    margin = _kept(rewards_chosen.reshape(-1), weights) - _kept(rewards_rejected.reshape(-1), weights)
+    margin = _kept(rewards_chosen.reshape(-1), weights) - _kept(
+        rewards_rejected.reshape(-1), weights
+    )
     loss = -(weights * logsigmoid(margin)).sum()
     return loss, {"loss": loss.detach(), "acc": (weights * (margin.detach() > 0)).sum()}
 
 
-def regression_loss(*, predictions: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def regression_loss(
+    *, predictions: Tensor, labels: Tensor, weights: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean squared error of the attributes (Wang et al. 2024, arXiv:2406.08673), over the labels that count.
 
     Args:

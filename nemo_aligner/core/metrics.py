@@ -18,7 +18,9 @@ _MOMENTS = ("n", "x", "y", "xx", "yy", "xy")
 _NO_VARIANCE = 1e-12
 
 
-def correlation_moments(*, predictions: Tensor, labels: Tensor, weights: Tensor) -> dict[str, Tensor]:
+def correlation_moments(
+    *, predictions: Tensor, labels: Tensor, weights: Tensor
+) -> dict[str, Tensor]:
     """Weighted sums of 1, x, y, x^2, y^2 and x y for each attribute; x are the predictions, y the labels.
 
     Args:
@@ -32,7 +34,10 @@ def correlation_moments(*, predictions: Tensor, labels: Tensor, weights: Tensor)
     """
     keep = weights != 0
     x, y = (torch.where(keep, values.detach().double(), 0.0) for values in (predictions, labels))
-    sums = [(weights.double() * moment).sum(0) for moment in (torch.ones_like(x), x, y, x * x, y * y, x * y)]
+    sums = [
+        (weights.double() * moment).sum(0)
+        for moment in (torch.ones_like(x), x, y, x * x, y * y, x * y)
+    ]
     return {
         f"moment_{name}_{attribute}": value
         for name, values in zip(_MOMENTS, sums, strict=True)
@@ -72,7 +77,9 @@ def _pearson(n: float, x: float, y: float, xx: float, yy: float, xy: float) -> f
     return max(-1.0, min(1.0, (xy - x * y) / math.sqrt(var_x * var_y)))
 
 
-def explained_variance_moments(*, values: Tensor, returns: Tensor, weights: Tensor) -> dict[str, Tensor]:
+def explained_variance_moments(
+    *, values: Tensor, returns: Tensor, weights: Tensor
+) -> dict[str, Tensor]:
     """Weighted sums of 1, r, r^2, e and e^2, where r are the returns and e = returns - values the critic's errors.
 
     Args:

@@ -105,7 +105,9 @@ def calculate_overlong_penalty(
         ValueError: `buffer_len` is negative or above `max_length`.
     """
     if not 0 <= buffer_len <= max_length:
-        raise ValueError(f"overlong_buffer_len={buffer_len} must be between 0 and max_length={max_length}")
+        raise ValueError(
+            f"overlong_buffer_len={buffer_len} must be between 0 and max_length={max_length}"
+        )
     beyond = response_token_counts.float() - (max_length - buffer_len)
     if not buffer_len:
         return torch.zeros_like(beyond)
@@ -201,7 +203,9 @@ def calculate_entropy(log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
     return entropy if mask is None else masked_mean(entropy, mask)
 
 
-def select_topk(batch: dict[str, Tensor], num_select: int = 1, group_by: str = "prompt_tokens") -> dict[str, Tensor]:
+def select_topk(
+    batch: dict[str, Tensor], num_select: int = 1, group_by: str = "prompt_tokens"
+) -> dict[str, Tensor]:
     """Keep the `num_select` best rewarded rows of each prompt (all of a prompt that has fewer).
 
     Of equally rewarded rows the later ones are kept.
@@ -222,7 +226,9 @@ def select_topk(batch: dict[str, Tensor], num_select: int = 1, group_by: str = "
         raise ValueError(f"top_n_rollouts={num_select}: select at least 1 rollout for each prompt")
     rewards = batch["rewards"].flatten()
     if rewards.isnan().any():
-        raise ValueError(f"the reward of rollout {int(rewards.isnan().nonzero()[0])} is NaN; cannot select the best")
+        raise ValueError(
+            f"the reward of rollout {int(rewards.isnan().nonzero()[0])} is NaN; cannot select the best"
+        )
     group, size = group_rows(batch[group_by])
     order = torch.argsort(rewards, stable=True)
     order = order[torch.argsort(group[order], stable=True)]  # by prompt, and by reward inside

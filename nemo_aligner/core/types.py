@@ -61,7 +61,9 @@ class _PolicyTrainBatch(TypedDict):
     mask: Tensor  # float32 [B, S-1]: 1 on the response's transitions (see above), else 0
     is_end: Tensor  # bool [B]: False removes the row from the policy loss (not the critic's) by default
     prev_logprobs: Tensor  # float32 [B, S-1]: log-probs at rollout time
-    advantages: Tensor  # float32 [B, S-1]: normalised over the masked slots of all ranks if configured
+    advantages: (
+        Tensor  # float32 [B, S-1]: normalised over the masked slots of all ranks if configured
+    )
 
 
 class PPOTrainBatch(_PolicyTrainBatch, total=False):

@@ -47,7 +47,11 @@ class TextGenerator(ABC):
 
     @abstractmethod
     def generate(
-        self, prompts: Tensor, prompt_lengths: Tensor, sample_seeds: Tensor, params: GenerationParams
+        self,
+        prompts: Tensor,
+        prompt_lengths: Tensor,
+        sample_seeds: Tensor,
+        params: GenerationParams,
     ) -> GenerationOutput:
         """Generate one response to each prompt.
 
@@ -101,18 +105,26 @@ class MegatronGenerator(TextGenerator):
         self.max_sequence_length = max_sequence_length
         for module in unwrap_model(self.model):
             if module.position_embedding_type == "learned_absolute":
-                self.max_sequence_length = min(self.max_sequence_length, module.max_sequence_length)
+                self.max_sequence_length = min(
+                    self.max_sequence_length, module.max_sequence_length
+                )
         self._end_conditions: dict[tuple[str, ...], EndConditions] = {}
 
     @torch.no_grad()
     def generate(
-        self, prompts: Tensor, prompt_lengths: Tensor, sample_seeds: Tensor, params: GenerationParams
+        self,
+        prompts: Tensor,
+        prompt_lengths: Tensor,
+        sample_seeds: Tensor,
+        params: GenerationParams,
     ) -> GenerationOutput:
         device = get_device()
         prompts, lengths = prompts.to(device), prompt_lengths.to(device)
         limits = self._length_limits(prompts, lengths, params)
         if params.end_strings not in self._end_conditions:
-            self._end_conditions[params.end_strings] = EndConditions(self.tokenizer, params.end_strings)
+            self._end_conditions[params.end_strings] = EndConditions(
+                self.tokenizer, params.end_strings
+            )
         end = self._end_conditions[params.end_strings]
 
         def decode(*rows: Tensor) -> GenerationOutput:
@@ -128,8 +140,12 @@ class MegatronGenerator(TextGenerator):
         context = StaticInferenceContext(rows.tokens.size(0), rows.tokens.size(1))
         with decoding_mode(self.model):
             while True:
-                logits = self._forward(rows.tokens[:, context.sequence_len_offset : rows.cursor], context)
-                tokens, logprobs = self._share(*(rows.choose(logits) if logits is not None else (None, None)), rows)
+                logits = self._forward(
+                    rows.tokens[:, context.sequence_len_offset : rows.cursor], context
+                )
+                tokens, logprobs = self._share(
+                    *(rows.choose(logits) if logits is not None else (None, None)), rows
+                )
                 failure = None
                 try:
                     rows.append(tokens, logprobs)
@@ -142,7 +158,9 @@ class MegatronGenerator(TextGenerator):
                 keep = rows.compact()
                 if keep is not None:
                     for layer, memory in context.key_value_memory_dict.items():
-                        context.key_value_memory_dict[layer] = tuple(cache[:, keep] for cache in memory)
+                        context.key_value_memory_dict[layer] = tuple(
+                            cache[:, keep] for cache in memory
+                        )
                 context.enable_decode_mode()
             while not everybody_done:
                 self._forward(rows.tokens[:1, :1], StaticInferenceContext(1, 1))
@@ -153,9 +171,13 @@ class MegatronGenerator(TextGenerator):
         """int64 `[b]`: longest R of each row. Raises `UserError` for prompts that cannot be answered."""
         shortest, longest = int(lengths.min()), int(lengths.max())
         if shortest < 1:
-            raise UserError(f"the prompt in row {int(lengths.argmin())} is empty; a prompt needs at least one token.")
+            raise UserError(
+                f"the prompt in row {int(lengths.argmin())} is empty; a prompt needs at least one token."
+            )
         if longest > prompts.size(1):
-            raise UserError(f"a prompt length of {longest} exceeds the width of the prompts, {prompts.size(1)}.")
+            raise UserError(
+                f"a prompt length of {longest} exceeds the width of the prompts, {prompts.size(1)}."
+            )
         if longest >= self.max_sequence_length:
             raise UserError(
                 f"a prompt of {longest} tokens (row {int(lengths.argmax())}) leaves no room for a response within the "
@@ -183,17 +205,26 @@ class MegatronGenerator(TextGenerator):
         ranks = torch.distributed.get_process_group_ranks(group)
         for chunk, module in zip(self.model, unwrap_model(self.model), strict=True):
             if not module.pre_process:
-                shape, dtype = (width, rows, module.config.hidden_size), module.config.pipeline_dtype
+                shape, dtype = (
+                    (width, rows, module.config.hidden_size),
+                    module.config.pipeline_dtype,
+                )
                 hidden = torch.empty(shape, dtype=dtype, device=tokens.device)
                 torch.distributed.recv(hidden, src=ranks[stage - 1], group=group)
                 module.set_input_tensor(hidden)
-            output = chunk(tokens, positions, None, inference_context=context, runtime_gather_output=True)
+            output = chunk(
+                tokens, positions, None, inference_context=context, runtime_gather_output=True
+            )
             if not module.post_process:
-                torch.distributed.send(output.contiguous(), dst=ranks[(stage + 1) % len(ranks)], group=group)
+                torch.distributed.send(
+                    output.contiguous(), dst=ranks[(stage + 1) % len(ranks)], group=group
+                )
         context.sequence_len_offset += width
         return output[:, -1, : self.vocab_size].float() if module.post_process else None
 
-    def _share(self, tokens: Tensor | None, logprobs: Tensor | None, rows: "_Rows") -> tuple[Tensor, Tensor | None]:
+    def _share(
+        self, tokens: Tensor | None, logprobs: Tensor | None, rows: "_Rows"
+    ) -> tuple[Tensor, Tensor | None]:
         """Choices of the first tensor-parallel rank of the last stage, on every rank of the model."""
         group = parallel_state.get_tensor_and_pipeline_parallel_group()
         ranks = torch.distributed.get_process_group_ranks(group)
@@ -205,7 +236,9 @@ class MegatronGenerator(TextGenerator):
         torch.distributed.broadcast(tokens, src=source, group=group)
         if rows.params.return_logprobs:
             if logprobs is None:
-                logprobs = torch.empty(rows.tokens.size(0), dtype=torch.float32, device=rows.tokens.device)
+                logprobs = torch.empty(
+                    rows.tokens.size(0), dtype=torch.float32, device=rows.tokens.device
+                )
             torch.distributed.broadcast(logprobs, src=source, group=group)
         return tokens, logprobs
 
@@ -219,11 +252,15 @@ def _on_all_expert_ranks(done: bool, failure: RuntimeError | None = None) -> boo
     if parallel_state.get_expert_model_parallel_world_size() > 1:
         state = torch.tensor(-1 if failure else int(done), device=get_device())
         torch.distributed.all_reduce(
-            state, op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_expert_model_parallel_group()
+            state,
+            op=torch.distributed.ReduceOp.MIN,
+            group=parallel_state.get_expert_model_parallel_group(),
         )
         done = int(state) == 1
         if failure is None and int(state) < 0:
-            failure = RuntimeError("generation failed on another rank of this expert-parallel group; see its error.")
+            failure = RuntimeError(
+                "generation failed on another rank of this expert-parallel group; see its error."
+            )
     if failure is not None:
         raise failure
     return done
@@ -235,8 +272,13 @@ def _share_out_rows(decode, inputs: tuple[Tensor, ...], pad_id: int) -> Generati
     Raises:
         RuntimeError: `decode` raised one on some rank; on all of them.
     """
-    group, size = parallel_state.get_context_parallel_group(), parallel_state.get_context_parallel_world_size()
-    mine = torch.arange(len(inputs[0])).tensor_split(size)[parallel_state.get_context_parallel_rank()]
+    group, size = (
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_context_parallel_world_size(),
+    )
+    mine = torch.arange(len(inputs[0])).tensor_split(size)[
+        parallel_state.get_context_parallel_rank()
+    ]
     # A rank with no row of its own decodes a copy of the first: nobody may sit out if experts are spread over ranks.
     rows = mine if len(mine) else torch.zeros(1, dtype=torch.int64)
     output, error = None, None
@@ -246,7 +288,9 @@ def _share_out_rows(decode, inputs: tuple[Tensor, ...], pad_id: int) -> Generati
         error = failure
     told = [None] * size
     width = 0 if output is None else output.response_tokens.size(1)
-    torch.distributed.all_gather_object(told, (None if error is None else str(error), width), group=group)
+    torch.distributed.all_gather_object(
+        told, (None if error is None else str(error), width), group=group
+    )
     if error is not None:
         raise error
     for text, _ in told:
@@ -256,7 +300,11 @@ def _share_out_rows(decode, inputs: tuple[Tensor, ...], pad_id: int) -> Generati
     kept = slice(len(mine))
 
     def gather(tensor: Tensor, **pad_options) -> Tensor:
-        tensor = torch.nn.functional.pad(tensor, (0, pad), **pad_options) if tensor.dim() > 1 else tensor
+        tensor = (
+            torch.nn.functional.pad(tensor, (0, pad), **pad_options)
+            if tensor.dim() > 1
+            else tensor
+        )
         return rebalance_nd_tensor(tensor[kept], group)
 
     return GenerationOutput(
@@ -274,10 +322,19 @@ class _Rows:
     the column that is written next.
     """
 
-    _PER_ROW = "tokens prompt_lengths limits response_lengths is_end done index uniforms seen".split()
+    _PER_ROW = (
+        "tokens prompt_lengths limits response_lengths is_end done index uniforms seen".split()
+    )
 
     def __init__(
-        self, prompts, lengths, limits, sample_seeds, params: GenerationParams, end: EndConditions, vocab_size: int
+        self,
+        prompts,
+        lengths,
+        limits,
+        sample_seeds,
+        params: GenerationParams,
+        end: EndConditions,
+        vocab_size: int,
     ):
         self.params = params
         self.end = end
@@ -297,7 +354,11 @@ class _Rows:
         self.uniforms = None
         if not params.use_greedy:
             self.uniforms = sample_uniforms(sample_seeds.to(device), params.max_length)
-        self.seen = seen_tokens(self.tokens, lengths, vocab_size) if params.repetition_penalty != 1.0 else None
+        self.seen = (
+            seen_tokens(self.tokens, lengths, vocab_size)
+            if params.repetition_penalty != 1.0
+            else None
+        )
         self.end_token_ids = torch.tensor(end.token_ids, device=device)
         self.logprobs = None
         if params.return_logprobs:
@@ -312,7 +373,9 @@ class _Rows:
         generated = (self.cursor - self.prompt_lengths).clamp(min=0, max=params.max_length - 1)
         tokens = choose_tokens(
             logits,
-            uniforms=None if self.uniforms is None else self.uniforms.gather(1, generated.unsqueeze(1)).squeeze(1),
+            uniforms=None
+            if self.uniforms is None
+            else self.uniforms.gather(1, generated.unsqueeze(1)).squeeze(1),
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
@@ -342,7 +405,9 @@ class _Rows:
         if logprobs is not None:
             self.logprobs[self.index, cursor - 1] = torch.where(active, logprobs, 0.0)
         may_end = active & (generated >= self.params.min_length)
-        ended = self.end.ended(self.tokens, torch.full_like(generated, cursor), may_end, first=self.prompt_lengths)
+        ended = self.end.ended(
+            self.tokens, torch.full_like(generated, cursor), may_end, first=self.prompt_lengths
+        )
         self.response_lengths = torch.where(ended, cursor + 1, self.response_lengths)
         self.is_end |= ended
         self.done |= ended | (cursor + 1 >= self.limits)
@@ -390,8 +455,12 @@ def decoding_mode(model: list[torch.nn.Module]):
     """Inside, the chunks are in evaluation mode and do not split the sequence over TP or CP ranks."""
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
     modules = [module for chunk in model for module in chunk.modules()]
-    owners = modules + list({id(m.config): m.config for m in modules if hasattr(m, "config")}.values())
-    changed = [(owner, name) for owner in owners for name in names if getattr(owner, name, None) is True]
+    owners = modules + list(
+        {id(m.config): m.config for m in modules if hasattr(m, "config")}.values()
+    )
+    changed = [
+        (owner, name) for owner in owners for name in names if getattr(owner, name, None) is True
+    ]
     restore_context = _leave_context_parallelism(modules, owners)
     training = [chunk for chunk in model if chunk.training]
     for owner, name in changed:
@@ -419,7 +488,9 @@ def _leave_context_parallelism(modules: list[torch.nn.Module], owners: list):
     if not configs:
         return lambda: None
     sizes = [config.context_parallel_size for config in configs]
-    rotary = [(module, module.cp_group) for module in modules if isinstance(module, RotaryEmbedding)]
+    rotary = [
+        (module, module.cp_group) for module in modules if isinstance(module, RotaryEmbedding)
+    ]
     # Transformer Engine's attention.
     names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
     attention = [

@@ -84,8 +84,12 @@ def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = logits.softmax(dim=1).double().cumsum(dim=1)
     total = cumulative[:, -1:]
     # Below the total even after rounding: an id of probability zero is never reached.
-    target = torch.minimum(uniforms.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.size(1) - 1)
+    target = torch.minimum(
+        uniforms.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total))
+    )
+    return (
+        torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.size(1) - 1)
+    )
 
 
 def choose_tokens(

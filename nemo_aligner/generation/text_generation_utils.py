@@ -56,7 +56,11 @@ class GenerationParams:
                 0 < self.temperature < float("inf"),
                 "above 0 (for the likeliest token set sampling_params.use_greedy=True)",
             ),
-            "sampling_params.top_k": (self.top_k, self.top_k >= 0, "at least 0 (0 samples from all ids)"),
+            "sampling_params.top_k": (
+                self.top_k,
+                self.top_k >= 0,
+                "at least 0 (0 samples from all ids)",
+            ),
             "sampling_params.top_p": (self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             "sampling_params.repetition_penalty": (
                 self.repetition_penalty,
@@ -68,7 +72,9 @@ class GenerationParams:
             if not valid:
                 raise ConfigError(f"{key}={value} must be {wanted}.")
         if not all(isinstance(text, str) and text for text in self.end_strings):
-            raise ConfigError(f"sampling_params.end_strings={list(self.end_strings)} must hold non-empty texts.")
+            raise ConfigError(
+                f"sampling_params.end_strings={list(self.end_strings)} must hold non-empty texts."
+            )
 
     @property
     def changes_distribution(self) -> bool:
@@ -86,10 +92,14 @@ class GenerationParams:
             ConfigError: a missing or unusable value.
         """
         if length_params.get("max_length") is None:
-            raise ConfigError("length_params.max_length is missing; set the number of tokens to generate at most.")
+            raise ConfigError(
+                "length_params.max_length is missing; set the number of tokens to generate at most."
+            )
         end_strings = sampling_params.get("end_strings") or ()
         if isinstance(end_strings, str):
-            raise ConfigError(f"sampling_params.end_strings={end_strings!r} must be a list: [{end_strings!r}].")
+            raise ConfigError(
+                f"sampling_params.end_strings={end_strings!r} must be a list: [{end_strings!r}]."
+            )
 
         def number(section, key, kind, default):
             value = section.get(key)
@@ -136,7 +146,9 @@ class EndConditions:
         self.vocab_size = tokenizer.vocab_size
         # Hugging Face tokenizers would leave special tokens out of the text; SentencePiece ones have no such option.
         options = inspect.signature(tokenizer.ids_to_text).parameters
-        self._decode_options = {"remove_special_tokens": False} if "remove_special_tokens" in options else {}
+        self._decode_options = (
+            {"remove_special_tokens": False} if "remove_special_tokens" in options else {}
+        )
         self.token_ids = [tokenizer.eos_id]
         strings = []
         for text in end_strings:
@@ -153,7 +165,10 @@ class EndConditions:
     def _single_token_ids(self, text: str) -> list[int]:
         """Ids of `text` if it is one token where it follows other text (and where it stands alone), else nothing."""
         for prefix in "a1>":  # one of them will not merge with the text into other tokens
-            before, both = self.tokenizer.text_to_ids(prefix), self.tokenizer.text_to_ids(prefix + text)
+            before, both = (
+                self.tokenizer.text_to_ids(prefix),
+                self.tokenizer.text_to_ids(prefix + text),
+            )
             if both[:-1] == before:
                 alone = self.tokenizer.text_to_ids(text)
                 ids = [both[-1]] + (alone if len(alone) == 1 else [])
@@ -171,11 +186,15 @@ class EndConditions:
             text = self._decode([token]).rstrip()
             # Alone, a part of a character decodes to U+FFFD and some tokens to nothing: they need the whole tail.
             last = text[-1:]
-            may_end = last in ("", "\ufffd") or any(s.rstrip()[-1:] in ("", last) for s in self.strings)
+            may_end = last in ("", "\ufffd") or any(
+                s.rstrip()[-1:] in ("", last) for s in self.strings
+            )
             self._may_end[token] = int(may_end)
         return self._may_end[ids] == 1
 
-    def ended(self, tokens: Tensor, last: Tensor, rows: Tensor | None = None, first: Tensor | None = None) -> Tensor:
+    def ended(
+        self, tokens: Tensor, last: Tensor, rows: Tensor | None = None, first: Tensor | None = None
+    ) -> Tensor:
         """Whether the text of each row has ended at one position.
 
         Args:
@@ -223,7 +242,9 @@ def verify_is_valid_and_clamp_range_(
     """
     inside = ((response_tokens >= 0) & (response_tokens < tokenizer.vocab_size)).all(dim=1)
     response_tokens.clamp_(0, tokenizer.vocab_size - 1)
-    return inside & EndConditions(tokenizer, end_strings or ()).ended(response_tokens, response_lengths - 1)
+    return inside & EndConditions(tokenizer, end_strings or ()).ended(
+        response_tokens, response_lengths - 1
+    )
 
 
 def tokenize_batch(
@@ -242,7 +263,11 @@ def tokenize_batch(
     tokens = torch.full((len(sentences), max_len), tokenizer.eos_id, dtype=torch.int64)
     lengths = torch.empty(len(sentences), dtype=torch.int64)
     for row, sentence in enumerate(sentences):
-        ids = [tokenizer.bos_id] * add_BOS + tokenizer.text_to_ids(sentence) + [tokenizer.eos_id] * add_EOS
+        ids = (
+            [tokenizer.bos_id] * add_BOS
+            + tokenizer.text_to_ids(sentence)
+            + [tokenizer.eos_id] * add_EOS
+        )
         ids = ids[:max_len]
         tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         lengths[row] = len(ids)

@@ -100,13 +100,17 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
         ConfigError: a GPU was asked for on a machine without CUDA.
     """
     OmegaConf.resolve(cfg)
-    options = {k: v for k, v in OmegaConf.to_container(cfg.trainer).items() if k != pop_trainer_key}
+    options = {
+        k: v for k, v in OmegaConf.to_container(cfg.trainer).items() if k != pop_trainer_key
+    }
     accelerator = options.pop("accelerator", "auto")
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError(
             f"trainer.accelerator={accelerator}, but this machine has no CUDA; set trainer.accelerator=auto."
         )
-    options["precision"] = "bf16-true" if "bf16" in str(options.get("precision", 32)) else "32-true"
+    options["precision"] = (
+        "bf16-true" if "bf16" in str(options.get("precision", 32)) else "32-true"
+    )
     for not_lightnings in ("max_time", "max_epochs", "max_steps"):
         options.pop(not_lightnings, None)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun its numbers count
@@ -134,8 +138,13 @@ def launch_processes(trainer: Trainer | None) -> None:
     if trainer is None or torch.distributed.is_initialized():
         return
     strategy = trainer.strategy
-    if isinstance(strategy.cluster_environment, LightningEnvironment) and "LOCAL_RANK" not in os.environ:
-        os.environ.setdefault("MASTER_PORT", str(find_free_port()))  # Lightning's own choice may be taken by now
+    if (
+        isinstance(strategy.cluster_environment, LightningEnvironment)
+        and "LOCAL_RANK" not in os.environ
+    ):
+        os.environ.setdefault(
+            "MASTER_PORT", str(find_free_port())
+        )  # Lightning's own choice may be taken by now
     if strategy.launcher is not None:
         strategy.launcher.launch(lambda: None, trainer=trainer)
         _children.extend(getattr(strategy.launcher, "procs", []))
@@ -192,10 +201,19 @@ def build_logger(trainer: Trainer, log_dir: Path) -> CustomLoggerWrapper:
     return CustomLoggerWrapper(trainer.loggers, metrics_file=log_dir / "metrics.jsonl")
 
 
-def build_checkpoint_callback(cfg: DictConfig, log_dir: Path, model, optimizer, scheduler) -> CheckpointCallback:
+def build_checkpoint_callback(
+    cfg: DictConfig, log_dir: Path, model, optimizer, scheduler
+) -> CheckpointCallback:
     """`CheckpointCallback` from `exp_manager.checkpoint_callback_params`."""
     params = cfg.exp_manager.get("checkpoint_callback_params") or {}
-    accepted = ("filename", "monitor", "mode", "save_top_k", "save_nemo_on_train_end", "always_save_nemo")
+    accepted = (
+        "filename",
+        "monitor",
+        "mode",
+        "save_top_k",
+        "save_nemo_on_train_end",
+        "always_save_nemo",
+    )
     return CheckpointCallback(
         log_dir,
         model,
@@ -217,9 +235,13 @@ def supervised_max_steps(trainer_cfg: DictConfig, train_dataloader) -> int:
     limits = [] if max_steps is None or max_steps < 0 else [max_steps]
     if max_epochs is not None:
         limit_batches = trainer_cfg.get("limit_train_batches", 1.0)
-        limits.append(max_epochs * compute_num_steps_per_epoch(train_dataloader.batch_sampler, limit_batches))
+        limits.append(
+            max_epochs * compute_num_steps_per_epoch(train_dataloader.batch_sampler, limit_batches)
+        )
     if not limits:
-        raise ConfigError("max_epochs=null needs max_steps: one of them must say when training ends.")
+        raise ConfigError(
+            "max_epochs=null needs max_steps: one of them must say when training ends."
+        )
     return min(limits)
 
 
@@ -243,7 +265,9 @@ def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> di
     return state
 
 
-def load_and_override_model_config(restore_path, model_cfg_to_overwrite: DictConfig, remove_meta_info: bool = True):
+def load_and_override_model_config(
+    restore_path, model_cfg_to_overwrite: DictConfig, remove_meta_info: bool = True
+):
     """Configuration of the model in a `.nemo`, with the values of `model_cfg_to_overwrite` over it.
 
     `overwrite_base_config.<key>=True` drops the base's section `<key>` before, instead of merging into it. Where the
@@ -253,7 +277,9 @@ def load_and_override_model_config(restore_path, model_cfg_to_overwrite: DictCon
     overwrite = model_cfg_to_overwrite
     with open_dict(base):
         for section, keys in (overwrite.get("overwrite_base_config") or {}).items():
-            for key, drop in keys.items() if isinstance(keys, DictConfig | dict) else [(None, keys)]:
+            for key, drop in (
+                keys.items() if isinstance(keys, DictConfig | dict) else [(None, keys)]
+            ):
                 if drop and key is None:
                     base.pop(section, None)
                 elif drop and section in base and base[section] is not None:

@@ -13,7 +13,9 @@ class SupervisedInterface(ABC):
     """A model that learns from batches: one call of `get_loss_and_metrics` per optimizer update."""
 
     @abstractmethod
-    def get_loss_and_metrics(self, batch: dict, forward_only: bool) -> tuple[float, dict[str, float]]:
+    def get_loss_and_metrics(
+        self, batch: dict, forward_only: bool
+    ) -> tuple[float, dict[str, float]]:
         """Loss of a global batch, and its gradient unless `forward_only`.
 
         Args:

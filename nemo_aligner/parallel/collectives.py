@@ -59,7 +59,9 @@ def rebalance_nd_tensor(tensor: Tensor, group) -> Tensor:
     dist.all_gather(shapes, shape, group=group)
     shapes = torch.stack(shapes).tolist()
     if any(other[1:] != shapes[0][1:] for other in shapes):
-        raise ValueError(f"ranks hold rows of different sizes, which cannot be concatenated: shapes {shapes}")
+        raise ValueError(
+            f"ranks hold rows of different sizes, which cannot be concatenated: shapes {shapes}"
+        )
     largest = max(other[0] for other in shapes)
     # One all_gather of equal, padded pieces: exact for any dtype, unlike a sum into zeros.
     padded = tensor.new_zeros((largest, *tensor.shape[1:]))
@@ -69,7 +71,9 @@ def rebalance_nd_tensor(tensor: Tensor, group) -> Tensor:
     return torch.cat([piece[: other[0]] for piece, other in zip(pieces, shapes)])
 
 
-def broadcast_tensor(tensor: Tensor | None, src: int, group, dtype: torch.dtype | None = None) -> Tensor:
+def broadcast_tensor(
+    tensor: Tensor | None, src: int, group, dtype: torch.dtype | None = None
+) -> Tensor:
     """The tensor of rank `src`, on every rank; of any shape, which the others need not know.
 
     Args:
@@ -90,15 +94,24 @@ def broadcast_tensor(tensor: Tensor | None, src: int, group, dtype: torch.dtype 
     return tensor
 
 
-def broadcast_2d_tensor(tensor: Tensor | None, src: int, group, dtype: torch.dtype | None = torch.float32) -> Tensor:
+def broadcast_2d_tensor(
+    tensor: Tensor | None, src: int, group, dtype: torch.dtype | None = torch.float32
+) -> Tensor:
     """`broadcast_tensor` with NeMo-Aligner's default: the result is float32. Prefer `broadcast_tensor`."""
     return broadcast_tensor(tensor, src, group, dtype)
 
 
-def broadcast_2d_tensor_within_mp(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+def broadcast_2d_tensor_within_mp(
+    tensor: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
     """The tensor of the first rank of this TP x PP x CP group, on all of it; the dtype is kept unless given."""
-    src, group = parallel_state.get_model_parallel_src_rank(), parallel_state.get_model_parallel_group()
-    return broadcast_tensor(tensor, src, group, dtype) if group is not None else _cast(tensor, dtype)
+    src, group = (
+        parallel_state.get_model_parallel_src_rank(),
+        parallel_state.get_model_parallel_group(),
+    )
+    return (
+        broadcast_tensor(tensor, src, group, dtype) if group is not None else _cast(tensor, dtype)
+    )
 
 
 def broadcast_tensor_within_pp(
@@ -125,7 +138,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None else tensor.to(dtype)
 
 
-def gather_tensor(tensor: Tensor, dst: int, group, dtype: torch.dtype | None = None) -> list[Tensor] | None:
+def gather_tensor(
+    tensor: Tensor, dst: int, group, dtype: torch.dtype | None = None
+) -> list[Tensor] | None:
     """The tensors of all ranks, as a list in rank order on `dst`, None elsewhere. All shapes must be equal."""
     if not _several_ranks(group):
         return [_cast(tensor, dtype)]
@@ -167,7 +182,9 @@ def masked_global_mean_var(values: Tensor, mask: Tensor, group=None) -> tuple[Te
         Two float32 scalars on the process's device; 0 if no slot counts anywhere.
     """
     device = get_device()
-    mean, var = masked_mean_var(values.to(device), mask.to(device), lambda tensor: _all_reduce(tensor, group))
+    mean, var = masked_mean_var(
+        values.to(device), mask.to(device), lambda tensor: _all_reduce(tensor, group)
+    )
     return mean.float(), var.float()
 
 
@@ -181,22 +198,33 @@ def normalize_tensor(tensor: Tensor, mask: Tensor, group=None, shift_mean: bool 
 
 
 def all_reduce_dict(
-    dictionary: dict[str, float | Tensor], dtype: torch.dtype = torch.float64, group=None, op=dist.ReduceOp.SUM
+    dictionary: dict[str, float | Tensor],
+    dtype: torch.dtype = torch.float64,
+    group=None,
+    op=dist.ReduceOp.SUM,
 ) -> dict[str, float]:
     """Reduce the scalars of a dict, each by name, in one collective; every rank must have the same keys."""
     keys = sorted(dictionary)  # the order of insertion may differ between ranks
-    packed = torch.tensor([float(dictionary[key]) for key in keys], dtype=dtype, device=get_device())
+    packed = torch.tensor(
+        [float(dictionary[key]) for key in keys], dtype=dtype, device=get_device()
+    )
     return dict(zip(keys, _all_reduce(packed, group, op).tolist()))
 
 
 def pad_list(tensor_list: list[Tensor], pad_value: float) -> list[Tensor]:
     """Right-pad the last dimension of every tensor with `pad_value` to the longest of them."""
     width = max(tensor.shape[-1] for tensor in tensor_list)
-    return [torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1]), value=pad_value) for tensor in tensor_list]
+    return [
+        torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1]), value=pad_value)
+        for tensor in tensor_list
+    ]
 
 
 def pad_tensors_to_max_global_seq_len(
-    list_of_tensors: list[Tensor], pad_value: float, group, sequence_length_to_pad_to: int | None = None
+    list_of_tensors: list[Tensor],
+    pad_value: float,
+    group,
+    sequence_length_to_pad_to: int | None = None,
 ) -> Tensor:
     """Stack 1-D tensors of different lengths, right-padded to the longest on any rank.
 
@@ -234,15 +262,25 @@ def run_distributed_inference(inputs: dict | None = None, infer_fn: Callable | N
     tokens = lengths = None
     if parallel_state.get_rank() == 0:
         tokens = torch.as_tensor(inputs["inputs"], dtype=torch.int64, device=get_device())
-        lengths = torch.as_tensor(inputs["sequence_length"], dtype=torch.int64, device=get_device()).flatten()
+        lengths = torch.as_tensor(
+            inputs["sequence_length"], dtype=torch.int64, device=get_device()
+        ).flatten()
     tokens, lengths = (broadcast_tensor(tensor, src=0, group=None) for tensor in (tokens, lengths))
-    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, size = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     share = slice(len(tokens) * rank // size, len(tokens) * (rank + 1) // size)
     outputs = infer_fn(inputs=(tokens[share], lengths[share]))
 
     def collect(tensor: Tensor):
         group = parallel_state.get_data_parallel_group()
-        return (rebalance_nd_tensor(tensor, group) if group is not None else tensor.detach()).float().cpu().numpy()
+        return (
+            (rebalance_nd_tensor(tensor, group) if group is not None else tensor.detach())
+            .float()
+            .cpu()
+            .numpy()
+        )
 
     if isinstance(outputs, tuple):
         rewards, values = outputs

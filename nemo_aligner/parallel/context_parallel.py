@@ -66,7 +66,10 @@ def share_positions(width: int, device=None) -> Tensor:
 
 
 def _all_gather(x: Tensor, dim: int) -> Tensor:
-    size, group = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_group()
+    size, group = (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_group(),
+    )
     x = x.contiguous()
     shares = [torch.empty_like(x) for _ in range(size)]
     dist.all_gather(shares, x, group=group)
@@ -92,5 +95,9 @@ class _GatherShares(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        gradient = _reduce_scatter(grad_output, ctx.dim) if ctx.sum_gradients else take_share(grad_output, ctx.dim)
+        gradient = (
+            _reduce_scatter(grad_output, ctx.dim)
+            if ctx.sum_gradients
+            else take_share(grad_output, ctx.dim)
+        )
         return gradient, None, None

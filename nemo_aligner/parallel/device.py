@@ -44,10 +44,26 @@ REMAPPED_CONSTANTS = [
         "forward_backward_pipelining_with_interleaving",
         "token counter allocated on 'cuda'",
     ),
-    ("megatron.core.transformer.utils", "get_default_causal_mask", "causal mask allocated on 'cuda'"),
-    ("megatron.core.tensor_parallel.data", "_build_key_size_numel_dictionaries", "sizes broadcast from 'cuda'"),
-    ("megatron.core.optimizer.optimizer", "FP32Optimizer.__init__", "loss scale allocated on 'cuda'"),
-    ("megatron.core.optimizer.optimizer", "MixedPrecisionOptimizer.__init__", "overflow buffers allocated on 'cuda'"),
+    (
+        "megatron.core.transformer.utils",
+        "get_default_causal_mask",
+        "causal mask allocated on 'cuda'",
+    ),
+    (
+        "megatron.core.tensor_parallel.data",
+        "_build_key_size_numel_dictionaries",
+        "sizes broadcast from 'cuda'",
+    ),
+    (
+        "megatron.core.optimizer.optimizer",
+        "FP32Optimizer.__init__",
+        "loss scale allocated on 'cuda'",
+    ),
+    (
+        "megatron.core.optimizer.optimizer",
+        "MixedPrecisionOptimizer.__init__",
+        "overflow buffers allocated on 'cuda'",
+    ),
     (
         "megatron.core.optimizer.optimizer",
         "Float16OptimizerWithFloat16Params.__init__",
@@ -64,10 +80,22 @@ REMAPPED_CONSTANTS = [
         "sorts parameters by the type name 'torch.cuda.…Tensor'",
     ),
     ("megatron.core.optimizer.clip_grads", "get_grad_norm_fp32", "norm allocated on 'cuda'"),
-    ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32", "expects 'torch.cuda.FloatTensor'"),
+    (
+        "megatron.core.optimizer.clip_grads",
+        "clip_grad_by_total_norm_fp32",
+        "expects 'torch.cuda.FloatTensor'",
+    ),
     ("megatron.core.optimizer.clip_grads", "count_zeros_fp32", "counter allocated on 'cuda'"),
-    ("megatron.core.optimizer.grad_scaler", "MegatronGradScaler.__init__", "fp16 loss scale allocated on 'cuda'"),
-    ("megatron.core.optimizer.grad_scaler", "DynamicGradScaler.__init__", "fp16 loss scale allocated on 'cuda'"),
+    (
+        "megatron.core.optimizer.grad_scaler",
+        "MegatronGradScaler.__init__",
+        "fp16 loss scale allocated on 'cuda'",
+    ),
+    (
+        "megatron.core.optimizer.grad_scaler",
+        "DynamicGradScaler.__init__",
+        "fp16 loss scale allocated on 'cuda'",
+    ),
     ("megatron.core.utils", "local_multi_tensor_l2_norm", "norm allocated on 'cuda'"),
 ]
 
@@ -81,9 +109,21 @@ REPLACED = [
     ),
     ("torch.cuda", "get_rng_state", "random-number tracker of tensor parallelism"),
     ("torch.cuda", "manual_seed", "random-number tracker of tensor parallelism"),
-    ("torch", "Tensor.cuda", "broadcast_data and checkpoint exchange move tensors to 'the device' with it"),
-    ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", "random-number tracker of tensor parallelism"),
-    ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state", "random-number tracker of tensor parallelism"),
+    (
+        "torch",
+        "Tensor.cuda",
+        "broadcast_data and checkpoint exchange move tensors to 'the device' with it",
+    ),
+    (
+        "megatron.core.tensor_parallel.random",
+        "_get_cuda_rng_state",
+        "random-number tracker of tensor parallelism",
+    ),
+    (
+        "megatron.core.tensor_parallel.random",
+        "_set_cuda_rng_state",
+        "random-number tracker of tensor parallelism",
+    ),
     (
         "megatron.core.models.common.embeddings.rotary_pos_embedding",
         "get_pos_emb_on_this_cp_rank",
@@ -163,7 +203,9 @@ def _set_rng_state(new_state, *_args, **_kwargs):
     torch.random.set_rng_state(new_state)
 
 
-def _gather_unequal_shares(original, input_, group, output_split_sizes=None, use_global_buffer=False):
+def _gather_unequal_shares(
+    original, input_, group, output_split_sizes=None, use_global_buffer=False
+):
     """Megatron Core's `_gather_along_first_dim`; shares of unequal sizes travel padded to the largest."""
     if output_split_sizes is None or group.size() == 1:
         return original(input_, group, output_split_sizes, use_global_buffer)
@@ -171,10 +213,14 @@ def _gather_unequal_shares(original, input_, group, output_split_sizes=None, use
     padded[: len(input_)] = input_
     shares = [torch.empty_like(padded) for _ in output_split_sizes]
     torch.distributed.all_gather(shares, padded, group=group)
-    return torch.cat([share[:size] for share, size in zip(shares, output_split_sizes, strict=True)])
+    return torch.cat(
+        [share[:size] for share, size in zip(shares, output_split_sizes, strict=True)]
+    )
 
 
-def _reduce_scatter_unequal_shares(original, input_, group, input_split_sizes=None, use_global_buffer=False):
+def _reduce_scatter_unequal_shares(
+    original, input_, group, input_split_sizes=None, use_global_buffer=False
+):
     """Megatron Core's `_reduce_scatter_along_first_dim`; shares of unequal sizes are cut from the whole sum."""
     if input_split_sizes is None or group.size() == 1:
         return original(input_, group, input_split_sizes, use_global_buffer)
@@ -186,7 +232,9 @@ def _reduce_scatter_unequal_shares(original, input_, group, input_split_sizes=No
 def _replacements():
     """CPU counterpart of each entry of `REPLACED`, by (module, dotted name)."""
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
-    distributed_optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    distributed_optimizer = importlib.import_module(
+        "megatron.core.optimizer.distrib_optimizer"
+    ).DistributedOptimizer
     load_state_dict = distributed_optimizer.load_state_dict
     dispatcher = "megatron.core.transformer.moe.token_dispatcher"
 
@@ -231,7 +279,10 @@ def _replacements():
             "megatron.core.optimizer.distrib_optimizer",
             "DistributedOptimizer._set_main_param_and_optimizer_states",
         ): set_states,
-        ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict"): load_with_own_steps,
+        (
+            "megatron.core.optimizer.distrib_optimizer",
+            "DistributedOptimizer.load_state_dict",
+        ): load_with_own_steps,
         (mappings.__name__, "_gather_along_first_dim"): functools.partial(
             _gather_unequal_shares, mappings._gather_along_first_dim
         ),

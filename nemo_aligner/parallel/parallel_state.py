@@ -24,7 +24,11 @@ _replica_group = None  # TP x PP x CP, with context parallelism
 
 def is_initialized() -> bool:
     """True once Megatron's groups exist in this process."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and _mcore.is_initialized()
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and _mcore.is_initialized()
+    )
 
 
 def initialize(
@@ -48,7 +52,11 @@ def initialize(
             torch.distributed.init_process_group(get_backend(), timeout=timeout)
         else:
             torch.distributed.init_process_group(
-                get_backend(), store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
+                get_backend(),
+                store=torch.distributed.HashStore(),
+                rank=0,
+                world_size=1,
+                timeout=timeout,
             )
     world_size = torch.distributed.get_world_size()
     model_size = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
@@ -95,7 +103,9 @@ def initialize(
         }
         if have != want:
             sizes = [", ".join(f"{name}={size}" for name, size in x.items()) for x in (have, want)]
-            raise ConfigError(f"this process already runs with {sizes[0]}; a second model cannot use {sizes[1]}.")
+            raise ConfigError(
+                f"this process already runs with {sizes[0]}; a second model cannot use {sizes[1]}."
+            )
     if context_parallel_size > 1 and _replica_group is None:
         _replica_group = _new_replica_group(timeout)
     seed_generators(seed)
@@ -108,7 +118,9 @@ def _new_replica_group(timeout: timedelta):
     mine = None
     for replica in range(_mcore.get_data_parallel_world_size()):
         # A collective of all ranks, members or not.
-        group = torch.distributed.new_group([r for r, other in enumerate(replicas) if other == replica], timeout)
+        group = torch.distributed.new_group(
+            [r for r, other in enumerate(replicas) if other == replica], timeout
+        )
         mine = group if replica == _mcore.get_data_parallel_rank() else mine
     return mine
 
@@ -124,7 +136,9 @@ def seed_generators(seed: int, by_context_rank: bool = False) -> None:
     # Pipeline stages hold other layers: they must not draw the same weights and dropout masks.
     stream = _mcore.get_pipeline_model_parallel_rank()
     if by_context_rank:
-        stream += _mcore.get_pipeline_model_parallel_world_size() * _mcore.get_context_parallel_rank()
+        stream += (
+            _mcore.get_pipeline_model_parallel_world_size() * _mcore.get_context_parallel_rank()
+        )
     _tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * stream)
 
 
@@ -159,7 +173,11 @@ def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
 
 
 def get_data_parallel_group(with_context_parallel: bool = False):
-    return _mcore.get_data_parallel_group(with_context_parallel=with_context_parallel) if is_initialized() else None
+    return (
+        _mcore.get_data_parallel_group(with_context_parallel=with_context_parallel)
+        if is_initialized()
+        else None
+    )
 
 
 def get_data_parallel_src_rank() -> int:
@@ -171,7 +189,11 @@ def get_model_parallel_group():
     """The ranks of one replica of the model, TP x PP x CP, by global rank: they work on the same rows."""
     if not is_initialized():
         return None
-    return _replica_group if get_context_parallel_world_size() > 1 else _mcore.get_model_parallel_group()
+    return (
+        _replica_group
+        if get_context_parallel_world_size() > 1
+        else _mcore.get_model_parallel_group()
+    )
 
 
 def get_tensor_and_pipeline_parallel_group():

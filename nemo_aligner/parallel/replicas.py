@@ -44,7 +44,11 @@ def _replica_groups() -> dict[str, tuple]:
         "weights": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "expert weights": parallel_state.get_expert_data_parallel_group(),
     }
-    return {kind: group for kind, group in groups.items() if group is not None and dist.get_world_size(group) > 1}
+    return {
+        kind: group
+        for kind, group in groups.items()
+        if group is not None and dist.get_world_size(group) > 1
+    }
 
 
 def _kind(parameter: torch.nn.Parameter) -> str:

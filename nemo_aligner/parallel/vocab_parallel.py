@@ -63,7 +63,13 @@ def from_parallel_logits_to_logprobs(
         float32 [B, S-1], or [B, S] without `ignore_last`. A target outside the vocabulary gives -inf.
     """
     logprobs, _ = _logprobs_and_entropy(
-        vocab_parallel_logits, target, inference_only, ignore_last, temperature, vocab_size, overwrite_logits
+        vocab_parallel_logits,
+        target,
+        inference_only,
+        ignore_last,
+        temperature,
+        vocab_size,
+        overwrite_logits,
     )
     return logprobs
 
@@ -86,12 +92,22 @@ def logprobs_and_entropy(
         (log-probs, entropy), both float32 [B, S-1], or [B, S] without `ignore_last`. The logits must be finite.
     """
     return _logprobs_and_entropy(
-        vocab_parallel_logits, target, inference_only, ignore_last, temperature, vocab_size, overwrite_logits, True
+        vocab_parallel_logits,
+        target,
+        inference_only,
+        ignore_last,
+        temperature,
+        vocab_size,
+        overwrite_logits,
+        True,
     )
 
 
 def calculate_distributed_entropy(
-    logits: Tensor, mask: Tensor | None = None, temperature: float = 1.0, vocab_size: int | None = None
+    logits: Tensor,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """Entropy of the next-token distribution, differentiable; `logprobs_and_entropy` gives it beside log-probs.
 
@@ -103,10 +119,16 @@ def calculate_distributed_entropy(
     Returns:
         float32 [B, S-1], the last column dropped; or a scalar with `mask`. Without a mask S is taken to be W.
     """
-    width = logits.shape[1] * parallel_state.get_context_parallel_world_size() if mask is None else mask.shape[1] + 1
+    width = (
+        logits.shape[1] * parallel_state.get_context_parallel_world_size()
+        if mask is None
+        else mask.shape[1] + 1
+    )
     # Any token in the vocabulary will do as the target: its log-prob is not used.
     target = torch.zeros(logits.shape[0], width, dtype=torch.int64, device=logits.device)
-    _, entropy = logprobs_and_entropy(logits, target, temperature=temperature, vocab_size=vocab_size)
+    _, entropy = logprobs_and_entropy(
+        logits, target, temperature=temperature, vocab_size=vocab_size
+    )
     return entropy if mask is None else masked_mean(entropy, mask)
 
 
@@ -114,7 +136,9 @@ class DistributedLogprob:
     """Log-probs of aligned targets under the name and the call of NeMo-Aligner, where it is an autograd function."""
 
     @staticmethod
-    def apply(vocab_parallel_logits, target, inference_only=False, higher_stability=False) -> Tensor:
+    def apply(
+        vocab_parallel_logits, target, inference_only=False, higher_stability=False
+    ) -> Tensor:
         """float32 [B, S]; see `from_parallel_logits_to_logprobs`, without its shift."""
         return from_parallel_logits_to_logprobs(
             vocab_parallel_logits, target, inference_only, higher_stability, ignore_last=False
@@ -122,11 +146,20 @@ class DistributedLogprob:
 
 
 def _logprobs_and_entropy(
-    logits, target, inference_only, ignore_last, temperature, vocab_size, overwrite_logits, with_entropy=False
+    logits,
+    target,
+    inference_only,
+    ignore_last,
+    temperature,
+    vocab_size,
+    overwrite_logits,
+    with_entropy=False,
 ):
     """Shift and share the targets, compute, gather: (log-probs, entropy or None), [B, S-1] or [B, S]."""
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
-        raise ValueError("overwrite_logits=True on a leaf would make its values and its gradient share their memory")
+        raise ValueError(
+            "overwrite_logits=True on a leaf would make its values and its gradient share their memory"
+        )
     if ignore_last:
         target = target.roll(shifts=-1, dims=-1)
     wanted = target.shape[1] - int(ignore_last)
@@ -141,7 +174,10 @@ def _logprobs_and_entropy(
         results = _LogprobsAndEntropy.apply(
             logits, context_parallel.take_share(target, 1), shard, with_entropy, overwrite_logits
         )
-        return tuple(None if x is None else context_parallel.gather_shares(x, 1)[:, :wanted] for x in results)
+        return tuple(
+            None if x is None else context_parallel.gather_shares(x, 1)[:, :wanted]
+            for x in results
+        )
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
@@ -150,13 +186,18 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, shard, with_entropy, overwrite_logits):
         local_max = shard.per_token(torch.finfo(shard.dtype).min)
-        local_sum, local_product = shard.per_token(0.0), shard.per_token(0.0) if with_entropy else None
+        local_sum, local_product = (
+            shard.per_token(0.0),
+            shard.per_token(0.0) if with_entropy else None,
+        )
         chosen = shard.per_token(-torch.inf)
         for block in shard.blocks():
             x = shard.real(logits[block])
             local_max[block] = x.amax(-1)
             index, here = shard.local_index(target[block])
-            chosen[block] = torch.where(here, x.gather(-1, index).squeeze(-1).to(shard.dtype), -torch.inf)
+            chosen[block] = torch.where(
+                here, x.gather(-1, index).squeeze(-1).to(shard.dtype), -torch.inf
+            )
             s = shard.shifted(x, local_max[block])
             exp = s.exp() if with_entropy else s.exp_()
             local_sum[block] = exp.sum(-1)
@@ -165,7 +206,11 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         maximum, chosen = shard.all_reduce(torch.stack([local_max, chosen]), dist.ReduceOp.MAX)
         # From the local maximum to the common one; a slice of padding only has no maximum, and its sums are 0.
         shift = torch.where(local_sum > 0, (local_max - maximum) / shard.temperature, 0.0)
-        sums = [local_sum] if local_product is None else [local_sum, local_product + shift * local_sum]
+        sums = (
+            [local_sum]
+            if local_product is None
+            else [local_sum, local_product + shift * local_sum]
+        )
         total, *product = shard.all_reduce(torch.stack(sums) * shift.exp(), dist.ReduceOp.SUM)
         log_total = total.log()
         logprobs = (chosen - maximum) / shard.temperature - log_total
@@ -183,7 +228,9 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         # `detach` shares the count of writes: whoever saved the logits too will notice.
         grad = logits.detach() if ctx.overwrite_logits else torch.empty_like(logits)
         shard.clear_unreal(grad)
-        grad_logprobs = shard.per_token(0.0) if grad_logprobs is None else shard.cropped(grad_logprobs)
+        grad_logprobs = (
+            shard.per_token(0.0) if grad_logprobs is None else shard.cropped(grad_logprobs)
+        )
         unused = grad_logprobs == 0
         # The gradient is exp(s) (slope s + offset), plus that of the chosen logit.
         scale = -1.0 / (total * shard.temperature)
@@ -198,7 +245,9 @@ class _LogprobsAndEntropy(torch.autograd.Function):
                 result = s.exp_().mul_(offset[block].unsqueeze(-1))
             else:
                 exp = s.exp()
-                result = s.mul_(slope[block].unsqueeze(-1)).add_(offset[block].unsqueeze(-1)).mul_(exp)
+                result = (
+                    s.mul_(slope[block].unsqueeze(-1)).add_(offset[block].unsqueeze(-1)).mul_(exp)
+                )
             index, here = shard.local_index(target[block])
             at_target = torch.where(here, grad_logprobs[block] / shard.temperature, 0.0)
             result.scatter_add_(-1, index, at_target.unsqueeze(-1))
@@ -235,7 +284,9 @@ class _Shard:
         """Indices (rows, columns) of blocks that fit the working buffer; none if no token of this slice is real."""
         if not self._width:
             return
-        tokens = (CHUNK_ELEMENTS_GPU if self._device.type == "cuda" else CHUNK_ELEMENTS) // self._width
+        tokens = (
+            CHUNK_ELEMENTS_GPU if self._device.type == "cuda" else CHUNK_ELEMENTS
+        ) // self._width
         rows = min(self._rows, max(1, tokens))
         columns = max(1, tokens // max(1, rows))
         for column in range(0, self._columns, columns):
@@ -244,7 +295,9 @@ class _Shard:
 
     def per_token(self, value: float) -> Tensor:
         """[B, columns] filled with `value`."""
-        return torch.full((self._rows, self._columns), value, dtype=self.dtype, device=self._device)
+        return torch.full(
+            (self._rows, self._columns), value, dtype=self.dtype, device=self._device
+        )
 
     def cropped(self, tensor: Tensor) -> Tensor:
         """[B, W/CP] -> [B, columns]."""

@@ -58,10 +58,14 @@ class InferRequest:
 
         inputs = []
         for name, array in data.items():
-            inputs.append(tritonclient.http.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+            inputs.append(
+                tritonclient.http.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
+            )
             inputs[-1].set_data_from_numpy(np.ascontiguousarray(array))
         self.path = f"/v2/models/{endpoint}/infer"
-        self.body, header_length = tritonclient.http.InferenceServerClient.generate_request_body(inputs)
+        self.body, header_length = tritonclient.http.InferenceServerClient.generate_request_body(
+            inputs
+        )
         self.headers = {"Content-Type": "application/octet-stream"}
         if header_length is not None:
             self.headers["Inference-Header-Content-Length"] = str(header_length)
@@ -96,7 +100,9 @@ class Exchange:
             # The kernel's verdict that the peer is gone is a TimeoutError too, but has a number.
             if connected and isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
                 raise NoAnswerInTimeError(f"no answer within {timeout_s:.0f} s") from error
-            raise ConnectionLostError(f"{type(error).__name__}: {error}", sent=connected) from error
+            raise ConnectionLostError(
+                f"{type(error).__name__}: {error}", sent=connected
+            ) from error
         finally:
             self._connection.close()
         if response.status != 200:
@@ -145,4 +151,6 @@ def _read_answer(response, body: bytes) -> dict:
         names = [output["name"] for output in result.get_response()["outputs"]]
         return {name: result.as_numpy(name) for name in names}
     except Exception as error:
-        raise ServerRequestError(f"the answer cannot be read ({type(error).__name__}: {error})") from error
+        raise ServerRequestError(
+            f"the answer cannot be read ({type(error).__name__}: {error})"
+        ) from error

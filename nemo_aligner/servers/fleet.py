@@ -81,7 +81,9 @@ class _Request:
 
     wire: InferRequest
     future: concurrent.futures.Future = field(default_factory=concurrent.futures.Future)
-    since: float = field(default_factory=time.monotonic)  # when it joined the queue, for the last time
+    since: float = field(
+        default_factory=time.monotonic
+    )  # when it joined the queue, for the last time
     lost: int = 0  # servers that ended while they had it, or refused it because they were about to
     timed_out: bool = False
 
@@ -141,7 +143,8 @@ class Fleet:
         self.title = f"reward model '{spec.name}'" if spec.name else spec.endpoint
         count = len(spec.addresses)
         self.servers = [
-            _Server(host, port, turn=(index - first) % count) for index, (host, port) in enumerate(spec.addresses)
+            _Server(host, port, turn=(index - first) % count)
+            for index, (host, port) in enumerate(spec.addresses)
         ]
         self._turn = count
         self._waiting: deque[_Request] = deque()
@@ -151,9 +154,13 @@ class Fleet:
         self._started = False  # it was ready once
         self._first_seen = None  # when the first server answered
         self._none_since = self._born  # when the last available server was left out
-        self._next_line = self._born + min(2.0, PROGRESS_INTERVAL_S)  # of progress, while waiting for servers
+        self._next_line = self._born + min(
+            2.0, PROGRESS_INTERVAL_S
+        )  # of progress, while waiting for servers
         self._monitors = [
-            threading.Thread(target=self._monitor, args=(server,), daemon=True, name=f"monitor of {server}")
+            threading.Thread(
+                target=self._monitor, args=(server,), daemon=True, name=f"monitor of {server}"
+            )
             for server in self.servers
         ]
         for thread in self._monitors:
@@ -213,13 +220,17 @@ class Fleet:
             available = [str(server) for server in self.servers if server.available]
             flying = sum(len(server.in_flight) for server in self.servers)
             where = ", ".join(available) if available else "no server"
-            return f"{self.title} at {where} ({flying} request(s) sent, {len(self._waiting)} queued)"
+            return (
+                f"{self.title} at {where} ({flying} request(s) sent, {len(self._waiting)} queued)"
+            )
 
     def close(self) -> None:
         """End all threads; requests without an answer fail."""
         with self._lock:
             self._closed = True
-            error = ServerRequestError(f"{self.title}: this client was closed before the answer came")
+            error = ServerRequestError(
+                f"{self.title}: this client was closed before the answer came"
+            )
             for server in self.servers:
                 for sending in self._take_back(server):
                     sending.request.future.set_exception(error)
@@ -241,7 +252,9 @@ class Fleet:
                 return
             server = min(free, key=lambda s: (len(s.in_flight), s.turn))
             sending = _Sending(self._waiting[0], server, Exchange(server.host, server.port))
-            threading.Thread(target=self._send, args=(sending,), daemon=True, name=f"request to {server}").start()
+            threading.Thread(
+                target=self._send, args=(sending,), daemon=True, name=f"request to {server}"
+            ).start()
             self._waiting.popleft()
             server.in_flight.add(sending)
             server.turn = self._turn
@@ -276,8 +289,14 @@ class Fleet:
         elif isinstance(error, NoAnswerInTimeError):
             self._settle_timed_out(request, server, error)
         else:
-            error_type = "" if isinstance(error, (ServerRequestError, UserError)) else f"{type(error).__name__}: "
-            failure = ServerRequestError(f"request to {self._name(server)} failed: {error_type}{error}")
+            error_type = (
+                ""
+                if isinstance(error, (ServerRequestError, UserError))
+                else f"{type(error).__name__}: "
+            )
+            failure = ServerRequestError(
+                f"request to {self._name(server)} failed: {error_type}{error}"
+            )
             failure.__cause__ = error
             request.future.set_exception(failure)
 
@@ -353,7 +372,10 @@ class Fleet:
             problem = "no answer"
             try:
                 status = http_status(
-                    server.host, server.port, f"/v2/models/{self.spec.endpoint}/ready", PROBE_TIMEOUT_S
+                    server.host,
+                    server.port,
+                    f"/v2/models/{self.spec.endpoint}/ready",
+                    PROBE_TIMEOUT_S,
                 )
             except Exception as error:  # a host name that cannot even be looked up
                 status, problem = None, repr(error)

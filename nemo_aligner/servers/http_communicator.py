@@ -37,16 +37,18 @@ def _futures_client(**kwargs):
     class DaemonFuturesModelClient(FuturesModelClient):
         def _extend_thread_pool(self):
             with self._lock:
-                if not self._closed and not self._queue.empty() and len(self._threads) < self._max_workers:
+                if (
+                    not self._closed
+                    and not self._queue.empty()
+                    and len(self._threads) < self._max_workers
+                ):
                     self._threads.append(threading.Thread(target=self._worker, daemon=True))
                     self._threads[-1].start()
 
     return DaemonFuturesModelClient(**kwargs)
 
 
-RESTART_REMEDY = (
-    "Look into the server job's log and restart both jobs with the same commands: they resume from their checkpoints."
-)
+RESTART_REMEDY = "Look into the server job's log and restart both jobs with the same commands: they resume from their checkpoints."
 
 
 class PendingAnswer:
@@ -58,7 +60,9 @@ class PendingAnswer:
     # Unanswered liveness probes in a row (one per `heartbeat_s`) after which a server counts as dead.
     MAX_MISSED_PROBES = 3
 
-    def __init__(self, future: concurrent.futures.Future, server_name: str, host: str, port: int, check=None):
+    def __init__(
+        self, future: concurrent.futures.Future, server_name: str, host: str, port: int, check=None
+    ):
         self.future, self.server_name, self.host, self.port = future, server_name, host, port
         self._check = check
         self._started = time.monotonic()
@@ -146,13 +150,19 @@ class HTTPCommunicator:
     def __exit__(self, *_):
         self.close()
 
-    def create_http_communicator_from_dict(self, servers: dict, endpoints: dict | None = None) -> None:
+    def create_http_communicator_from_dict(
+        self, servers: dict, endpoints: dict | None = None
+    ) -> None:
         """Connect to all of `servers`, {name: (ip, port)}; `endpoints` {name: Endpoint} gives their schemas."""
         for name, (ip, port) in servers.items():
             self.add_server_by_name(name, ip=ip, port=port, endpoint=(endpoints or {}).get(name))
 
     def add_server_by_name(
-        self, server_name: str, ip: str = "localhost", port: int = 5555, endpoint: Endpoint | None = None
+        self,
+        server_name: str,
+        ip: str = "localhost",
+        port: int = 5555,
+        endpoint: Endpoint | None = None,
     ) -> None:
         """Wait until `server_name` is served at `ip:port`, then connect to it.
 
@@ -176,12 +186,19 @@ class HTTPCommunicator:
         state = "no answer"
         while (waited := time.monotonic() - start) < self.init_timeout_s:
             status = http_status(
-                host, port, f"/v2/models/{server_name}/ready", timeout_s=min(5.0, self.init_timeout_s)
+                host,
+                port,
+                f"/v2/models/{server_name}/ready",
+                timeout_s=min(5.0, self.init_timeout_s),
             )
             if status == 200:
                 logging.info(f"connected to {server_name} at {host}:{port}")
                 return
-            state = "no answer" if status is None else f"a server answers, but '{server_name}' is not ready"
+            state = (
+                "no answer"
+                if status is None
+                else f"a server answers, but '{server_name}' is not ready"
+            )
             if time.monotonic() >= next_line:
                 next_line = time.monotonic() + self.progress_interval_s
                 logging.info(
@@ -202,7 +219,9 @@ class HTTPCommunicator:
         for name, (ip, port) in self._addresses.items():
             logging.info(f"server {name}: {ip}:{port}")
 
-    def send_data_to_server(self, server_name: str, data: dict, batching: bool = True, check=None) -> PendingAnswer:
+    def send_data_to_server(
+        self, server_name: str, data: dict, batching: bool = True, check=None
+    ) -> PendingAnswer:
         """Send numpy arrays by wire name; returns at once. `check(answer)` may raise `ResponseError`.
 
         Raises:

@@ -65,9 +65,15 @@ class RMFutureResult(FutureResult):
             ServerRequestError: on every rank: of the model (with the remote traceback), an unusable answer, or no
                 server left.
         """
-        src, group = parallel_state.get_model_parallel_src_rank(), parallel_state.get_model_parallel_group()
+        src, group = (
+            parallel_state.get_model_parallel_src_rank(),
+            parallel_state.get_model_parallel_group(),
+        )
         answer = await_on_source(self.rm_future, src, group)
-        parts = {name: torch.from_numpy(np.array(rewards)).to(get_device()) for name, rewards in answer.items()}
+        parts = {
+            name: torch.from_numpy(np.array(rewards)).to(get_device())
+            for name, rewards in answer.items()
+        }
         if self.weights is None:
             return next(iter(parts.values()))
         self.reward_parts = {name: rewards.flatten() for name, rewards in parts.items()}
@@ -86,7 +92,9 @@ class RMCriticFutureResult(FutureResult):
         reward_parts: as in `RMFutureResult`.
     """
 
-    def __init__(self, critic_future, rm_future, combine_rm_and_critic_server: bool, og_seq_length: int):
+    def __init__(
+        self, critic_future, rm_future, combine_rm_and_critic_server: bool, og_seq_length: int
+    ):
         self.critic_future = critic_future
         self.rm_future = rm_future
         self.combine_rm_and_critic_server = combine_rm_and_critic_server
@@ -125,7 +133,9 @@ class SaveFuture(RankZeroFuture):
         return int(super().result()["status"][0])
 
 
-def _scoring_payload(rollout_batch: dict, pad_to_length, setting: str, fingerprint: str | None = None) -> dict:
+def _scoring_payload(
+    rollout_batch: dict, pad_to_length, setting: str, fingerprint: str | None = None
+) -> dict:
     """Arrays of an infer request.
 
     Args:
@@ -157,7 +167,11 @@ def _scoring_payload(rollout_batch: dict, pad_to_length, setting: str, fingerpri
 def _used_values(rollout_batch: dict, columns: int) -> np.ndarray:
     """bool [b, columns]: True where a value of the response's transitions is (types.py)."""
     lengths = rollout_batch["response_lengths"].cpu()
-    prompts = rollout_batch["prompt_lengths"].cpu() if "prompt_lengths" in rollout_batch else torch.ones_like(lengths)
+    prompts = (
+        rollout_batch["prompt_lengths"].cpu()
+        if "prompt_lengths" in rollout_batch
+        else torch.ones_like(lengths)
+    )
     column = torch.arange(columns)
     return ((column >= prompts[:, None] - 1) & (column < lengths[:, None] - 1)).numpy()
 
@@ -195,7 +209,9 @@ class _RewardModels:
 
     def __init__(self, cfg, communicator: HTTPCommunicator, setting: str):
         specs = read_reward_models(cfg, setting)
-        self.weights = None if specs[0].name is None else {spec.name: spec.weight for spec in specs}
+        self.weights = (
+            None if specs[0].name is None else {spec.name: spec.weight for spec in specs}
+        )
         self.fleets = {}
         if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
             self.fleets = {
@@ -256,7 +272,9 @@ def _gather_rows(tensors: dict) -> dict | None:
         shares = [torch.empty_like(tensor) for _ in range(size)] if rank == 0 else None
         dist.gather(tensor, shares, dst=0, group=group)
         if rank == 0:
-            gathered[name] = torch.cat([share[:count] for share, count in zip(shares, rows.tolist())]).cpu()
+            gathered[name] = torch.cat(
+                [share[:count] for share, count in zip(shares, rows.tolist())]
+            ).cpu()
     return gathered if rank == 0 else None
 
 
@@ -270,9 +288,13 @@ def _training_payload(data: dict) -> dict | None:
         return None  # a model-parallel peer of a rank that sends the same rows
     mask = data["mask"]
     used = mask.bool().any(dim=0).nonzero()
-    width = torch.tensor([int(used.max()) + 2 if len(used) else 2], dtype=torch.int64, device=get_device())
+    width = torch.tensor(
+        [int(used.max()) + 2 if len(used) else 2], dtype=torch.int64, device=get_device()
+    )
     if parallel_state.get_data_parallel_world_size() > 1:
-        dist.all_reduce(width, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(
+            width, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group()
+        )
     width = int(width)
     rows = {
         "tokens": data["response_tokens"][:, :width].long(),
@@ -361,7 +383,11 @@ class RemoteGPTRMCriticClient:
             )
             return self.communicator.send_data_to_server(self.infer_name, payload, check=check)
 
-        rm_future = None if self.reward_models is None else self.reward_models.score(rollout_batch, make_payload)
+        rm_future = (
+            None
+            if self.reward_models is None
+            else self.reward_models.score(rollout_batch, make_payload)
+        )
         return RMCriticFutureResult(
             try_on_source(send),
             rm_future,
@@ -392,7 +418,9 @@ class RemoteGPTRMCriticClient:
         if actor_step is not None:
             data["actor_step"] = np.array([actor_step], dtype=np.int64)
         return SaveFuture(
-            self._on_rank_zero(lambda: self.communicator.send_data_to_server(self.save_name, data, batching=False))
+            self._on_rank_zero(
+                lambda: self.communicator.send_data_to_server(self.save_name, data, batching=False)
+            )
         )
 
     def status(self) -> dict:
@@ -402,7 +430,10 @@ class RemoteGPTRMCriticClient:
         def ask():
             if self.status_name not in self.communicator.connections:
                 self.communicator.add_server_by_name(
-                    self.status_name, self.cfg.critic.ip, self.cfg.critic.port, schema.critic_status_endpoint()
+                    self.status_name,
+                    self.cfg.critic.ip,
+                    self.cfg.critic.port,
+                    schema.critic_status_endpoint(),
                 )
             data = {"dummy_var": np.zeros(1, dtype=np.int64)}
             return self.communicator.send_data_to_server(self.status_name, data, batching=False)
@@ -410,7 +441,10 @@ class RemoteGPTRMCriticClient:
         answer = RankZeroFuture(self._on_rank_zero(ask)).result()
         checkpoints = json.loads(answer.pop("checkpoints")[0])
         numbers = {name: int(array[0]) for name, array in answer.items()}
-        return {**numbers, "checkpoints": {int(step): folder for step, folder in checkpoints.items()}}
+        return {
+            **numbers,
+            "checkpoints": {int(step): folder for step, folder in checkpoints.items()},
+        }
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
         """Refuse to go on unless the critic's weights are those saved at `expected_actor_step` (0: a new run).
@@ -424,7 +458,11 @@ class RemoteGPTRMCriticClient:
             UserError: on every rank; the message says how to bring the two jobs together.
         """
         status = self.status()
-        have, step, saved = status["actor_step"], status["critic_step"], status["saved_critic_step"]
+        have, step, saved = (
+            status["actor_step"],
+            status["critic_step"],
+            status["saved_critic_step"],
+        )
         where = f"{self.cfg.critic.ip}:{self.cfg.critic.port}"
         if have == schema.UNKNOWN_STEP and step == saved:
             logging.warning(
@@ -435,8 +473,12 @@ class RemoteGPTRMCriticClient:
         if have == expected_actor_step and step == saved:
             return
         last = f"the checkpoint of actor step {have}" if have > 0 else "its first weights"
-        moved = f", {step - saved} optimizer step(s) after {last}" if step != saved else f" at {last}"
-        remedy = mismatch_remedy(expected_actor_step, have, step != saved, checkpoints, status["checkpoints"])
+        moved = (
+            f", {step - saved} optimizer step(s) after {last}" if step != saved else f" at {last}"
+        )
+        remedy = mismatch_remedy(
+            expected_actor_step, have, step != saved, checkpoints, status["checkpoints"]
+        )
         raise UserError(
             f"actor and critic do not match: this actor is at step {expected_actor_step}, the critic at {where} "
             f"is{moved}. {remedy}"
@@ -488,5 +530,9 @@ class RemoteGPTRMClient:
 
 
 def _communicator(cfg, setting: str) -> HTTPCommunicator:
-    timeouts = {name: cfg.get(name) for name in ("init_timeout_s", "inference_timeout_s") if cfg.get(name) is not None}
+    timeouts = {
+        name: cfg.get(name)
+        for name in ("init_timeout_s", "inference_timeout_s")
+        if cfg.get(name) is not None
+    }
     return HTTPCommunicator(**timeouts, setting=setting)

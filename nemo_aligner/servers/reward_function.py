@@ -65,7 +65,14 @@ class RewardFunction:
         UserError: no such file or function, it cannot be imported, or it does not take three arguments.
     """
 
-    def __init__(self, spec: str, tokenizer, workers: int = 2, timeout_s: float = 10.0, fallback: float | None = None):
+    def __init__(
+        self,
+        spec: str,
+        tokenizer,
+        workers: int = 2,
+        timeout_s: float = 10.0,
+        fallback: float | None = None,
+    ):
         self.spec, self.tokenizer = spec, tokenizer
         self.path, self.name = _split_spec(spec)
         _check_options(workers, timeout_s, fallback)
@@ -76,7 +83,9 @@ class RewardFunction:
         self._running: set[_Worker] = set()
         self._requests: set[_Request] = set()
         ready = [concurrent.futures.Future() for _ in range(self.workers)]
-        self._threads = [threading.Thread(target=self._drive, args=(future,), daemon=True) for future in ready]
+        self._threads = [
+            threading.Thread(target=self._drive, args=(future,), daemon=True) for future in ready
+        ]
         for thread in self._threads:
             thread.start()
         try:
@@ -85,7 +94,9 @@ class RewardFunction:
         except BaseException:
             self.close()
             raise
-        logging.info(f"reward function {spec}: {self.workers} worker(s), {self.timeout_s:g} s per sample")
+        logging.info(
+            f"reward function {spec}: {self.workers} worker(s), {self.timeout_s:g} s per sample"
+        )
 
     def __enter__(self) -> "RewardFunction":
         return self
@@ -126,7 +137,9 @@ class RewardFunction:
                 "'prompt_lengths' is missing: a reward function is given prompt and response apart; send the number "
                 "of prompt tokens of each row, [N, 1]."
             )
-        tokens, ends, starts = (_to_numpy(array) for array in (tokens, sequence_lengths, prompt_lengths))
+        tokens, ends, starts = (
+            _to_numpy(array) for array in (tokens, sequence_lengths, prompt_lengths)
+        )
         prompts, responses, lengths = self.decode(tokens, ends.reshape(-1), starts.reshape(-1))
         return self.score(prompts, responses, lengths)[:, None]
 
@@ -142,7 +155,9 @@ class RewardFunction:
             prompts.append(self._text(ids[:start]))
             answer = ids[start:]
             lengths.append(len(answer))
-            responses.append(self._text(answer[:-1] if answer[-1:] == [self.tokenizer.eos_id] else answer))
+            responses.append(
+                self._text(answer[:-1] if answer[-1:] == [self.tokenizer.eos_id] else answer)
+            )
         return prompts, responses, lengths
 
     def _text(self, ids: list[int]) -> str:
@@ -198,7 +213,9 @@ class RewardFunction:
         finally:
             self._end_worker(worker)
 
-    def _work_off(self, worker: "_Worker | None", request: "_Request", rows: range) -> "_Worker | None":
+    def _work_off(
+        self, worker: "_Worker | None", request: "_Request", rows: range
+    ) -> "_Worker | None":
         """Score `rows` of a request; returns the worker, a new one where the given one did not survive."""
         left = collections.deque(rows)
         try:
@@ -289,11 +306,17 @@ def _split_spec(spec: str) -> tuple[str, str]:
 
 def _check_options(workers, timeout_s, fallback) -> None:
     if workers != int(workers) or workers < 1:
-        raise ConfigError(f"inference.reward_fn_workers={workers} must be a whole number, 1 or more.")
+        raise ConfigError(
+            f"inference.reward_fn_workers={workers} must be a whole number, 1 or more."
+        )
     if not timeout_s > 0:
-        raise ConfigError(f"inference.reward_fn_timeout_s={timeout_s} must be a number of seconds above 0.")
+        raise ConfigError(
+            f"inference.reward_fn_timeout_s={timeout_s} must be a number of seconds above 0."
+        )
     if fallback is not None and not math.isfinite(fallback):
-        raise ConfigError(f"inference.reward_fn_fallback={fallback} must be null or a finite number.")
+        raise ConfigError(
+            f"inference.reward_fn_fallback={fallback} must be null or a finite number."
+        )
 
 
 def _to_numpy(array) -> np.ndarray:
@@ -317,7 +340,9 @@ class _Request:
             self.future.set_result(self._scores)
 
     def fail(self, error: Exception) -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # another sample was faster
+        with contextlib.suppress(
+            concurrent.futures.InvalidStateError
+        ):  # another sample was faster
             self.future.set_exception(error)
 
     def record(self, row: int, kind: str, value) -> None:
@@ -339,7 +364,9 @@ class _Request:
             last = self._left == 0
         if last:
             self._warn()
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # the server is shutting down
+            with contextlib.suppress(
+                concurrent.futures.InvalidStateError
+            ):  # the server is shutting down
                 self.future.set_result(self._scores)
 
     def _warn(self) -> None:
@@ -360,7 +387,11 @@ class _Request:
 
 def _shown(text: str) -> str:
     text = repr(text)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}[... {len(text)} characters]"
+    return (
+        text
+        if len(text) <= SHOWN_CHARACTERS
+        else f"{text[:SHOWN_CHARACTERS]}[... {len(text)} characters]"
+    )
 
 
 class _WorkerEndedError(Exception):
@@ -450,7 +481,9 @@ class _Worker:
         """End the process and all that it has started, whatever they are doing."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel does not let it go: leave it behind
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # the kernel does not let it go: leave it behind
             self.process.wait(5.0)
 
     def release(self) -> None:

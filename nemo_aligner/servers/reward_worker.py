@@ -39,7 +39,11 @@ class LoadError(Exception):
 
 
 def main() -> None:
-    path, name, requests_fd, answers_fd, parent = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
+    path, name, requests_fd, answers_fd, parent = (
+        sys.argv[1],
+        sys.argv[2],
+        *map(int, sys.argv[3:6]),
+    )
     _end_with(parent)
     _be_the_first_to_go()
     for number in (requests_fd, answers_fd):
@@ -107,7 +111,9 @@ class _BoundedOutput(io.RawIOBase):
 def _bound_output() -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         raw = io.BufferedWriter(_BoundedOutput(number, PRINTED_BYTES))
-        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        stream = io.TextIOWrapper(
+            raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
         setattr(sys, name, stream)
 
 
@@ -124,15 +130,23 @@ def load_function(path: str, name: str):
     module_name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(module_name, module)  # unless it is called like a module that is in use here
+    sys.modules.setdefault(
+        module_name, module
+    )  # unless it is called like a module that is in use here
     try:
         spec.loader.exec_module(module)
     except BaseException as error:  # SystemExit, too
         raise LoadError(f"the file cannot be imported:\n{_traceback(error, path)}") from None
     function = getattr(module, name, None)
     if function is None:
-        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module_name]
-        raise LoadError(f"the file has no function '{name}'; it has {', '.join(own) or 'none at all'}")
+        own = [
+            n
+            for n, v in vars(module).items()
+            if inspect.isfunction(v) and v.__module__ == module_name
+        ]
+        raise LoadError(
+            f"the file has no function '{name}'; it has {', '.join(own) or 'none at all'}"
+        )
     if not callable(function):
         raise LoadError(f"'{name}' is a {type(function).__name__}, not a function")
     if inspect.iscoroutinefunction(function):
@@ -190,10 +204,14 @@ def to_score(scores) -> float:
         raise BadScoreError(f"it returned {len(values)} scores for 1 sample: {_brief(scores)}")
     value = values[0]
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise BadScoreError(f"it returned {_brief(scores)}, whose score is a {type(value).__name__}, not a number")
+        raise BadScoreError(
+            f"it returned {_brief(scores)}, whose score is a {type(value).__name__}, not a number"
+        )
     number = float(value)
     if not math.isfinite(number) or abs(number) > LARGEST_FLOAT32:
-        raise BadScoreError(f"it returned {_brief(scores)}, which is not a finite number in float32")
+        raise BadScoreError(
+            f"it returned {_brief(scores)}, which is not a finite number in float32"
+        )
     return number
 
 

@@ -61,7 +61,9 @@ class TensorSpec:
     meaning: str = ""
 
     def describe(self, batching: bool) -> str:
-        shape = (("N",) if batching else ()) + tuple("any" if size == -1 else size for size in self.shape)
+        shape = (("N",) if batching else ()) + tuple(
+            "any" if size == -1 else size for size in self.shape
+        )
         return f"{self.name}: {np.dtype(self.dtype).name if self.dtype is not np.bytes_ else 'bytes'} {list(shape)}"
 
 
@@ -78,25 +80,39 @@ class Endpoint:
 _SCORING_INPUTS = (
     TensorSpec("sentences", np.bytes_, (-1,), True, "text, UTF-8; wins over `tokens`"),
     TensorSpec("tokens", np.int64, (-1,), True, "token ids, right-padded [N, S]"),
-    TensorSpec("sequence_lengths", np.int64, (-1,), True, "number of real tokens of each row [N, 1]"),
+    TensorSpec(
+        "sequence_lengths", np.int64, (-1,), True, "number of real tokens of each row [N, 1]"
+    ),
 )
 # A server that has another tokenizer refuses: the same ids would stand for other texts. It comes for each row, as all
 # inputs of requests that Triton may merge.
 _TOKENIZER = TensorSpec(
-    "tokenizer", np.bytes_, (1,), True, "fingerprint of the sender's tokenizer (`tokenizer_fingerprint`) [N, 1]"
+    "tokenizer",
+    np.bytes_,
+    (1,),
+    True,
+    "fingerprint of the sender's tokenizer (`tokenizer_fingerprint`) [N, 1]",
 )
 
 # Where the answer starts: a reward that is code, not a model, scores the text behind the prompt.
 _PROMPT_LENGTHS = TensorSpec(
-    "prompt_lengths", np.int64, (1,), True, "number of prompt tokens of each row [N, 1]; models do without"
+    "prompt_lengths",
+    np.int64,
+    (1,),
+    True,
+    "number of prompt tokens of each row [N, 1]; models do without",
 )
 
 
 def critic_infer_endpoint(combined: bool) -> Endpoint:
     """Values [N, S] of each token position; with `combined` also the reward [N, 1] of each sample."""
-    outputs = (TensorSpec("values", np.float32, (-1,), meaning="value at each token position [N, S]"),)
+    outputs = (
+        TensorSpec("values", np.float32, (-1,), meaning="value at each token position [N, S]"),
+    )
     if combined:
-        outputs += (TensorSpec("rewards", np.float32, (-1,), meaning="reward of each sample [N, 1]"),)
+        outputs += (
+            TensorSpec("rewards", np.float32, (-1,), meaning="reward of each sample [N, 1]"),
+        )
     return Endpoint(CRITIC_INFER, (*_SCORING_INPUTS, _TOKENIZER), outputs, batching=True)
 
 
@@ -109,12 +125,31 @@ def critic_train_endpoint() -> Endpoint:
         CRITIC_TRAIN,
         (
             TensorSpec("tokens", np.int64, (-1, -1), meaning="token ids, right-padded [N, S]"),
-            TensorSpec("returns", np.float32, (-1, -1), meaning="regression target of each transition [N, S-1]"),
-            TensorSpec("prev_values", np.float32, (-1, -1), meaning="values at rollout time [N, S-1]"),
-            TensorSpec("mask", np.float32, (-1, -1), meaning="1 on transitions into response tokens [N, S-1]"),
+            TensorSpec(
+                "returns",
+                np.float32,
+                (-1, -1),
+                meaning="regression target of each transition [N, S-1]",
+            ),
+            TensorSpec(
+                "prev_values", np.float32, (-1, -1), meaning="values at rollout time [N, S-1]"
+            ),
+            TensorSpec(
+                "mask",
+                np.float32,
+                (-1, -1),
+                meaning="1 on transitions into response tokens [N, S-1]",
+            ),
             TensorSpec("request_id", np.bytes_, (1,), True, "the sender's id of this update"),
         ),
-        (TensorSpec("loss_mean", np.float32, (1,), meaning="mean loss over the optimizer steps of this request"),),
+        (
+            TensorSpec(
+                "loss_mean",
+                np.float32,
+                (1,),
+                meaning="mean loss over the optimizer steps of this request",
+            ),
+        ),
         batching=False,
     )
 
@@ -125,7 +160,9 @@ def critic_save_endpoint() -> Endpoint:
         CRITIC_SAVE,
         (
             TensorSpec("dummy_var", np.int64, (1,), meaning="any number (Triton needs an input)"),
-            TensorSpec("actor_step", np.int64, (1,), True, "the actor's step this checkpoint belongs to"),
+            TensorSpec(
+                "actor_step", np.int64, (1,), True, "the actor's step this checkpoint belongs to"
+            ),
         ),
         (TensorSpec("status", np.int64, (1,), meaning="0"),),
         batching=False,
@@ -138,10 +175,27 @@ def critic_status_endpoint() -> Endpoint:
         CRITIC_STATUS,
         (TensorSpec("dummy_var", np.int64, (1,), meaning="any number (Triton needs an input)"),),
         (
-            TensorSpec("actor_step", np.int64, (1,), meaning="actor step of the last checkpoint; -1 unknown"),
-            TensorSpec("critic_step", np.int64, (1,), meaning="optimizer steps of the weights in memory"),
-            TensorSpec("saved_critic_step", np.int64, (1,), meaning="optimizer steps of the last checkpoint"),
-            TensorSpec("checkpoints", np.bytes_, (1,), meaning="JSON: folder of each checkpoint, by its actor step"),
+            TensorSpec(
+                "actor_step",
+                np.int64,
+                (1,),
+                meaning="actor step of the last checkpoint; -1 unknown",
+            ),
+            TensorSpec(
+                "critic_step", np.int64, (1,), meaning="optimizer steps of the weights in memory"
+            ),
+            TensorSpec(
+                "saved_critic_step",
+                np.int64,
+                (1,),
+                meaning="optimizer steps of the last checkpoint",
+            ),
+            TensorSpec(
+                "checkpoints",
+                np.bytes_,
+                (1,),
+                meaning="JSON: folder of each checkpoint, by its actor step",
+            ),
         ),
         batching=False,
     )
@@ -150,7 +204,9 @@ def critic_status_endpoint() -> Endpoint:
 def reward_model_endpoint() -> Endpoint:
     """The reward [N, 1] of each sample."""
     outputs = (TensorSpec("rewards", np.float32, (1,), meaning="reward of each sample [N, 1]"),)
-    return Endpoint(REWARD_MODEL, (*_SCORING_INPUTS, _PROMPT_LENGTHS, _TOKENIZER), outputs, batching=True)
+    return Endpoint(
+        REWARD_MODEL, (*_SCORING_INPUTS, _PROMPT_LENGTHS, _TOKENIZER), outputs, batching=True
+    )
 
 
 def triton_tensors(specs) -> list:
@@ -168,7 +224,8 @@ def validate_request(endpoint: Endpoint, data: dict) -> None:
     """
     specs = {spec.name: spec for spec in endpoint.inputs}
     expected = "; ".join(
-        spec.describe(endpoint.batching) + (" (optional)" if spec.optional else "") for spec in endpoint.inputs
+        spec.describe(endpoint.batching) + (" (optional)" if spec.optional else "")
+        for spec in endpoint.inputs
     )
     remedy = f"Endpoint '{endpoint.name}' takes {expected}."
     for name in data:
@@ -177,19 +234,27 @@ def validate_request(endpoint: Endpoint, data: dict) -> None:
     for spec in endpoint.inputs:
         if spec.name not in data:
             if not spec.optional:
-                raise RequestError(f"input tensor '{spec.name}' ({spec.meaning}) is missing. {remedy}")
+                raise RequestError(
+                    f"input tensor '{spec.name}' ({spec.meaning}) is missing. {remedy}"
+                )
             continue
         array = data[spec.name]
         if not isinstance(array, np.ndarray):
-            raise RequestError(f"input tensor '{spec.name}' is a {type(array).__name__}, not a numpy array. {remedy}")
-        right_dtype = array.dtype.kind in "OS" if spec.dtype is np.bytes_ else array.dtype == spec.dtype
+            raise RequestError(
+                f"input tensor '{spec.name}' is a {type(array).__name__}, not a numpy array. {remedy}"
+            )
+        right_dtype = (
+            array.dtype.kind in "OS" if spec.dtype is np.bytes_ else array.dtype == spec.dtype
+        )
         if not right_dtype:
             raise RequestError(
                 f"input tensor '{spec.name}' has dtype {array.dtype}; send {spec.describe(endpoint.batching)}. "
                 f"{remedy}"
             )
         shape = array.shape[1:] if endpoint.batching else array.shape
-        if len(shape) != len(spec.shape) or any(want not in (-1, got) for got, want in zip(shape, spec.shape)):
+        if len(shape) != len(spec.shape) or any(
+            want not in (-1, got) for got, want in zip(shape, spec.shape)
+        ):
             raise RequestError(
                 f"input tensor '{spec.name}' has shape {list(array.shape)}; send {spec.describe(endpoint.batching)}. "
                 f"{remedy}"
@@ -201,7 +266,9 @@ def validate_request(endpoint: Endpoint, data: dict) -> None:
 
 def _validate_tokens(tokens: np.ndarray, vocab_size, max_length) -> None:
     if tokens.size == 0:
-        raise RequestError(f"'tokens' has shape {list(tokens.shape)}: send at least one row of at least one token.")
+        raise RequestError(
+            f"'tokens' has shape {list(tokens.shape)}: send at least one row of at least one token."
+        )
     if max_length is not None and tokens.shape[1] > max_length:
         raise RequestError(
             f"'tokens' has {tokens.shape[1]} columns, but the served model takes at most {max_length} "
@@ -242,7 +309,11 @@ def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
 
 
 def validate_scoring_inputs(
-    tokens: np.ndarray, sequence_lengths: np.ndarray, vocab_size=None, max_length=None, prompt_lengths=None
+    tokens: np.ndarray,
+    sequence_lengths: np.ndarray,
+    vocab_size=None,
+    max_length=None,
+    prompt_lengths=None,
 ) -> None:
     """Check the content of an infer request: tokens int64 [N, S]; sequence_lengths and, if given, prompt_lengths
     int64 [N] or [N, 1]."""
@@ -306,7 +377,9 @@ def validate_training_inputs(
             )
 
 
-def validate_response(endpoint: Endpoint, answer: dict, rows: int, used: np.ndarray | None = None) -> None:
+def validate_response(
+    endpoint: Endpoint, answer: dict, rows: int, used: np.ndarray | None = None
+) -> None:
     """Check the answer to an infer request of `rows` rows before its numbers are trained on.
 
     Args:
@@ -327,7 +400,8 @@ def validate_response(endpoint: Endpoint, answer: dict, rows: int, used: np.ndar
             )
         if array.dtype.kind != "f":
             raise ResponseError(
-                f"'{spec.name}' came as {array.dtype}, not {spec.describe(True)}. " + _other_server(endpoint)
+                f"'{spec.name}' came as {array.dtype}, not {spec.describe(True)}. "
+                + _other_server(endpoint)
             )
         if spec.name == "rewards":
             _validate_rewards(endpoint, array, rows)

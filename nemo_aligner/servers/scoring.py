@@ -43,8 +43,13 @@ def gather_rows(tensor: Tensor) -> np.ndarray | None:
     have nothing to send.
     """
     tensor = tensor.detach().float().contiguous()
-    if parallel_state.get_data_parallel_world_size() > 1 and parallel_state.get_data_parallel_src_rank() == 0:
-        shares = gather_tensor(tensor.to(get_device()), 0, parallel_state.get_data_parallel_group())
+    if (
+        parallel_state.get_data_parallel_world_size() > 1
+        and parallel_state.get_data_parallel_src_rank() == 0
+    ):
+        shares = gather_tensor(
+            tensor.to(get_device()), 0, parallel_state.get_data_parallel_group()
+        )
         tensor = torch.cat(shares) if shares is not None else None
     return tensor.cpu().numpy() if parallel_state.get_rank() == 0 else None
 
@@ -138,23 +143,32 @@ class Scorer:
         """Checked, stripped and padded arrays of a request, and the function that undoes it on the outputs."""
         schema.validate_tokenizer(inputs.get("tokenizer"), self.fingerprint)
         prompt_lengths = inputs.get("prompt_lengths")
-        processed = process_inputs(inputs, self.tokenize_func)  # refuses sentences where they cannot be scored
+        processed = process_inputs(
+            inputs, self.tokenize_func
+        )  # refuses sentences where they cannot be scored
         if self.needs_prompt_lengths and prompt_lengths is None:
             raise schema.RequestError(
                 "'prompt_lengths' is missing: this reward looks at the answer alone and must know where it begins. "
                 "Send 'tokens', 'sequence_lengths' and 'prompt_lengths' (number of prompt tokens of each row, [N, 1])."
             )
         tokens, lengths = processed["inputs"], processed["sequence_length"]
-        schema.validate_scoring_inputs(tokens, lengths, self.vocab_size, self.max_length, prompt_lengths)
+        schema.validate_scoring_inputs(
+            tokens, lengths, self.vocab_size, self.max_length, prompt_lengths
+        )
         rows = tokens.shape[0]
         multiple = calculate_inference_batch_padding_multiple(rows, self.micro_batch_size)
         padded, _extra, width = pad_batch_and_strip_sequence(
             tokens, lengths, multiple, self.strip_sequence_length_to_multiple
         )
         # An empty row still has one position to read a reward from.
-        arrays = {"tokens": padded["inputs"], "sequence_lengths": np.maximum(padded["sequence_length"], 1)}
+        arrays = {
+            "tokens": padded["inputs"],
+            "sequence_lengths": np.maximum(padded["sequence_length"], 1),
+        }
         if prompt_lengths is not None:
-            arrays["prompt_lengths"] = pad_rows(prompt_lengths.reshape(-1).astype(np.int64, copy=False), multiple)
+            arrays["prompt_lengths"] = pad_rows(
+                prompt_lengths.reshape(-1).astype(np.int64, copy=False), multiple
+            )
 
         def finish(outputs: dict) -> dict:
             finished = {name: array[:rows] for name, array in outputs.items()}
@@ -168,8 +182,12 @@ class Scorer:
     def _score(self, arrays: dict) -> dict[str, np.ndarray]:
         """Scores of a padded batch on rank 0, {} elsewhere; each data-parallel rank scores its rows."""
         rows = local_rows(0, arrays["tokens"].shape[0])
-        share = {name: torch.from_numpy(array[rows]).to(get_device()) for name, array in arrays.items()}
-        outputs = self.score_rows(share["tokens"], share["sequence_lengths"], share.get("prompt_lengths"))
+        share = {
+            name: torch.from_numpy(array[rows]).to(get_device()) for name, array in arrays.items()
+        }
+        outputs = self.score_rows(
+            share["tokens"], share["sequence_lengths"], share.get("prompt_lengths")
+        )
         # Sorted: every rank must gather in the same order.
         gathered = {name: gather_rows(torch.as_tensor(outputs[name])) for name in sorted(outputs)}
         return {name: array for name, array in gathered.items() if array is not None}

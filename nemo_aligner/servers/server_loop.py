@@ -67,7 +67,11 @@ class ControlGroup:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         # An idle server may wait for days; a lost rank shows itself as a closed connection.
-        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30)) if self.size > 1 else None
+        self.group = (
+            dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+            if self.size > 1
+            else None
+        )
 
     def exchange(self, signal_: ServerSignal | None, stop: bool) -> ServerSignal:
         """Rank 0's `signal_` on every rank (others pass None), or STOP if any rank passes `stop`."""
@@ -179,7 +183,11 @@ class TritonHost:
                     inputs=triton_tensors(endpoint.inputs),
                     outputs=triton_tensors(endpoint.outputs),
                     config=(
-                        ModelConfig(batching=True, max_batch_size=9999999, batcher=DynamicBatcher(**batcher))
+                        ModelConfig(
+                            batching=True,
+                            max_batch_size=9999999,
+                            batcher=DynamicBatcher(**batcher),
+                        )
                         if endpoint.batching
                         else ModelConfig(batching=False, max_batch_size=0)
                     ),
@@ -187,7 +195,9 @@ class TritonHost:
                 )
         except Exception:
             with contextlib.suppress(OSError), open(log_file, errors="replace") as log:
-                logging.error("Triton did not start. The end of its log:\n" + "".join(log.readlines()[-15:]))
+                logging.error(
+                    "Triton did not start. The end of its log:\n" + "".join(log.readlines()[-15:])
+                )
             raise
 
     def is_alive(self) -> bool:
@@ -231,7 +241,9 @@ class _JobStore:
         if size > 1:
             store = dist.distributed_c10d._get_default_store()
             with contextlib.suppress(Exception):
-                store = store.clone()  # a connection of our own: never behind a blocking call of another thread
+                store = (
+                    store.clone()
+                )  # a connection of our own: never behind a blocking call of another thread
             self._store = dist.PrefixStore(prefix, store)
 
     def put(self, key: str, text: str) -> None:
@@ -279,7 +291,12 @@ class ServerLoop:
         stop_grace_s: float = 5.0,
         failure_grace_s: float = 30.0,
     ):
-        self.name, self.endpoints, self.operations, self.after_failure = name, endpoints, operations, after_failure
+        self.name, self.endpoints, self.operations, self.after_failure = (
+            name,
+            endpoints,
+            operations,
+            after_failure,
+        )
         self.batcher, self.control, self.heartbeat_s = batcher, control, heartbeat_s
         self.stop_grace_s, self.failure_grace_s = stop_grace_s, failure_grace_s
         self.rank = control.rank
@@ -344,7 +361,9 @@ class ServerLoop:
                     ) from error
                 raise
             # Ranks leave one by one after a stop request: what breaks then is not a failure.
-            logging.info(f"{self.name}, rank {self.rank}: interrupted by the stop request ({error})")
+            logging.info(
+                f"{self.name}, rank {self.rank}: interrupted by the stop request ({error})"
+            )
         self._close(failed=False)
 
     def _start(self) -> None:
@@ -358,7 +377,9 @@ class ServerLoop:
             raise
         if self._stop_reason is None:
             names = ", ".join(endpoint.name for endpoint, _ in self.endpoints)
-            logging.info(f"{self.name}: serving {names} at {self._triton.host}:{self._triton.port}")
+            logging.info(
+                f"{self.name}: serving {names} at {self._triton.host}:{self._triton.port}"
+            )
 
     def _serve(self) -> None:
         next_check = time.monotonic() + 10
@@ -370,7 +391,9 @@ class ServerLoop:
                 if job is None and time.monotonic() >= next_check:
                     next_check = time.monotonic() + 10
                     if not self._triton.is_alive() and self._stop_reason is None:
-                        raise ServerJobError("Triton ended by itself; its host may be out of memory or shared memory")
+                        raise ServerJobError(
+                            "Triton ended by itself; its host may be out of memory or shared memory"
+                        )
             announced = (job.signal if job else ServerSignal.HEARTBEAT) if self.rank == 0 else None
             signal_ = self.control.exchange(announced, stop=self._stop_reason is not None)
             if signal_ == ServerSignal.STOP:
@@ -411,7 +434,9 @@ class ServerLoop:
             )
         if self.rank == 0:
             self._store.delete("failure")
-        self.control.gather_objects(None)  # no rank starts the next operation while the note is still there
+        self.control.gather_objects(
+            None
+        )  # no rank starts the next operation while the note is still there
         self._failure_deadline = None
         if job:
             job.fail(error)
@@ -471,11 +496,15 @@ class ServerLoop:
         os.set_blocking(write_end, False)
         previous = {}
         if threading.current_thread() is threading.main_thread():
-            previous = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)}
+            previous = {
+                s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)
+            }
             old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=self._forget_signals)
         self._watching.set()
-        thread = threading.Thread(target=self._watch, args=(read_end,), daemon=True, name=f"{self.name}-watcher")
+        thread = threading.Thread(
+            target=self._watch, args=(read_end,), daemon=True, name=f"{self.name}-watcher"
+        )
         thread.start()
         try:
             yield
@@ -519,14 +548,18 @@ class ServerLoop:
                 self._failure_deadline = None
             if self._stop_deadline is not None and now > self._stop_deadline:
                 self._abandon(
-                    0, f"{self._stop_reason}; the running operation did not end in {self.stop_grace_s:.0f} s"
+                    0,
+                    f"{self._stop_reason}; the running operation did not end in {self.stop_grace_s:.0f} s",
                 )
             if store_errors >= 10:
                 self._abandon(
-                    0 if self._stop_reason else 1, "the job's store is gone: rank 0 or the launcher has ended"
+                    0 if self._stop_reason else 1,
+                    "the job's store is gone: rank 0 or the launcher has ended",
                 )
             if self._failure_deadline is not None and now > self._failure_deadline:
-                self._abandon(1, f"a rank failed and the others cannot go on without it:\n{failure}")
+                self._abandon(
+                    1, f"a rank failed and the others cannot go on without it:\n{failure}"
+                )
 
     def _hear_stop_request(self) -> None:
         """Take over what another rank has noted."""

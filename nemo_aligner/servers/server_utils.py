@@ -96,7 +96,9 @@ def pad_rows(array: np.ndarray, multiple: int) -> np.ndarray:
     return np.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
 
 
-def calculate_inference_batch_padding_multiple(current_size: int, model_forward_micro_batch_size: int) -> int:
+def calculate_inference_batch_padding_multiple(
+    current_size: int, model_forward_micro_batch_size: int
+) -> int:
     """The multiple to which a batch of `current_size` rows is padded, so that every data-parallel rank gets whole
     micro-batches: DP for a small batch (one shorter micro-batch each), else `model_forward_micro_batch_size * DP`."""
     dp_size = parallel_state.get_data_parallel_world_size()
@@ -107,13 +109,17 @@ def calculate_inference_batch_padding_multiple(current_size: int, model_forward_
 def _decode_sentences(sentences: np.ndarray) -> list[str]:
     """Texts of `sentences`, bytes [N] or [N, 1]; one that is not UTF-8 is named by its row."""
     if sentences.ndim > 1 and sentences.shape[1:] != (1,):
-        raise UserError(f"'sentences' has shape {list(sentences.shape)}: send one text per row, [N, 1].")
+        raise UserError(
+            f"'sentences' has shape {list(sentences.shape)}: send one text per row, [N, 1]."
+        )
     try:
         return decode_bytes_ndarray(sentences).tolist()
     except UnicodeDecodeError as error:
         bad = error.object
         row = next((i for i, text in enumerate(sentences.reshape(-1)) if bytes(text) == bad), "?")
-        raise UserError(f"'sentences' holds bytes in row {row} that are not UTF-8 ({error.reason}).") from error
+        raise UserError(
+            f"'sentences' holds bytes in row {row} that are not UTF-8 ({error.reason})."
+        ) from error
 
 
 def process_inputs(inputs: dict, tokenize_func) -> dict:
@@ -133,7 +139,9 @@ def process_inputs(inputs: dict, tokenize_func) -> dict:
         tokens, lengths = inputs.get("tokens"), inputs.get("sequence_lengths")
         if tokens is None or lengths is None:
             missing = "'tokens'" if tokens is None else "'sequence_lengths'"
-            raise UserError(f"{missing} is missing: send 'sentences', or 'tokens' together with 'sequence_lengths'.")
+            raise UserError(
+                f"{missing} is missing: send 'sentences', or 'tokens' together with 'sequence_lengths'."
+            )
     return {
         "inputs": np.asarray(tokens).astype(np.int64, copy=False),
         "sequence_length": np.asarray(lengths).astype(np.int64, copy=False).reshape(-1),
@@ -172,7 +180,11 @@ def find_libpython() -> str | None:
     name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
     libdir = sysconfig.get_config_var("LIBDIR") or ""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
-    for directory in (libdir, os.path.join(libdir, multiarch), os.path.join(sys.base_prefix, "lib")):
+    for directory in (
+        libdir,
+        os.path.join(libdir, multiarch),
+        os.path.join(sys.base_prefix, "lib"),
+    ):
         if directory and os.path.exists(os.path.join(directory, name)):
             return directory
     return None

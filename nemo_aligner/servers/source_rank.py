@@ -97,7 +97,10 @@ def get_future_result(future, *keys):
     Returns:
         One tensor, or a list of them for several keys.
     """
-    src, group = parallel_state.get_model_parallel_src_rank(), parallel_state.get_model_parallel_group()
+    src, group = (
+        parallel_state.get_model_parallel_src_rank(),
+        parallel_state.get_model_parallel_group(),
+    )
     answer = await_on_source(future, src, group)
     tensors = [torch.from_numpy(np.array(answer[key])).to(get_device()) for key in keys]
     return tensors[0] if len(tensors) == 1 else tensors
@@ -123,7 +126,11 @@ def outcome_or_error(send):
 
 def readable_error(error: Exception) -> Exception:
     """`error`, or one that names its type if its message alone says little."""
-    return error if isinstance(error, (ServerRequestError, UserError)) else ServerRequestError(repr(error))
+    return (
+        error
+        if isinstance(error, (ServerRequestError, UserError))
+        else ServerRequestError(repr(error))
+    )
 
 
 class RankZeroFuture(FutureResult):
@@ -138,7 +145,9 @@ class RankZeroFuture(FutureResult):
         """The answer, by tensor name."""
         if self._outcome is None:
             try:
-                self._outcome = await_on_source(self._pending, 0, dist.group.WORLD if dist.is_initialized() else None)
+                self._outcome = await_on_source(
+                    self._pending, 0, dist.group.WORLD if dist.is_initialized() else None
+                )
             except ServerRequestError as error:
                 self._outcome = error
         if isinstance(self._outcome, Exception):

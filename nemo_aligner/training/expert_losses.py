@@ -35,10 +35,17 @@ def take_balance_losses(config, num_microbatches: int) -> dict[str, float]:
     if not wanted:
         return {}
     tracker = get_moe_layer_wise_logging_tracker()
-    zero = torch.zeros(1, device=get_device())  # a pipeline stage may have seen no layer of experts
-    sums = torch.stack([tracker.get(name, {}).get("values", zero).double().sum() for name in wanted])
+    zero = torch.zeros(
+        1, device=get_device()
+    )  # a pipeline stage may have seen no layer of experts
+    sums = torch.stack(
+        [tracker.get(name, {}).get("values", zero).double().sum() for name in wanted]
+    )
     tracker.clear()  # not zeroed: the next model may have more layers
     if parallel_state.get_world_size() > 1:
         torch.distributed.all_reduce(sums)
     count = config.num_layers * num_microbatches * parallel_state.get_data_parallel_world_size()
-    return {f"moe_{name}": float(value) / (count * wanted[name]) for name, value in zip(wanted, sums, strict=True)}
+    return {
+        f"moe_{name}": float(value) / (count * wanted[name])
+        for name, value in zip(wanted, sums, strict=True)
+    }

@@ -35,7 +35,9 @@ def naming_step(step: str):
         raise NonFiniteError(f"{step}: {error}").with_traceback(error.__traceback__) from None
 
 
-def check_finite(model_chunks: list, loss: float, shares: list[torch.Tensor], micro_batch_size: int) -> None:
+def check_finite(
+    model_chunks: list, loss: float, shares: list[torch.Tensor], micro_batch_size: int
+) -> None:
     """Refuse a loss or a gradient that is NaN or infinite; every rank of the job calls it, after the reductions.
 
     Args:
@@ -55,7 +57,10 @@ def check_finite(model_chunks: list, loss: float, shares: list[torch.Tensor], mi
     if not wrong.any():
         return
     bad_loss, bad_gradient = wrong.tolist()
-    mine = (_where_loss_is_wrong(shares, micro_batch_size), _weights_with_wrong_gradients(model_chunks))
+    mine = (
+        _where_loss_is_wrong(shares, micro_batch_size),
+        _weights_with_wrong_gradients(model_chunks),
+    )
     found = [mine]
     if several:
         found = [None] * dist.get_world_size()
@@ -64,7 +69,9 @@ def check_finite(model_chunks: list, loss: float, shares: list[torch.Tensor], mi
     names = sorted({name for _, names in found for name in names})
     parts = []
     if bad_loss:
-        parts.append(f"the loss is {loss}" + (f" ({'; '.join(dict.fromkeys(places))})" if places else ""))
+        parts.append(
+            f"the loss is {loss}" + (f" ({'; '.join(dict.fromkeys(places))})" if places else "")
+        )
     if bad_gradient:
         more = f" and {len(names) - NAMED_TENSORS} more" if len(names) > NAMED_TENSORS else ""
         parts.append(f"the gradient of {', '.join(names[:NAMED_TENSORS])}{more} is not finite")
@@ -96,6 +103,10 @@ def _where_loss_is_wrong(shares: list[torch.Tensor], micro_batch_size: int) -> s
     for number, share in enumerate(shares):
         if not share.isfinite():
             rank, first = parallel_state.get_data_parallel_rank(), number * micro_batch_size
-            rows = f"row {first}" if micro_batch_size == 1 else f"rows {first} to {first + micro_batch_size - 1}"
+            rows = (
+                f"row {first}"
+                if micro_batch_size == 1
+                else f"rows {first} to {first + micro_batch_size - 1}"
+            )
             return f"first in {rows} of the share of data-parallel rank {rank}"
     return None

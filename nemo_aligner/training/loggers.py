@@ -24,13 +24,18 @@ class CustomLoggerWrapper:
         metrics_file: path of `metrics.jsonl`, or None for no files. Only rank 0 writes.
     """
 
-    def __init__(self, loggers: Iterable | None = None, metrics_file: str | os.PathLike | None = None):
+    def __init__(
+        self, loggers: Iterable | None = None, metrics_file: str | os.PathLike | None = None
+    ):
         self.loggers = list(loggers or [])
         self._files: dict[str, _JsonLines] = {}
         self._rows_written: dict[str, int] = {}
         if metrics_file is not None and is_rank_zero():
             path = Path(metrics_file)
-            self._files = {"metrics": _JsonLines(path), "tables": _JsonLines(path.with_name("tables.jsonl"))}
+            self._files = {
+                "metrics": _JsonLines(path),
+                "tables": _JsonLines(path.with_name("tables.jsonl")),
+            }
             self._folder = path.parent
 
     def log_hyperparams(self, params) -> None:
@@ -45,7 +50,9 @@ class CustomLoggerWrapper:
         Raises:
             TypeError: another kind of value.
         """
-        named = {f"{prefix}{k}": _number(f"{prefix}{k}", v) for k, v in metrics.items() if v is not None}
+        named = {
+            f"{prefix}{k}": _number(f"{prefix}{k}", v) for k, v in metrics.items() if v is not None
+        }
         self._call("log_metrics", named, step=step)
         self._write("metrics", {"step": step, "time": time.time(), **named})
 
@@ -58,7 +65,10 @@ class CustomLoggerWrapper:
         new = dataframe.iloc[seen if seen <= len(dataframe) else 0 :]
         self._rows_written[key] = len(dataframe)
         if len(new):
-            rows = [{str(name): _plain(value) for name, value in row.items()} for row in new.to_dict("records")]
+            rows = [
+                {str(name): _plain(value) for name, value in row.items()}
+                for row in new.to_dict("records")
+            ]
             self._write("tables", {"key": key, "step": step, "time": time.time(), "rows": rows})
 
     def log_samples(self, name: str, rows: list[dict], step: int | None = None) -> None:
@@ -129,9 +139,13 @@ def _number(key: str, value):
         try:
             value = value.item()
         except (RuntimeError, ValueError):
-            raise TypeError(f"metric {key} has shape {tuple(value.shape)}; log one number per key.") from None
+            raise TypeError(
+                f"metric {key} has shape {tuple(value.shape)}; log one number per key."
+            ) from None
     if not isinstance(value, (bool, int, float)):
-        raise TypeError(f"metric {key}={value!r} is a {type(value).__name__}; log numbers, and tables with log_table.")
+        raise TypeError(
+            f"metric {key}={value!r} is a {type(value).__name__}; log numbers, and tables with log_table."
+        )
     return value
 
 

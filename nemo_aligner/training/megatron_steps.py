@@ -36,7 +36,10 @@ Batch = dict[str, torch.Tensor]
 def _micro_batches(batch: Batch, micro_batch_size: int):
     size = batch["tokens"].size(0)
     for start in range(0, size, micro_batch_size):
-        yield {key: value[start : start + micro_batch_size].to(get_device()) for key, value in batch.items()}
+        yield {
+            key: value[start : start + micro_batch_size].to(get_device())
+            for key, value in batch.items()
+        }
 
 
 def _padded_width(width: int, config) -> int:
@@ -48,13 +51,17 @@ def _padded_width(width: int, config) -> int:
     return -(-width // multiple) * multiple
 
 
-def _call_model(model, micro_batch: Batch, width: int, model_inputs: Iterable[str]) -> torch.Tensor:
+def _call_model(
+    model, micro_batch: Batch, width: int, model_inputs: Iterable[str]
+) -> torch.Tensor:
     tokens = micro_batch["tokens"]
     pad = width - tokens.size(1)
     if pad:
         tokens = torch.nn.functional.pad(tokens, (0, pad))
     # The columns that are added may lie outside a learned position embedding; nobody looks at them.
-    position_ids = torch.arange(width, device=tokens.device).clamp(max=width - pad - 1).expand_as(tokens)
+    position_ids = (
+        torch.arange(width, device=tokens.device).clamp(max=width - pad - 1).expand_as(tokens)
+    )
     tokens, position_ids = take_share(tokens, 1), take_share(position_ids, 1)
     inputs = {key: micro_batch[key] for key in model_inputs}
     return model(tokens, position_ids, None, **inputs, **_output_options(model))
@@ -90,7 +97,9 @@ def _micro_batch_group(model_chunks) -> int:
     return parallel_state.get_pipeline_model_parallel_world_size() if len(model_chunks) > 1 else 1
 
 
-def _run_schedule(model_chunks, batch: Batch, micro_batch_size: int, consume, model_inputs, forward_only: bool):
+def _run_schedule(
+    model_chunks, batch: Batch, micro_batch_size: int, consume, model_inputs, forward_only: bool
+):
     """Run the schedule; `consume(output, micro_batch)` is the schedule's loss function on the last stage."""
     config = get_model_config(model_chunks[0])
     num_microbatches = batch["tokens"].size(0) // micro_batch_size
@@ -188,17 +197,27 @@ def forward_backward(
         losses.append(loss.detach())
         # The schedule divides the loss in place, so what is reported must be a copy: the sum is one.
         for key, value in metrics.items():
-            totals[key] = totals.get(key, 0.0) + value.detach().double()  # float64: a correlation's moments need it
+            totals[key] = (
+                totals.get(key, 0.0) + value.detach().double()
+            )  # float64: a correlation's moments need it
         return metrics if forward_only else (loss * scale, {})
 
     if forward_only:
         with torch.no_grad():
-            _run_schedule(model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=True)
+            _run_schedule(
+                model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=True
+            )
     else:
-        _run_schedule(model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=False)
+        _run_schedule(
+            model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=False
+        )
     keys = sorted(totals)
-    values = torch.stack([totals[key] for key in keys]) if keys else torch.zeros(0, device=get_device())
-    if keys and parallel_state.get_data_parallel_world_size() > 1:  # context-parallel ranks have the same numbers
+    values = (
+        torch.stack([totals[key] for key in keys]) if keys else torch.zeros(0, device=get_device())
+    )
+    if (
+        keys and parallel_state.get_data_parallel_world_size() > 1
+    ):  # context-parallel ranks have the same numbers
         torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
     metrics = broadcast_from_last_stage(dict(zip(keys, values.tolist(), strict=True)))
     if not forward_only:
@@ -213,7 +232,9 @@ def _most_of_expert_ranks(count: int) -> int:
         return count
     most = torch.tensor(count, device=get_device())
     torch.distributed.all_reduce(
-        most, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group()
+        most,
+        op=torch.distributed.ReduceOp.MAX,
+        group=parallel_state.get_expert_model_parallel_group(),
     )
     return int(most)
 
@@ -246,7 +267,10 @@ def forward_collect(
     rounds = _most_of_expert_ranks(-(-rows // (micro_batch_size * group)))
     missing = rounds * micro_batch_size * group - rows
     if missing:
-        batch = {key: torch.cat([value, value[-1:].expand(missing, *value.shape[1:])]) for key, value in batch.items()}
+        batch = {
+            key: torch.cat([value, value[-1:].expand(missing, *value.shape[1:])])
+            for key, value in batch.items()
+        }
     outputs = _run_schedule(
         model_chunks,
         batch,
@@ -257,9 +281,13 @@ def forward_collect(
     )
     collected = torch.cat(outputs)[:rows] if parallel_state.is_pipeline_last_stage() else None
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        shape_and_type = broadcast_from_last_stage(None if collected is None else (collected.shape, collected.dtype))
+        shape_and_type = broadcast_from_last_stage(
+            None if collected is None else (collected.shape, collected.dtype)
+        )
         if collected is None:
-            collected = torch.empty(shape_and_type[0], dtype=shape_and_type[1], device=get_device())
+            collected = torch.empty(
+                shape_and_type[0], dtype=shape_and_type[1], device=get_device()
+            )
         collected = collected.contiguous()
         torch.distributed.broadcast(
             collected,

@@ -24,7 +24,9 @@ from megatron.core.optimizer.optimizer_config import ParamKey  # isort: skip
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
 # Megatron Core asks every parameter for its gradient, copies included, in each step.
-warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf Tensor")
+warnings.filterwarnings(
+    "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf Tensor"
+)
 
 DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
 OPTIMIZERS = (*DISTRIBUTED_OPTIMIZERS, "adamw", "fused_adam", "megatron_fused_adam")
@@ -57,11 +59,17 @@ def wrap_with_ddp(model_chunks: list, optim_cfg) -> list:
         config = chunk.config
         # Without overlap a bucket is all weights of one dtype anyway, and each must be communicated by itself: gloo
         # mixes up the bytes of buckets of two dtypes (a bf16 model with an fp32 head) when they are sent as one.
-        wrapped.append(DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=overlap and index > 0))
+        wrapped.append(
+            DistributedDataParallel(
+                config, ddp_config, chunk, disable_bucketing=overlap and index > 0
+            )
+        )
     config = wrapped[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if overlap:
-        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+        config.no_sync_func = (
+            [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+        )
     return wrapped
 
 
@@ -97,7 +105,10 @@ def _parameter_groups(model_chunks: list, config: OptimizerConfig) -> dict:
     for chunk in model_chunks:
         for parameter in chunk.parameters():
             parameter.has_own_dtype = parameter.dtype is not config.params_dtype
-    return {**get_standard_config_overrides(config), ParamKey(attr="has_own_dtype"): {"max_lr": config.lr}}
+    return {
+        **get_standard_config_overrides(config),
+        ParamKey(attr="has_own_dtype"): {"max_lr": config.lr},
+    }
 
 
 def build_optimizer(model_chunks: list, optim_cfg, dtype: torch.dtype):
@@ -107,7 +118,9 @@ def build_optimizer(model_chunks: list, optim_cfg, dtype: torch.dtype):
         ConfigError: unknown optimizer name.
     """
     if optim_cfg.name not in OPTIMIZERS:
-        raise ConfigError(f"model.optim.name={optim_cfg.name!r} is not supported; use one of {', '.join(OPTIMIZERS)}.")
+        raise ConfigError(
+            f"model.optim.name={optim_cfg.name!r} is not supported; use one of {', '.join(OPTIMIZERS)}."
+        )
     betas = optim_cfg.get("betas", (0.9, 0.98))
     config = OptimizerConfig(
         optimizer="adam",
@@ -122,7 +135,9 @@ def build_optimizer(model_chunks: list, optim_cfg, dtype: torch.dtype):
         use_distributed_optimizer=optim_cfg.name in DISTRIBUTED_OPTIMIZERS,
         clip_grad=0.0,  # set per step from the trainer's gradient_clip_val
     )
-    optimizer = get_megatron_optimizer(config, model_chunks, config_overrides=_parameter_groups(model_chunks, config))
+    optimizer = get_megatron_optimizer(
+        config, model_chunks, config_overrides=_parameter_groups(model_chunks, config)
+    )
     _start_native_adam(optimizer)
     return optimizer
 
@@ -136,12 +151,16 @@ def build_scheduler(optimizer, optim_cfg, max_steps: int) -> OptimizerParamSched
     lr, sched = optim_cfg.lr, optim_cfg.get("sched") or {}
     name = sched.get("name", "constant")
     if name not in SCHEDULES:
-        raise ConfigError(f"model.optim.sched.name={name!r} is not supported; use one of {', '.join(SCHEDULES)}.")
+        raise ConfigError(
+            f"model.optim.sched.name={name!r} is not supported; use one of {', '.join(SCHEDULES)}."
+        )
     warmup = sched.get("warmup_steps", 0) or 0
     constant = name in CONSTANT_SCHEDULES
     min_lr = lr if constant else (sched.get("min_lr", 0.0) or 0.0)
     if min_lr > lr:
-        raise ConfigError(f"model.optim.sched.min_lr={min_lr} is above model.optim.lr={lr}; lower min_lr.")
+        raise ConfigError(
+            f"model.optim.sched.min_lr={min_lr} is above model.optim.lr={lr}; lower min_lr."
+        )
     constant_steps = sched.get("constant_steps", 0) or 0
     if not constant and constant_steps and warmup + constant_steps >= max_steps:
         # Otherwise the rate would fall from its peak to min_lr right after the warm-up.

@@ -14,7 +14,9 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
     if limit_batches is None:
         return number_of_batches
     if limit_batches < 0:
-        raise ConfigError(f"limit_train_batches / limit_val_batches = {limit_batches} must not be negative.")
+        raise ConfigError(
+            f"limit_train_batches / limit_val_batches = {limit_batches} must not be negative."
+        )
     if isinstance(limit_batches, float):
         if limit_batches > 1:
             raise ConfigError(
@@ -22,15 +24,21 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
                 f" most 1.0; write {int(limit_batches)} without its point for a number of batches."
             )
         # 100 * 0.29 is 28.999...: the small addend keeps the floor at 29.
-        limit_batches = max(int(number_of_batches * limit_batches + 1e-6), 1) if limit_batches else 0
+        limit_batches = (
+            max(int(number_of_batches * limit_batches + 1e-6), 1) if limit_batches else 0
+        )
     return min(number_of_batches, limit_batches)
 
 
 def compute_num_steps_per_epoch(sampler, limit_train_batches: int | float | None = 1.0) -> int:
     """Optimizer steps (whole global batches) in one pass over the data of a sampler of `data/nlp/samplers.py`."""
     if not sampler.drop_last:
-        raise ConfigError("training needs drop_last=True: an incomplete global batch cannot make a step.")
-    return compute_limit_batches(sampler.total_samples // sampler.global_batch_size, limit_train_batches)
+        raise ConfigError(
+            "training needs drop_last=True: an incomplete global batch cannot make a step."
+        )
+    return compute_limit_batches(
+        sampler.total_samples // sampler.global_batch_size, limit_train_batches
+    )
 
 
 def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int) -> int:
@@ -43,7 +51,9 @@ def is_complete(step: int, max_steps: int, keys: str) -> bool:
     """Whether a job that starts at `step` has nothing to do; if so, a log line says it and which `keys` to raise."""
     if step < max_steps:
         return False
-    logging.info(f"step {step} of {max_steps}: training is already complete; raise {keys} to go on.")
+    logging.info(
+        f"step {step} of {max_steps}: training is already complete; raise {keys} to go on."
+    )
     return True
 
 

@@ -10,7 +10,12 @@ import torch
 
 from nemo_aligner.core.errors import ConfigError
 
-_REDUCTIONS = {"mean": lambda durations: sum(durations) / len(durations), "sum": sum, "max": max, "min": min}
+_REDUCTIONS = {
+    "mean": lambda durations: sum(durations) / len(durations),
+    "sum": sum,
+    "max": max,
+    "min": min,
+}
 
 
 class ScopedTimer:
@@ -28,7 +33,9 @@ class ScopedTimer:
 
     def __init__(self, reduction: str = "mean", sync_cuda: bool = True, buffer_size: int = 1):
         if reduction not in _REDUCTIONS:
-            raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(_REDUCTIONS)}")
+            raise ValueError(
+                f"reduction={reduction!r} is unknown; choose one of {', '.join(_REDUCTIONS)}"
+            )
         self._reduce = _REDUCTIONS[reduction]
         self._sync_cuda = sync_cuda
         self._buffer_size = buffer_size
@@ -101,6 +108,8 @@ def _seconds(duration: str | timedelta | None) -> float:
         return duration.total_seconds()
     parts = str(duration).strip().split(":")
     if len(parts) != 4 or not all(part.isdecimal() for part in parts):
-        raise ConfigError(f"max_time_per_run={duration!r} is not of the form DD:HH:MM:SS, for example 00:03:45:00")
+        raise ConfigError(
+            f"max_time_per_run={duration!r} is not of the form DD:HH:MM:SS, for example 00:03:45:00"
+        )
     days, hours, minutes, seconds = map(int, parts)
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

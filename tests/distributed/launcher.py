@@ -51,7 +51,9 @@ def run_ranks(fn, world_size: int, timeout_s: float = 120, *args) -> list:
         folder = Path(folder)
         children = [
             context.Process(
-                target=_rank_main, args=(fn, rank, world_size, str(folder), timeout_s, args), name=f"rank{rank}"
+                target=_rank_main,
+                args=(fn, rank, world_size, str(folder), timeout_s, args),
+                name=f"rank{rank}",
             )
             for rank in range(world_size)
         ]
@@ -63,12 +65,19 @@ def run_ranks(fn, world_size: int, timeout_s: float = 120, *args) -> list:
             _kill(children)
         errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
         if errors:
-            raise RuntimeError("\n".join(f"{path.stem} failed:\n{path.read_text()}" for path in errors))
+            raise RuntimeError(
+                "\n".join(f"{path.stem} failed:\n{path.read_text()}" for path in errors)
+            )
         if running:
-            raise TimeoutError(f"{fn.__name__}: still running after {timeout_s} s: {', '.join(running)}")
+            raise TimeoutError(
+                f"{fn.__name__}: still running after {timeout_s} s: {', '.join(running)}"
+            )
         if dead:
             raise RuntimeError(f"{dead.name} died with exit code {dead.exitcode} and no traceback")
-        return [torch.load(folder / f"rank{rank}.result", weights_only=False) for rank in range(world_size)]
+        return [
+            torch.load(folder / f"rank{rank}.result", weights_only=False)
+            for rank in range(world_size)
+        ]
 
 
 def _wait(children, folder: Path, deadline: float):
@@ -108,10 +117,15 @@ def _rank_main(fn, rank: int, world_size: int, folder: str, timeout_s: float, ar
     """Body of one rank: join the group, run, leave the result or the traceback in `folder`."""
     os.setsid()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test run takes its ranks along
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG: a killed test run takes its ranks along
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
     )
     torch.set_num_threads(1)
     try:
@@ -124,7 +138,9 @@ def _rank_main(fn, rank: int, world_size: int, folder: str, timeout_s: float, ar
         )
         result = fn(*args)
         torch.save(result, os.path.join(folder, f"rank{rank}.part"))
-        os.replace(os.path.join(folder, f"rank{rank}.part"), os.path.join(folder, f"rank{rank}.result"))
+        os.replace(
+            os.path.join(folder, f"rank{rank}.part"), os.path.join(folder, f"rank{rank}.result")
+        )
         dist.barrier()  # nobody closes its sockets while a peer still reads from them
         dist.destroy_process_group()
     except BaseException:

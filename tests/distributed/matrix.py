@@ -32,7 +32,9 @@ from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+    MegatronGPTRegressionRewardModel,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
@@ -73,7 +75,12 @@ class Split:
     def cases(self, slim: bool = False) -> list[tuple[str, str]]:
         """(architecture, role) that run at it; without experts if `slim` (test_experts.py has them in `make test`)."""
         architectures = [a for a in self.architectures if a != "moe" or not slim]
-        return [(a, role) for a in architectures for role in ROLES if a != "moe" or role in ROLES_WITH_EXPERTS]
+        return [
+            (a, role)
+            for a in architectures
+            for role in ROLES
+            if a != "moe" or role in ROLES_WITH_EXPERTS
+        ]
 
 
 def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
@@ -99,7 +106,9 @@ FULL = {
 SPLITS = {
     "one rank": Split(1, _sizes(), ALL),
     "one rank adamw": Split(1, _sizes(optim=ADAMW), ALL),
-    "TP2": Split(2, _sizes(tp=2)),  # with experts Megatron Core wants sequence parallelism beside it
+    "TP2": Split(
+        2, _sizes(tp=2)
+    ),  # with experts Megatron Core wants sequence parallelism beside it
     "TP2+SP": Split(2, _sizes(tp=2, sp=True), ALL, slim=True),
     "PP2": Split(2, _sizes(pp=2), ALL),
     "PP2+VPP2": Split(2, _sizes(pp=2, vpp=2), slim=True),
@@ -109,14 +118,18 @@ SPLITS = {
     "EP2": Split(2, _sizes(expert_model_parallel_size=2), ("moe",)),
     "EP2 adamw": Split(2, _sizes(expert_model_parallel_size=2, optim=ADAMW), ("moe",)),
     "DP2 overlap": Split(2, _sizes(optim={"overlap_grad_sync": True, "bucket_cap_mb": 0.05})),
-    "DP2 adamw overlap": Split(2, _sizes(optim={**ADAMW, "overlap_grad_sync": True, "bucket_cap_mb": 0.05})),
+    "DP2 adamw overlap": Split(
+        2, _sizes(optim={**ADAMW, "overlap_grad_sync": True, "bucket_cap_mb": 0.05})
+    ),
     "TP2+SP selective recompute": Split(2, _sizes(tp=2, sp=True, **SELECTIVE)),
     "TP2 full recompute": Split(2, _sizes(tp=2, **FULL)),
     "PP2+VPP2 full recompute": Split(2, _sizes(pp=2, vpp=2, **FULL)),
     "TP2xPP2": Split(4, _sizes(tp=2, pp=2)),
     "TP2+SPxPP2+VPP2": Split(4, _sizes(tp=2, sp=True, pp=2, vpp=2)),
     "TP2xDP2": Split(4, _sizes(tp=2)),
-    "PP2+VPP2xDP2 overlap": Split(4, _sizes(pp=2, vpp=2, optim={"overlap_grad_sync": True, "bucket_cap_mb": 0.05})),
+    "PP2+VPP2xDP2 overlap": Split(
+        4, _sizes(pp=2, vpp=2, optim={"overlap_grad_sync": True, "bucket_cap_mb": 0.05})
+    ),
     "DP4": Split(4, _sizes()),
     "TP2+SPxCP2": Split(4, _sizes(tp=2, sp=True, cp=2)),
     "PP2+VPP2xCP2": Split(4, _sizes(pp=2, vpp=2, cp=2)),
@@ -159,7 +172,9 @@ VARIANTS = tuple(
 ROLES_WITH_EXPERTS = ("actor", "sft")
 SLIM_VARIANTS = (("token", 1), ("token", 4), ("sequence", 2), ("microbatch", 2))
 GENERATION = {
-    "greedy": GenerationParams(max_length=14, use_greedy=True, repetition_penalty=1.3, return_logprobs=True),
+    "greedy": GenerationParams(
+        max_length=14, use_greedy=True, repetition_penalty=1.3, return_logprobs=True
+    ),
     "sampled": GenerationParams(
         max_length=14,
         temperature=1.4,
@@ -207,7 +222,12 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
             "prev_logprobs": numbers(-5.5),
         }
     if role.startswith("critic"):
-        return {"tokens": first, "returns": numbers(), "prev_values": numbers(), "mask": transitions.float()}
+        return {
+            "tokens": first,
+            "returns": numbers(),
+            "prev_values": numbers(),
+            "mask": transitions.float(),
+        }
     if role == "reward model":
         lengths = {"chosen_length": LENGTHS, "rejected_length": LENGTHS.flip(0)}
         return {"chosen": first, "rejected": second, **lengths, "loss_mask": answers.float()}
@@ -215,7 +235,12 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
         labels = torch.randn(ROWS, ATTRIBUTES, generator=generator)
         labels[0, 1] = -100.0  # no label
         labels[~answers.any(1)] = masked_value
-        return {"inputs": first, "lengths": LENGTHS, "labels": labels, "loss_mask": answers.float()}
+        return {
+            "inputs": first,
+            "lengths": LENGTHS,
+            "labels": labels,
+            "loss_mask": answers.float(),
+        }
     if role == "sft":
         return {"tokens": first, "labels": first.roll(-1, 1), "loss_mask": answers.float()}
     return {"response_tokens": first, "mask": transitions.float()}
@@ -223,7 +248,11 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
 
 def my_rows(size: int | None = None) -> slice:
     """The rows of this data-parallel rank, dealt like cards."""
-    return slice(parallel_state.get_data_parallel_rank(), size, parallel_state.get_data_parallel_world_size())
+    return slice(
+        parallel_state.get_data_parallel_rank(),
+        size,
+        parallel_state.get_data_parallel_world_size(),
+    )
 
 
 def all_rows(mine) -> list:
@@ -244,7 +273,9 @@ def gathered(model, local=lambda parameter: parameter) -> dict[str, torch.Tensor
     """
     pieces = []
     for part in nested_values(model.sharded_weights({})):
-        if not isinstance(getattr(part, "data", None), torch.Tensor) or not isinstance(part.data, torch.nn.Parameter):
+        if not isinstance(getattr(part, "data", None), torch.Tensor) or not isinstance(
+            part.data, torch.nn.Parameter
+        ):
             continue
         data = local(part.data).detach()
         if isinstance(part, ShardedTensorFactory):
@@ -253,7 +284,9 @@ def gathered(model, local=lambda parameter: parameter) -> dict[str, torch.Tensor
             built = [dataclasses.replace(part, data=data, dtype=data.dtype)]
         for tensor in built:
             assert isinstance(tensor, ShardedTensor)
-            pieces.append((tensor.key, tensor.global_shape, tensor.global_slice(), tensor.data.clone()))
+            pieces.append(
+                (tensor.key, tensor.global_shape, tensor.global_slice(), tensor.data.clone())
+            )
     everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(pieces, everything)
     if everything is None:
@@ -278,7 +311,9 @@ def gather_gradient_shards(model) -> None:
             size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.view(size, -1)[rank].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, shard, group=buffer.data_parallel_group)
+                dist.all_gather_into_tensor(
+                    bucket.grad_data, shard, group=buffer.data_parallel_group
+                )
 
 
 def deviation(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
@@ -300,7 +335,11 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
         init_method_std=0.2,
         forward_micro_batch_size=3,
         loss_clip_val=0.2,
-        ppo={**PPO, "sampling_params": {**PPO["sampling_params"], "temperature": 1.3}, "forward_micro_batch_size": 3},
+        ppo={
+            **PPO,
+            "sampling_params": {**PPO["sampling_params"], "temperature": 1.3},
+            "forward_micro_batch_size": 3,
+        },
         rs={**PPO, "forward_micro_batch_size": 3},
     )
     experts = EXPERTS if architecture == "moe" else {}
@@ -310,7 +349,9 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
 def write_models(tokenizer_dir, folder: Path) -> None:
     """The weights that all start from; one process calls it."""
     for architecture in ALL:
-        MegatronGPTModel(model_config(tokenizer_dir, architecture, seed=3)).save_to(f"{folder}/{architecture}-lm.nemo")
+        MegatronGPTModel(model_config(tokenizer_dir, architecture, seed=3)).save_to(
+            f"{folder}/{architecture}-lm.nemo"
+        )
     for architecture in ("gpt2", "llama"):
         cfg = model_config(tokenizer_dir, architecture, seed=4)
         MegatronGPTRewardModel(cfg).save_to(f"{folder}/{architecture}-rm.nemo")
@@ -332,12 +373,16 @@ def build(tokenizer_dir, folder, architecture: str, role: str, overrides: dict):
     return model, *model.setup_megatron_optimization(10)
 
 
-def loss_and_gradient(model, batch: dict, reduction: str, micro_batch_size: int) -> dict[str, float]:
+def loss_and_gradient(
+    model, batch: dict, reduction: str, micro_batch_size: int
+) -> dict[str, float]:
     """Loss and metrics of a global batch; its gradient is left in the buffers."""
     model.loss_reduction = reduction
     model.cfg.micro_batch_size = micro_batch_size
     model.prepare_for_training_step()
-    loss, metrics = model.get_loss_and_metrics({key: value[my_rows()] for key, value in batch.items()})
+    loss, metrics = model.get_loss_and_metrics(
+        {key: value[my_rows()] for key, value in batch.items()}
+    )
     metrics = model.summarize_metrics(metrics) if hasattr(model, "summarize_metrics") else metrics
     return {"loss": loss, **metrics}
 
@@ -350,7 +395,9 @@ def gradient(model) -> dict[str, torch.Tensor] | None:
 def inferred(model, role: str) -> dict[str, torch.Tensor]:
     """What a role tells about texts: log-probs, entropy, rewards, values; all rows."""
     tokens, lengths = global_batch(role, 0.0), LENGTHS[my_rows()]
-    tokens = next(tokens[k] for k in ("response_tokens", "tokens", "inputs", "chosen") if k in tokens)[my_rows()]
+    tokens = next(
+        tokens[k] for k in ("response_tokens", "tokens", "inputs", "chosen") if k in tokens
+    )[my_rows()]
     model.set_eval()
     outputs = {}
     if role in ("actor", "rs"):
@@ -360,7 +407,9 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
             model.model,
             {"tokens": tokens},
             micro_batch_size=3,
-            output_fn=lambda logits, rows: model.logprobs_and_entropy(logits, rows["tokens"], inference_only=True)[1],
+            output_fn=lambda logits, rows: model.logprobs_and_entropy(
+                logits, rows["tokens"], inference_only=True
+            )[1],
         )
     if role == "critic":
         outputs["rewards"], outputs["values"] = model.infer_rm_critic((tokens, lengths))
@@ -382,7 +431,11 @@ def texts(model) -> dict[str, list]:
     for name, params in GENERATION.items():
         output = model.generator.generate(*(x[rows] for x in arguments), params)
         mine = [
-            (output.response_tokens[i, :length].tolist(), bool(output.is_end[i]), output.logprobs[i, : length - 1])
+            (
+                output.response_tokens[i, :length].tolist(),
+                bool(output.is_end[i]),
+                output.logprobs[i, : length - 1],
+            )
             for i, length in enumerate(output.response_lengths.tolist())
         ]
         results[name] = all_rows(mine)
@@ -395,11 +448,21 @@ def variants(role: str, split: Split, slim: bool) -> list[tuple[str, int]]:
     group = split.model.get("pipeline_model_parallel_size", 1)
     group = group if split.model.get("virtual_pipeline_model_parallel_size") else 1
     own = ROLES[role].reductions
-    named = {(r if r in own else own[0], m): None for r, m in (SLIM_VARIANTS if slim else VARIANTS)}
+    named = {
+        (r if r in own else own[0], m): None for r, m in (SLIM_VARIANTS if slim else VARIANTS)
+    }
     return [(r, m) for r, m in named if ROWS // dp % (m * group) == 0]
 
 
-def compute(tokenizer_dir, folder, architecture: str, role: str, split: Split, slim: bool, masked_value: float):
+def compute(
+    tokenizer_dir,
+    folder,
+    architecture: str,
+    role: str,
+    split: Split,
+    slim: bool,
+    masked_value: float,
+):
     """All numbers of a case, `{quantity: value}`; whole tensors on rank 0 only.
 
     A quantity is a dict of tensors (gradients, weights), a dict of numbers (loss and metrics), a tensor, or texts.
@@ -410,16 +473,24 @@ def compute(tokenizer_dir, folder, architecture: str, role: str, split: Split, s
         numbers |= {f"text {name}": rows for name, rows in texts(model).items()}
     for reduction, size in variants(role, split, slim):
         name = f"{reduction} {size}"
-        numbers[f"loss {name}"] = loss_and_gradient(model, global_batch(role, masked_value), reduction, size)
+        numbers[f"loss {name}"] = loss_and_gradient(
+            model, global_batch(role, masked_value), reduction, size
+        )
         numbers[f"gradient {name}"] = gradient(model)
     for reduction in ROLES[role].reductions:
         batch = global_batch(role, masked_value, empty=True)
-        numbers[f"empty {reduction}"] = {"loss": loss_and_gradient(model, batch, reduction, 1)["loss"]}
+        numbers[f"empty {reduction}"] = {
+            "loss": loss_and_gradient(model, batch, reduction, 1)["loss"]
+        }
         empty = gradient(model)
         if empty is not None:
-            numbers[f"empty {reduction}"]["gradient"] = max(float(g.abs().max()) for g in empty.values())
+            numbers[f"empty {reduction}"]["gradient"] = max(
+                float(g.abs().max()) for g in empty.values()
+            )
     for step in range(STEPS):
-        metrics = loss_and_gradient(model, global_batch(role, masked_value), ROLES[role].reductions[0], 1)
+        metrics = loss_and_gradient(
+            model, global_batch(role, masked_value), ROLES[role].reductions[0], 1
+        )
         metrics["gradient norm"] = optimizer_step(optimizer, scheduler, 0.5)
         numbers[f"step {step + 1}"] = metrics
         numbers[f"weights {step + 1}"] = gathered(model)
@@ -443,7 +514,10 @@ def by_module(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of each module, flat, one after the other."""
     names = sorted(tensors)
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
-    return {m: torch.cat([tensors[n].flatten() for n in names if n.rpartition(".")[0] == m]) for m in modules}
+    return {
+        m: torch.cat([tensors[n].flatten() for n in names if n.rpartition(".")[0] == m])
+        for m in modules
+    }
 
 
 def apart(mine, expected, is_gradient: bool = False, precision=32) -> float:
@@ -462,7 +536,9 @@ def apart(mine, expected, is_gradient: bool = False, precision=32) -> float:
         floor = FLOOR[precision] * max(float(value.abs().max()) for value in expected.values())
         return max(deviation(mine[key], expected[key], floor) for key in expected)
     # Metrics: means of quantities of the order of 1.
-    keys = [key for key in expected if precision == 32 or key in ("loss", "gradient norm", "gradient")]
+    keys = [
+        key for key in expected if precision == 32 or key in ("loss", "gradient norm", "gradient")
+    ]
     return max(abs(mine[key] - expected[key]) / max(abs(expected[key]), 0.1) for key in keys)
 
 
@@ -472,25 +548,33 @@ def expected_file(folder, architecture: str, role: str, precision) -> Path:
 
 def write_expected(tokenizer_dir, folder, chosen: dict[str, Split], slim: bool) -> None:
     """What one rank computes, of every case that the chosen splits will ask for; one process calls it."""
-    wanted = {(*case, split.precision): None for split in chosen.values() for case in split.cases(slim)}
+    wanted = {
+        (*case, split.precision): None for split in chosen.values() for case in split.cases(slim)
+    }
     for architecture, role, precision in wanted:
         split = Split(1, _sizes(precision=precision))
         numbers = compute(tokenizer_dir, folder, architecture, role, split, slim, masked_value=0.0)
         torch.save(numbers, expected_file(folder, architecture, role, precision))
 
 
-def run_splits(tokenizer_dir, folder, names: list[str], slim: bool) -> dict[tuple, dict[str, float]]:
+def run_splits(
+    tokenizer_dir, folder, names: list[str], slim: bool
+) -> dict[tuple, dict[str, float]]:
     """Body of a rank: the deviations of all cases of the named splits, `{(split, architecture, role): {quantity: x}}`;
     nothing but on rank 0."""
     report = {}
     for name in names:
         split = SPLITS[name]
         for architecture, role in split.cases(slim):
-            numbers = compute(tokenizer_dir, folder, architecture, role, split, slim, masked_value=float("nan"))
+            numbers = compute(
+                tokenizer_dir, folder, architecture, role, split, slim, masked_value=float("nan")
+            )
             if dist.get_rank() == 0:
                 expected = torch.load(expected_file(folder, architecture, role, split.precision))
                 report[name, architecture, role] = {
-                    key: apart(numbers[key], expected[key], key.startswith("gradient"), split.precision)
+                    key: apart(
+                        numbers[key], expected[key], key.startswith("gradient"), split.precision
+                    )
                     for key in numbers
                 }
         destroy_model_parallel()

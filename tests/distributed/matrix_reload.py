@@ -36,14 +36,20 @@ def cases(name: str, slim: bool) -> list[tuple[str, str]]:
     return [case for case in CASES if case in SPLITS[name].cases(slim)]
 
 
-def _callback(folder, name: str, architecture: str, role: str, model, optimizer, scheduler) -> CheckpointCallback:
+def _callback(
+    folder, name: str, architecture: str, role: str, model, optimizer, scheduler
+) -> CheckpointCallback:
     root = Path(folder) / "checkpoints" / f"{name} {architecture} {role}"
-    return CheckpointCallback(root, model, optimizer, scheduler, name=role, save_nemo_on_train_end=False)
+    return CheckpointCallback(
+        root, model, optimizer, scheduler, name=role, save_nemo_on_train_end=False
+    )
 
 
 def step(model, optimizer, scheduler, role: str) -> dict[str, float]:
     """One update with the batch of the matrix; loss, metrics and gradient norm."""
-    metrics = loss_and_gradient(model, global_batch(role, float("nan")), ROLES[role].reductions[0], 1)
+    metrics = loss_and_gradient(
+        model, global_batch(role, float("nan")), ROLES[role].reductions[0], 1
+    )
     metrics["gradient norm"] = optimizer_step(optimizer, scheduler, 0.5)
     return metrics
 
@@ -53,17 +59,23 @@ def save(tokenizer_dir, folder, name: str, slim: bool) -> None:
     for architecture, role in cases(name, slim):
         training = build(tokenizer_dir, folder, architecture, role, SPLITS[name].model)
         step(*training, role)
-        _callback(folder, name, architecture, role, *training).custom_save({}, trainer_state={"step": 1})
+        _callback(folder, name, architecture, role, *training).custom_save(
+            {}, trainer_state={"step": 1}
+        )
         weights = gathered(training[0])
         if weights is not None:
             torch.save(weights, f"{folder}/weights {name} {architecture} {role}.pt")
 
 
-def load(tokenizer_dir, folder, name: str, sources: list[str], slim: bool) -> dict[tuple, dict[str, float]]:
+def load(
+    tokenizer_dir, folder, name: str, sources: list[str], slim: bool
+) -> dict[tuple, dict[str, float]]:
     """The second step at the split `name` from what each source of its precision saved: deviations on rank 0."""
     report, split = {}, SPLITS[name]
     for architecture, role in cases(name, slim):
-        for source in (source for source in sources if (architecture, role) in cases(source, slim)):
+        for source in (
+            source for source in sources if (architecture, role) in cases(source, slim)
+        ):
             if SPLITS[source].precision != split.precision:
                 continue
             training = build(tokenizer_dir, folder, architecture, role, split.model)

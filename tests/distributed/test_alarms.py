@@ -18,7 +18,11 @@ def make_actor(tokenizer_dir, optim=None, **settings):
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 
     cfg = tiny_config(
-        tokenizer_dir, "gpt2", ppo=OmegaConf.merge(PPO, {"entropy_bonus": 0.0}), optim=optim or {}, **settings
+        tokenizer_dir,
+        "gpt2",
+        ppo=OmegaConf.merge(PPO, {"entropy_bonus": 0.0}),
+        optim=optim or {},
+        **settings,
     )
     actor = MegatronGPTActorModel(cfg)
     return actor, *actor.setup_megatron_optimization(max_steps=10)
@@ -56,7 +60,10 @@ def update(actor, optimizer, scheduler, batch, **watch):
 
 
 def weights(actor):
-    return {name: parameter.detach().clone() for name, parameter in actor.unwrapped()[0].named_parameters()}
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in actor.unwrapped()[0].named_parameters()
+    }
 
 
 def faults(tokenizer_dir):
@@ -88,9 +95,13 @@ def faults(tokenizer_dir):
         found[name, "gradient"] = error_of(update, *parts, rows_of_this_rank())
         if hook:
             hook.remove()
-        found[name, "unchanged"] = all(torch.equal(value, before[key]) for key, value in weights(actor).items())
+        found[name, "unchanged"] = all(
+            torch.equal(value, before[key]) for key, value in weights(actor).items()
+        )
         update(*parts, rows_of_this_rank())  # a job that goes on (a critic server) can
-        found[name, "changed"] = any(not torch.equal(value, before[key]) for key, value in weights(actor).items())
+        found[name, "changed"] = any(
+            not torch.equal(value, before[key]) for key, value in weights(actor).items()
+        )
 
     # One bit of one weight of one rank.
     parameter = actor.unwrapped()[0].decoder.layers[1].mlp.linear_fc1.weight
@@ -122,7 +133,11 @@ def other_splits(tokenizer_dir):
         actor, _, _ = make_actor(tokenizer_dir, **settings)
         found[split] = error_of(check_replicas, actor.unwrapped())
         for part in ("mlp", "self_attention"):
-            names = [name for name, _ in actor.unwrapped()[0].named_parameters() if f"layers.1.{part}." in name]
+            names = [
+                name
+                for name, _ in actor.unwrapped()[0].named_parameters()
+                if f"layers.1.{part}." in name
+            ]
             name = [name for name in names if name.endswith("weight") and "router" not in name][-1]
             bits = actor.unwrapped()[0].get_parameter(name).data.view(torch.int32).view(-1)
             bits[3] ^= torch.distributed.get_rank()
@@ -139,7 +154,9 @@ def jobs(tokenizer_dir):
     found = {}
     trainer = at_work.make_job(at_work.make_actor(tokenizer_dir, temperature=0.7))
     found["job"] = error_of(trainer.fit)
-    found["metrics"] = [entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")]
+    found["metrics"] = [
+        entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")
+    ]
 
     trainer = at_work.make_job(at_work.make_actor(tokenizer_dir, temperature=0.7))
     score = trainer.rm_critic.infer_rm_critic
@@ -167,10 +184,15 @@ def test_a_fault_of_one_rank_is_an_error_of_both_and_changes_no_weight(two_ranks
     assert found[optimizer, "healthy"] is None
     kind, text = found[optimizer, "loss"]
     assert kind == "NonFiniteError"
-    assert "the loss is nan (first in row 1 of the share of data-parallel rank 1) and the gradient of" in text
+    assert (
+        "the loss is nan (first in row 1 of the share of data-parallel rank 1) and the gradient of"
+        in text
+    )
     kind, text = found[optimizer, "gradient"]
     assert kind == "NonFiniteError"
-    assert text.startswith("the gradient of decoder.layers.1.mlp.linear_fc2.bias is not finite. No weight was changed")
+    assert text.startswith(
+        "the gradient of decoder.layers.1.mlp.linear_fc2.bias is not finite. No weight was changed"
+    )
     assert found[optimizer, "unchanged"] and found[optimizer, "changed"]
 
 
@@ -178,7 +200,9 @@ def test_replicas_that_differ_by_one_bit_are_named(two_ranks):
     for found in two_ranks:
         kind, text = found["bit"]
         assert kind == "ReplicaError"
-        assert text.startswith("decoder.layers.1.mlp.linear_fc1.weight (model chunk 0 of rank 0) differs between")
+        assert text.startswith(
+            "decoder.layers.1.mlp.linear_fc1.weight (model chunk 0 of rank 0) differs between"
+        )
         assert "ranks with equal bits are 0 | 1; 1 weight(s) differ in all" in text
         assert found["mended"] is None
 
@@ -187,7 +211,9 @@ def test_only_replicas_are_compared(two_ranks):
     for found in two_ranks:
         assert found["CP2"] is found["TP2"] is found["EP2"] is None
         assert found["CP2", "mlp"][0] == found["CP2", "self_attention"][0] == "ReplicaError"
-        assert found["TP2", "mlp"] is found["TP2", "self_attention"] is None  # shards: they differ anyway
+        assert (
+            found["TP2", "mlp"] is found["TP2", "self_attention"] is None
+        )  # shards: they differ anyway
         assert found["EP2", "mlp"] is None  # another expert
         assert found["EP2", "self_attention"][1].startswith("decoder.layers.1.self_attention.")
 
@@ -196,9 +222,16 @@ def test_a_healthy_job_and_a_reward_of_one_rank(two_ranks):
     """Rows keep the sampler's log-probs on their way between the ranks: misplaced ones would differ widely."""
     assert two_ranks[0]["job"] is two_ranks[1]["job"] is None
     assert two_ranks[0]["metrics"] == two_ranks[1]["metrics"]
-    errors = [value for name, _, value in two_ranks[0]["metrics"] if name.endswith("sampling_ratio_mean_error")]
+    errors = [
+        value
+        for name, _, value in two_ranks[0]["metrics"]
+        if name.endswith("sampling_ratio_mean_error")
+    ]
     assert len(errors) == 2 and all(0 < error < 1e-4 for error in errors)
     assert two_ranks[0]["reward"] == two_ranks[1]["reward"]
     kind, text = two_ranks[0]["reward"]
     assert kind == "NonFiniteError"
-    assert text.startswith("PPO step 0: rewards of sample 3 (index in the data set; prompt ") and "2 of 8" in text
+    assert (
+        text.startswith("PPO step 0: rewards of sample 3 (index in the data set; prompt ")
+        and "2 of 8" in text
+    )

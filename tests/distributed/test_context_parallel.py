@@ -16,7 +16,9 @@ from nemo_aligner.generation import GenerationParams
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+    MegatronGPTRegressionRewardModel,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
@@ -47,8 +49,12 @@ def check_shares():
 
     weights = torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (gradient,) = torch.autograd.grad((gather_shares(mine, 1) * weights).sum(), mine)
-    assert torch.equal(gradient, take_share(weights, 1)), "the same loss on all ranks: nothing to sum"
-    (gradient,) = torch.autograd.grad((gather_shares(mine, 1, sum_gradients=True) * weights * (rank + 1)).sum(), mine)
+    assert torch.equal(gradient, take_share(weights, 1)), (
+        "the same loss on all ranks: nothing to sum"
+    )
+    (gradient,) = torch.autograd.grad(
+        (gather_shares(mine, 1, sum_gradients=True) * weights * (rank + 1)).sum(), mine
+    )
     torch.testing.assert_close(gradient, take_share(weights, 1) * 3)
 
 
@@ -66,17 +72,34 @@ def batches():
     mask = ((column >= 2) & (column < lengths[:, None] - 1)).float()[:, :-1]
     text_mask = torch.ones(ROWS, WIDTH)
     text_mask[1] = 0
-    pairs = {"chosen": tokens(), "rejected": tokens(), "chosen_length": lengths, "rejected_length": lengths.flip(0)}
+    pairs = {
+        "chosen": tokens(),
+        "rejected": tokens(),
+        "chosen_length": lengths,
+        "rejected_length": lengths.flip(0),
+    }
     answers = {"response_tokens": tokens(), "mask": mask}
     return {
         "actor": answers
-        | {"is_end": torch.tensor([True, True, False, True]), "advantages": numbers(ROWS, WIDTH - 1)}
+        | {
+            "is_end": torch.tensor([True, True, False, True]),
+            "advantages": numbers(ROWS, WIDTH - 1),
+        }
         | {"prev_logprobs": -5.7 + 0.1 * numbers(ROWS, WIDTH - 1)},
         "critic": {"tokens": tokens(), "mask": mask}
         | {"returns": numbers(ROWS, WIDTH - 1), "prev_values": numbers(ROWS, WIDTH - 1)},
         "reward": pairs | {"loss_mask": text_mask},
-        "labels": {"inputs": tokens(), "lengths": lengths, "labels": numbers(ROWS, 3), "loss_mask": text_mask},
-        "sft": {"tokens": tokens(), "labels": tokens(), "loss_mask": (column < lengths[:, None]).float()},
+        "labels": {
+            "inputs": tokens(),
+            "lengths": lengths,
+            "labels": numbers(ROWS, 3),
+            "loss_mask": text_mask,
+        },
+        "sft": {
+            "tokens": tokens(),
+            "labels": tokens(),
+            "loss_mask": (column < lengths[:, None]).float(),
+        },
         "rejection sampling": answers,
     }
 
@@ -85,12 +108,27 @@ def batches():
 ROLES = {
     "actor, GPT-2": (MegatronGPTActorModel, "actor", "gpt2", {"micro_batch_size": 2}),
     "actor, Llama": (MegatronGPTActorModel, "actor", "llama", {}),
-    "critic": (MegatronGPTCriticModel, "critic", "llama", {"micro_batch_size": 2, "output_sequence": True}),
+    "critic": (
+        MegatronGPTCriticModel,
+        "critic",
+        "llama",
+        {"micro_batch_size": 2, "output_sequence": True},
+    ),
     "reward model": (MegatronGPTRewardModel, "reward", "llama", {"micro_batch_size": 2}),
     "reward model, average": (MegatronGPTRewardModel, "reward", "gpt2", {"use_avg_pool": True}),
-    "attributes": (MegatronGPTRegressionRewardModel, "labels", "llama", {"regression": {"num_attributes": 3}}),
+    "attributes": (
+        MegatronGPTRegressionRewardModel,
+        "labels",
+        "llama",
+        {"regression": {"num_attributes": 3}},
+    ),
     "sft": (GPTSFTModel, "sft", "gpt2", {"activations_checkpoint_granularity": "selective"}),
-    "rejection sampling": (MegatronGPTRSModel, "rejection sampling", "llama", {"optim": {"name": "adamw"}}),
+    "rejection sampling": (
+        MegatronGPTRSModel,
+        "rejection sampling",
+        "llama",
+        {"optim": {"name": "adamw"}},
+    ),
 }
 
 
@@ -98,7 +136,11 @@ def build(tokenizer_dir, role, **split):
     model_class, _, architecture, settings = ROLES[role]
     settings = {"loss_clip_val": 0.2, "ppo": PPO, "rs": PPO} | settings | split
     # 9 positions: the padding must not reach beyond a learned position embedding.
-    positions = dict(encoder_seq_length=WIDTH + 16, max_position_embeddings=WIDTH) if architecture == "gpt2" else {}
+    positions = (
+        dict(encoder_seq_length=WIDTH + 16, max_position_embeddings=WIDTH)
+        if architecture == "gpt2"
+        else {}
+    )
     cfg = tiny_config(tokenizer_dir, architecture, **positions, **settings)
     # Keys have a bias that changes nothing; its gradient is rounding alone, which Adam would blow up to whole steps.
     cfg.optim.eps = 1e-5
@@ -115,7 +157,10 @@ def evaluate(tokenizer_dir, role, folder=None, **split):
     Returns:
         (loss, gradient norm and metrics of each step; inferred tensors; {name: weight or shard}).
     """
-    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    size, rank = (
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_data_parallel_rank(),
+    )
     rows = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
     model = build(tokenizer_dir, role, **split)
     if folder is not None:
@@ -131,7 +176,9 @@ def evaluate(tokenizer_dir, role, folder=None, **split):
         optimizer.zero_grad()
         model.prepare_for_training_step()
         loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
-        numbers.append({"loss": loss, "norm": optimizer_step(optimizer, scheduler, 0.5), **metrics})
+        numbers.append(
+            {"loss": loss, "norm": optimizer_step(optimizer, scheduler, 0.5), **metrics}
+        )
     inferred = []
     if "reward" in role or role == "attributes":
         inferred = [model.infer(inputs)]
@@ -140,21 +187,29 @@ def evaluate(tokenizer_dir, role, folder=None, **split):
     elif role != "sft":
         inferred = [model.get_inference_log_probs(batch["response_tokens"])]
     validation = model.get_loss_and_metrics(batch, forward_only=True)[0]
-    return numbers + [{"validation": validation}], inferred, {n: w.detach().clone() for n, w in model._named_weights()}
+    return (
+        numbers + [{"validation": validation}],
+        inferred,
+        {n: w.detach().clone() for n, w in model._named_weights()},
+    )
 
 
 def train_from_checkpoint(tokenizer_dir, folder, steps, save=False, **split):
     """Numbers of some steps of the actor, after those of the checkpoint in `folder` if there is one."""
     model = build(tokenizer_dir, "actor, Llama", **split)
     optimizer, scheduler = model.setup_megatron_optimization(10)
-    callback = CheckpointCallback(folder, model, optimizer, scheduler, name="x", save_nemo_on_train_end=False)
+    callback = CheckpointCallback(
+        folder, model, optimizer, scheduler, name="x", save_nemo_on_train_end=False
+    )
     assert (callback.load_latest() is None) == save
     numbers = []
     for _ in range(steps):
         optimizer.zero_grad()
         model.prepare_for_training_step()
         loss, metrics = model.get_loss_and_metrics(batches()["actor"], forward_only=False)
-        numbers.append({"loss": loss, "norm": optimizer_step(optimizer, scheduler, 0.5), **metrics})
+        numbers.append(
+            {"loss": loss, "norm": optimizer_step(optimizer, scheduler, 0.5), **metrics}
+        )
     if save:
         callback.custom_save({}, trainer_state={"step": steps})
     return numbers
@@ -170,8 +225,12 @@ def ragged_prompts(rows=5):
 
 
 def build_generating(tokenizer_dir, architecture, **split):
-    settings = PPO | {"sampling_params": PPO["sampling_params"] | {"end_strings": [*"aeiou"], "temperature": 1.4}}
-    return MegatronGPTActorModel(tiny_config(tokenizer_dir, architecture, init_method_std=0.3, ppo=settings, **split))
+    settings = PPO | {
+        "sampling_params": PPO["sampling_params"] | {"end_strings": [*"aeiou"], "temperature": 1.4}
+    }
+    return MegatronGPTActorModel(
+        tiny_config(tokenizer_dir, architecture, init_method_std=0.3, ppo=settings, **split)
+    )
 
 
 def generate(tokenizer_dir, architecture, folder=None, **split):
@@ -185,8 +244,15 @@ def generate(tokenizer_dir, architecture, folder=None, **split):
     for rows in (5, 1):
         prompts = ragged_prompts(rows)
         sampled = model.infer(prompts)
-        output = model.generator.generate(prompts["text"], prompts["length"], prompts["sample_seeds"], greedy)
-        results += [*sampled.values(), output.response_tokens, output.response_lengths, output.logprobs]
+        output = model.generator.generate(
+            prompts["text"], prompts["length"], prompts["sample_seeds"], greedy
+        )
+        results += [
+            *sampled.values(),
+            output.response_tokens,
+            output.response_lengths,
+            output.logprobs,
+        ]
         # The rotary embedding remembers lengths; here it must not give what it gave when decoding.
         results.append(model.get_inference_log_probs(sampled["response_tokens"]))
     assert all(chunk.training for chunk in model.model)
@@ -218,7 +284,9 @@ def dropout_masks(tokenizer_dir):
 def on_two_ranks(tokenizer_dir, folder):
     parallel_state.initialize(**CP2)
     assert parallel_state.get_data_parallel_world_size() == 1
-    assert torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group()) == [0, 1]
+    assert torch.distributed.get_process_group_ranks(
+        parallel_state.get_model_parallel_group()
+    ) == [0, 1]
     assert parallel_state.get_model_parallel_src_rank() == 0
     check_shares()
     results = {role: evaluate(tokenizer_dir, role, **CP2) for role in ROLES}
@@ -268,8 +336,12 @@ def test_two_ranks_that_share_sequences_compute_what_one_does(tiny_tokenizer_dir
     assert two_ranks[0][role][0] == two_ranks[1][role][0]
 
 
-def test_checkpoints_of_one_number_of_ranks_resume_with_the_other(tiny_tokenizer_dir, two_ranks, folder):
-    expected = evaluate(tiny_tokenizer_dir, "actor, Llama")[0][2:3]  # the third of three steps without a stop
+def test_checkpoints_of_one_number_of_ranks_resume_with_the_other(
+    tiny_tokenizer_dir, two_ranks, folder
+):
+    expected = evaluate(tiny_tokenizer_dir, "actor, Llama")[0][
+        2:3
+    ]  # the third of three steps without a stop
     resumed = train_from_checkpoint(tiny_tokenizer_dir, folder / "of two ranks", 1)
     for numbers in (resumed, two_ranks[0]["resumed"], two_ranks[1]["resumed"]):
         assert numbers == [pytest.approx(wanted, rel=1e-5, abs=1e-7) for wanted in expected]
@@ -292,9 +364,11 @@ def test_ranks_draw_different_dropout_masks(two_ranks):
 
 FOUR_RANKS = {
     "CP=2 x DP=2": CP2 | dict(micro_batch_size=2),
-    "CP=2 x DP=2, overlapped": CP2 | dict(optim={"overlap_grad_sync": True, "bucket_cap_mb": 0.01}),
+    "CP=2 x DP=2, overlapped": CP2
+    | dict(optim={"overlap_grad_sync": True, "bucket_cap_mb": 0.01}),
     "TP=2 x CP=2": CP2 | dict(tensor_model_parallel_size=2),
-    "TP=2 x CP=2, sequence parallel": CP2 | dict(tensor_model_parallel_size=2, sequence_parallel=True),
+    "TP=2 x CP=2, sequence parallel": CP2
+    | dict(tensor_model_parallel_size=2, sequence_parallel=True),
     "PP=2 x CP=2": CP2 | dict(pipeline_model_parallel_size=2),
     "CP=4": dict(context_parallel_size=4),
 }
@@ -308,20 +382,28 @@ def check_replica_groups():
     torch.distributed.all_gather_object(rows, parallel_state.get_data_parallel_rank())
     assert ranks == [rank for rank in range(4) if rows[rank] == rows[torch.distributed.get_rank()]]
     assert parallel_state.get_model_parallel_src_rank() == ranks[0]
-    iterator = StoreBatchIterator(iter([[2 * rows[torch.distributed.get_rank()]]]), 1, torch.arange(9), list)
+    iterator = StoreBatchIterator(
+        iter([[2 * rows[torch.distributed.get_rank()]]]), 1, torch.arange(9), list
+    )
     taken = [None] * 4
     torch.distributed.all_gather_object(taken, (ranks[0], [batch[0].item() for batch in iterator]))
     by_replica = dict(taken)
-    assert all(by_replica[source] == batches for source, batches in taken), "ranks of a replica move together"
+    assert all(by_replica[source] == batches for source, batches in taken), (
+        "ranks of a replica move together"
+    )
     assert sorted(sum(by_replica.values(), [])) == sorted({2 * rank for rank in rows})
 
 
 def on_four_ranks(tokenizer_dir, folder):
     results = {}
     for split, sizes in FOUR_RANKS.items():
-        parallel_state.initialize(**{key: value for key, value in sizes.items() if key.endswith("parallel_size")})
+        parallel_state.initialize(
+            **{key: value for key, value in sizes.items() if key.endswith("parallel_size")}
+        )
         check_replica_groups()
-        results[split] = {role: evaluate(tokenizer_dir, role, folder, **sizes) for role in FOUR_RANKS_ROLES}
+        results[split] = {
+            role: evaluate(tokenizer_dir, role, folder, **sizes) for role in FOUR_RANKS_ROLES
+        }
         results[split]["data-parallel rank"] = parallel_state.get_data_parallel_rank()
         results[split]["text"] = generate(tokenizer_dir, "llama", folder, **sizes)
         destroy_model_parallel()
@@ -348,6 +430,8 @@ def test_context_parallelism_beside_other_splits(tiny_tokenizer_dir, four_ranks,
             rank = ours[split]["data-parallel rank"]
             rows = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
             # Where the weights are split as well, their shards have other names and shapes.
-            assert_equal_numbers(ours[split][role], expected, "TP" not in split and "PP" not in split, rows)
+            assert_equal_numbers(
+                ours[split][role], expected, "TP" not in split and "PP" not in split, rows
+            )
     for ours in four_ranks:
         assert_equal_texts(ours[split]["text"], generate(tiny_tokenizer_dir, "llama"))

@@ -16,7 +16,10 @@ from megatron.core.parallel_state import destroy_model_parallel
 from nemo_aligner.core.losses import loss_weights, ppo_actor_loss
 from nemo_aligner.parallel import collectives as distributed
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.vocab_parallel import calculate_distributed_entropy, from_parallel_logits_to_logprobs
+from nemo_aligner.parallel.vocab_parallel import (
+    calculate_distributed_entropy,
+    from_parallel_logits_to_logprobs,
+)
 from nemo_aligner.training.timers import Timer
 from tests.distributed.launcher import run_ranks
 
@@ -31,10 +34,17 @@ def _collectives():
     local = torch.tensor([[BIG, rank], [2, 3]])[: rank + 1]
     assert distributed.rebalance_nd_tensor(local, world).tolist() == [[BIG, 0], [BIG, 1], [2, 3]]
     empty = torch.full((rank, 2, 2), 0.5, dtype=torch.bfloat16)
-    assert distributed.rebalance_nd_tensor(empty, world).equal(torch.full((1, 2, 2), 0.5, dtype=torch.bfloat16))
-    assert distributed.rebalance_nd_tensor(torch.tensor([rank == 0]), world).tolist() == [True, False]
+    assert distributed.rebalance_nd_tensor(empty, world).equal(
+        torch.full((1, 2, 2), 0.5, dtype=torch.bfloat16)
+    )
+    assert distributed.rebalance_nd_tensor(torch.tensor([rank == 0]), world).tolist() == [
+        True,
+        False,
+    ]
     transposed = (torch.arange(6.0).reshape(3, 2) + 10 * rank).t()
-    expected = torch.cat([torch.arange(6.0).reshape(3, 2).t(), torch.arange(6.0).reshape(3, 2).t() + 10])
+    expected = torch.cat(
+        [torch.arange(6.0).reshape(3, 2).t(), torch.arange(6.0).reshape(3, 2).t() + 10]
+    )
     assert distributed.rebalance_nd_tensor(transposed, world).equal(expected)
     try:
         distributed.rebalance_nd_tensor(torch.zeros(2, 3 + rank), world)
@@ -44,7 +54,9 @@ def _collectives():
 
     # Broadcast: shape and dtype need not be known; non-contiguous; bool; conversion on request.
     mine = torch.arange(6).reshape(2, 3).t() + BIG if rank == 1 else None
-    assert distributed.broadcast_tensor(mine, 1, world).equal(torch.arange(6).reshape(2, 3).t() + BIG)
+    assert distributed.broadcast_tensor(mine, 1, world).equal(
+        torch.arange(6).reshape(2, 3).t() + BIG
+    )
     flags = torch.tensor([True, False]) if rank == 0 else None
     assert distributed.broadcast_tensor(flags, 0, world).tolist() == [True, False]
     half = torch.tensor(1.5, dtype=torch.bfloat16) if rank == 0 else None
@@ -54,12 +66,16 @@ def _collectives():
 
     # Gather to the last rank.
     pieces = distributed.gather_tensor(torch.tensor([[rank], [BIG]]).t(), 1, world)
-    assert pieces is None if rank == 0 else [p.tolist() for p in pieces] == [[[0, BIG]], [[1, BIG]]]
+    assert (
+        pieces is None if rank == 0 else [p.tolist() for p in pieces] == [[[0, BIG]], [[1, BIG]]]
+    )
 
     # Every rank leads its own model-parallel group here, so each calls.
     assert distributed.run_if_model_parallel_src(lambda x, y: x + y, 1, y=rank) == 1 + rank
 
-    sums = distributed.all_reduce_dict({"b": 1.0, "a": rank} if rank else {"a": rank, "b": 1.0}, group=world)
+    sums = distributed.all_reduce_dict(
+        {"b": 1.0, "a": rank} if rank else {"a": rank, "b": 1.0}, group=world
+    )
     assert sums == {"a": 1.0, "b": 2.0}
     assert distributed.all_reduce_dict({"t": rank}, op=dist.ReduceOp.MAX) == {"t": 1.0}
 
@@ -92,14 +108,20 @@ def _statistics():
     torch.testing.assert_close(var, kept.var(unbiased=False).float())
     normalized = distributed.normalize_tensor(planted, mask[share], world)
     expected = ((values.double() - kept.mean()) / (kept.var(unbiased=False) + 1e-8).sqrt()).float()
-    torch.testing.assert_close(normalized[mask[share].bool()], expected[share][mask[share].bool()], atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        normalized[mask[share].bool()], expected[share][mask[share].bool()], atol=1e-6, rtol=0
+    )
 
 
 def _data_parallel_inference():
     parallel_state.initialize()
     rank = dist.get_rank()
     tokens = np.arange(12).reshape(4, 3) + BIG
-    inputs = {"inputs": tokens, "sequence_length": np.array([[3], [2], [1], [3]])} if rank == 0 else None
+    inputs = (
+        {"inputs": tokens, "sequence_length": np.array([[3], [2], [1], [3]])}
+        if rank == 0
+        else None
+    )
     seen = []
 
     def rewards_and_values(inputs):
@@ -155,8 +177,12 @@ def _vocabulary_parallel():
         expected = real.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
         expected_entropy = torch.distributions.Categorical(logits=real).entropy()
         (weights * (expected + expected_entropy)).sum().backward()
-        logprobs = from_parallel_logits_to_logprobs(shard, tokens, temperature=temperature, vocab_size=vocab_size)
-        entropy = calculate_distributed_entropy(shard, temperature=temperature, vocab_size=vocab_size)
+        logprobs = from_parallel_logits_to_logprobs(
+            shard, tokens, temperature=temperature, vocab_size=vocab_size
+        )
+        entropy = calculate_distributed_entropy(
+            shard, temperature=temperature, vocab_size=vocab_size
+        )
         (weights * (logprobs + entropy)).sum().backward()
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-6)
         torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-6)
@@ -166,7 +192,9 @@ def _vocabulary_parallel():
     value = torch.tensor([[BIG + rank]])
     assert distributed.broadcast_2d_tensor_within_mp(value).tolist() == [[BIG]]
     assert distributed.broadcast_2d_tensor_within_mp(value, torch.float32).dtype == torch.float32
-    assert distributed.run_if_model_parallel_src(lambda: "called") == ("called" if rank == 0 else None)
+    assert distributed.run_if_model_parallel_src(lambda: "called") == (
+        "called" if rank == 0 else None
+    )
     assert distributed.broadcast_tensor_within_pp(value).equal(value)  # one stage: nothing to do
 
 
@@ -174,7 +202,9 @@ def _within_pipeline():
     rank = dist.get_rank()
     parallel_state.initialize(pipeline_model_parallel_size=2)
     value = torch.tensor([[BIG + rank]])
-    assert distributed.broadcast_tensor_within_pp(value if rank == 1 else None).tolist() == [[BIG + 1]]
+    assert distributed.broadcast_tensor_within_pp(value if rank == 1 else None).tolist() == [
+        [BIG + 1]
+    ]
     assert distributed.broadcast_2d_tensor_within_pp(value, from_last=False).tolist() == [[BIG]]
 
 
@@ -203,8 +233,11 @@ def test_everything_is_a_no_op_in_one_plain_process():
         assert result.equal(x)
     assert distributed.all_reduce_dict({"a": 1.5}) == {"a": 1.5}
     assert distributed.run_if_model_parallel_src(lambda: 3) == 3
-    assert [t.tolist() for t in distributed.pad_list([torch.tensor([1]), torch.tensor([2, 3])], 9)] == [[1, 9], [2, 3]]
+    assert [
+        t.tolist() for t in distributed.pad_list([torch.tensor([1]), torch.tensor([2, 3])], 9)
+    ] == [[1, 9], [2, 3]]
     rewards, values = distributed.run_distributed_inference(
-        {"inputs": [[1, 2]], "sequence_length": [2]}, lambda inputs: (inputs[1][:, None].float(), inputs[0].float())
+        {"inputs": [[1, 2]], "sequence_length": [2]},
+        lambda inputs: (inputs[1][:, None].float(), inputs[0].float()),
     )
     assert rewards.tolist() == [2.0] and values.tolist() == [[1.0, 2.0]]

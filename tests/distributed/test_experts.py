@@ -55,9 +55,15 @@ CASES = {
     "TP2, sequence parallel, auxiliary losses": ("llama", TP2, BALANCED),
 }
 SAMPLING = {
-    "greedy": GenerationParams(max_length=12, use_greedy=True, repetition_penalty=1.3, return_logprobs=True),
+    "greedy": GenerationParams(
+        max_length=12, use_greedy=True, repetition_penalty=1.3, return_logprobs=True
+    ),
     "sampled": GenerationParams(
-        max_length=12, temperature=1.3, top_p=0.95, end_strings=tuple("abcdefghilmnoprstu"), return_logprobs=True
+        max_length=12,
+        temperature=1.3,
+        top_p=0.95,
+        end_strings=tuple("abcdefghilmnoprstu"),
+        return_logprobs=True,
     ),
 }
 
@@ -67,7 +73,9 @@ SAMPLING = {
 
 def mine(tensor):
     """This data-parallel rank's rows, of a global batch."""
-    return tensor.chunk(parallel_state.get_data_parallel_world_size())[parallel_state.get_data_parallel_rank()]
+    return tensor.chunk(parallel_state.get_data_parallel_world_size())[
+        parallel_state.get_data_parallel_rank()
+    ]
 
 
 def unequal():
@@ -105,7 +113,9 @@ def named(model, value=lambda parameter: parameter):
                 name = f"{before}.{first + int(number)}.{after}"
             if ".layers." in name:  # numbered on this pipeline stage
                 number = int(name.split(".layers.")[1].split(".")[0])
-                stage_first = parallel_state.get_pipeline_model_parallel_rank() * len(module.decoder.layers)
+                stage_first = parallel_state.get_pipeline_model_parallel_rank() * len(
+                    module.decoder.layers
+                )
                 name = name.replace(f".layers.{number}.", f".layers.{stage_first + number}.")
             found[name] = value(parameter).detach().clone()
     return found
@@ -115,13 +125,19 @@ def step(model, optimizer, scheduler, batch):
     """Loss, gradient norm and, where there are any, balance losses of one update."""
     model.prepare_for_training_step()
     loss, metrics = model.get_loss_and_metrics(batch)
-    return [loss, optimizer_step(optimizer, scheduler, 0.5), *(metrics[key] for key in metrics if "moe_" in key)]
+    return [
+        loss,
+        optimizer_step(optimizer, scheduler, 0.5),
+        *(metrics[key] for key in metrics if "moe_" in key),
+    ]
 
 
 def updates(folder, architecture, split, other):
     """Losses, gradient norms, first gradients (unsharded optimizer), weights and log-probs of `STEPS` updates."""
     nemo = str(folder / f"{architecture}.nemo")
-    cfg = OmegaConf.merge(nemo_archive.read_config(nemo), {"ppo": PPO, "micro_batch_size": 1}, split, other)
+    cfg = OmegaConf.merge(
+        nemo_archive.read_config(nemo), {"ppo": PPO, "micro_batch_size": 1}, split, other
+    )
     actor = MegatronGPTActorModel.restore_from(nemo, override_config_path=cfg)
     actor.set_reference_policy()
     tokens = rollouts()["response_tokens"][unequal()]
@@ -141,7 +157,9 @@ def updates(folder, architecture, split, other):
 def fresh(folder):
     """Weights of a model that was loaded from nowhere."""
     experts = {"expert_model_parallel_size": torch.distributed.get_world_size()}
-    return named(MegatronGPTModel(OmegaConf.merge(nemo_archive.read_config(folder / "llama.nemo"), experts)))
+    return named(
+        MegatronGPTModel(OmegaConf.merge(nemo_archive.read_config(folder / "llama.nemo"), experts))
+    )
 
 
 def texts(folder):
@@ -156,17 +174,27 @@ def texts(folder):
     model = MegatronGPTModel.restore_from(nemo, override_config_path=cfg)
     results = {}
     for name, params in SAMPLING.items():
-        output = MegatronGenerator(model.model, model.tokenizer, max_sequence_length=40).generate(*inputs, params)
+        output = MegatronGenerator(model.model, model.tokenizer, max_sequence_length=40).generate(
+            *inputs, params
+        )
         results[name] = [
-            (output.response_tokens[i, :length].tolist(), bool(output.is_end[i]), output.logprobs[i, : length - 1])
+            (
+                output.response_tokens[i, :length].tolist(),
+                bool(output.is_end[i]),
+                output.logprobs[i, : length - 1],
+            )
             for i, length in enumerate(output.response_lengths.tolist())
         ]
     if parallel_state.get_world_size() > 1:  # one rank's logits are not finite: both hear of it
         if parallel_state.get_rank() == 0:
             with torch.no_grad():
                 model.unwrapped()[0].output_layer.weight.fill_(torch.nan)
-        with pytest.raises(RuntimeError, match="not finite" if parallel_state.get_rank() == 0 else "another rank"):
-            MegatronGenerator(model.model, model.tokenizer, max_sequence_length=40).generate(*inputs, params)
+        with pytest.raises(
+            RuntimeError, match="not finite" if parallel_state.get_rank() == 0 else "another rank"
+        ):
+            MegatronGenerator(model.model, model.tokenizer, max_sequence_length=40).generate(
+                *inputs, params
+            )
     return results
 
 
@@ -176,9 +204,15 @@ def supervised(folder, role):
     tokens, column = rollouts()["response_tokens"], torch.arange(WIDTH)
     inside = (column < LENGTHS[:, None]).float()
     nemo = "llama.nemo" if role == "sft" else "reward.nemo"
-    model_class = {"sft": GPTSFTModel, "reward model": MegatronGPTRewardModel, "critic": MegatronGPTCriticModel}[role]
+    model_class = {
+        "sft": GPTSFTModel,
+        "reward model": MegatronGPTRewardModel,
+        "critic": MegatronGPTCriticModel,
+    }[role]
     stored = nemo_archive.read_config(folder / nemo)
-    cfg = OmegaConf.merge(stored, {"output_sequence": role == "critic", "loss_clip_val": 0.2}, experts)
+    cfg = OmegaConf.merge(
+        stored, {"output_sequence": role == "critic", "loss_clip_val": 0.2}, experts
+    )
     model = load_from_nemo(model_class, cfg, None, restore_path=folder / nemo)
     batch = {
         "sft": {"tokens": tokens, "labels": tokens.roll(-1, 1), "loss_mask": inside},
@@ -210,13 +244,23 @@ def supervised(folder, role):
 def trained(folder, name, log_dir):
     """An actor with its optimizer, over all ranks' experts, and the checkpoints in `log_dir`."""
     nemo = str(folder / "llama.nemo")
-    own = {"ppo": PPO, "expert_model_parallel_size": torch.distributed.get_world_size(), "optim": {"name": name}}
+    own = {
+        "ppo": PPO,
+        "expert_model_parallel_size": torch.distributed.get_world_size(),
+        "optim": {"name": name},
+    }
     actor = MegatronGPTActorModel.restore_from(
         nemo, override_config_path=OmegaConf.merge(nemo_archive.read_config(nemo), own)
     )
     optimizer, scheduler = actor.setup_megatron_optimization(max_steps=10)
     callback = CheckpointCallback(
-        log_dir, actor, optimizer, scheduler, name="policy", save_nemo_on_train_end=True, save_top_k=-1
+        log_dir,
+        actor,
+        optimizer,
+        scheduler,
+        name="policy",
+        save_nemo_on_train_end=True,
+        save_top_k=-1,
     )
     return actor, optimizer, scheduler, callback
 
@@ -236,12 +280,19 @@ def resume(folder, name, log_dir):
     """Loss, gradient norm and weights of the update after the checkpoint in `log_dir`, and weights of its `.nemo`."""
     actor, optimizer, scheduler, callback = trained(folder, name, log_dir)
     assert callback.load_latest() == {"step": 2}
-    numbers = step(actor, optimizer, scheduler, {key: mine(value) for key, value in rollouts().items()})
+    numbers = step(
+        actor, optimizer, scheduler, {key: mine(value) for key, value in rollouts().items()}
+    )
     nemo = str(log_dir / "checkpoints" / "policy.nemo")
     cfg = OmegaConf.merge(
-        nemo_archive.read_config(nemo), {"expert_model_parallel_size": torch.distributed.get_world_size()}
+        nemo_archive.read_config(nemo),
+        {"expert_model_parallel_size": torch.distributed.get_world_size()},
     )
-    return named(MegatronGPTModel.restore_from(nemo, override_config_path=cfg)), numbers, named(actor)
+    return (
+        named(MegatronGPTModel.restore_from(nemo, override_config_path=cfg)),
+        numbers,
+        named(actor),
+    )
 
 
 # --- two ranks -------------------------------------------------------------------------------------------------------
@@ -256,7 +307,9 @@ def on_two_ranks(folder):
         destroy_model_parallel()
 
     for name, case in CASES.items():
-        sizes = {key: value for key, value in case[1].items() if key.endswith("model_parallel_size")}
+        sizes = {
+            key: value for key, value in case[1].items() if key.endswith("model_parallel_size")
+        }
         run(name, updates, *case, **sizes)
     run("fresh", fresh, **EP2)
     run("texts", texts, **EP2)
@@ -277,7 +330,9 @@ def folder(tiny_tokenizer_dir, tmp_path_factory):
     for architecture in ("llama", "gpt2"):
         cfg = tiny_config(tiny_tokenizer_dir, architecture, **MOE)
         MegatronGPTModel(cfg).save_to(str(folder / f"{architecture}.nemo"))
-    MegatronGPTRewardModel(tiny_config(tiny_tokenizer_dir, **MOE)).save_to(str(folder / "reward.nemo"))
+    MegatronGPTRewardModel(tiny_config(tiny_tokenizer_dir, **MOE)).save_to(
+        str(folder / "reward.nemo")
+    )
     return folder
 
 
@@ -362,14 +417,19 @@ def test_other_roles_equal_one_rank(one_rank, two_ranks, role):
 
 
 @pytest.mark.parametrize("name", ["distributed_fused_adam", "adamw"])
-def test_checkpoints_load_where_the_experts_are_spread_otherwise(folder, one_rank, two_ranks, name):
+def test_checkpoints_load_where_the_experts_are_spread_otherwise(
+    folder, one_rank, two_ranks, name
+):
     saved, numbers, weights = one_rank[f"save {name}"]
     back = resume(folder, name, folder / f"two {name}")
     assert back[1] == pytest.approx(numbers, rel=1e-5)
     assert_weights(back[0], saved)
     assert_weights(back[2], weights)
     for results in two_ranks:
-        for _, (rank_saved, rank_numbers, rank_weights) in (results[f"resume {name}"], results[f"save {name}"]):
+        for _, (rank_saved, rank_numbers, rank_weights) in (
+            results[f"resume {name}"],
+            results[f"save {name}"],
+        ):
             assert rank_numbers == pytest.approx(numbers, rel=1e-5)
             assert_weights(rank_saved, saved)
             assert_weights(rank_weights, weights)

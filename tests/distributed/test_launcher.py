@@ -57,7 +57,8 @@ def test_results_by_rank_and_no_folder_left():
 def test_traceback_of_a_failing_rank():
     start = time.monotonic()
     with pytest.raises(
-        RuntimeError, match=r"(?s)rank1 failed:.*_one_raises_while_the_other_waits.*KeyError: 'planted'"
+        RuntimeError,
+        match=r"(?s)rank1 failed:.*_one_raises_while_the_other_waits.*KeyError: 'planted'",
     ):
         run_ranks(_one_raises_while_the_other_waits, 2, 100)
     assert time.monotonic() - start < 60
@@ -69,7 +70,9 @@ def test_death_of_a_rank():
 
 
 def test_time_limit_kills_ranks_and_their_children(tmp_path):
-    with pytest.raises(TimeoutError, match="_sleep_with_a_child: still running after 20 s: rank0, rank1"):
+    with pytest.raises(
+        TimeoutError, match="_sleep_with_a_child: still running after 20 s: rank0, rank1"
+    ):
         run_ranks(_sleep_with_a_child, 2, 20, str(tmp_path))
     pids = [int(pid) for path in tmp_path.glob("*.pids") for pid in path.read_text().split()]
     assert len(pids) == 4

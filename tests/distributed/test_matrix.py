@@ -29,7 +29,9 @@ RELOAD = {
 SLIM_RELOAD = ["TP2+SP", "PP2+VPP2", "DP2 adamw"]
 
 
-def splits_and_reloads(tokenizer_dir, folder, names: list[str], reload: list[str], sources: list[str]):
+def splits_and_reloads(
+    tokenizer_dir, folder, names: list[str], reload: list[str], sources: list[str]
+):
     """Body of a rank in `make test`: the splits `names`; those of `reload` save, and load what `sources` saved."""
     report = matrix.run_splits(tokenizer_dir, folder, names, True)
     matrix_reload.save_all(tokenizer_dir, folder, reload, True)
@@ -50,7 +52,9 @@ def keep_report(numbers: dict) -> dict:
     """Appends the deviations to the file that MATRIX_REPORT names, one JSON object per case."""
     if "MATRIX_REPORT" in os.environ:
         with open(os.environ["MATRIX_REPORT"], "a") as file:
-            file.writelines(json.dumps({"case": case, "numbers": row}) + "\n" for case, row in numbers.items())
+            file.writelines(
+                json.dumps({"case": case, "numbers": row}) + "\n" for case, row in numbers.items()
+            )
     return numbers
 
 
@@ -92,9 +96,15 @@ def full_reloads(tiny_tokenizer_dir, full_folder):
 def must_differ(split: matrix.Split, quantity: str) -> bool:
     """The mean of micro-batches' means depends on which rows are in a micro-batch, and so on how rows are dealt."""
     model_size = 1
-    for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+    for size in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    ):
         model_size *= split.model[size]
-    dealt_anew = split.ranks > model_size and "microbatch" in quantity and not quantity.endswith(" 1")
+    dealt_anew = (
+        split.ranks > model_size and "microbatch" in quantity and not quantity.endswith(" 1")
+    )
     return dealt_anew and not quantity.startswith("empty")
 
 
@@ -153,15 +163,24 @@ def test_checkpoints_load_at_every_split(full_reloads):
 
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-@pytest.mark.parametrize("role", [role for role, facts in ROLES.items() if facts.reductions == matrix.REDUCTIONS])
+@pytest.mark.parametrize(
+    "role", [role for role, facts in ROLES.items() if facts.reductions == matrix.REDUCTIONS]
+)
 def test_what_one_rank_computes(slim, architecture, role):
     """Micro-batches change nothing but the reduction that is named after them; no counting slot, no loss."""
     numbers = torch.load(matrix.expected_file(slim[-1], architecture, role, 32))
     for kind in ("loss", "gradient"):
-        four = matrix.apart(numbers[f"{kind} token 4"], numbers[f"{kind} token 1"], kind == "gradient")
+        four = matrix.apart(
+            numbers[f"{kind} token 4"], numbers[f"{kind} token 1"], kind == "gradient"
+        )
         assert four < BOUND
         for other in ("sequence 2", "microbatch 2"):
-            assert matrix.apart(numbers[f"{kind} {other}"], numbers[f"{kind} token 1"], kind == "gradient") > 1e-3
+            assert (
+                matrix.apart(
+                    numbers[f"{kind} {other}"], numbers[f"{kind} token 1"], kind == "gradient"
+                )
+                > 1e-3
+            )
     for reduction in matrix.REDUCTIONS:
         assert numbers[f"empty {reduction}"] == {"loss": 0.0, "gradient": 0.0}
     if role == "actor":
@@ -184,7 +203,9 @@ def test_virtual_stages_never_talk_in_batches(tiny_tokenizer_dir):
             virtual_pipeline_model_parallel_size=virtual,
         )
         config = build_transformer_config(cfg)
-        assert config.batch_p2p_comm == (virtual is None) and config.overlap_p2p_comm == (virtual is not None)
+        assert config.batch_p2p_comm == (virtual is None) and config.overlap_p2p_comm == (
+            virtual is not None
+        )
 
 
 def test_weights_are_never_gathered_behind_the_back_of_inference(tiny_tokenizer_dir):
@@ -196,4 +217,7 @@ def test_weights_are_never_gathered_behind_the_back_of_inference(tiny_tokenizer_
     optimizer, _ = model.setup_megatron_optimization(10)
     assert not any(chunk.ddp_config.overlap_param_gather for chunk in model.model)
     assert not any(part.ddp_config.overlap_param_gather for part in optimizer.chained_optimizers)
-    assert not optimizer.config.overlap_param_gather and model.transformer_config.param_sync_func is None
+    assert (
+        not optimizer.config.overlap_param_gather
+        and model.transformer_config.param_sync_func is None
+    )

@@ -8,7 +8,9 @@ import torch
 
 from tests.distributed.launcher import run_ranks
 
-SETTINGS = dict(ppo_epochs=2, critic_warmup_steps=1, val_check_interval=1, save_interval=1, whiten_rewards=True)
+SETTINGS = dict(
+    ppo_epochs=2, critic_warmup_steps=1, val_check_interval=1, save_interval=1, whiten_rewards=True
+)
 # A prompt's answers are dealt to both ranks; the ranks find out together that the policy has gone too far.
 WITHOUT_CRITIC = dict(ppo_epochs=2, val_check_interval=1, num_rollouts_per_prompt=2)
 GRPO = WITHOUT_CRITIC | dict(advantage_estimator="grpo", target_kl=1e-5)
@@ -32,9 +34,15 @@ def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
     trainer.fit()
     return {
         "batches": trainer.model.batches,
-        "sent_to_critic": [_training_payload(batch) for batch in trainer.rm_critic.train_batches if "values" in batch],
+        "sent_to_critic": [
+            _training_payload(batch)
+            for batch in trainer.rm_critic.train_batches
+            if "values" in batch
+        ],
         "weight": trainer.model.weight,
-        "metrics": [entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")],
+        "metrics": [
+            entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")
+        ],
         "tables": trainer.logger.tables,
         "state": trainer.state_dict(),
     }
@@ -59,12 +67,21 @@ def run_on_this_rank():
     results = {"default": run_trainer(), "queue": run_trainer(rank_0_draws_everything)}
     results |= {"grpo": run_trainer(settings=GRPO), "plus_plus": run_trainer(settings=PLUS_PLUS)}
 
-    state = {"step": torch.distributed.get_rank(), "consumed_samples": 0, "ppo_optimization_step": 0}
+    state = {
+        "step": torch.distributed.get_rank(),
+        "consumed_samples": 0,
+        "ppo_optimization_step": 0,
+    }
     try:
         ppo_fakes.make_trainer().load_state_dict(state)
     except RuntimeError as error:
         results["unequal_states"] = str(error)
-    state = {"step": 1, "consumed_samples": 6, "ppo_optimization_step": 0, "num_rollout_samples": 6}
+    state = {
+        "step": 1,
+        "consumed_samples": 6,
+        "ppo_optimization_step": 0,
+        "num_rollout_samples": 6,
+    }
     try:
         ppo_fakes.make_trainer().load_state_dict(state)
     except UserError as error:
@@ -109,8 +126,12 @@ def assert_equal_runs(one: dict, two: list[dict]) -> None:
             np.testing.assert_allclose(sent[key], value, rtol=1e-5, atol=1e-5)
     for result in two:
         assert result["tables"] == one["tables"]
-        assert [entry[:2] for entry in result["metrics"]] == [entry[:2] for entry in one["metrics"]]
-        for (name, _, value), (_, _, expected) in zip(result["metrics"], one["metrics"], strict=True):
+        assert [entry[:2] for entry in result["metrics"]] == [
+            entry[:2] for entry in one["metrics"]
+        ]
+        for (name, _, value), (_, _, expected) in zip(
+            result["metrics"], one["metrics"], strict=True
+        ):
             assert value == pytest.approx(expected, rel=1e-4, abs=1e-5), name
         assert result["weight"] == pytest.approx(one["weight"], rel=1e-5)
 

@@ -31,7 +31,9 @@ def updates(nemo: str, **split) -> dict:
 
     sampling = {**PPO["sampling_params"], "temperature": 0.8}
     ppo = {**PPO, "sampling_params": sampling}
-    cfg = OmegaConf.merge(nemo_archive.read_config(nemo), {"ppo": ppo, "micro_batch_size": 1}, split)
+    cfg = OmegaConf.merge(
+        nemo_archive.read_config(nemo), {"ppo": ppo, "micro_batch_size": 1}, split
+    )
     actor = MegatronGPTActorModel.restore_from(nemo, override_config_path=cfg)
     optimizer, scheduler = actor.setup_megatron_optimization(max_steps=10)
     generator = torch.Generator().manual_seed(3)
@@ -45,7 +47,10 @@ def updates(nemo: str, **split) -> dict:
         "prev_logprobs": -5.5 + 0.3 * torch.randn(ROWS, WIDTH - 1, generator=generator),
     }
     tokens = batch["response_tokens"]
-    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    size, rank = (
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_data_parallel_rank(),
+    )
     batch = {key: value.chunk(size)[rank] for key, value in batch.items()}
     steps = []
     for _ in range(2):
@@ -82,7 +87,11 @@ def nemo(tiny_tokenizer_dir, tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def two_ranks(nemo, request):
     """Results of both ranks at the splits that this run of pytest selects."""
-    selected = {item.callspec.params["split"] for item in request.session.items if item.path == request.path}
+    selected = {
+        item.callspec.params["split"]
+        for item in request.session.items
+        if item.path == request.path
+    }
     return run_ranks(at_each, 2, 300, [name for name in SPLITS if name in selected], nemo)
 
 
@@ -97,4 +106,6 @@ def one_rank(nemo):
 def test_two_ranks_update_as_one_does(one_rank, two_ranks, split):
     for rank in two_ranks:
         torch.testing.assert_close(rank[split]["steps"], one_rank["steps"], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(rank[split]["logprobs"], one_rank["logprobs"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            rank[split]["logprobs"], one_rank["logprobs"], rtol=1e-5, atol=1e-5
+        )

@@ -24,7 +24,9 @@ def run_trainer(micro_batch_size=2):
     return {
         "batches": trainer.model.batches,
         "weight": trainer.model.weight,
-        "metrics": [entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")],
+        "metrics": [
+            entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")
+        ],
         "tables": trainer.logger.tables,
         "state": trainer.state_dict(),
     }
@@ -39,7 +41,11 @@ def run_on_this_rank():
     parallel_state.initialize()
     results = {"twos": run_trainer(2), "ones": run_trainer(1)}
 
-    state = {"step": torch.distributed.get_rank(), "consumed_samples": 0, "rs_optimization_step": 0}
+    state = {
+        "step": torch.distributed.get_rank(),
+        "consumed_samples": 0,
+        "rs_optimization_step": 0,
+    }
     try:
         rs_fakes.make_rs_trainer().load_state_dict(state)
     except RuntimeError as error:
@@ -68,8 +74,12 @@ def test_two_ranks_equal_one(two_ranks, micro_batches):
             torch.testing.assert_close(shares, value, rtol=0, atol=0)
     for result in two:
         assert result["tables"] == one["tables"]
-        assert [entry[:2] for entry in result["metrics"]] == [entry[:2] for entry in one["metrics"]]
-        for (name, _, value), (_, _, expected) in zip(result["metrics"], one["metrics"], strict=True):
+        assert [entry[:2] for entry in result["metrics"]] == [
+            entry[:2] for entry in one["metrics"]
+        ]
+        for (name, _, value), (_, _, expected) in zip(
+            result["metrics"], one["metrics"], strict=True
+        ):
             assert value == pytest.approx(expected, rel=1e-4, abs=1e-5), name
         assert result["weight"] == pytest.approx(one["weight"], rel=1e-5)
 

@@ -21,7 +21,11 @@ class Answer:
 
     def __init__(self, seconds: float, error: Exception | None = None):
         self._future = concurrent.futures.Future()
-        finish = (lambda: self._future.set_exception(error)) if error else (lambda: self._future.set_result({}))
+        finish = (
+            (lambda: self._future.set_exception(error))
+            if error
+            else (lambda: self._future.set_result({}))
+        )
         timer = threading.Timer(seconds, finish)
         timer.daemon = True
         timer.start()
@@ -35,7 +39,9 @@ class Answer:
 
 def wait_longer_than_a_collective_may(answers):
     """Collectives have two seconds here, and rank 1's second answer takes five."""
-    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), torch.distributed.group.WORLD)
+    torch.distributed.distributed_c10d._set_pg_timeout(
+        timedelta(seconds=2), torch.distributed.group.WORLD
+    )
     source_rank.JOINT_HEARTBEAT_S = 0.5
     start = time.monotonic()
     wait_for_all([Answer(seconds) for seconds in answers[torch.distributed.get_rank()]])
@@ -55,14 +61,22 @@ def hear_of_a_failure(kind):
         "other": Answer(0.2, KeyError("rewards")),
     }
     try:
-        wait_for_all([Answer(0.1), errors[kind]] if torch.distributed.get_rank() == 1 else [Answer(0.1), Answer(30.0)])
+        wait_for_all(
+            [Answer(0.1), errors[kind]]
+            if torch.distributed.get_rank() == 1
+            else [Answer(0.1), Answer(30.0)]
+        )
     except ServerRequestError as error:
         return str(error)
 
 
 @pytest.mark.parametrize(
     "kind, text",
-    [("answer", "the model said no"), ("sending", "the rollout is too wide"), ("other", "KeyError('rewards')")],
+    [
+        ("answer", "the model said no"),
+        ("sending", "the rollout is too wide"),
+        ("other", "KeyError('rewards')"),
+    ],
 )
 def test_all_ranks_raise_what_one_rank_met(kind, text):
     assert run_ranks(hear_of_a_failure, 2, 60, kind) == [text, text]

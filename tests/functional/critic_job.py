@@ -93,7 +93,9 @@ def build_model():
 
             if parallel_state.get_data_parallel_world_size() > 1:
                 for parameter in self.parameters():
-                    torch.distributed.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+                    torch.distributed.all_reduce(
+                        parameter.grad, group=parallel_state.get_data_parallel_group()
+                    )
 
         @torch.no_grad()
         def infer(self, inputs):
@@ -118,7 +120,9 @@ def build_model():
             count = mask.sum()
             if parallel_state.get_data_parallel_world_size() > 1:
                 torch.distributed.all_reduce(count, group=parallel_state.get_data_parallel_group())
-            errors = torch.where(mask > 0, self(batch["tokens"])[:, :-1] - batch["returns"], 0.0) ** 2
+            errors = (
+                torch.where(mask > 0, self(batch["tokens"])[:, :-1] - batch["returns"], 0.0) ** 2
+            )
             loss = errors.sum() / count
             loss.backward()
             loss = loss.detach().clone()
@@ -163,7 +167,10 @@ def main() -> None:
         def log_metrics(self, metrics, step, prefix):
             if parallel_state.get_rank() == 0:
                 with open(settings["metrics"], "a") as file:
-                    file.write(json.dumps({"step": step, **{prefix + k: v for k, v in metrics.items()}}) + "\n")
+                    file.write(
+                        json.dumps({"step": step, **{prefix + k: v for k, v in metrics.items()}})
+                        + "\n"
+                    )
 
     class Checkpoint:
         def custom_save(self, monitor_candidates, is_train_end, trainer_state):
@@ -252,7 +259,11 @@ class CriticJob:
             command += [f"--master_port={find_free_port()}"]
             self.processes = [subprocess.Popen(command + script, env=environment, **common)]
         else:
-            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(ranks)}
+            shared = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(find_free_port()),
+                "WORLD_SIZE": str(ranks),
+            }
             self.processes = [
                 subprocess.Popen(
                     [sys.executable] + script,
@@ -272,7 +283,10 @@ class CriticJob:
         import psutil
 
         self.look_around()
-        for process in [*self._family.values(), *(psutil.Process(p.pid) for p in self.processes if p.poll() is None)]:
+        for process in [
+            *self._family.values(),
+            *(psutil.Process(p.pid) for p in self.processes if p.poll() is None),
+        ]:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
@@ -288,7 +302,10 @@ class CriticJob:
         """Return once all endpoints answer."""
         deadline = time.monotonic() + limit_s
         while "serving critic_infer" not in self.log():
-            if any(process.poll() is not None for process in self.processes) or time.monotonic() > deadline:
+            if (
+                any(process.poll() is not None for process in self.processes)
+                or time.monotonic() > deadline
+            ):
                 raise AssertionError(f"the server did not come up:\n{self.log()}")
             time.sleep(0.2)
         self.look_around()
@@ -330,11 +347,19 @@ class CriticJob:
 
     def assert_nothing_left(self) -> None:
         """No process, no port, no shared memory, no workspace."""
-        alive = [process for process in self._family.values() if process.is_running() and process.status() != "zombie"]
+        alive = [
+            process
+            for process in self._family.values()
+            if process.is_running() and process.status() != "zombie"
+        ]
         deadline = time.monotonic() + 2  # a process that has just been told to end
         while alive and time.monotonic() < deadline:
             time.sleep(0.1)
-            alive = [process for process in alive if process.is_running() and process.status() != "zombie"]
+            alive = [
+                process
+                for process in alive
+                if process.is_running() and process.status() != "zombie"
+            ]
         assert not alive, alive
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -38,7 +38,14 @@ class ScriptJob:
         launcher: "python" (the script starts its other processes itself) or "torchrun".
     """
 
-    def __init__(self, script: str, log: Path, overrides: list[str], ranks: int = 1, launcher: str = "python"):
+    def __init__(
+        self,
+        script: str,
+        log: Path,
+        overrides: list[str],
+        ranks: int = 1,
+        launcher: str = "python",
+    ):
         self.log_path, self.launcher, self.stopped = log, launcher, False
         command = [sys.executable]
         if launcher == "torchrun":
@@ -49,8 +56,14 @@ class ScriptJob:
                 f"--master_port={find_free_port()}",
             ]
         command += [str(SCRIPTS / script), f"trainer.devices={ranks}", *overrides]
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        }
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         environment |= {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
         with log.open("w") as out:
             self.process = subprocess.Popen(
@@ -157,7 +170,9 @@ def metric_names(folder: Path) -> list[str]:
     return sorted(name for name in names if not name.startswith("timers/"))
 
 
-def reward_server(rm_file, folder: Path, port: int, ranks=1, launcher="python", *extra: str) -> ScriptJob:
+def reward_server(
+    rm_file, folder: Path, port: int, ranks=1, launcher="python", *extra: str
+) -> ScriptJob:
     """serve_reward_model.py with the reward model of `rm_file`, on this machine; its log is `folder`/reward.log."""
     folder.mkdir(exist_ok=True)
     overrides = [
@@ -168,14 +183,18 @@ def reward_server(rm_file, folder: Path, port: int, ranks=1, launcher="python", 
         f"inference.port={port}",
         "model.forward_micro_batch_size=2",
     ]
-    return ScriptJob("serve_reward_model.py", folder / "reward.log", [*overrides, *extra], ranks, launcher)
+    return ScriptJob(
+        "serve_reward_model.py", folder / "reward.log", [*overrides, *extra], ranks, launcher
+    )
 
 
 def wait_until_serving(job: ScriptJob, timeout_s: float = 120.0) -> None:
     """Return once the job's endpoints answer."""
     deadline = time.monotonic() + timeout_s
     while ": serving " not in job.log:
-        assert job.process.poll() is None and time.monotonic() < deadline, f"no server:\n{job.log[-4000:]}"
+        assert job.process.poll() is None and time.monotonic() < deadline, (
+            f"no server:\n{job.log[-4000:]}"
+        )
         time.sleep(0.2)
 
 

@@ -17,12 +17,20 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers.ports import find_free_port
-from tests.functional.jobs import ScriptJob, assert_ended_well, read_metrics, reward_server, wait_until_serving
+from tests.functional.jobs import (
+    ScriptJob,
+    assert_ended_well,
+    read_metrics,
+    reward_server,
+    wait_until_serving,
+)
 from tests.functional.test_ppo_job import actor, critic, inputs  # noqa: F401  (a fixture)
 
 pytestmark = [
     pytest.mark.timeout(400),
-    pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),  # said of time-outs that are larger
+    pytest.mark.filterwarnings(
+        "ignore:Client network and/or connection timeout"
+    ),  # said of time-outs that are larger
 ]
 # What a response asks the function to do; of any other text all three arguments enter the score.
 FUNCTION = """
@@ -51,7 +59,9 @@ FUNCTION = """
 """
 
 
-def code_reward_server(folder, port, tokenizer_dir=None, spec="reward.py:score", rm_file="null", *extra) -> ScriptJob:
+def code_reward_server(
+    folder, port, tokenizer_dir=None, spec="reward.py:score", rm_file="null", *extra
+) -> ScriptJob:
     """The server job in `folder`, where it finds reward.py by a relative path; with a tokenizer and no .nemo."""
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(textwrap.dedent(FUNCTION))
@@ -64,17 +74,27 @@ def reward_client(port, tokenizer=None):
     from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
 
     address = {"name": "reward_model", "ip": "127.0.0.1", "port": port}
-    cfg = {"pad_to_length": None, "init_timeout_s": 20, "inference_timeout_s": 60, "reward_model": address}
+    cfg = {
+        "pad_to_length": None,
+        "init_timeout_s": 20,
+        "inference_timeout_s": 60,
+        "reward_model": address,
+    }
     return RemoteGPTRMClient(OmegaConf.create(cfg), tokenizer)
 
 
 def rollout(tokenizer, pairs: list[tuple[str, str]], ended: bool = True) -> dict:
     """What `infer` of a policy returns for these prompts and responses."""
     prompts = [tokenizer.text_to_ids(prompt) for prompt, _ in pairs]
-    rows = [p + tokenizer.text_to_ids(r) + [tokenizer.eos_id] * ended for p, (_, r) in zip(prompts, pairs)]
+    rows = [
+        p + tokenizer.text_to_ids(r) + [tokenizer.eos_id] * ended
+        for p, (_, r) in zip(prompts, pairs)
+    ]
     width = max(map(len, rows)) + 2
     return {
-        "response_tokens": torch.tensor([row + [tokenizer.eos_id] * (width - len(row)) for row in rows]),
+        "response_tokens": torch.tensor(
+            [row + [tokenizer.eos_id] * (width - len(row)) for row in rows]
+        ),
         "response_lengths": torch.tensor([len(row) for row in rows]),
         "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts]),
     }
@@ -117,7 +137,12 @@ def port(tmp_path_factory, tiny_tokenizer_dir):
     """A running server with two workers and a second per sample; SIGTERM ends it clean."""
     folder, port = tmp_path_factory.mktemp("code") / "server", find_free_port()
     with code_reward_server(
-        folder, port, tiny_tokenizer_dir, "reward.py:score", "null", "inference.reward_fn_timeout_s=1"
+        folder,
+        port,
+        tiny_tokenizer_dir,
+        "reward.py:score",
+        "null",
+        "inference.reward_fn_timeout_s=1",
     ) as job:
         wait_until_serving(job)
         yield port
@@ -137,7 +162,9 @@ PAIRS = [
 def test_scores_are_the_functions_own(port, tiny_tokenizer):
     for ended in (True, False):
         pairs = [pair for pair in PAIRS if ended or "".join(pair)]
-        assert ask(port, rollout(tiny_tokenizer, pairs, ended)) == expected(tiny_tokenizer, pairs, ended)
+        assert ask(port, rollout(tiny_tokenizer, pairs, ended)) == expected(
+            tiny_tokenizer, pairs, ended
+        )
     many = [(f"a{'a' * (i % 7)}", "x" * (i % 11) + str(i)) for i in range(700)]
     assert ask(port, rollout(tiny_tokenizer, many)) == expected(tiny_tokenizer, many)
 
@@ -146,9 +173,13 @@ def test_a_policy_with_another_tokenizer_is_refused(port, tiny_tokenizer, revers
     from nemo.collections.common.tokenizers import AutoTokenizer
 
     other = AutoTokenizer(reversed_tokenizer_dir)
-    with pytest.raises(ServerRequestError, match="policy's tokenizer .300 tokens.*name in rm_model_file a .nemo"):
+    with pytest.raises(
+        ServerRequestError, match="policy's tokenizer .300 tokens.*name in rm_model_file a .nemo"
+    ):
         ask(port, rollout(other, PAIRS), other)
-    assert ask(port, rollout(tiny_tokenizer, PAIRS), tiny_tokenizer) == expected(tiny_tokenizer, PAIRS)
+    assert ask(port, rollout(tiny_tokenizer, PAIRS), tiny_tokenizer) == expected(
+        tiny_tokenizer, PAIRS
+    )
 
 
 def test_many_clients_at_once_get_their_own_scores(port, tiny_tokenizer):
@@ -156,7 +187,9 @@ def test_many_clients_at_once_get_their_own_scores(port, tiny_tokenizer):
 
     def one(number):
         pairs = [("a" * number, f"{i} of {number}") for i in range(number)]
-        results[number] = ask(port, rollout(tiny_tokenizer, pairs)) == expected(tiny_tokenizer, pairs)
+        results[number] = ask(port, rollout(tiny_tokenizer, pairs)) == expected(
+            tiny_tokenizer, pairs
+        )
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(1, 9)]
     for thread in threads:
@@ -169,14 +202,19 @@ def test_many_clients_at_once_get_their_own_scores(port, tiny_tokenizer):
 @pytest.mark.parametrize(
     "response, words",
     [
-        ("raise", ["LookupError: nothing to see", 'raise LookupError("nothing to see")', "reward.py"]),
+        (
+            "raise",
+            ["LookupError: nothing to see", 'raise LookupError("nothing to see")', "reward.py"],
+        ),
         ("slow", ["took longer than 1 s", "inference.reward_fn_timeout_s"]),
         ("deaf", ["took longer than 1 s"]),
         ("die", ["exit code 3"]),
         ("nothing", ["returned None"]),
     ],
 )
-def test_a_sample_that_fails_is_one_clear_error_and_the_server_goes_on(port, tiny_tokenizer, response, words):
+def test_a_sample_that_fails_is_one_clear_error_and_the_server_goes_on(
+    port, tiny_tokenizer, response, words
+):
     pairs = [("p", "fine"), ("the prompt", response), ("p", "fine")]
     start = time.monotonic()
     with pytest.raises(ServerRequestError) as caught:
@@ -200,16 +238,29 @@ def test_requests_that_do_not_say_where_the_answer_begins_are_refused(port, tiny
             client.infer_batch(sentences=np.array([[b"a text"]]))
 
 
-def test_a_stop_in_the_middle_of_a_request_and_the_fallback(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
+def test_a_stop_in_the_middle_of_a_request_and_the_fallback(
+    tmp_path, tiny_tokenizer, tiny_tokenizer_dir
+):
     """Bad samples get the fallback score with a warning; then a sample that hears nothing does not delay SIGTERM."""
     port = find_free_port()
-    extra = ["inference.reward_fn_timeout_s=2", "inference.reward_fn_fallback=-7.5", "inference.reward_fn_workers=3"]
-    with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir, "reward.py:score", "null", *extra) as job:
+    extra = [
+        "inference.reward_fn_timeout_s=2",
+        "inference.reward_fn_fallback=-7.5",
+        "inference.reward_fn_workers=3",
+    ]
+    with code_reward_server(
+        tmp_path / "s", port, tiny_tokenizer_dir, "reward.py:score", "null", *extra
+    ) as job:
         wait_until_serving(job)
         pairs = [("p", "fine"), ("p", "raise"), ("p", "die"), ("p", "slow"), ("a", "Well")]
         first, *bad, last = ask(port, rollout(tiny_tokenizer, pairs))
-        assert bad == [-7.5] * 3 and [first, last] == expected(tiny_tokenizer, [pairs[0], pairs[-1]])
-        assert "3 of 5 samples got the fallback score -7.5" in job.log and "LookupError: nothing to see" in job.log
+        assert bad == [-7.5] * 3 and [first, last] == expected(
+            tiny_tokenizer, [pairs[0], pairs[-1]]
+        )
+        assert (
+            "3 of 5 samples got the fallback score -7.5" in job.log
+            and "LookupError: nothing to see" in job.log
+        )
 
         errors = []
 
@@ -235,7 +286,9 @@ def test_a_stop_in_the_middle_of_a_request_and_the_fallback(tmp_path, tiny_token
 def test_a_killed_server_leaves_no_worker(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
     port = find_free_port()
     timeout = "inference.reward_fn_timeout_s=60"
-    with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir, "reward.py:score", "null", timeout) as job:
+    with code_reward_server(
+        tmp_path / "s", port, tiny_tokenizer_dir, "reward.py:score", "null", timeout
+    ) as job:
         wait_until_serving(job)
 
         def doomed():
@@ -257,7 +310,10 @@ def test_a_killed_server_leaves_no_worker(tmp_path, tiny_tokenizer, tiny_tokeniz
 @pytest.mark.parametrize(
     "override, words",
     [
-        ("inference.reward_fn=reward.py:scores", ["no function 'scores'", "score, score_of, texts_only"]),
+        (
+            "inference.reward_fn=reward.py:scores",
+            ["no function 'scores'", "score, score_of, texts_only"],
+        ),
         ("trainer.devices=2", ["one process", "trainer.devices=1"]),
         ("model.tokenizer={library: null, type: null}", ["rm_model_file", "model.tokenizer"]),
     ],
@@ -267,7 +323,9 @@ def test_bad_input_ends_the_server_with_one_message(tmp_path, tiny_tokenizer_dir
         tmp_path / "s", find_free_port(), tiny_tokenizer_dir, "reward.py:score", "null", override
     ) as job:
         assert_ended_well(job, 0 if job.wait(90) == 1 else 1)
-        assert all(word in job.log for word in words) and "Traceback" not in job.log, job.log[-3000:]
+        assert all(word in job.log for word in words) and "Traceback" not in job.log, job.log[
+            -3000:
+        ]
 
 
 # ---- PPO ----
@@ -276,23 +334,46 @@ def test_bad_input_ends_the_server_with_one_message(tmp_path, tiny_tokenizer_dir
 def test_ppo_gets_the_rewards_that_the_function_gives(tmp_path, inputs):  # noqa: F811
     """The rewards in samples and metrics are those computed again from the texts of the samples."""
     ports = find_free_port(), find_free_port()
-    separate = ["remote_critic_rm.combine_rm_and_critic_server=False", "trainer.ppo.val_check_interval=1"]
-    separate += [f"remote_critic_rm.reward_model.port={ports[1]}", "remote_critic_rm.reward_model.ip=127.0.0.1"]
+    separate = [
+        "remote_critic_rm.combine_rm_and_critic_server=False",
+        "trainer.ppo.val_check_interval=1",
+    ]
+    separate += [
+        f"remote_critic_rm.reward_model.port={ports[1]}",
+        "remote_critic_rm.reward_model.ip=127.0.0.1",
+    ]
     with (
-        critic(inputs, tmp_path, ports[0], 1, "python", "trainer.ppo.combine_rm_and_critic_server=False") as server,
-        code_reward_server(tmp_path / "s", ports[1], None, "reward.py:texts_only", inputs / "policy.nemo") as reward,
+        critic(
+            inputs,
+            tmp_path,
+            ports[0],
+            1,
+            "python",
+            "trainer.ppo.combine_rm_and_critic_server=False",
+        ) as server,
+        code_reward_server(
+            tmp_path / "s", ports[1], None, "reward.py:texts_only", inputs / "policy.nemo"
+        ) as reward,
         actor(inputs, tmp_path, ports[0], 1, "python", *separate) as job,
     ):
         assert_ended_well(job, job.wait(240))
         assert_ended_well(server, server.stop())
         assert_ended_well(reward, reward.stop())
-    spec = importlib.util.spec_from_file_location("reward_of_the_test", tmp_path / "s" / "reward.py")
+    spec = importlib.util.spec_from_file_location(
+        "reward_of_the_test", tmp_path / "s" / "reward.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    rows = [json.loads(line) for line in (tmp_path / "actor" / "val_samples.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "actor" / "val_samples.jsonl").read_text().splitlines()
+    ]
     again = [module.score_of(row["prompt"], row["response"]) for row in rows]
     assert [row["reward"] for row in rows] == again and len(set(again)) > 4
-    by_step = {step: [score for row, score in zip(rows, again) if row["step"] == step] for step in (1, 2, 3)}
+    by_step = {
+        step: [score for row, score in zip(rows, again) if row["step"] == step]
+        for step in (1, 2, 3)
+    }
     assert [len(scores) for scores in by_step.values()] == [4, 4, 4]
     means = read_metrics(tmp_path / "actor", "val_rollouts/rewards")
     assert means == pytest.approx([np.mean(scores) for scores in by_step.values()], rel=1e-6)

@@ -28,7 +28,9 @@ def models(inputs, tiny_tokenizer_dir):  # noqa: F811
 
     built = []
     for cls in (MegatronGPTRewardModel, MegatronGPTCriticModel):
-        model = cls(tiny_config(tiny_tokenizer_dir, output_sequence=False, force_head_dtype="float32"))
+        model = cls(
+            tiny_config(tiny_tokenizer_dir, output_sequence=False, force_head_dtype="float32")
+        )
         model.load_nemo_weights(str(inputs / "rm.nemo"))
         model.prepare_for_inference()
         built.append(model)
@@ -77,7 +79,9 @@ def assert_scores_are_direct(port: int, models) -> None:
     [("python", 1, 1, "null"), ("torchrun", 2, 1, 4), ("python", 2, 2, 5)],
     ids=["one-rank", "dp2-strip", "tp2-strip"],
 )
-def test_scores_equal_the_models_called_directly(inputs, models, tmp_path, launcher, ranks, tp, strip):  # noqa: F811
+def test_scores_equal_the_models_called_directly(
+    inputs, models, tmp_path, launcher, ranks, tp, strip
+):  # noqa: F811
     port = find_free_port()
     extra = [
         f"++model.tensor_model_parallel_size={tp}",

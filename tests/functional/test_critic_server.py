@@ -25,7 +25,9 @@ from tests.functional.critic_job import RAISE, SLEEP, CriticJob, TinyTokenizer, 
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),  # said of time-outs that are larger
+    pytest.mark.filterwarnings(
+        "ignore:Client network and/or connection timeout"
+    ),  # said of time-outs that are larger
 ]
 STOP_LIMIT_S = 15
 
@@ -33,7 +35,9 @@ STOP_LIMIT_S = 15
 def expected_scores(model, tokens, lengths):
     """(rewards [N], values [N, S]) row by row; values after a row's end are those of its padding."""
     with torch.no_grad():
-        rewards = torch.stack([model.reward[row[length - 1]] for row, length in zip(tokens, lengths)])
+        rewards = torch.stack(
+            [model.reward[row[length - 1]] for row, length in zip(tokens, lengths)]
+        )
         return rewards, torch.cat([model(row[None]) for row in tokens])
 
 
@@ -78,7 +82,9 @@ class Raw:
     def __call__(self, endpoint, **arrays):
         with self._make(endpoint) as client:
             arrays = {name: np.asarray(array) for name, array in arrays.items()}
-            return (client.infer_batch if endpoint == "critic_infer" else client.infer_sample)(**arrays)
+            return (client.infer_batch if endpoint == "critic_infer" else client.infer_sample)(
+                **arrays
+            )
 
 
 def client_config(job, **changes):
@@ -132,7 +138,9 @@ def test_scores_equal_a_direct_call(job, mirror):
 
 def test_training_equals_direct_steps_and_is_applied_once(job, mirror):
     raw = Raw(job)
-    data = make_training_data(rows=6, width=9)  # two optimizer steps of 4 rows, the second with two empty rows
+    data = make_training_data(
+        rows=6, width=9
+    )  # two optimizer steps of 4 rows, the second with two empty rows
     request = {**{k: v.numpy() for k, v in data.items()}, "request_id": [b"update-1"]}
     answer = raw("critic_train", **request)
     loss = expected_update(mirror, data, gbs=4)
@@ -143,9 +151,17 @@ def test_training_equals_direct_steps_and_is_applied_once(job, mirror):
     again = raw("critic_train", **request)
     assert again["loss_mean"] == answer["loss_mean"]
     assert_serving(raw, mirror)  # nothing was applied twice
-    lines = [json.loads(line) for line in (job.directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (job.directory / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [1, 2]
-    assert set(lines[0]) == {"step", "train/loss", "train/lr", "train/grad_norm", "train/step_time"}
+    assert set(lines[0]) == {
+        "step",
+        "train/loss",
+        "train/lr",
+        "train/grad_norm",
+        "train/step_time",
+    }
     np.testing.assert_allclose(np.mean([line["train/loss"] for line in lines]), loss, rtol=1e-5)
 
 
@@ -160,7 +176,10 @@ def test_save_and_status(job):
     }
     answer = raw("critic_save", dummy_var=[0], actor_step=[3])
     assert answer["status"].tolist() == [0] and answer["status"].dtype == np.int64
-    assert json.loads((job.directory / "checkpoint.json").read_text()) == {"step": 2, "actor_step": 3}
+    assert json.loads((job.directory / "checkpoint.json").read_text()) == {
+        "step": 2,
+        "actor_step": 3,
+    }
     status = raw("critic_status", dummy_var=[0])
     checkpoint = str(job.directory / "checkpoint.json")
     assert json.loads(status.pop("checkpoints")[0]) == {"3": checkpoint}
@@ -180,16 +199,36 @@ INFER = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1)
     "endpoint, request_, words",
     [
         ("critic_infer", {**INFER, "tokns": INFER["tokens"]}, ["tokns"]),
-        ("critic_infer", {**INFER, "tokens": INFER["tokens"].astype(np.int32)}, ["tokens", "INT64", "INT32"]),
-        ("critic_infer", {**INFER, "tokens": np.ones((2, 5, 1), np.int64)}, ["tokens", "[-1,-1]", "[2,5,1]"]),
+        (
+            "critic_infer",
+            {**INFER, "tokens": INFER["tokens"].astype(np.int32)},
+            ["tokens", "INT64", "INT32"],
+        ),
+        (
+            "critic_infer",
+            {**INFER, "tokens": np.ones((2, 5, 1), np.int64)},
+            ["tokens", "[-1,-1]", "[2,5,1]"],
+        ),
         ("critic_infer", {"tokens": INFER["tokens"]}, ["'sequence_lengths' is missing"]),
-        ("critic_infer", {**INFER, "sequence_lengths": np.full((2, 1), 6)}, ["'sequence_lengths' holds 6", "[1, 5]"]),
+        (
+            "critic_infer",
+            {**INFER, "sequence_lengths": np.full((2, 1), 6)},
+            ["'sequence_lengths' holds 6", "[1, 5]"],
+        ),
         ("critic_infer", {**INFER, "tokens": np.full((2, 5), 99)}, ["the id 99", "[0, 32)"]),
         ("critic_train", {**TRAIN, "rewards": TRAIN["mask"]}, ["rewards"]),
         ("critic_train", {k: v for k, v in TRAIN.items() if k != "mask"}, ["mask"]),
-        ("critic_train", {**TRAIN, "returns": TRAIN["returns"].astype(np.float64)}, ["returns", "FP32", "FP64"]),
+        (
+            "critic_train",
+            {**TRAIN, "returns": TRAIN["returns"].astype(np.float64)},
+            ["returns", "FP32", "FP64"],
+        ),
         ("critic_train", {**TRAIN, "tokens": np.ones(5, np.int64)}, ["tokens", "[-1,-1]", "[5]"]),
-        ("critic_train", {**TRAIN, "mask": np.ones((2, 5), np.float32)}, ["'mask' has shape [2, 5]", "[2, 4]"]),
+        (
+            "critic_train",
+            {**TRAIN, "mask": np.ones((2, 5), np.float32)},
+            ["'mask' has shape [2, 5]", "[2, 4]"],
+        ),
         ("critic_save", {"dummy": np.zeros(1, np.int64)}, ["dummy"]),
         ("critic_save", {"dummy_var": np.zeros(1, np.float32)}, ["dummy_var", "INT64", "FP32"]),
         ("critic_save", {"dummy_var": np.zeros(2, np.int64)}, ["dummy_var", "[1]", "[2]"]),
@@ -231,7 +270,10 @@ def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
     class Other(TinyTokenizer):
         eos_id = 1
 
-    rollout = {"response_tokens": torch.ones(2, 5).long(), "response_lengths": torch.tensor([5, 5])}
+    rollout = {
+        "response_tokens": torch.ones(2, 5).long(),
+        "response_lengths": torch.tensor([5, 5]),
+    }
     own, others = tokenizer_fingerprint(TinyTokenizer), tokenizer_fingerprint(Other)
     for tokenizer, refused in ((Other, True), (TinyTokenizer, False)):
         client = RemoteGPTRMCriticClient(client_config(job), tokenizer)
@@ -240,7 +282,9 @@ def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
             if refused:
                 with pytest.raises(ServerRequestError) as caught:
                     future.result()
-                assert f"policy's tokenizer ({others}) is not this server's ({own})" in str(caught.value)
+                assert f"policy's tokenizer ({others}) is not this server's ({own})" in str(
+                    caught.value
+                )
             else:
                 rewards, _ = future.result()
                 assert torch.allclose(rewards.cpu(), expected_scores(mirror, *rollout.values())[0])
@@ -253,15 +297,22 @@ def test_client_checks_before_it_sends(job):
 
     client = RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
     try:
-        rollout = {"response_tokens": torch.ones(2, 9).long(), "response_lengths": torch.tensor([9, 9])}
+        rollout = {
+            "response_tokens": torch.ones(2, 9).long(),
+            "response_lengths": torch.tensor([9, 9]),
+        }
         with pytest.raises(ServerRequestError, match="9 tokens.*remote_critic_rm.pad_to_length=8"):
             client.infer_rm_critic(rollout).result()
         client.check_status(3, {})
         with pytest.raises(UserError, match="actor is at step 5.*No step has checkpoints of both"):
             client.check_status(5, {4: "/actor/step=4", 5: "/actor/step=5"})
-        with pytest.raises(UserError, match="checkpoint of actor step 3: leave the critic server alone") as caught:
+        with pytest.raises(
+            UserError, match="checkpoint of actor step 3: leave the critic server alone"
+        ) as caught:
             client.check_status(5, {3: "/actor/step=3", 5: "/actor/step=5"})
-        assert "again with 'exp_manager.resume_from_checkpoint=\"/actor/step=3\"'." in str(caught.value)
+        assert "again with 'exp_manager.resume_from_checkpoint=\"/actor/step=3\"'." in str(
+            caught.value
+        )
     finally:
         client.communicator.close()
     assert not [t for t in threading.enumerate() if "_worker" in t.name and t.is_alive()]
@@ -276,7 +327,9 @@ def test_wrong_endpoint_name_and_wrong_port(job):
     assert time.monotonic() - start < 3
     config = client_config(job, init_timeout_s=1)
     config.critic.name = {"infer": "critic_inference"}
-    with pytest.raises(ServerUnreachableError, match="a server answers, but 'critic_inference' is not ready"):
+    with pytest.raises(
+        ServerUnreachableError, match="a server answers, but 'critic_inference' is not ready"
+    ):
         RemoteGPTRMCriticClient(config)
 
 
@@ -293,13 +346,20 @@ def two_rank_client(port, tp):
         {"response_tokens": tokens, "response_lengths": torch.tensor([3, 4])}
     ).result()
     data = make_training_data(6, 9, seed=1)
-    rows = slice(0, 6) if tp == 2 else slice(0, 4) if rank == 0 else slice(4, 6)  # shares may be uneven
+    rows = (
+        slice(0, 6) if tp == 2 else slice(0, 4) if rank == 0 else slice(4, 6)
+    )  # shares may be uneven
     data = {name: tensor[rows] for name, tensor in data.items()}
-    loss = client.train({"response_tokens": data["tokens"], "values": data["prev_values"], **data}).result()
+    loss = client.train(
+        {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
+    ).result()
     status = client.save(actor_step=7).result()
     client.check_status(7, {})
     errors = []
-    bad = {"response_tokens": torch.full((1, 4), RAISE if rank == 0 else 1), "response_lengths": torch.tensor([4])}
+    bad = {
+        "response_tokens": torch.full((1, 4), RAISE if rank == 0 else 1),
+        "response_lengths": torch.tensor([4]),
+    }
     future = client.infer_rm_critic(bad)
     try:
         future.result()
@@ -379,16 +439,22 @@ def test_two_data_parallel_ranks_under_torchrun():
         assert_serving(raw, model)  # 3 rows are padded to 4
         data = make_training_data(rows=10, width=9)
         answer = raw("critic_train", **{name: tensor.numpy() for name, tensor in data.items()})
-        np.testing.assert_allclose(answer["loss_mean"][0], expected_update(model, data, gbs=4), rtol=1e-5)
+        np.testing.assert_allclose(
+            answer["loss_mean"][0], expected_update(model, data, gbs=4), rtol=1e-5
+        )
         assert_serving(raw, model)
 
         bad = {**data, "tokens": torch.full_like(data["tokens"], RAISE)}
-        with pytest.raises(Exception, match=r"(?s)\[rank 0\].*cannot stand.*\[rank 1\].*cannot stand"):
+        with pytest.raises(
+            Exception, match=r"(?s)\[rank 0\].*cannot stand.*\[rank 1\].*cannot stand"
+        ):
             raw("critic_train", **{name: tensor.numpy() for name, tensor in bad.items()})
         assert_serving(raw, model)
 
         slow = {**data, "tokens": torch.full_like(data["tokens"], SLEEP)}
-        errors, thread = in_background(raw, endpoint="critic_train", **{k: v.numpy() for k, v in slow.items()})
+        errors, thread = in_background(
+            raw, endpoint="critic_train", **{k: v.numpy() for k, v in slow.items()}
+        )
         time.sleep(1.5)
         job.look_around()
         job.signal_rank(1)

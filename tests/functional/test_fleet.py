@@ -91,7 +91,9 @@ def rollout(seed, first=None):
 
 
 def assert_right(rewards, batch, scale=1.0):
-    want = expected_rewards(batch["response_tokens"], batch["response_lengths"], batch["prompt_lengths"], scale)
+    want = expected_rewards(
+        batch["response_tokens"], batch["response_lengths"], batch["prompt_lengths"], scale
+    )
     assert rewards.dtype == torch.float32 and rewards.shape == want.shape
     np.testing.assert_allclose(rewards.numpy(), want, rtol=0, atol=1e-3)
 
@@ -132,7 +134,9 @@ class Stream:
     def answered(self, count):
         """Whether the first `count` requests have their answers."""
         sent = self.sent[: max(count, 0)]
-        return all(future.done() for _, pending in sent for future in pending.rm_future._futures.values())
+        return all(
+            future.done() for _, pending in sent for future in pending.rm_future._futures.values()
+        )
 
     def assert_all_right(self):
         for batch, future in self.sent:
@@ -173,7 +177,9 @@ def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines,
             stream.send_until(lambda v=victim, s=served: sum(v.rows()) > s)
             record_property(f"fail_over_s_{index}", round(failed_over, 2))
             record_property(f"take_back_s_{index}", round(taken_back - ready[0], 2))
-            print(f"failed over in {failed_over:.2f} s, taken back {taken_back - ready[0]:.2f} s after it was ready")
+            print(
+                f"failed over in {failed_over:.2f} s, taken back {taken_back - ready[0]:.2f} s after it was ready"
+            )
             assert failed_over < 20 and taken_back - ready[0] < 10
         stream.assert_all_right()
         for server in (a, b):
@@ -206,7 +212,11 @@ def test_triton_that_outlives_its_process_does_not_hold_requests_back(pair, line
 def test_a_machine_that_falls_silent_and_is_restarted(pair, lines, monkeypatch):
     """All processes are stopped: connections stand and are even accepted, but probes get no answer."""
     a, b = pair
-    for name, value in {"PROBE_INTERVAL_S": 0.5, "RETRY_INTERVAL_S": 0.3, "PROBE_TIMEOUT_S": 1.0}.items():
+    for name, value in {
+        "PROBE_INTERVAL_S": 0.5,
+        "RETRY_INTERVAL_S": 0.3,
+        "PROBE_TIMEOUT_S": 1.0,
+    }.items():
         monkeypatch.setattr(fleet_module, name, value)
     client = RemoteGPTRMClient(section(a, b))
     try:
@@ -220,7 +230,9 @@ def test_a_machine_that_falls_silent_and_is_restarted(pair, lines, monkeypatch):
         a.start()
         stream.send_until(lambda: stream.fleet.servers[0].available)
         stream.assert_all_right()
-        assert any(f"{a.address} is left out (no answer to 3 probes in a row)" in line for line in lines)
+        assert any(
+            f"{a.address} is left out (no answer to 3 probes in a row)" in line for line in lines
+        )
     finally:
         client.close()
 
@@ -280,7 +292,10 @@ def test_answers_that_cannot_be_used_are_raised_at_once(pair, first, words, line
 def test_an_ensemble_adds_weighted_rewards_and_tells_the_parts(pair):
     a, b = pair
     with ToyRewardServer(scale=-2.0, endpoint="brevity") as c:
-        models = {"helpful": member(a, b, weight=0.5), "terse": member(c, name="brevity", weight=0.25)}
+        models = {
+            "helpful": member(a, b, weight=0.5),
+            "terse": member(c, name="brevity", weight=0.25),
+        }
         client = RemoteGPTRMClient(section(reward_models=models, init_timeout_s=90))
         try:
             for seed in range(4):
@@ -291,7 +306,9 @@ def test_an_ensemble_adds_weighted_rewards_and_tells_the_parts(pair):
                 parts = future.reward_parts
                 assert_right(parts["helpful"][:, None], batch)
                 assert_right(parts["terse"][:, None], batch, scale=-2.0)
-                torch.testing.assert_close(rewards, (0.5 * parts["helpful"] + 0.25 * parts["terse"])[:, None])
+                torch.testing.assert_close(
+                    rewards, (0.5 * parts["helpful"] + 0.25 * parts["terse"])[:, None]
+                )
             single = RemoteGPTRMClient(section(a, b))
             try:
                 future = single.infer_rm(batch)
@@ -312,14 +329,21 @@ def test_all_servers_gone_then_one_returns_then_none(lines, monkeypatch):
             stream.assert_all_right()
             server.kill()
             stream.send(20)
-            wait_for(lambda: any("waiting for server reward_model" in line and "of 60 s" in line for line in lines))
+            wait_for(
+                lambda: any(
+                    "waiting for server reward_model" in line and "of 60 s" in line
+                    for line in lines
+                )
+            )
             server.start()
             stream.assert_all_right()
 
             server.kill()
             stream.fleet.init_timeout_s = 2.0
             start = time.monotonic()
-            with pytest.raises(ServerRequestError, match=f"no server has answered for 2 s.*{server.address}"):
+            with pytest.raises(
+                ServerRequestError, match=f"no server has answered for 2 s.*{server.address}"
+            ):
                 client.infer_rm(rollout(0)).result()
             assert time.monotonic() - start < 15
         finally:
@@ -331,7 +355,9 @@ def two_rank_client(port, dead_port, log_file):
     from nemo_aligner.parallel import parallel_state
 
     parallel_state.initialize(tensor_model_parallel_size=2)
-    config = OmegaConf.create({"init_timeout_s": 60, "reward_model": {"ip": "127.0.0.1", "port": [dead_port, port]}})
+    config = OmegaConf.create(
+        {"init_timeout_s": 60, "reward_model": {"ip": "127.0.0.1", "port": [dead_port, port]}}
+    )
     fleet_module.START_GRACE_S = 1.0
     client = RemoteGPTRMClient(config)
     rewards = client.infer_rm(rollout(2)).result()
@@ -341,7 +367,10 @@ def two_rank_client(port, dead_port, log_file):
             client.infer_rm(rollout(1, first=bad)).result()
         except ServerRequestError as error:
             errors.append(str(error))
-    unsuitable = {**rollout(1), "prompt_lengths": torch.ones(5, dtype=torch.int64)}  # the other rank sends nothing
+    unsuitable = {
+        **rollout(1),
+        "prompt_lengths": torch.ones(5, dtype=torch.int64),
+    }  # the other rank sends nothing
     try:
         client.infer_rm(unsuitable).result()
     except ServerRequestError as error:
@@ -349,7 +378,9 @@ def two_rank_client(port, dead_port, log_file):
     again = client.infer_rm(rollout(2)).result()
     connections = len(client.reward_models.fleets)
     client.close()
-    config = OmegaConf.create({"init_timeout_s": 1, "reward_model": {"ip": "127.0.0.1", "port": dead_port}})
+    config = OmegaConf.create(
+        {"init_timeout_s": 1, "reward_model": {"ip": "127.0.0.1", "port": dead_port}}
+    )
     try:
         RemoteGPTRMClient(config)
     except ServerUnreachableError as error:
@@ -366,7 +397,9 @@ def test_one_rank_sends_and_all_ranks_hear(pair, tmp_path):
         assert_right(rewards, rollout(2))
         assert_right(again, rollout(2))
         assert len(errors) == 4
-        for error, words in zip(errors, ("cannot stand", "is nan", "different numbers of rows", "not reachable")):
+        for error, words in zip(
+            errors, ("cannot stand", "is nan", "different numbers of rows", "not reachable")
+        ):
             assert words in error
 
 
@@ -394,7 +427,9 @@ def test_separate_mode_takes_values_from_the_critic_and_rewards_from_the_fleet(p
                 torch.testing.assert_close(values, model(tokens)[:, :-1].detach())
                 assert_right(future.reward_parts["sum"][:, None], batch)
                 assert_right(future.reward_parts["triple"][:, None], batch, scale=3.0)
-                torch.testing.assert_close(rewards, 2.0 * future.reward_parts["sum"] - future.reward_parts["triple"])
+                torch.testing.assert_close(
+                    rewards, 2.0 * future.reward_parts["sum"] - future.reward_parts["triple"]
+                )
                 if attempt == 0:
                     a.kill()
             bad = {**batch, "response_tokens": tokens.clone()}

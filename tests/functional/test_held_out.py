@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+    MegatronGPTRegressionRewardModel,
+)
 from tests.functional.jobs import ScriptJob, must_fail_with, must_succeed, read_metrics
 from tests.tiny_models import tiny_config
 
@@ -80,8 +82,15 @@ def training(log_dir: Path, data_prefix: str, *overrides: str) -> ScriptJob:
 
 
 def from_random_weights(data_dir: Path, kind: str) -> list[str]:
-    architecture = {**ARCHITECTURE, "tokenizer.library": "huggingface", "tokenizer.type": data_dir / "tokenizer"}
-    return [f"model.reward_model_type={kind}", *(f"model.{key}={value}" for key, value in architecture.items())]
+    architecture = {
+        **ARCHITECTURE,
+        "tokenizer.library": "huggingface",
+        "tokenizer.type": data_dir / "tokenizer",
+    }
+    return [
+        f"model.reward_model_type={kind}",
+        *(f"model.{key}={value}" for key, value in architecture.items()),
+    ]
 
 
 def files(data_dir: Path, kind: str) -> str:
@@ -95,7 +104,9 @@ def printed(job: ScriptJob, what: str) -> tuple[float, int]:
 
 
 def test_accuracy_on_held_out_pairs(data_dir, tmp_path):
-    job = training(tmp_path / "rm", files(data_dir, "pairs"), *from_random_weights(data_dir, "binary_ranking"))
+    job = training(
+        tmp_path / "rm", files(data_dir, "pairs"), *from_random_weights(data_dir, "binary_ranking")
+    )
     must_succeed(job)
     accuracy, pairs = printed(job, "accuracy")
     assert accuracy > 0.95 and pairs == 256
@@ -104,15 +115,22 @@ def test_accuracy_on_held_out_pairs(data_dir, tmp_path):
 
 
 def test_correlation_with_held_out_labels(data_dir, tmp_path):
-    job = training(tmp_path / "rm", files(data_dir, "labels"), *from_random_weights(data_dir, "regression"))
+    job = training(
+        tmp_path / "rm", files(data_dir, "labels"), *from_random_weights(data_dir, "regression")
+    )
     must_succeed(job)
     correlation, labels = printed(job, "correlation")
     assert correlation > 0.9 and labels == 256
     history = read_metrics(tmp_path / "rm", "validation/correlation")
     assert len(history) == 2 and history[-1] == pytest.approx(correlation, abs=6e-4)
     # The same from what the job leaves behind: its .nemo, asked text by text, and numpy.
-    model = MegatronGPTRegressionRewardModel.restore_from(tmp_path / "rm" / "checkpoints" / "megatron_gpt.nemo")
-    lines = [json.loads(line) for line in (data_dir / "labels_validation.jsonl").read_text().splitlines()]
+    model = MegatronGPTRegressionRewardModel.restore_from(
+        tmp_path / "rm" / "checkpoints" / "megatron_gpt.nemo"
+    )
+    lines = [
+        json.loads(line)
+        for line in (data_dir / "labels_validation.jsonl").read_text().splitlines()
+    ]
     model.prepare_for_inference()
     rewards = torch.cat([model.infer([line["text"]], add_EOS=True) for line in lines])[:, 0]
     expected = np.corrcoef(rewards.numpy(), [line["label"][0] for line in lines])[0, 1]
@@ -126,14 +144,25 @@ def test_a_label_of_wrong_length(data_dir, language_model, tmp_path):
     path = tmp_path / "labels.jsonl"
     path.write_text('{"text": "a", "label": [1, 2]}\n{"text": "b", "label": [1]}\n')
     regression = ["model.reward_model_type=regression", "model.regression.num_attributes=2"]
-    base = [f"pretrained_checkpoint.restore_from_path={language_model}", "model.encoder_seq_length=48"]
+    base = [
+        f"pretrained_checkpoint.restore_from_path={language_model}",
+        "model.encoder_seq_length=48",
+    ]
     job = training(tmp_path / "rm", f"{{train: [{path}]}}", *regression, *base)
     must_fail_with(job, f"{path}, line 2", "1 number", "model.regression.num_attributes=2")
 
 
 def test_a_language_model_has_no_head_to_load(data_dir, language_model, tmp_path):
-    base = [f"pretrained_checkpoint.restore_from_path={language_model}", "model.encoder_seq_length=48"]
-    job = training(tmp_path / "rm", files(data_dir, "pairs"), *base, "model.regression.load_rm_head_weights=True")
+    base = [
+        f"pretrained_checkpoint.restore_from_path={language_model}",
+        "model.encoder_seq_length=48",
+    ]
+    job = training(
+        tmp_path / "rm",
+        files(data_dir, "pairs"),
+        *base,
+        "model.regression.load_rm_head_weights=True",
+    )
     must_fail_with(job, "load_rm_head_weights=True", str(language_model), "has no head to load")
 
 

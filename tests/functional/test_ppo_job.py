@@ -14,7 +14,9 @@ from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import ScriptJob, assert_ended_well, metric_names, read_metrics
 from tests.tiny_models import tiny_config
 
-pytestmark = pytest.mark.timeout(600)  # several processes of ten seconds' start each; their own limits are shorter
+pytestmark = pytest.mark.timeout(
+    600
+)  # several processes of ten seconds' start each; their own limits are shorter
 
 PROMPTS = [
     "the film",
@@ -48,7 +50,9 @@ def inputs(tmp_path_factory, tiny_tokenizer_dir):
     folder = tmp_path_factory.mktemp("ppo")
     policy = tiny_config(tiny_tokenizer_dir, seed=3)
     MegatronGPTModel(policy).save_to(str(folder / "policy.nemo"))
-    reward = tiny_config(tiny_tokenizer_dir, seed=4, output_sequence=False, force_head_dtype="float32")
+    reward = tiny_config(
+        tiny_tokenizer_dir, seed=4, output_sequence=False, force_head_dtype="float32"
+    )
     MegatronGPTRewardModel(reward).save_to(str(folder / "rm.nemo"))
     with (folder / "prompts.jsonl").open("w") as file:
         for i in range(48):
@@ -130,15 +134,29 @@ def single(inputs):
 def test_a_run_learns_saves_and_starts_at_kl_zero(single):
     kl = read_metrics(single / "actor", "train_rollouts/init_policy_kl")
     assert kl[0] == 0.0 and kl[1] > 0.0
-    assert read_metrics(single / "actor", "train_optim/ppo_ratio")[0] == pytest.approx(1.0, abs=1e-5)
+    assert read_metrics(single / "actor", "train_optim/ppo_ratio")[0] == pytest.approx(
+        1.0, abs=1e-5
+    )
     assert len(read_metrics(single / "actor", "train_optim/loss")) == 6  # two updates per rollout
     assert len(read_metrics(single / "critic", "train/loss")) == 6
     ended = read_metrics(single / "actor", "train_rollouts/fraction_of_samples_properly_ended")
     assert any(0 < fraction < 1 for fraction in ended)  # both kinds of samples occurred
     names = sorted(path.name for path in (single / "actor" / "checkpoints").iterdir())
-    assert any(name.startswith("megatron_gpt-step=3") for name in names) and "megatron_gpt_ppo_actor.nemo" in names
-    samples = [json.loads(line) for line in (single / "actor" / "val_samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 4 and set(samples[0]) >= {"step", "prompt", "response", "reward", "is_end"}
+    assert (
+        any(name.startswith("megatron_gpt-step=3") for name in names)
+        and "megatron_gpt_ppo_actor.nemo" in names
+    )
+    samples = [
+        json.loads(line)
+        for line in (single / "actor" / "val_samples.jsonl").read_text().splitlines()
+    ]
+    assert len(samples) == 4 and set(samples[0]) >= {
+        "step",
+        "prompt",
+        "response",
+        "reward",
+        "is_end",
+    }
 
 
 @pytest.mark.parametrize(
@@ -151,13 +169,26 @@ def test_a_run_learns_saves_and_starts_at_kl_zero(single):
 )
 def test_any_split_gives_the_same_numbers(inputs, single, critic_split, actor_split):
     folder, port = inputs / f"split-{critic_split[0]}", find_free_port()
-    (critic_launcher, critic_ranks, critic_tp), (actor_launcher, actor_ranks, actor_tp) = critic_split, actor_split
+    (critic_launcher, critic_ranks, critic_tp), (actor_launcher, actor_ranks, actor_tp) = (
+        critic_split,
+        actor_split,
+    )
     with (
         critic(
-            inputs, folder, port, critic_ranks, critic_launcher, f"++model.tensor_model_parallel_size={critic_tp}"
+            inputs,
+            folder,
+            port,
+            critic_ranks,
+            critic_launcher,
+            f"++model.tensor_model_parallel_size={critic_tp}",
         ) as server,
         actor(
-            inputs, folder, port, actor_ranks, actor_launcher, f"++model.tensor_model_parallel_size={actor_tp}"
+            inputs,
+            folder,
+            port,
+            actor_ranks,
+            actor_launcher,
+            f"++model.tensor_model_parallel_size={actor_tp}",
         ) as job,
     ):
         assert_ended_well(job, job.wait(240))
@@ -168,7 +199,10 @@ def test_any_split_gives_the_same_numbers(inputs, single, critic_split, actor_sp
         expected, values = read_metrics(single / "actor", key), read_metrics(folder / "actor", key)
         assert values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
     texts = [
-        [(row["prompt"], row["response"]) for row in map(json.loads, (run / "actor/val_samples.jsonl").open())]
+        [
+            (row["prompt"], row["response"])
+            for row in map(json.loads, (run / "actor/val_samples.jsonl").open())
+        ]
         for run in (single, folder)
     ]
     assert texts[0] == texts[1]
@@ -183,7 +217,9 @@ def run_pair(inputs, folder, max_steps, critic_ranks=1, actor_ranks=1, actor_ext
     port = find_free_port()
     with (
         critic(inputs, folder, port, critic_ranks, "python", CONSTANT_RATE) as server,
-        actor(inputs, folder, port, actor_ranks, "python", CONSTANT_RATE, *limits, *actor_extra) as job,
+        actor(
+            inputs, folder, port, actor_ranks, "python", CONSTANT_RATE, *limits, *actor_extra
+        ) as job,
     ):
         assert_ended_well(job, job.wait(240))
         assert_ended_well(server, server.stop())
@@ -208,7 +244,9 @@ def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, whole
     parts = shutil.copytree(half, tmp_path / "parts")
     run_pair(inputs, parts, 4)
     for key in metric_names(whole / "actor"):
-        assert read_metrics(parts / "actor", key) == read_metrics(whole / "actor", key), key  # to the bit
+        assert read_metrics(parts / "actor", key) == read_metrics(whole / "actor", key), (
+            key
+        )  # to the bit
 
     port = find_free_port()
     with critic(inputs, tmp_path / "fresh", port) as server:
@@ -235,27 +273,48 @@ def test_a_pair_resumes_at_another_split(inputs, whole, half, tmp_path):
 def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):
     (tmp_path / "run").mkdir()
     port = find_free_port()
-    with actor(inputs, tmp_path / "run", port, 1, "python", "remote_critic_rm.init_timeout_s=3") as job:
+    with actor(
+        inputs, tmp_path / "run", port, 1, "python", "remote_critic_rm.init_timeout_s=3"
+    ) as job:
         assert job.wait(90) == 1
-        assert f"127.0.0.1:{port}" in job.log and "init_timeout_s" in job.log and "Traceback" not in job.log
+        assert (
+            f"127.0.0.1:{port}" in job.log
+            and "init_timeout_s" in job.log
+            and "Traceback" not in job.log
+        )
         assert not job.leftovers()
 
 
 def test_under_torchrun_its_number_of_processes_counts(inputs, tmp_path):
     """`trainer.devices` stays 1, as in the YAML file."""
     with actor(
-        inputs, tmp_path, find_free_port(), 2, "torchrun", "trainer.devices=1", "model.global_batch_size=2"
+        inputs,
+        tmp_path,
+        find_free_port(),
+        2,
+        "torchrun",
+        "trainer.devices=1",
+        "model.global_batch_size=2",
     ) as job:
         assert job.wait(90) == 1
-        assert "data parallel size=2" in job.log and "trainer.devices" not in job.log.split("ERROR")[-1]
+        assert (
+            "data parallel size=2" in job.log
+            and "trainer.devices" not in job.log.split("ERROR")[-1]
+        )
 
 
 @pytest.mark.parametrize(
     "override, words",
     [
-        ("pretrained_checkpoint.restore_from_path=/nowhere/x.nemo", ["/nowhere/x.nemo", "does not exist"]),
+        (
+            "pretrained_checkpoint.restore_from_path=/nowhere/x.nemo",
+            ["/nowhere/x.nemo", "does not exist"],
+        ),
         ("model.ppo.num_rollout_samples=9", ["num_rollout_samples=9"]),
-        ("model.ppo.rollout_micro_batchsize=4", ["rollout_micro_batchsize", "rollout_micro_batch_size"]),
+        (
+            "model.ppo.rollout_micro_batchsize=4",
+            ["rollout_micro_batchsize", "rollout_micro_batch_size"],
+        ),
     ],
 )
 def test_bad_input_ends_the_actor_with_one_message(inputs, tmp_path, override, words):

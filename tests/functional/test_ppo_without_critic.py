@@ -67,7 +67,9 @@ def kill_after_checkpoint(job, folder, step: int) -> None:
 
 def test_grpo_against_a_code_reward_resumes_after_a_kill_as_if_nothing_had_been(tmp_path, inputs):  # noqa: F811
     port, whole, parts = find_free_port(), tmp_path / "whole", tmp_path / "parts"
-    with code_reward_server(tmp_path / "s", port, None, "reward.py:texts_only", inputs / "policy.nemo") as reward:
+    with code_reward_server(
+        tmp_path / "s", port, None, "reward.py:texts_only", inputs / "policy.nemo"
+    ) as reward:
         wait_until_serving(reward)
         with grpo(inputs, whole, port) as job:
             assert_ended_well(job, job.wait(240))
@@ -79,21 +81,32 @@ def test_grpo_against_a_code_reward_resumes_after_a_kill_as_if_nothing_had_been(
         assert_ended_well(reward, reward.stop())
     for key in COMPARED:
         expected = read_metrics(whole / "actor", key)
-        assert len(expected) >= STEPS and read_metrics(parts / "actor", key) == expected, key  # to the bit
+        assert len(expected) >= STEPS and read_metrics(parts / "actor", key) == expected, (
+            key
+        )  # to the bit
 
     assert read_metrics(whole / "actor", "train_rollouts/rollout_size") == [4 * ANSWERS] * STEPS
     assert read_metrics(whole / "actor", "train_rollouts/consumed_samples") == [
         4 * step for step in range(1, STEPS + 1)
     ]
-    assert len(read_metrics(whole / "actor", "train_optim/loss")) == STEPS * ANSWERS  # global batches of 4 answers
+    assert (
+        len(read_metrics(whole / "actor", "train_optim/loss")) == STEPS * ANSWERS
+    )  # global batches of 4 answers
     kl = read_metrics(whole / "actor", "train_rollouts/init_policy_kl_per_sample")
     assert kl[0] == 0.0 and kl[1] > 0.0
     assert len(set(read_metrics(whole / "actor", "train_rollouts/kl_penalty"))) > 1
     metrics = (whole / "actor" / "metrics.jsonl").read_text()
     assert "critic_loss" not in metrics and "values_mean" not in metrics
 
-    spec = importlib.util.spec_from_file_location("reward_of_the_test", tmp_path / "s" / "reward.py")
+    spec = importlib.util.spec_from_file_location(
+        "reward_of_the_test", tmp_path / "s" / "reward.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    rows = [json.loads(line) for line in (whole / "actor" / "val_samples.jsonl").read_text().splitlines()]
-    assert [row["reward"] for row in rows] == [module.score_of(row["prompt"], row["response"]) for row in rows]
+    rows = [
+        json.loads(line)
+        for line in (whole / "actor" / "val_samples.jsonl").read_text().splitlines()
+    ]
+    assert [row["reward"] for row in rows] == [
+        module.score_of(row["prompt"], row["response"]) for row in rows
+    ]

@@ -23,11 +23,21 @@ from tests.tiny_models import tiny_config
 
 pytestmark = [
     pytest.mark.timeout(400),
-    pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),  # said of time-outs that are larger
+    pytest.mark.filterwarnings(
+        "ignore:Client network and/or connection timeout"
+    ),  # said of time-outs that are larger
 ]
 CONTEXT, VOCAB = 48, 300  # of the tiny model
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
-TEXTS = ["the film", "a dull plot and a long evening", "I", "Review: the story is", "loved the music", "no", "scenes"]
+TEXTS = [
+    "the film",
+    "a dull plot and a long evening",
+    "I",
+    "Review: the story is",
+    "loved the music",
+    "no",
+    "scenes",
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +70,11 @@ def request(rows: list[torch.Tensor], width: int | None = None, fill=None) -> di
     """Arrays of an infer request; columns after a row's end hold 0, or random tokens if `fill` is a seed."""
     lengths = np.array([[len(row)] for row in rows])
     shape = (len(rows), width or int(lengths.max()))
-    tokens = np.zeros(shape, np.int64) if fill is None else np.random.default_rng(fill).integers(0, VOCAB, shape)
+    tokens = (
+        np.zeros(shape, np.int64)
+        if fill is None
+        else np.random.default_rng(fill).integers(0, VOCAB, shape)
+    )
     for row, tokens_of_row in zip(rows, tokens):
         tokens_of_row[: len(row)] = row.numpy()
     return {"tokens": tokens, "sequence_lengths": lengths}
@@ -76,7 +90,9 @@ def ask(port: int, name: str = "reward_model", **arrays) -> dict:
     """A request without any of our client's checks."""
     from pytriton.client import ModelClient
 
-    with ModelClient(f"http://127.0.0.1:{port}", name, init_timeout_s=20, inference_timeout_s=60) as client:
+    with ModelClient(
+        f"http://127.0.0.1:{port}", name, init_timeout_s=20, inference_timeout_s=60
+    ) as client:
         return client.infer_batch(**{key: np.asarray(array) for key, array in arrays.items()})
 
 
@@ -92,7 +108,9 @@ def client_config(port: int, **changes):
     )
 
 
-def through_client(port: int, rows: list[torch.Tensor], pad_to_length=None, tokenizer=None) -> np.ndarray:
+def through_client(
+    port: int, rows: list[torch.Tensor], pad_to_length=None, tokenizer=None
+) -> np.ndarray:
     """Rewards [N, 1] as an actor gets them; the rollout is padded with the last token id, as `infer` pads with eos."""
     from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
 
@@ -100,7 +118,11 @@ def through_client(port: int, rows: list[torch.Tensor], pad_to_length=None, toke
     try:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=VOCAB - 1)
         lengths = torch.tensor([len(row) for row in rows])
-        return client.infer_rm({"response_tokens": tokens, "response_lengths": lengths}).result().numpy()
+        return (
+            client.infer_rm({"response_tokens": tokens, "response_lengths": lengths})
+            .result()
+            .numpy()
+        )
     finally:
         client.communicator.close()
 
@@ -122,9 +144,13 @@ def assert_scores_are_direct(port: int, model) -> None:
         np.testing.assert_allclose(answer["rewards"], direct(model, rows), **TOLERANCE)
     rows = make_rows(7, seed=11, longest=20)
     for pad_to_length in (None, 20, 48):
-        np.testing.assert_allclose(through_client(port, rows, pad_to_length), direct(model, rows), **TOLERANCE)
+        np.testing.assert_allclose(
+            through_client(port, rows, pad_to_length), direct(model, rows), **TOLERANCE
+        )
     answer = ask(port, sentences=[[text.encode()] for text in TEXTS])
-    np.testing.assert_allclose(answer["rewards"], [[float(model.infer([text]))] for text in TEXTS], **TOLERANCE)
+    np.testing.assert_allclose(
+        answer["rewards"], [[float(model.infer([text]))] for text in TEXTS], **TOLERANCE
+    )
 
 
 # ---- one rank ----
@@ -175,12 +201,24 @@ GOOD = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1),
         ({**GOOD, "tokens": np.ones((2, 5, 1), np.int64)}, ["tokens", "[-1,-1]", "[2,5,1]"]),
         ({"tokens": GOOD["tokens"]}, ["'sequence_lengths' is missing", "'sentences'"]),
         ({"sequence_lengths": GOOD["sequence_lengths"]}, ["'tokens' is missing"]),
-        ({**GOOD, "sequence_lengths": np.full((2, 1), 6)}, ["'sequence_lengths' holds 6", "[1, 5]"]),
-        ({**GOOD, "sequence_lengths": np.zeros((2, 1), np.int64)}, ["'sequence_lengths' holds 0", "[1, 5]"]),
-        ({**GOOD, "sequence_lengths": np.full((2, 2), 5)}, ["'sequence_lengths' has shape", "[N, 1]"]),
+        (
+            {**GOOD, "sequence_lengths": np.full((2, 1), 6)},
+            ["'sequence_lengths' holds 6", "[1, 5]"],
+        ),
+        (
+            {**GOOD, "sequence_lengths": np.zeros((2, 1), np.int64)},
+            ["'sequence_lengths' holds 0", "[1, 5]"],
+        ),
+        (
+            {**GOOD, "sequence_lengths": np.full((2, 2), 5)},
+            ["'sequence_lengths' has shape", "[N, 1]"],
+        ),
         ({**GOOD, "tokens": np.full((2, 5), 300)}, ["the id 300", "[0, 300)"]),
         ({**GOOD, "tokens": np.full((2, 5), -1)}, ["the id -1", "[0, 300)"]),
-        ({**GOOD, "tokens": np.ones((2, 49), np.int64)}, ["49 columns", "at most 48", "encoder_seq_length"]),
+        (
+            {**GOOD, "tokens": np.ones((2, 49), np.int64)},
+            ["49 columns", "at most 48", "encoder_seq_length"],
+        ),
         ({"sentences": [[b"fine"], [b""]]}, ["text 1 has 0 tokens"]),
         ({"sentences": [[b"x y z " * 40]]}, ["text 0 has", "encoder_seq_length=48"]),
         ({"sentences": [[b"fine"], [b"\xff\xfe"]]}, ["'sentences'", "row 1", "UTF-8"]),
@@ -196,7 +234,9 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(port, model, request_
     for word in words:
         assert word in str(caught.value)
     rows = make_rows(3, seed=1)
-    np.testing.assert_allclose(ask(port, **request(rows))["rewards"], direct(model, rows), **TOLERANCE)
+    np.testing.assert_allclose(
+        ask(port, **request(rows))["rewards"], direct(model, rows), **TOLERANCE
+    )
 
 
 def test_prompt_lengths_make_no_difference_to_a_model(port, model):
@@ -205,7 +245,9 @@ def test_prompt_lengths_make_no_difference_to_a_model(port, model):
     np.testing.assert_allclose(answer["rewards"], direct(model, rows), **TOLERANCE)
 
 
-def test_a_policy_with_another_tokenizer_is_refused(port, model, tiny_tokenizer, reversed_tokenizer_dir):
+def test_a_policy_with_another_tokenizer_is_refused(
+    port, model, tiny_tokenizer, reversed_tokenizer_dir
+):
     from nemo.collections.common.tokenizers import AutoTokenizer
 
     rows = make_rows(3, seed=3)
@@ -214,9 +256,15 @@ def test_a_policy_with_another_tokenizer_is_refused(port, model, tiny_tokenizer,
         through_client(port, rows, tokenizer=other)
     theirs, own = tokenizer_fingerprint(other), tokenizer_fingerprint(tiny_tokenizer)
     assert theirs != own
-    for words in (f"the policy's tokenizer ({theirs})", f"this server's ({own})", "Serve a reward model"):
+    for words in (
+        f"the policy's tokenizer ({theirs})",
+        f"this server's ({own})",
+        "Serve a reward model",
+    ):
         assert words in str(caught.value)
-    np.testing.assert_allclose(through_client(port, rows, tokenizer=tiny_tokenizer), direct(model, rows), **TOLERANCE)
+    np.testing.assert_allclose(
+        through_client(port, rows, tokenizer=tiny_tokenizer), direct(model, rows), **TOLERANCE
+    )
 
 
 def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_tokenizer):
@@ -224,7 +272,10 @@ def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_
     every = [make_rows(3, seed, longest=12) for seed in range(12)]
     name = {"tokenizer": np.full((3, 1), tokenizer_fingerprint(tiny_tokenizer).encode())}
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        pending = [pool.submit(ask, port, **request(rows), **(name if i % 2 else {})) for i, rows in enumerate(every)]
+        pending = [
+            pool.submit(ask, port, **request(rows), **(name if i % 2 else {}))
+            for i, rows in enumerate(every)
+        ]
     for rows, answer in zip(every, pending):
         np.testing.assert_allclose(answer.result()["rewards"], direct(model, rows), **TOLERANCE)
 
@@ -237,7 +288,9 @@ def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_
     [("python", 1, 4), ("torchrun", 1, "null"), ("python", 2, "null"), ("torchrun", 2, 16)],
     ids=["python-dp2", "torchrun-dp2", "python-tp2", "torchrun-tp2"],
 )
-def test_two_ranks_give_the_same_scores_and_end_clean(rm_file, model, tmp_path, launcher, tp, strip):
+def test_two_ranks_give_the_same_scores_and_end_clean(
+    rm_file, model, tmp_path, launcher, tp, strip
+):
     port = find_free_port()
     extra = [
         f"++model.tensor_model_parallel_size={tp}",
@@ -249,7 +302,9 @@ def test_two_ranks_give_the_same_scores_and_end_clean(rm_file, model, tmp_path, 
         assert_scores_are_direct(port, model)
         assert_ended_well(job, job.stop())
         until_the_end, closed, _ = job.log.partition(f"closed port {port}")
-        assert closed and "Traceback" not in until_the_end  # torchrun itself shows one for a SIGTERM, afterwards
+        assert (
+            closed and "Traceback" not in until_the_end
+        )  # torchrun itself shows one for a SIGTERM, afterwards
 
 
 # ---- other models, and what cannot be served ----
@@ -258,7 +313,9 @@ def test_two_ranks_give_the_same_scores_and_end_clean(rm_file, model, tmp_path, 
 @pytest.fixture(scope="module")
 def regression(tiny_tokenizer_dir, tmp_path_factory):
     """A regression model of two attributes, random weights, and its file; it gives both numbers."""
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+        MegatronGPTRegressionRewardModel,
+    )
 
     config = {"num_attributes": 2, "merge_attributes": False}
     model = MegatronGPTRegressionRewardModel(
@@ -273,18 +330,25 @@ def regression(tiny_tokenizer_dir, tmp_path_factory):
 def test_attributes_are_served_as_their_weighted_sum(regression, tmp_path):
     model, path = regression
     port = find_free_port()
-    extra = ["model.regression.merge_attributes=True", "model.regression.attribute_weights=[0.7,-2.0]"]
+    extra = [
+        "model.regression.merge_attributes=True",
+        "model.regression.attribute_weights=[0.7,-2.0]",
+    ]
     with reward_server(path, tmp_path / "merged", port, 1, "python", *extra) as job:
         wait_until_serving(job)
         rows = make_rows(5, seed=4)
         scores = torch.cat([model.infer((row[None], torch.tensor([len(row)]))) for row in rows])
         assert scores.shape == (5, 2)
         answer = ask(port, **request(rows, 48, fill=1))
-        np.testing.assert_allclose(answer["rewards"], scores.numpy() @ np.array([[0.7], [-2.0]]), **TOLERANCE)
+        np.testing.assert_allclose(
+            answer["rewards"], scores.numpy() @ np.array([[0.7], [-2.0]]), **TOLERANCE
+        )
         assert_ended_well(job, job.stop())
 
 
-def test_what_cannot_be_served_is_one_clear_error(regression, rm_file, tiny_tokenizer_dir, tmp_path):
+def test_what_cannot_be_served_is_one_clear_error(
+    regression, rm_file, tiny_tokenizer_dir, tmp_path
+):
     """Several attributes apart; a language model; a critic; a port in use. All at once, to save their starts."""
     from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -298,17 +362,33 @@ def test_what_cannot_be_served_is_one_clear_error(regression, rm_file, tiny_toke
         taken.listen()
         busy = taken.getsockname()[1]
         cases = [
-            (regression[1], find_free_port(), ["2 attributes", "model.regression.merge_attributes=True"]),
-            (tmp_path / "policy.nemo", find_free_port(), ["policy.nemo holds no head", "train_reward_model.py"]),
-            (tmp_path / "critic.nemo", find_free_port(), ["model.output_sequence=True", "the reward model that"]),
+            (
+                regression[1],
+                find_free_port(),
+                ["2 attributes", "model.regression.merge_attributes=True"],
+            ),
+            (
+                tmp_path / "policy.nemo",
+                find_free_port(),
+                ["policy.nemo holds no head", "train_reward_model.py"],
+            ),
+            (
+                tmp_path / "critic.nemo",
+                find_free_port(),
+                ["model.output_sequence=True", "the reward model that"],
+            ),
             (rm_file, busy, [f"127.0.0.1:{busy}", "inference.port"]),
         ]
         jobs = [
             (stack.enter_context(reward_server(path, tmp_path / str(i), port)), words)
             for i, (path, port, words) in enumerate(cases)
         ]
-        weights = "model.regression.attribute_weights=[2.0]"  # of a model with one attribute, not merged
-        job = stack.enter_context(reward_server(rm_file, tmp_path / "w", find_free_port(), 1, "python", weights))
+        weights = (
+            "model.regression.attribute_weights=[2.0]"  # of a model with one attribute, not merged
+        )
+        job = stack.enter_context(
+            reward_server(rm_file, tmp_path / "w", find_free_port(), 1, "python", weights)
+        )
         jobs.append((job, ["attribute_weights=[2.0]", "model.regression.merge_attributes=True"]))
         for job, words in jobs:
             assert job.wait(150) == 1
@@ -325,5 +405,7 @@ def test_a_name_of_its_own_and_standardized_rewards(rm_file, model, tmp_path):
         wait_until_serving(job)
         rows = make_rows(4, seed=3)
         answer = ask(port, "helpfulness", **request(rows))
-        np.testing.assert_allclose(answer["rewards"], (direct(model, rows) - 0.5) / 2.0, **TOLERANCE)
+        np.testing.assert_allclose(
+            answer["rewards"], (direct(model, rows) - 0.5) / 2.0, **TOLERANCE
+        )
         assert_ended_well(job, job.stop())

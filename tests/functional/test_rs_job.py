@@ -23,7 +23,9 @@ from tests.functional.jobs import (
 )
 from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 
-pytestmark = pytest.mark.timeout(600)  # several processes of ten seconds' start each; their own limits are shorter
+pytestmark = pytest.mark.timeout(
+    600
+)  # several processes of ten seconds' start each; their own limits are shorter
 
 # What must not depend on how the work is split, nor on which server scored what. Log-probs and rewards go through sums
 # of another order, so the numbers agree to rounding.
@@ -97,32 +99,52 @@ def single(inputs, server_port):  # noqa: F811
 
 
 def texts(folder):
-    return [(row["prompt"], row["response"]) for row in map(json.loads, (folder / "actor/val_samples.jsonl").open())]
+    return [
+        (row["prompt"], row["response"])
+        for row in map(json.loads, (folder / "actor/val_samples.jsonl").open())
+    ]
 
 
 def assert_same_run(folder, expected_folder):
     for key in COMPARED:
-        expected, values = read_metrics(expected_folder / "actor", key), read_metrics(folder / "actor", key)
+        expected, values = (
+            read_metrics(expected_folder / "actor", key),
+            read_metrics(folder / "actor", key),
+        )
         assert len(expected) and values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
     assert texts(folder) == texts(expected_folder)
 
 
 def test_a_run_trains_saves_and_counts_prompts(single):
     metrics = single / "actor"
-    assert len(read_metrics(metrics, "train_optim/loss")) == 6  # 4 prompts x 2 kept answers in global batches of 4
+    assert (
+        len(read_metrics(metrics, "train_optim/loss")) == 6
+    )  # 4 prompts x 2 kept answers in global batches of 4
     assert read_metrics(metrics, "train_rollouts/consumed_samples") == [4, 8, 12]
     assert read_metrics(metrics, "train_rollouts/rollout_size") == [12, 12, 12]
-    means, kept = (read_metrics(metrics, f"train_rollouts/{name}_rewards") for name in ("global", "selected"))
+    means, kept = (
+        read_metrics(metrics, f"train_rollouts/{name}_rewards") for name in ("global", "selected")
+    )
     assert all(best > mean for best, mean in zip(kept, means, strict=True))
     assert all(seconds > 0 for seconds in read_metrics(metrics, "timers/generated_tokens_per_s"))
     names = sorted(path.name for path in (metrics / "checkpoints").iterdir())
     assert any(
-        name.startswith("megatron_gpt-step=3-consumed_samples=12-rs_optimization_step=6-epoch=0-val_global_rewards=")
+        name.startswith(
+            "megatron_gpt-step=3-consumed_samples=12-rs_optimization_step=6-epoch=0-val_global_rewards="
+        )
         for name in names
     ), names
     assert "megatron_gpt_rs_actor.nemo" in names
-    samples = [json.loads(line) for line in (metrics / "val_samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 4 and set(samples[0]) >= {"step", "prompt", "response", "reward", "is_end"}
+    samples = [
+        json.loads(line) for line in (metrics / "val_samples.jsonl").read_text().splitlines()
+    ]
+    assert len(samples) == 4 and set(samples[0]) >= {
+        "step",
+        "prompt",
+        "response",
+        "reward",
+        "is_end",
+    }
 
 
 @pytest.mark.parametrize(
@@ -135,10 +157,17 @@ def test_a_run_trains_saves_and_counts_prompts(single):
 )
 def test_any_split_gives_the_same_numbers(inputs, single, tmp_path, reward_split, actor_split):  # noqa: F811
     port = find_free_port()
-    (reward_launcher, reward_ranks, reward_tp), (actor_launcher, actor_ranks, actor_tp) = reward_split, actor_split
-    reward_tp, actor_tp = (f"++model.tensor_model_parallel_size={tp}" for tp in (reward_tp, actor_tp))
+    (reward_launcher, reward_ranks, reward_tp), (actor_launcher, actor_ranks, actor_tp) = (
+        reward_split,
+        actor_split,
+    )
+    reward_tp, actor_tp = (
+        f"++model.tensor_model_parallel_size={tp}" for tp in (reward_tp, actor_tp)
+    )
     with (
-        reward_server(inputs / "rm.nemo", tmp_path, port, reward_ranks, reward_launcher, reward_tp) as server,
+        reward_server(
+            inputs / "rm.nemo", tmp_path, port, reward_ranks, reward_launcher, reward_tp
+        ) as server,
         actor(inputs, tmp_path, port, actor_ranks, actor_launcher, actor_tp) as job,
     ):
         assert_ended_well(job, job.wait(240))
@@ -158,7 +187,9 @@ def test_the_same_command_resumes(inputs, server_port, tmp_path):  # noqa: F811
             with actor(inputs, tmp_path / name, server_port, 1, "python", *extra) as job:
                 assert_ended_well(job, job.wait())
     for key in COMPARED:
-        whole, parts = (read_metrics(tmp_path / name / "actor", key) for name in ("whole", "parts"))
+        whole, parts = (
+            read_metrics(tmp_path / name / "actor", key) for name in ("whole", "parts")
+        )
         assert len(whole) >= 2 and parts == whole, key
     assert texts(tmp_path / "parts")[-4:] == texts(tmp_path / "whole")[-4:]
 
@@ -176,7 +207,11 @@ def wait_for(condition, job, what, timeout_s=90.0):
 
 def steps_done(folder):
     file = folder / "actor" / "metrics.jsonl"
-    return len(read_metrics(folder / "actor", "train_rollouts/global_rewards")) if file.exists() else 0
+    return (
+        len(read_metrics(folder / "actor", "train_rollouts/global_rewards"))
+        if file.exists()
+        else 0
+    )
 
 
 def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_port, tmp_path):  # noqa: F811
@@ -196,17 +231,25 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
 
     def start(port, name):
         # A request waits a second for company in the server, so there is always one in flight when a server is killed.
-        slow = "inference.max_queue_delay_microseconds=1000000", "inference.inference_micro_batch_size=64"
+        slow = (
+            "inference.max_queue_delay_microseconds=1000000",
+            "inference.inference_micro_batch_size=64",
+        )
         return reward_server(inputs / "rm.nemo", tmp_path / name, port, 1, "python", *slow)
 
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
-        servers = first.enter_context(start(ports[0], "first")), second.enter_context(start(ports[1], "second"))
+        servers = (
+            first.enter_context(start(ports[0], "first")),
+            second.enter_context(start(ports[1], "second")),
+        )
         for server in servers:
             wait_until_serving(server)
         with actor(inputs, fleet, ports[0], 1, "python", *steps, *addresses) as job:
             wait_for(lambda: steps_done(fleet) >= 2, job, "two steps")
             first.close()  # SIGKILL to all of its processes
-            wait_for(lambda: f":{ports[0]} is left out" in job.log, job, "the first server's absence")
+            wait_for(
+                lambda: f":{ports[0]} is left out" in job.log, job, "the first server's absence"
+            )
             alone = steps_done(fleet)
             wait_for(lambda: steps_done(fleet) >= alone + 2, job, "two steps with one server")
             # However long a server takes to start on this machine, the run is not over by then.
@@ -214,9 +257,13 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
             process.suspend()
             wait_until_serving(first.enter_context(start(ports[0], "again")))
             process.resume()
-            wait_for(lambda: f"back: reward_model at 127.0.0.1:{ports[0]}" in job.log, job, "its return")
+            wait_for(
+                lambda: f"back: reward_model at 127.0.0.1:{ports[0]}" in job.log, job, "its return"
+            )
             second.close()
-            assert steps_done(fleet) <= 10, "the run was nearly over when the first server came back"
+            assert steps_done(fleet) <= 10, (
+                "the run was nearly over when the first server came back"
+            )
             assert_ended_well(job, job.wait(300))
             assert f":{ports[1]} is left out" in job.log, job.log[-4000:]
     assert_same_run(fleet, undisturbed)
@@ -237,8 +284,14 @@ def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):  # noqa: F811
 @pytest.mark.parametrize(
     "override, words",
     [
-        ("model.rs.top_n_rollouts=4", ["model.rs.top_n_rollouts=4", "model.rs.num_rollouts_per_prompt=3"]),
-        ("+remote_rm.reward_modle.port=5555", ["remote_rm.reward_modle (did you mean remote_rm.reward_model"]),
+        (
+            "model.rs.top_n_rollouts=4",
+            ["model.rs.top_n_rollouts=4", "model.rs.num_rollouts_per_prompt=3"],
+        ),
+        (
+            "+remote_rm.reward_modle.port=5555",
+            ["remote_rm.reward_modle (did you mean remote_rm.reward_model"],
+        ),
     ],
 )
 def test_bad_input_ends_the_actor_with_one_message(inputs, tmp_path, override, words):  # noqa: F811

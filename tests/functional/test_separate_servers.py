@@ -5,10 +5,17 @@
 import pytest
 
 from nemo_aligner.servers.ports import find_free_port
-from tests.functional.jobs import assert_ended_well, read_metrics, reward_server, wait_until_serving
+from tests.functional.jobs import (
+    assert_ended_well,
+    read_metrics,
+    reward_server,
+    wait_until_serving,
+)
 from tests.functional.test_ppo_job import COMPARED, actor, critic, inputs, single  # noqa: F401  (two fixtures)
 
-pytestmark = pytest.mark.timeout(600)  # several processes of ten seconds' start each; their own limits are shorter
+pytestmark = pytest.mark.timeout(
+    600
+)  # several processes of ten seconds' start each; their own limits are shorter
 
 CRITIC_ALONE = "trainer.ppo.combine_rm_and_critic_server=False"
 
@@ -48,7 +55,10 @@ def test_separate_servers_give_the_numbers_of_one(
         assert_ended_well(critic_job, critic_job.stop())
         assert_ended_well(reward_job, reward_job.stop())
     for key in COMPARED:
-        expected, values = read_metrics(single / "actor", key), read_metrics(tmp_path / "actor", key)
+        expected, values = (
+            read_metrics(single / "actor", key),
+            read_metrics(tmp_path / "actor", key),
+        )
         assert len(expected) >= 3 and values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
 
 
@@ -60,5 +70,7 @@ def test_the_reward_models_port_counts(inputs, tmp_path):  # noqa: F811
         timeout = "remote_critic_rm.init_timeout_s=5"
         with actor(inputs, tmp_path, ports[0], 1, "python", *separate(ports[1]), timeout) as job:
             assert job.wait(120) == 1
-            assert f"127.0.0.1:{ports[1]}" in job.log and "Traceback" not in job.log, job.log[-3000:]
+            assert f"127.0.0.1:{ports[1]}" in job.log and "Traceback" not in job.log, job.log[
+                -3000:
+            ]
         assert_ended_well(critic_job, critic_job.stop())

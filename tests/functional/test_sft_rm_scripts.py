@@ -22,7 +22,10 @@ def data(tmp_path_factory):
     """Small jsonl files for both scripts."""
     folder = tmp_path_factory.mktemp("data")
     for name, count in (("train", 24), ("validation", 6)):
-        with (folder / f"sft_{name}.jsonl").open("w") as sft, (folder / f"pairs_{name}.jsonl").open("w") as pairs:
+        with (
+            (folder / f"sft_{name}.jsonl").open("w") as sft,
+            (folder / f"pairs_{name}.jsonl").open("w") as pairs,
+        ):
             for i in range(count):
                 prompt = f"the film {i}"
                 sft.write(json.dumps({"input": prompt, "output": ANSWERS[i % 4]}) + "\n")
@@ -49,7 +52,9 @@ def common(log_dir) -> list[str]:
 def sft(data, tokenizer, log_dir, *overrides, **kwargs) -> ScriptJob:
     """Four updates of a tiny model from random weights."""
     log_dir.mkdir(exist_ok=True)
-    architecture = "num_layers=2 hidden_size=32 num_attention_heads=4 position_embedding_type=rope bias=False"
+    architecture = (
+        "num_layers=2 hidden_size=32 num_attention_heads=4 position_embedding_type=rope bias=False"
+    )
     return ScriptJob(
         "train_gpt_sft.py",
         log_dir.with_suffix(".log"),
@@ -122,18 +127,27 @@ def test_sft_learns_and_resumes_exactly(data, tiny_tokenizer_dir, sft_run, tmp_p
     resume_from(sft_run, tmp_path / "again", lost_step=4)
     must_succeed(sft(data, tiny_tokenizer_dir, tmp_path / "again"))
     assert read_metrics(tmp_path / "again", "train/loss") == losses[2:]
-    assert read_metrics(tmp_path / "again", "train/grad_norm") == read_metrics(sft_run, "train/grad_norm")[2:]
+    assert (
+        read_metrics(tmp_path / "again", "train/grad_norm")
+        == read_metrics(sft_run, "train/grad_norm")[2:]
+    )
     assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
 
 
 def test_sft_on_two_ranks_equals_one(data, tiny_tokenizer_dir, sft_run, tmp_path):
     split = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=True"]
-    must_succeed(sft(data, tiny_tokenizer_dir, tmp_path / "two", *split, ranks=2, launcher="torchrun"))
+    must_succeed(
+        sft(data, tiny_tokenizer_dir, tmp_path / "two", *split, ranks=2, launcher="torchrun")
+    )
     for key in ("train/loss", "train/grad_norm", "validation/loss"):
-        assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(sft_run, key), rel=1e-4)
+        assert read_metrics(tmp_path / "two", key) == pytest.approx(
+            read_metrics(sft_run, key), rel=1e-4
+        )
 
 
-def test_reward_model_in_bf16_on_two_data_parallel_ranks_learns_and_resumes_exactly(data, sft_run, tmp_path):
+def test_reward_model_in_bf16_on_two_data_parallel_ranks_learns_and_resumes_exactly(
+    data, sft_run, tmp_path
+):
     base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
     must_succeed(reward_model(data, base, tmp_path / "whole", ranks=2))
     losses = read_metrics(tmp_path / "whole", "train/loss")
@@ -144,27 +158,41 @@ def test_reward_model_in_bf16_on_two_data_parallel_ranks_learns_and_resumes_exac
     resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
     must_succeed(reward_model(data, base, tmp_path / "again", ranks=2))
     assert read_metrics(tmp_path / "again", "train/loss") == losses[2:]
-    again, whole = (read_metrics(tmp_path / name, "validation/loss") for name in ("again", "whole"))
+    again, whole = (
+        read_metrics(tmp_path / name, "validation/loss") for name in ("again", "whole")
+    )
     assert again == whole[1:]
 
 
 def test_missing_checkpoint(data, tmp_path):
     path = tmp_path / "none.nemo"
-    must_fail_with(reward_model(data, path, tmp_path / "rm"), f"restore_from_path={path} does not exist")
+    must_fail_with(
+        reward_model(data, path, tmp_path / "rm"), f"restore_from_path={path} does not exist"
+    )
 
 
 def test_broken_line_on_two_ranks(data, tiny_tokenizer_dir, tmp_path):
     lines = (data / "sft_train.jsonl").read_text().splitlines()
     broken = tmp_path / "broken.jsonl"
     broken.write_text("\n".join([*lines[:6], lines[6][:-5], *lines[7:]]))
-    job = sft(data, tiny_tokenizer_dir, tmp_path / "sft", f"model.data.train_ds.file_path={broken}", ranks=2)
+    job = sft(
+        data,
+        tiny_tokenizer_dir,
+        tmp_path / "sft",
+        f"model.data.train_ds.file_path={broken}",
+        ranks=2,
+    )
     must_fail_with(job, str(broken), "7")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
     # Minutes, for the case that this test itself is killed.
-    long = ["trainer.sft.max_steps=5000", "trainer.sft.max_epochs=5000", "trainer.sft.val_check_interval=-1"]
+    long = [
+        "trainer.sft.max_steps=5000",
+        "trainer.sft.max_epochs=5000",
+        "trainer.sft.val_check_interval=-1",
+    ]
     with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *long, ranks=2) as job:
         deadline = time.monotonic() + 150
         while "Training steps" not in job.log:

@@ -38,7 +38,9 @@ def expected_rewards(tokens, lengths, prompts=None, scale=1.0):
 def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_name: str) -> None:
     """Serve until SIGTERM. Each call of the model adds a line with its number of rows to `count_file`."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: it ends with the tests, however they end
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGTERM
+    )  # PR_SET_PDEATHSIG: it ends with the tests, however they end
     from pytriton.decorators import batch, group_by_keys
     from pytriton.model_config import DynamicBatcher, ModelConfig
     from pytriton.triton import Triton, TritonConfig
@@ -70,9 +72,16 @@ def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_nam
 
     endpoint = reward_model_endpoint()
     config = TritonConfig(
-        http_address="127.0.0.1", http_port=port, allow_grpc=False, allow_metrics=False, exit_timeout_secs=10
+        http_address="127.0.0.1",
+        http_port=port,
+        allow_grpc=False,
+        allow_metrics=False,
+        exit_timeout_secs=10,
     )
-    with tempfile.TemporaryDirectory() as workspace, Triton(config=config, workspace=workspace + "/w") as triton:
+    with (
+        tempfile.TemporaryDirectory() as workspace,
+        Triton(config=config, workspace=workspace + "/w") as triton,
+    ):
         triton.bind(
             model_name=endpoint_name,
             infer_func=group_by_keys(batch(lambda **arrays: infer(**arrays))),
@@ -97,7 +106,13 @@ class ToyRewardServer:
         start: False leaves it dead at first.
     """
 
-    def __init__(self, scale: float = 1.0, delay_s: float = 0.0, endpoint: str = "reward_model", start: bool = True):
+    def __init__(
+        self,
+        scale: float = 1.0,
+        delay_s: float = 0.0,
+        endpoint: str = "reward_model",
+        start: bool = True,
+    ):
         self.directory = Path(tempfile.mkdtemp(prefix="toy_", dir="/tmp"))
         self.port = find_free_port()
         self.scale, self.delay_s, self.endpoint = scale, delay_s, endpoint
@@ -150,7 +165,9 @@ class ToyRewardServer:
         deadline = time.monotonic() + limit_s
         while not self.is_ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"the server did not come up:\n{(self.directory / 'log.txt').read_text()}")
+                raise AssertionError(
+                    f"the server did not come up:\n{(self.directory / 'log.txt').read_text()}"
+                )
             time.sleep(0.05)
         return self
 
@@ -179,7 +196,9 @@ class ToyRewardServer:
             return
         self.signal_all(signal.SIGKILL)
         self.process.wait(10)
-        for leftover in glob.glob(f"/dev/shm/pytrtion{self.process.pid}-*"):  # PyTriton's own spelling
+        for leftover in glob.glob(
+            f"/dev/shm/pytrtion{self.process.pid}-*"
+        ):  # PyTriton's own spelling
             os.unlink(leftover)
 
     def kill_python(self) -> list:

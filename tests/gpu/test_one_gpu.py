@@ -17,7 +17,12 @@ def make_actor(tokenizer_dir):
     from tests.tiny_models import PPO, tiny_config
 
     cfg = tiny_config(
-        tokenizer_dir, precision="bf16", hidden_size=128, ffn_hidden_size=256, ppo=PPO, micro_batch_size=2
+        tokenizer_dir,
+        precision="bf16",
+        hidden_size=128,
+        ffn_hidden_size=256,
+        ppo=PPO,
+        micro_batch_size=2,
     )
     actor = MegatronGPTActorModel(cfg)
     actor.set_reference_policy()
@@ -29,7 +34,8 @@ def rollout_and_update(actor, optimizer, scheduler):
     from nemo_aligner.training.update import optimizer_step
 
     ids = [
-        actor.tokenizer.text_to_ids(text) for text in ("the film was", "a dull plot", "I loved the music", "bright")
+        actor.tokenizer.text_to_ids(text)
+        for text in ("the film was", "a dull plot", "I loved the music", "bright")
     ]
     text = torch.full((4, 32), actor.tokenizer.eos_id)
     for row, prompt in zip(text, ids, strict=True):
@@ -49,7 +55,9 @@ def rollout_and_update(actor, optimizer, scheduler):
             "response_tokens": tokens,
             "is_end": torch.ones_like(rollout["is_end"]),
             "mask": mask,
-            "advantages": torch.linspace(-1, 1, 4, device=tokens.device)[:, None].expand_as(mask).contiguous(),
+            "advantages": torch.linspace(-1, 1, 4, device=tokens.device)[:, None]
+            .expand_as(mask)
+            .contiguous(),
             "prev_logprobs": logprobs,
         }
     )
@@ -63,8 +71,12 @@ def test_actor_on_one_gpu(tiny_tokenizer_dir, tmp_path):
     from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 
     actor, optimizer, scheduler = make_actor(tiny_tokenizer_dir)
-    tokens, logprobs, reference, loss, metrics, grad_norm = rollout_and_update(actor, optimizer, scheduler)
-    assert tokens.is_cuda and torch.equal(logprobs, reference)  # step 0: policy and reference are the same bits
+    tokens, logprobs, reference, loss, metrics, grad_norm = rollout_and_update(
+        actor, optimizer, scheduler
+    )
+    assert tokens.is_cuda and torch.equal(
+        logprobs, reference
+    )  # step 0: policy and reference are the same bits
     assert metrics["ppo_ratio"] == pytest.approx(1.0, abs=1e-2) and 0 < grad_norm < float("inf")
 
     actor.prepare_for_training()

@@ -50,14 +50,18 @@ def scored_groups(seed=0):
 
 def members(prompts, valid, row):
     """Valid rows of the same prompt, the row itself included if it is valid."""
-    return [i for i in range(len(prompts)) if valid[i] and prompts[i].tolist() == prompts[row].tolist()]
+    return [
+        i for i in range(len(prompts)) if valid[i] and prompts[i].tolist() == prompts[row].tolist()
+    ]
 
 
 def planted(x, keep):
     return torch.where(keep.bool(), x, NAN)
 
 
-@pytest.mark.parametrize("gamma,lam,critic_lam", [(1.0, 0.95, 1.0), (0.9, 0.5, 0.8), (0.99, 1.0, 0.0)])
+@pytest.mark.parametrize(
+    "gamma,lam,critic_lam", [(1.0, 0.95, 1.0), (0.9, 0.5, 0.8), (0.99, 1.0, 0.0)]
+)
 def test_decoupled_gae_against_naive_sums(gamma, lam, critic_lam):
     values, rewards, mask = ragged()
 
@@ -65,15 +69,20 @@ def test_decoupled_gae_against_naive_sums(gamma, lam, critic_lam):
         slots = mask[row].nonzero().flatten().tolist()
         v, r = values[row].tolist(), rewards[row].tolist()
         return sum(
-            (gamma * lam) ** (k - t) * (r[k] + gamma * (v[k + 1] if k + 1 in slots else 0.0) - v[k])
+            (gamma * lam) ** (k - t)
+            * (r[k] + gamma * (v[k + 1] if k + 1 in slots else 0.0) - v[k])
             for k in slots
             if k >= t
         )
 
-    advantages, returns = calculate_advantages_and_returns(values, rewards, gamma, lam, mask, critic_lam)
+    advantages, returns = calculate_advantages_and_returns(
+        values, rewards, gamma, lam, mask, critic_lam
+    )
     for row, t in mask.nonzero().tolist():
         assert advantages[row, t].item() == pytest.approx(naive(row, t, lam), abs=1e-5)
-        assert returns[row, t].item() == pytest.approx(naive(row, t, critic_lam) + values[row, t].item(), abs=1e-5)
+        assert returns[row, t].item() == pytest.approx(
+            naive(row, t, critic_lam) + values[row, t].item(), abs=1e-5
+        )
     dirty = calculate_advantages_and_returns(
         planted(values, mask), planted(rewards, mask), gamma, lam, mask, critic_lam
     )
@@ -81,7 +90,9 @@ def test_decoupled_gae_against_naive_sums(gamma, lam, critic_lam):
     # Without a lambda of its own the critic has the actor's.
     same = calculate_advantages_and_returns(values, rewards, gamma, lam, mask)
     assert torch.equal(same[0], advantages)
-    assert torch.equal(same[1], calculate_advantages_and_returns(values, rewards, gamma, lam, mask, lam)[1])
+    assert torch.equal(
+        same[1], calculate_advantages_and_returns(values, rewards, gamma, lam, mask, lam)[1]
+    )
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
@@ -105,8 +116,14 @@ def test_rloo_against_naive_means_of_the_others():
         lonely += not others
         assert advantages[row].item() == pytest.approx(expected, abs=1e-6)
     assert lonely and not valid.all()
-    assert torch.equal(calculate_rloo_advantages(planted(scores, valid), prompts, valid), advantages)
-    assert calculate_rloo_advantages(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3)).tolist() == [-3.0, -1.5, 4.5]
+    assert torch.equal(
+        calculate_rloo_advantages(planted(scores, valid), prompts, valid), advantages
+    )
+    assert calculate_rloo_advantages(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3)).tolist() == [
+        -3.0,
+        -1.5,
+        4.5,
+    ]
 
 
 def test_grpo_against_the_statistics_module():
@@ -123,7 +140,9 @@ def test_grpo_against_the_statistics_module():
         assert centred[row].item() == pytest.approx(expected, abs=1e-6)
         assert advantages[row].item() == pytest.approx(expected / (std + 1e-6), abs=1e-5)
     assert lonely and not valid.all()
-    assert torch.equal(calculate_grpo_advantages(planted(scores, valid), prompts, valid), advantages)
+    assert torch.equal(
+        calculate_grpo_advantages(planted(scores, valid), prompts, valid), advantages
+    )
 
 
 def test_equal_scores_give_no_advantage():
@@ -139,7 +158,9 @@ def test_groups_do_not_depend_on_the_order_of_rows_or_on_rows_that_are_not_valid
     scores, prompts, valid = scored_groups(seed=2)
     advantages = estimator(scores, prompts, valid)
     order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(estimator(scores[order], prompts[order], valid[order]), advantages[order])
+    torch.testing.assert_close(
+        estimator(scores[order], prompts[order], valid[order]), advantages[order]
+    )
     torch.testing.assert_close(estimator(scores[valid], prompts[valid]), advantages[valid])
     # An index for each prompt says the same as its tokens.
     assert torch.equal(estimator(scores, prompts[:, 0] + 3 * prompts[:, 1], valid), advantages)
@@ -153,17 +174,23 @@ def test_scores_are_spread_over_the_response_alone():
     for row in range(len(rewards)):
         expected = sum(rewards[row, t].item() for t in mask[row].nonzero().flatten().tolist())
         assert scores[row].item() == pytest.approx(expected, abs=1e-5)
-    assert masked_sum(planted(rewards, mask), mask).item() == pytest.approx(scores.sum().item(), abs=1e-5)
+    assert masked_sum(planted(rewards, mask), mask).item() == pytest.approx(
+        scores.sum().item(), abs=1e-5
+    )
     scores[2] = NAN  # a row without a response
     for column in (scores, scores[:, None]):
-        assert torch.equal(spread_over_response(column, mask), torch.where(mask.bool(), scores[:, None], 0))
+        assert torch.equal(
+            spread_over_response(column, mask), torch.where(mask.bool(), scores[:, None], 0)
+        )
 
 
 def test_clipping():
     x = torch.tensor([-7.0, -0.5, 0.0, 3.0, 9.0, NAN])
     for clip in (clip_rewards, clip_advantages):
         assert clip(x, 3.0)[:5].tolist() == [-3.0, -0.5, 0.0, 3.0, 3.0]
-        assert clip(x, 3.0).isnan().tolist() == [False] * 5 + [True]  # what is wrong stays to be seen
+        assert clip(x, 3.0).isnan().tolist() == [False] * 5 + [
+            True
+        ]  # what is wrong stays to be seen
         assert clip(x, None) is x
 
 
@@ -180,9 +207,13 @@ def test_overlong_penalty_by_the_cases_of_the_paper():
             expected = -1.0
         assert penalty[length].item() == pytest.approx(factor * expected)
     assert calculate_overlong_penalty(lengths, max_length, 0).abs().sum() == 0
-    assert calculate_overlong_penalty(torch.tensor([1, 20]), 20, 20).tolist() == pytest.approx([-0.05, -1.0])
+    assert calculate_overlong_penalty(torch.tensor([1, 20]), 20, 20).tolist() == pytest.approx(
+        [-0.05, -1.0]
+    )
     for bad in (-1, 21):
-        with pytest.raises(ValueError, match=f"overlong_buffer_len={bad} must be between 0 and max_length=20"):
+        with pytest.raises(
+            ValueError, match=f"overlong_buffer_len={bad} must be between 0 and max_length=20"
+        ):
             calculate_overlong_penalty(lengths, 20, bad)
 
 
@@ -201,7 +232,9 @@ def test_whitening_over_ranks_against_the_statistics_module(num_ranks):
         share = slice(rank * rows, (rank + 1) * rows)
         x = planted(values, mask)[share]
         moments = masked_mean_var(x, mask[share], sum_over_ranks)
-        return *moments, *(whiten(x, mask[share], shift, sum_over_ranks) for shift in (True, False))
+        return *moments, *(
+            whiten(x, mask[share], shift, sum_over_ranks) for shift in (True, False)
+        )
 
     means, variances, whitened, scaled = zip(*run_rank_threads(num_ranks, rank_main), strict=True)
     assert [float(m) for m in means] == pytest.approx([mean] * num_ranks)

@@ -21,24 +21,42 @@ NAN = float("nan")
 
 def test_a_warning_is_said_when_its_state_begins_and_again_after_it_has_ended():
     said = []
-    watch = alarms.Alarms("trainer.ppo.alarms", {"clip_fraction": 0.5, "truncated_fraction": None}, said.append)
+    watch = alarms.Alarms(
+        "trainer.ppo.alarms", {"clip_fraction": 0.5, "truncated_fraction": None}, said.append
+    )
     active = []
     for step, share in enumerate([0.5, 0.6, 0.9, 0.5, 0.51]):
         active.append(watch.watch({"ppo_clip_fraction": share}, step)["alarms_active"])
-        watch.watch({"fraction_of_samples_properly_ended": 0.0}, step)  # switched off, and not of this phase
+        watch.watch(
+            {"fraction_of_samples_properly_ended": 0.0}, step
+        )  # switched off, and not of this phase
     assert active == [0, 1, 1, 0, 1]
     assert len(said) == 2
-    assert said[0].startswith("alarm: clip_fraction is 0.6 at step 1, above trainer.ppo.alarms.clip_fraction=0.5. ")
-    assert "at step 4" in said[1] and "learning rate" not in said[1] and "model.optim.lr" in said[1]
+    assert said[0].startswith(
+        "alarm: clip_fraction is 0.6 at step 1, above trainer.ppo.alarms.clip_fraction=0.5. "
+    )
+    assert (
+        "at step 4" in said[1] and "learning rate" not in said[1] and "model.optim.lr" in said[1]
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "threshold", "silent", "loud"),
     [
-        ("sampling_mismatch", 0.05, {"sampling_ratio_mean_error": 0.05}, {"sampling_ratio_mean_error": math.inf}),
+        (
+            "sampling_mismatch",
+            0.05,
+            {"sampling_ratio_mean_error": 0.05},
+            {"sampling_ratio_mean_error": math.inf},
+        ),
         ("clip_fraction", 0.5, {"ppo_clip_fraction": 0.5}, {"ppo_clip_fraction": 0.51}),
         ("explained_variance", -1.0, {"explained_variance": -1.0}, {"explained_variance": -1.01}),
-        ("explained_variance", -1.0, {"explained_variance": NAN}, {"explained_variance": -math.inf}),
+        (
+            "explained_variance",
+            -1.0,
+            {"explained_variance": NAN},
+            {"explained_variance": -math.inf},
+        ),
         (
             "truncated_fraction",
             0.9,
@@ -51,10 +69,16 @@ def test_thresholds(key, threshold, silent, loud):
     said = []
     watch = alarms.Alarms("trainer.ppo.alarms", {key: threshold}, said.append)
     assert watch.watch(silent, 10) == {"alarms_active": 0} and not said
-    assert watch.watch(loud, 9) == {"alarms_active": int(key != "explained_variance")}  # a critic has time to learn
+    assert watch.watch(loud, 9) == {
+        "alarms_active": int(key != "explained_variance")
+    }  # a critic has time to learn
     assert watch.watch(loud, 10) == {"alarms_active": 1} and f"alarm: {key} is " in said[0]
-    assert alarms.Alarms("trainer.ppo.alarms", {key: None}, said.append).watch(loud, 12) == {"alarms_active": 0}
-    assert alarms.Alarms("trainer.ppo.alarms", None, said.append).watch(loud, 12) == {"alarms_active": 0}
+    assert alarms.Alarms("trainer.ppo.alarms", {key: None}, said.append).watch(loud, 12) == {
+        "alarms_active": 0
+    }
+    assert alarms.Alarms("trainer.ppo.alarms", None, said.append).watch(loud, 12) == {
+        "alarms_active": 0
+    }
     assert len(said) == 1
 
 
@@ -78,7 +102,10 @@ def test_sampling_ratio_by_hand():
     assert metrics["sampling_ratio_mean_error"] == pytest.approx((0.25 + 0 + 0.5 + 0) / 4)
     assert metrics["sampling_ratio_max"] == pytest.approx(2.0)  # 1 / 0.5
     trainer[0, 0] = NAN
-    assert alarms.sampling_ratio_metrics(trainer, sampler, mask)["sampling_ratio_mean_error"] == math.inf
+    assert (
+        alarms.sampling_ratio_metrics(trainer, sampler, mask)["sampling_ratio_mean_error"]
+        == math.inf
+    )
 
 
 def test_explained_variance_is_that_of_the_masked_slots():
@@ -88,7 +115,9 @@ def test_explained_variance_is_that_of_the_masked_slots():
     kept_returns, kept_values = returns[mask].numpy(), values[mask].numpy()
     expected = 1 - (kept_returns - kept_values).var() / kept_returns.var()
     returns[~mask], values[~mask] = NAN, NAN
-    assert alarms.explained_variance(values, returns, mask) == pytest.approx(float(expected), rel=1e-5)
+    assert alarms.explained_variance(values, returns, mask) == pytest.approx(
+        float(expected), rel=1e-5
+    )
     assert alarms.explained_variance(returns, returns, mask) == 1.0
     assert math.isnan(alarms.explained_variance(values, torch.ones_like(values), mask))
     assert math.isnan(alarms.explained_variance(values, returns, torch.zeros_like(mask)))
@@ -110,13 +139,18 @@ def test_a_reward_that_is_not_finite_is_named_by_its_prompt(bad):
         "prompt_lengths": torch.tensor([2, 3, 90]),
         "response_tokens": torch.arange(300).reshape(3, 100),
     }
-    with pytest.raises(NonFiniteError, match=f"PPO step 4: rewards of sample 11 .*'100 101 102'.* is {bad}; 2 of 3"):
+    with pytest.raises(
+        NonFiniteError,
+        match=f"PPO step 4: rewards of sample 11 .*'100 101 102'.* is {bad}; 2 of 3",
+    ):
         with naming_step("PPO step 4"):
             alarms.check_rewards(rollout, Tokenizer())
     rollout["rewards"] = torch.tensor([1.0, 2.0, 3.0])
     alarms.check_rewards(rollout, Tokenizer())
     rollout["rewards_terse"] = torch.tensor([1.0, 2.0, bad])
-    with pytest.raises(NonFiniteError, match=r"rewards_terse of sample 12 .*'200 201 [^']*\.\.\.'"):
+    with pytest.raises(
+        NonFiniteError, match=r"rewards_terse of sample 12 .*'200 201 [^']*\.\.\.'"
+    ):
         alarms.check_rewards(rollout, Tokenizer())
 
 

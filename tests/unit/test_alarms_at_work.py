@@ -48,7 +48,9 @@ def make_actor(tokenizer_dir, hidden_dropout=0.0, **sampling):
 
 def make_job(actor, **thresholds):
     """A PPO trainer with a real policy and optimizer, and a fake critic: two steps of eight answers."""
-    trainer = make_trainer(max_steps=2, alarms=THRESHOLDS | thresholds, initial_policy_kl_penalty=0.02)
+    trainer = make_trainer(
+        max_steps=2, alarms=THRESHOLDS | thresholds, initial_policy_kl_penalty=0.02
+    )
     trainer.model, trainer.tokenizer = actor, actor.tokenizer
     actor.set_reference_policy()
     trainer.optimizer, trainer.scheduler = actor.setup_megatron_optimization(max_steps=10)
@@ -96,9 +98,16 @@ def test_sampler_and_trainer_agree_in_every_mode_of_sampling(tiny_tokenizer_dir,
     rollout = actor.infer(prompts | {"return_logprobs": True})
     tokens = rollout["response_tokens"]
     columns = torch.arange(tokens.size(1) - 1)
-    mask = (columns >= rollout["prompt_lengths"][:, None] - 1) & (columns < rollout["response_lengths"][:, None] - 1)
-    metrics = sampling_ratio_metrics(actor.get_inference_log_probs(tokens), rollout["sampling_logprobs"], mask)
-    assert 0 < metrics["sampling_ratio_mean_error"] < 1e-5 and metrics["sampling_ratio_max"] < 1 + 1e-4
+    mask = (columns >= rollout["prompt_lengths"][:, None] - 1) & (
+        columns < rollout["response_lengths"][:, None] - 1
+    )
+    metrics = sampling_ratio_metrics(
+        actor.get_inference_log_probs(tokens), rollout["sampling_logprobs"], mask
+    )
+    assert (
+        0 < metrics["sampling_ratio_mean_error"] < 1e-5
+        and metrics["sampling_ratio_max"] < 1 + 1e-4
+    )
 
 
 def test_a_healthy_job_is_silent_and_measures_all(tiny_tokenizer_dir, warnings):
@@ -111,7 +120,11 @@ def test_a_healthy_job_is_silent_and_measures_all(tiny_tokenizer_dir, warnings):
     errors = [value for _, value in series("train_rollouts/sampling_ratio_mean_error")]
     assert len(errors) == 2 and all(0 < value < 1e-4 for value in errors)
     assert all(1 <= value < 1.001 for _, value in series("train_rollouts/sampling_ratio_max"))
-    assert len(series("train_rollouts/explained_variance")) == len(series("timers/replica_check")) == 2
+    assert (
+        len(series("train_rollouts/explained_variance"))
+        == len(series("timers/replica_check"))
+        == 2
+    )
     assert all("sampling_logprobs" not in batch for batch in trainer.rm_critic.train_batches)
 
 
@@ -122,7 +135,12 @@ def test_a_wrong_temperature_is_heard_once(tiny_tokenizer_dir, warnings):
     trainer.fit()
     assert alarms_of(warnings) == ["sampling_mismatch"]
     assert trainer.logger.series("train_rollouts/alarms_active") == [(0, 1), (1, 1)]
-    assert min(value for _, value in trainer.logger.series("train_rollouts/sampling_ratio_mean_error")) > 0.1
+    assert (
+        min(
+            value for _, value in trainer.logger.series("train_rollouts/sampling_ratio_mean_error")
+        )
+        > 0.1
+    )
 
     actor = make_actor(tiny_tokenizer_dir, temperature=0.7)
     actor.temperature = 1.0
@@ -134,7 +152,9 @@ def test_a_wrong_temperature_is_heard_once(tiny_tokenizer_dir, warnings):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_dropout_left_on_is_heard_by_the_reference_and_the_sampler(tiny_tokenizer_dir, warnings, resumed):
+def test_dropout_left_on_is_heard_by_the_reference_and_the_sampler(
+    tiny_tokenizer_dir, warnings, resumed
+):
     actor = make_actor(tiny_tokenizer_dir, hidden_dropout=0.2)
     actor.set_eval = actor.set_train
     trainer = make_job(actor)
@@ -143,7 +163,10 @@ def test_dropout_left_on_is_heard_by_the_reference_and_the_sampler(tiny_tokenize
         trainer.fit()
         assert alarms_of(warnings)[0] == "sampling_mismatch"
     else:
-        with pytest.raises(RuntimeError, match="before the first update, log-probs of the policy and of the referen"):
+        with pytest.raises(
+            RuntimeError,
+            match="before the first update, log-probs of the policy and of the referen",
+        ):
             trainer.fit()
 
 
@@ -169,11 +192,16 @@ def test_a_critic_of_noise_and_answers_without_end_are_heard(tiny_tokenizer_dir,
     def noise(rollout):
         future = score(rollout)
         rewards, values = future.value
-        future.value = rewards, 10 * torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
+        future.value = (
+            rewards,
+            10 * torch.randn(values.shape, generator=torch.Generator().manual_seed(0)),
+        )
         return future
 
     trainer.rm_critic.infer_rm_critic = noise
-    trainer.data_settings = trainer.data_settings.__class__(**vars(trainer.data_settings) | {"gae_lambda": 1.0})
+    trainer.data_settings = trainer.data_settings.__class__(
+        **vars(trainer.data_settings) | {"gae_lambda": 1.0}
+    )
     trainer.step, trainer.max_steps = 10, 11  # before, a critic has time to learn
     trainer.fit()
     assert sorted(alarms_of(warnings)) == ["explained_variance", "truncated_fraction"]
@@ -186,7 +214,11 @@ def test_a_critic_of_noise_and_answers_without_end_are_heard(tiny_tokenizer_dir,
     ("part", "bad", "words"),
     [
         (0, NAN, r"^PPO step 0: rewards of sample 5 \(.* is nan; 1 of 8 are not finite"),
-        (0, float("-inf"), r"^PPO step 0: rewards of sample 5 \(.* is -inf; 1 of 8 are not finite"),
+        (
+            0,
+            float("-inf"),
+            r"^PPO step 0: rewards of sample 5 \(.* is -inf; 1 of 8 are not finite",
+        ),
         # A real client refuses such values by itself.
         (
             1,
@@ -204,7 +236,9 @@ def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir,
     def infer_rm_critic(rollout):
         future = score(rollout)
         if len(trainer.sent) == 3:
-            future.value[part][1] = bad  # one NaN value is enough: advantages are normalized over all answers
+            future.value[part][1] = (
+                bad  # one NaN value is enough: advantages are normalized over all answers
+            )
         return future
 
     trainer.rm_critic.infer_rm_critic = infer_rm_critic
@@ -213,15 +247,24 @@ def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir,
     assert all(torch.equal(value, before[name]) for name, value in actor.weights_to_cpu().items())
 
 
-def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(tiny_tokenizer_dir, tmp_path):
+def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(
+    tiny_tokenizer_dir, tmp_path
+):
     """The error is that of a request, so a server sends it to the actor's future."""
     nemo = str(tmp_path / "rm.nemo")
     MegatronGPTRewardModel(tiny_config(tiny_tokenizer_dir)).save_to(nemo)
-    cfg = tiny_config(tiny_tokenizer_dir, output_sequence=True, loss_clip_val=0.2, reward_model_type="binary_ranking")
+    cfg = tiny_config(
+        tiny_tokenizer_dir,
+        output_sequence=True,
+        loss_clip_val=0.2,
+        reward_model_type="binary_ranking",
+    )
     critic = load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=nemo)
     optimizer, scheduler = critic.setup_megatron_optimization(max_steps=10)
     server = CriticServerTrainer(
-        cfg=OmegaConf.create({"combine_rm_and_critic_server": False, "alarms": {"replica_check_interval": 1}}),
+        cfg=OmegaConf.create(
+            {"combine_rm_and_critic_server": False, "alarms": {"replica_check_interval": 1}}
+        ),
         model=critic,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -240,7 +283,9 @@ def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(ti
     before = {name: value.clone() for name, value in critic.weights_to_cpu().items()}
     returns = request["returns"].copy()
     returns[1, 2] = 1e30  # finite, as the server demands; its square is not
-    with pytest.raises(NonFiniteError, match=r"^critic step 1: the loss is inf \(first in row 1 of the share of"):
+    with pytest.raises(
+        NonFiniteError, match=r"^critic step 1: the loss is inf \(first in row 1 of the share of"
+    ):
         server.run_training(**request | {"returns": returns})
     server._recover(None)
     assert server.step == 0

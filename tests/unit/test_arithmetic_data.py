@@ -36,7 +36,10 @@ def lines(path: Path) -> list[dict]:
 
 def sums(data_dir: Path, split: str) -> list[tuple[int, int]]:
     """(a, b) of every SFT line."""
-    return [tuple(map(int, line["input"][:-1].split("+"))) for line in lines(data_dir / f"sft_{split}.jsonl")]
+    return [
+        tuple(map(int, line["input"][:-1].split("+")))
+        for line in lines(data_dir / f"sft_{split}.jsonl")
+    ]
 
 
 def test_every_sum_is_there_once_and_right(data_dir):
@@ -62,7 +65,9 @@ def test_prompts_are_those_of_the_same_split_without_the_answer(data_dir):
 def test_the_same_seed_writes_the_same_bytes(data_dir, tmp_path):
     arithmetic_data.make_data(tmp_path / "same", seed=3)
     arithmetic_data.make_data(tmp_path / "other", seed=4)
-    for file in sorted(path.relative_to(data_dir) for path in data_dir.rglob("*") if path.is_file()):
+    for file in sorted(
+        path.relative_to(data_dir) for path in data_dir.rglob("*") if path.is_file()
+    ):
         assert (tmp_path / "same" / file).read_bytes() == (data_dir / file).read_bytes(), file
     assert set(sums(tmp_path / "other", "validation")) != set(sums(data_dir, "validation"))
 
@@ -72,12 +77,22 @@ def test_one_token_per_character(tokenizer):
     assert tokenizer.ids_to_text(tokenizer.text_to_ids("12+34=46")) == "12+34=46"
     assert tokenizer.ids_to_tokens([tokenizer.eos_id]) == [make_data.END_OF_TEXT]
     assert tokenizer.vocab_size == len("0123456789+=") + 2  # the end and the unknown character
-    assert tokenizer.text_to_tokens("1 2\n") == ["1", arithmetic_data.UNKNOWN, "2", arithmetic_data.UNKNOWN]
+    assert tokenizer.text_to_tokens("1 2\n") == [
+        "1",
+        arithmetic_data.UNKNOWN,
+        "2",
+        arithmetic_data.UNKNOWN,
+    ]
 
 
-def test_prompt_and_answer_meet_at_a_token_boundary_and_fit_the_lengths_of_the_run(data_dir, tokenizer):
+def test_prompt_and_answer_meet_at_a_token_boundary_and_fit_the_lengths_of_the_run(
+    data_dir, tokenizer
+):
     for line in lines(data_dir / "sft_train.jsonl")[::50]:
-        prompt, answer = tokenizer.text_to_ids(line["input"]), tokenizer.text_to_ids(line["output"])
+        prompt, answer = (
+            tokenizer.text_to_ids(line["input"]),
+            tokenizer.text_to_ids(line["output"]),
+        )
         assert prompt + answer == tokenizer.text_to_ids(line["input"] + line["output"])
         assert len(answer) + 1 <= run_arithmetic.MAX_ANSWER
         assert len(prompt) <= run_arithmetic.SEQ_LENGTH - run_arithmetic.MAX_ANSWER

@@ -6,7 +6,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.data.nlp.batch_iterators import DefaultBatchIterator, StoreBatchIterator, get_batch_iterator_cls
+from nemo_aligner.data.nlp.batch_iterators import (
+    DefaultBatchIterator,
+    StoreBatchIterator,
+    get_batch_iterator_cls,
+)
 
 DATASET = [10 * i for i in range(20)]
 SAMPLER = [[3, 1], [0, 2], [5, 4], [7, 6]]
@@ -14,7 +18,9 @@ SAMPLER = [[3, 1], [0, 2], [5, 4], [7, 6]]
 
 @pytest.fixture
 def process_group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -28,10 +34,20 @@ def test_takes_one_rollout_from_the_sampler(cls):
 
 def test_queue_in_a_process_group_of_one(process_group):
     for _rollout in range(2):  # each has a counter of its own
-        assert list(StoreBatchIterator(iter(SAMPLER), 3, DATASET, tuple)) == [(30, 10), (0, 20), (50, 40)]
+        assert list(StoreBatchIterator(iter(SAMPLER), 3, DATASET, tuple)) == [
+            (30, 10),
+            (0, 20),
+            (50, 40),
+        ]
 
 
 def test_choice():
     assert get_batch_iterator_cls() is DefaultBatchIterator
-    assert get_batch_iterator_cls(OmegaConf.create({"use_flask": False, "port": 5557})) is DefaultBatchIterator
-    assert get_batch_iterator_cls(OmegaConf.create({"use_flask": True, "port": 5557})) is StoreBatchIterator
+    assert (
+        get_batch_iterator_cls(OmegaConf.create({"use_flask": False, "port": 5557}))
+        is DefaultBatchIterator
+    )
+    assert (
+        get_batch_iterator_cls(OmegaConf.create({"use_flask": True, "port": 5557}))
+        is StoreBatchIterator
+    )

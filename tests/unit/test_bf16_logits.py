@@ -31,11 +31,17 @@ def test_bf16_logits_without_a_float32_copy(tiny_tokenizer_dir):
         copied = model(tokens, positions, None)  # Megatron's default
     logprobs = actor.get_inference_log_probs(tokens)
     assert copied.dtype == torch.float32
-    expected = from_parallel_logits_to_logprobs(copied, tokens, True, vocab_size=actor.tokenizer.vocab_size)
+    expected = from_parallel_logits_to_logprobs(
+        copied, tokens, True, vocab_size=actor.tokenizer.vocab_size
+    )
     assert torch.equal(logprobs, expected)
-    assert torch.equal(actor.get_init_policy_logprobs(tokens), logprobs)  # step 0: the KL is exactly 0
+    assert torch.equal(
+        actor.get_init_policy_logprobs(tokens), logprobs
+    )  # step 0: the KL is exactly 0
 
-    size = copied.nbytes // 2  # of the bf16 logits, of which the model itself makes a transposed copy
+    size = (
+        copied.nbytes // 2
+    )  # of the bf16 logits, of which the model itself makes a transposed copy
     del copied
     assert 2 * size <= peak_bytes(lambda: actor.get_inference_log_probs(tokens)) < 2.5 * size
 
@@ -63,4 +69,8 @@ def test_bf16_logits_without_a_float32_copy(tiny_tokenizer_dir):
     assert dtype == torch.bfloat16 and torch.equal(in_training, logprobs)  # the ratio is exactly 1
     # With a copy: its gradient takes its place (2 sizes), which then is cast (1) and transposed (1).
     assert 2 * size <= peak < 3.5 * size
-    assert all(parameter.main_grad.isfinite().all() for parameter in model.parameters() if parameter.requires_grad)
+    assert all(
+        parameter.main_grad.isfinite().all()
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    )

@@ -16,7 +16,9 @@ OPTIMIZERS = ("distributed_fused_adam", "adamw")
 
 
 def training(tokenizer_dir, precision, optimizer):
-    cfg = tiny_config(tokenizer_dir, "gpt2", precision=precision, optim={"name": optimizer}, num_layers=1)
+    cfg = tiny_config(
+        tokenizer_dir, "gpt2", precision=precision, optim={"name": optimizer}, num_layers=1
+    )
     model = MegatronGPTRewardModel(cfg)
     return model, *model.setup_megatron_optimization(10)
 

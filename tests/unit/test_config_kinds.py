@@ -64,14 +64,19 @@ def test_a_text_is_no_switch(name, tmp_path):
 
 def test_a_text_is_no_switch_for_a_job(tmp_path):
     # OmegaConf's dot list, unlike Hydra, reads an unquoted off as False.
-    with pytest.raises(ConfigError, match="trainer.ppo.whiten_rewards='off' must be True or False"):
+    with pytest.raises(
+        ConfigError, match="trainer.ppo.whiten_rewards='off' must be True or False"
+    ):
         check("gpt_ppo_actor", tmp_path, "trainer.ppo.whiten_rewards='off'")
 
 
 def test_null_is_no_switch_unless_the_checkpoint_decides(tmp_path):
     with pytest.raises(ConfigError, match="trainer.ppo.whiten_rewards=null must be True or False"):
         check("gpt_ppo_actor", tmp_path, "trainer.ppo.whiten_rewards=null")
-    assert check("gpt_ppo_actor", tmp_path, "model.bias=null", "model.moe_router_pre_softmax=null") == []
+    assert (
+        check("gpt_ppo_actor", tmp_path, "model.bias=null", "model.moe_router_pre_softmax=null")
+        == []
+    )
     assert check("gpt_ppo_critic", tmp_path, "model.use_avg_pool=null", "exp_manager=null") == []
 
 
@@ -95,7 +100,13 @@ def test_null_is_refused_by_a_job(tmp_path):
 def test_a_key_that_is_absent_has_its_default(tmp_path):
     """As in a configuration that was written before the key existed."""
     cfg = load("gpt_ppo_actor", tmp_path)
-    for key in ("advantage_estimator", "overlong_buffer_len", "whiten_rewards", "adaptive_kl", "alarms"):
+    for key in (
+        "advantage_estimator",
+        "overlong_buffer_len",
+        "whiten_rewards",
+        "adaptive_kl",
+        "alarms",
+    ):
         del cfg.trainer.ppo[key]
     assert check_config(cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER) == []
 
@@ -113,7 +124,9 @@ def test_a_key_that_is_absent_has_its_default(tmp_path):
 def test_a_section_is_no_value(key, value, shown, below, tmp_path):
     cfg = load("gpt_ppo_actor", tmp_path)
     OmegaConf.update(cfg, key, value, merge=False)
-    with pytest.raises(ConfigError, match=f"{key}={shown} is a section; set its keys, such as {below}"):
+    with pytest.raises(
+        ConfigError, match=f"{key}={shown} is a section; set its keys, such as {below}"
+    ):
         check_config(cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER)
 
 
@@ -152,11 +165,23 @@ SCRATCH = (
     ("overrides", "message"),
     [
         (["granularity=some"], "granularity='some' must be one of selective, full"),
-        (["granularity=full"], "granularity=full needs model.activations_checkpoint_method, .* uniform or block"),
-        (["granularity=full", "method=all", "num_layers=1"], "method='all' must be one of uniform, block"),
-        (["granularity=full", "method=block"], "granularity=full needs model.activations_checkpoint_num_layers"),
+        (
+            ["granularity=full"],
+            "granularity=full needs model.activations_checkpoint_method, .* uniform or block",
+        ),
+        (
+            ["granularity=full", "method=all", "num_layers=1"],
+            "method='all' must be one of uniform, block",
+        ),
+        (
+            ["granularity=full", "method=block"],
+            "granularity=full needs model.activations_checkpoint_num_layers",
+        ),
         (["granularity=full", "method=block", "num_layers=0"], "num_layers=0 must be at least 1"),
-        (["granularity=full", "method=block", "num_layers=3"], "num_layers=3 is more than the 2 layers .* at most 2"),
+        (
+            ["granularity=full", "method=block", "num_layers=3"],
+            "num_layers=3 is more than the 2 layers .* at most 2",
+        ),
         (["granularity=selective", "num_layers=1"], "num_layers=1 is only for granularity=full"),
     ],
 )
@@ -173,7 +198,9 @@ def test_recomputation_that_has_no_effect_is_refused_before_the_checkpoint_speak
         check("gpt_sft", tmp_path, *overrides)
     cfg = load("gpt_sft", tmp_path, *overrides)  # trained with a method that is switched off now
     check_values(cfg, "gpt_sft", complete=True, visible_devices=0, env=NO_LAUNCHER)
-    assert check("gpt_ppo_actor", tmp_path, f"{RECOMPUTE}num_layers=2") == []  # the checkpoint may say "full"
+    assert (
+        check("gpt_ppo_actor", tmp_path, f"{RECOMPUTE}num_layers=2") == []
+    )  # the checkpoint may say "full"
 
 
 def test_keys_of_experts_need_experts(tmp_path):
@@ -181,15 +208,24 @@ def test_keys_of_experts_need_experts(tmp_path):
     with pytest.raises(ConfigError, match="model.moe_router_topk=2 is of a mixture of experts"):
         check("training_rm", tmp_path, *SCRATCH, topk)
     assert check("training_rm", tmp_path, *SCRATCH, topk, "model.num_moe_experts=2") == []
-    cfg = load("training_rm", tmp_path, topk)  # the configuration of a dense checkpoint may hold them
+    cfg = load(
+        "training_rm", tmp_path, topk
+    )  # the configuration of a dense checkpoint may hold them
     check_values(cfg, "training_rm", complete=True, visible_devices=0, env=NO_LAUNCHER)
 
 
 def test_what_a_checkpoint_fixes_is_no_remedy():
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "tensor_model_parallel_size": 3}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "tensor_model_parallel_size": 3,
+    }
     with pytest.raises(ConfigError, match="use 3 or 6"):
         check_architecture(sizes)
-    with pytest.raises(ConfigError, match="so set model.tensor_model_parallel_size to a divisor of 4") as caught:
+    with pytest.raises(
+        ConfigError, match="so set model.tensor_model_parallel_size to a divisor of 4"
+    ) as caught:
         check_architecture(sizes, fixed=True)
     assert "use 3 or 6" not in str(caught.value)
 
@@ -197,7 +233,9 @@ def test_what_a_checkpoint_fixes_is_no_remedy():
 @pytest.mark.parametrize("sizes", [[], ["model.num_moe_experts=2"]])
 def test_expert_parallelism_of_a_checkpoint_can_be_overridden(sizes, tmp_path):
     cfg = load("gpt_ppo_actor", tmp_path, "model.expert_model_parallel_size=2", *sizes)  # one rank
-    with pytest.raises(ConfigError, match=r"unless it is overridden: \+\+model.expert_model_parallel_size=1"):
+    with pytest.raises(
+        ConfigError, match=r"unless it is overridden: \+\+model.expert_model_parallel_size=1"
+    ):
         check_values(cfg, "gpt_ppo_actor", complete=True, visible_devices=0, env=NO_LAUNCHER)
 
 
@@ -214,7 +252,12 @@ def test_experts_are_not_made_of_a_dense_checkpoint(tiny_tokenizer_dir, tmp_path
 
     dense, path = tiny_config(tiny_tokenizer_dir), str(tmp_path / "dense")
     # The first model of a process makes its groups: one virtual stage must not stop it.
-    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, virtual_pipeline_model_parallel_size=1)).save_to(path)
+    MegatronGPTModel(
+        tiny_config(tiny_tokenizer_dir, virtual_pipeline_model_parallel_size=1)
+    ).save_to(path)
     mixture = OmegaConf.merge(dense, {"num_moe_experts": 2, "moe_ffn_hidden_size": 48})
-    with pytest.raises(UserError, match=r"lacks \d+ weight.* such as 'model.*(router|experts).*another architecture"):
+    with pytest.raises(
+        UserError,
+        match=r"lacks \d+ weight.* such as 'model.*(router|experts).*another architecture",
+    ):
         MegatronGPTModel.restore_from(path, override_config_path=mixture)

@@ -16,7 +16,12 @@ from nemo_aligner.config.checks import (
     inert_notes,
     nearest_key,
 )
-from nemo_aligner.config.parallel_rules import check_accelerator, check_architecture, count_ranks, data_parallel_size
+from nemo_aligner.config.parallel_rules import (
+    check_accelerator,
+    check_architecture,
+    count_ranks,
+    data_parallel_size,
+)
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.config.values import require_multiple
 from nemo_aligner.core.errors import ConfigError, UserError
@@ -33,19 +38,27 @@ def load(name, tmp_path, *overrides):
     model.touch()
     if name == "gpt_sft":
         required = [f"model.restore_from_path={model}"]
-        required += [f"model.data.{split}.file_path=data.jsonl" for split in ("train_ds", "validation_ds")]
+        required += [
+            f"model.data.{split}.file_path=data.jsonl" for split in ("train_ds", "validation_ds")
+        ]
     elif name == "inference_rm":
         required = [f"rm_model_file={model}"]
     else:
         required = [f"pretrained_checkpoint.restore_from_path={model}"]
     cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(required))
     if name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm"):
-        cfg.model.data.data_prefix = {"train": ["a.jsonl"], "validation": ["b.jsonl"], "test": ["b.jsonl"]}
+        cfg.model.data.data_prefix = {
+            "train": ["a.jsonl"],
+            "validation": ["b.jsonl"],
+            "test": ["b.jsonl"],
+        }
     return OmegaConf.merge(cfg, OmegaConf.from_dotlist(list(overrides)))
 
 
 def check(name, tmp_path, *overrides, visible_devices=0):
-    return check_config(load(name, tmp_path, *overrides), name, visible_devices=visible_devices, env=NO_LAUNCHER)
+    return check_config(
+        load(name, tmp_path, *overrides), name, visible_devices=visible_devices, env=NO_LAUNCHER
+    )
 
 
 @pytest.mark.parametrize("name", CONFIG_NAMES)
@@ -87,7 +100,9 @@ def test_unknown_key_is_refused_with_the_nearest_one(key, nearest, tmp_path):
 
 def test_all_unknown_keys_come_in_one_error():
     with pytest.raises(ConfigError, match=r"trainer\.pop .*; model\.ppo\.foo "):
-        check_keys({"trainer": {"pop": {"x": 1, "y": 2}}, "model": {"ppo": {"foo": 1}}}, "gpt_ppo_actor")
+        check_keys(
+            {"trainer": {"pop": {"x": 1, "y": 2}}, "model": {"ppo": {"foo": 1}}}, "gpt_ppo_actor"
+        )
 
 
 def test_nearest_key_always_names_something():
@@ -130,7 +145,9 @@ def test_notes_are_one_grouped_warning(tmp_path, monkeypatch):
 
     said = []
     monkeypatch.setattr(nemo.utils.logging, "warning", said.append)
-    check("gpt_ppo_actor", tmp_path, "model.enable_nge=True", "trainer.ppo.flask_server.enable=True")
+    check(
+        "gpt_ppo_actor", tmp_path, "model.enable_nge=True", "trainer.ppo.flask_server.enable=True"
+    )
     assert len(said) == 1
     assert "model.enable_nge" in said[0] and "trainer.ppo.flask_server" in said[0]
 
@@ -141,7 +158,10 @@ def test_tensorrt_llm_request_names_the_engine_that_serves(tmp_path):
 
 
 def test_null_asks_for_nothing():
-    assert inert_notes({"model": {"transformer_engine": None, "enable_nge": True}}, "gpt_ppo_actor") != []
+    assert (
+        inert_notes({"model": {"transformer_engine": None, "enable_nge": True}}, "gpt_ppo_actor")
+        != []
+    )
     assert inert_notes({"model": {"transformer_engine": None}}, "gpt_ppo_actor") == []
 
 
@@ -150,7 +170,9 @@ def test_no_key_is_both_live_and_inert(name):
     inert = config_schema.INERT[name]
     for key in config_schema.LIVE[name]:
         parts = key.split(".")
-        assert not [p for n in range(1, len(parts) + 1) if (p := ".".join(parts[:n])) in inert], key
+        assert not [p for n in range(1, len(parts) + 1) if (p := ".".join(parts[:n])) in inert], (
+            key
+        )
 
 
 def test_exp_manager_keys_are_those_of_nemo():
@@ -163,7 +185,9 @@ def test_exp_manager_keys_are_those_of_nemo():
     ours = {f"exp_manager.{field.name}" for field in fields(ExpManagerConfig)} - {
         "exp_manager.checkpoint_callback_params"
     }
-    ours |= {f"exp_manager.checkpoint_callback_params.{field.name}" for field in fields(CallbackParams)}
+    ours |= {
+        f"exp_manager.checkpoint_callback_params.{field.name}" for field in fields(CallbackParams)
+    }
     assert known == ours
 
 
@@ -172,7 +196,9 @@ def test_exp_manager_keys_are_those_of_nemo():
 
 def test_require_multiple_names_valid_values():
     require_multiple("a", 12, {"b": 2, "c": 3})
-    with pytest.raises(ConfigError, match=r"a=13 must be a multiple of 6 \(b=2 x c=3\); use 12 or 18"):
+    with pytest.raises(
+        ConfigError, match=r"a=13 must be a multiple of 6 \(b=2 x c=3\); use 12 or 18"
+    ):
         require_multiple("a", 13, {"b": 2, "c": 3})
     with pytest.raises(ConfigError, match="use 6,"):
         require_multiple("a", 4, {"b": 6})
@@ -214,7 +240,9 @@ def test_count_ranks_refuses(devices):
 def test_accelerator():
     check_accelerator("auto", 2, 0)
     check_accelerator("gpu", 2, 2)
-    with pytest.raises(ConfigError, match=r"trainer\.accelerator=gpu, but PyTorch sees no CUDA.*accelerator=auto"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.accelerator=gpu, but PyTorch sees no CUDA.*accelerator=auto"
+    ):
         check_accelerator("gpu", 1, 0)
     with pytest.raises(ConfigError, match="is 2; set trainer.devices=2"):
         check_accelerator("auto", 8, 2)
@@ -231,57 +259,152 @@ def test_accelerator():
             "model.global_batch_size=5 .* use 4 or 6",
         ),
         ("gpt_sft", ["model.peft.peft_scheme=lora"], "peft_scheme='lora' is not supported here"),
-        ("gpt_ppo_actor", ["model.data.seq_length=9999"], "model.data.seq_length=9999 is above .*=4096"),
-        ("gpt_ppo_actor", ["model.ppo.forward_micro_batch_size=0"], "forward_micro_batch_size=0 must be at least 1"),
+        (
+            "gpt_ppo_actor",
+            ["model.data.seq_length=9999"],
+            "model.data.seq_length=9999 is above .*=4096",
+        ),
+        (
+            "gpt_ppo_actor",
+            ["model.ppo.forward_micro_batch_size=0"],
+            "forward_micro_batch_size=0 must be at least 1",
+        ),
         ("gpt_ppo_actor", ["trainer.ppo.max_steps=abc"], "max_steps='abc' must be a whole number"),
-        ("gpt_ppo_actor", ["exp_manager.checkpoint_callback_params.mode=foo"], "mode='foo' must be one of min, max"),
-        ("gpt_ppo_actor", ["model.ppo.num_rollout_samples=500"], r"rollout_micro_batch_size=8\); use 496 or 504"),
-        ("gpt_ppo_actor", ["model.ppo.num_rollout_samples=72"], r"multiple of 64 \(model.global_batch_size=64\)"),
+        (
+            "gpt_ppo_actor",
+            ["exp_manager.checkpoint_callback_params.mode=foo"],
+            "mode='foo' must be one of min, max",
+        ),
+        (
+            "gpt_ppo_actor",
+            ["model.ppo.num_rollout_samples=500"],
+            r"rollout_micro_batch_size=8\); use 496 or 504",
+        ),
+        (
+            "gpt_ppo_actor",
+            ["model.ppo.num_rollout_samples=72"],
+            r"multiple of 64 \(model.global_batch_size=64\)",
+        ),
         ("gpt_ppo_actor", ["model.ppo.num_val_samples=12"], "model.ppo.num_val_samples=12"),
-        ("gpt_ppo_actor", ["model.ppo.length_params.max_length=4096"], "max_length=4096 leaves no room for a prompt"),
-        ("gpt_ppo_actor", ["model.ppo.length_params.min_length=3000"], "min_length=3000 is above max_length=2048"),
+        (
+            "gpt_ppo_actor",
+            ["model.ppo.length_params.max_length=4096"],
+            "max_length=4096 leaves no room for a prompt",
+        ),
+        (
+            "gpt_ppo_actor",
+            ["model.ppo.length_params.min_length=3000"],
+            "min_length=3000 is above max_length=2048",
+        ),
         ("gpt_ppo_actor", ["remote_critic_rm.pad_to_length=100"], "pad_to_length=100 cannot hold"),
-        ("gpt_ppo_actor", ["remote_critic_rm.critic.port=70000"], "critic.port=70000 is not a TCP port"),
+        (
+            "gpt_ppo_actor",
+            ["remote_critic_rm.critic.port=70000"],
+            "critic.port=70000 is not a TCP port",
+        ),
         (
             "gpt_ppo_actor",
             ["model.ppo.loss_reduction=mean"],
             "loss_reduction='mean' must be one of token, sequence, micro",
         ),
-        ("gpt_ppo_actor", ["model.ppo.sampling_params.temperature=0.0"], "temperature=0.0 must be above 0"),
-        ("gpt_ppo_actor", ["model.ppo.sampling_params.top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
+        (
+            "gpt_ppo_actor",
+            ["model.ppo.sampling_params.temperature=0.0"],
+            "temperature=0.0 must be above 0",
+        ),
+        (
+            "gpt_ppo_actor",
+            ["model.ppo.sampling_params.top_p=1.5"],
+            "top_p=1.5 must be above 0 and at most 1",
+        ),
         ("gpt_ppo_actor", ["trainer.ppo.gae_lambda=1.5"], "gae_lambda=1.5"),
         ("gpt_ppo_actor", ["trainer.ppo.ppo_epochs=0"], "ppo_epochs=0 must be at least 1"),
         ("gpt_ppo_actor", ["trainer.ppo.ppo_epochs=1.5"], "ppo_epochs=1.5 must be a whole number"),
-        ("gpt_ppo_actor", ["trainer.ppo.save_interval=15"], r"save_interval=15 must be a multiple of .*=10"),
+        (
+            "gpt_ppo_actor",
+            ["trainer.ppo.save_interval=15"],
+            r"save_interval=15 must be a multiple of .*=10",
+        ),
         (
             "gpt_ppo_actor",
             ["trainer.ppo.model_gbs=32"],
             "model_gbs=32 and model.global_batch_size=64 must be the same",
         ),
-        ("gpt_ppo_actor", ["pretrained_checkpoint.restore_from_path=/no/such.nemo"], "=/no/such.nemo does not exist"),
-        ("gpt_ppo_actor", ["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
-        ("gpt_ppo_actor", ["model.data.data_prefix=null"], "data_prefix is not set; give the data files"),
-        ("gpt_ppo_actor", ["model.tensor_model_parallel_size=2"], "= 2 does not divide the 1 rank of"),
-        ("gpt_ppo_actor", ["model.moe_grouped_gemm=True"], "moe_grouped_gemm=True is not supported here"),
+        (
+            "gpt_ppo_actor",
+            ["pretrained_checkpoint.restore_from_path=/no/such.nemo"],
+            "=/no/such.nemo does not exist",
+        ),
+        (
+            "gpt_ppo_actor",
+            ["pretrained_checkpoint.restore_from_path=null"],
+            "restore_from_path is not set",
+        ),
+        (
+            "gpt_ppo_actor",
+            ["model.data.data_prefix=null"],
+            "data_prefix is not set; give the data files",
+        ),
+        (
+            "gpt_ppo_actor",
+            ["model.tensor_model_parallel_size=2"],
+            "= 2 does not divide the 1 rank of",
+        ),
+        (
+            "gpt_ppo_actor",
+            ["model.moe_grouped_gemm=True"],
+            "moe_grouped_gemm=True is not supported here",
+        ),
         (
             "gpt_ppo_actor",
             ["model.expert_model_parallel_size=2", "trainer.ppo.batch_iterator.use_flask=True"],
             "use_flask=True does not work with model.expert_model_parallel_size=2",
         ),
-        ("gpt_ppo_actor", ["trainer.ppo.alarms.clip_fraction=2"], "clip_fraction=2 must be at least 0 and at most 1"),
-        ("gpt_ppo_actor", ["trainer.ppo.alarms.sampling_mismatch=0"], "sampling_mismatch=0 must be above 0"),
-        ("training_rm", ["trainer.rm.alarms.replica_check_interval=-1"], "interval=-1 must be at least 0"),
-        ("gpt_ppo_actor", ["trainer.accelerator=gpu"], "no CUDA device"),
-        ("gpt_ppo_actor", ["model.seed=${model.sead}"], "reference that cannot be resolved"),
-        ("gpt_ppo_actor", ["remote_critic_rm.reward_model.port=[5555,0]"], r"port=\[5555, 0\]: 0 is not a TCP port"),
         (
             "gpt_ppo_actor",
-            ["remote_critic_rm.reward_models.a.ip=localhost", "remote_critic_rm.reward_models.a.port=5555"],
+            ["trainer.ppo.alarms.clip_fraction=2"],
+            "clip_fraction=2 must be at least 0 and at most 1",
+        ),
+        (
+            "gpt_ppo_actor",
+            ["trainer.ppo.alarms.sampling_mismatch=0"],
+            "sampling_mismatch=0 must be above 0",
+        ),
+        (
+            "training_rm",
+            ["trainer.rm.alarms.replica_check_interval=-1"],
+            "interval=-1 must be at least 0",
+        ),
+        ("gpt_ppo_actor", ["trainer.accelerator=gpu"], "no CUDA device"),
+        ("gpt_ppo_actor", ["model.seed=${model.sead}"], "reference that cannot be resolved"),
+        (
+            "gpt_ppo_actor",
+            ["remote_critic_rm.reward_model.port=[5555,0]"],
+            r"port=\[5555, 0\]: 0 is not a TCP port",
+        ),
+        (
+            "gpt_ppo_actor",
+            [
+                "remote_critic_rm.reward_models.a.ip=localhost",
+                "remote_critic_rm.reward_models.a.port=5555",
+            ],
             "combine_rm_and_critic_server=True has the critic server score rewards; set it to False",
         ),
-        ("gpt_rs_actor", ["model.rs.top_n_rollouts=5"], "top_n_rollouts=5 is above .*num_rollouts_per_prompt=4"),
-        ("gpt_rs_actor", ["model.rs.num_rollout_samples=24"], "= 24 kept answers are not a multiple of .*_size=64"),
-        ("gpt_rs_actor", ["model.rs.num_rollout_samples=60"], r"rollout_micro_batch_size=8\); use 56 or 64"),
+        (
+            "gpt_rs_actor",
+            ["model.rs.top_n_rollouts=5"],
+            "top_n_rollouts=5 is above .*num_rollouts_per_prompt=4",
+        ),
+        (
+            "gpt_rs_actor",
+            ["model.rs.num_rollout_samples=24"],
+            "= 24 kept answers are not a multiple of .*_size=64",
+        ),
+        (
+            "gpt_rs_actor",
+            ["model.rs.num_rollout_samples=60"],
+            r"rollout_micro_batch_size=8\); use 56 or 64",
+        ),
         ("gpt_rs_actor", ["remote_rm.port=-1"], "port=-1: -1 is not a TCP port"),
         ("gpt_rs_actor", ["remote_rm.pad_to_length=7"], "remote_rm.pad_to_length=7 cannot hold"),
         (
@@ -290,11 +413,31 @@ def test_accelerator():
             "names 2 servers, but .* has 3 ports",
         ),
         ("gpt_rs_actor", ["remote_rm.reward_model.ip=[]"], r"ip=\[\] .* names no server"),
-        ("gpt_rs_actor", ["model.rs.sampling_params.use_greedy=True"], "4 answers to a prompt would be the same"),
-        ("gpt_rs_actor", ["remote_rm.host=localhost:5555"], "give the host name or IP address alone"),
-        ("inference_rm", ["inference.reward_fn_fallback=.nan"], "reward_fn_fallback=nan must be a finite number"),
-        ("gpt_rs_actor", ["remote_rm.reward_models=5"], "reward_models=5 must map names to servers"),
-        ("gpt_rs_actor", ["remote_rm.reward_models.with_kl.port=5555"], "the name 'with_kl', which becomes part of"),
+        (
+            "gpt_rs_actor",
+            ["model.rs.sampling_params.use_greedy=True"],
+            "4 answers to a prompt would be the same",
+        ),
+        (
+            "gpt_rs_actor",
+            ["remote_rm.host=localhost:5555"],
+            "give the host name or IP address alone",
+        ),
+        (
+            "inference_rm",
+            ["inference.reward_fn_fallback=.nan"],
+            "reward_fn_fallback=nan must be a finite number",
+        ),
+        (
+            "gpt_rs_actor",
+            ["remote_rm.reward_models=5"],
+            "reward_models=5 must map names to servers",
+        ),
+        (
+            "gpt_rs_actor",
+            ["remote_rm.reward_models.with_kl.port=5555"],
+            "the name 'with_kl', which becomes part of",
+        ),
         ("gpt_rs_actor", ["remote_rm.reward_models.a=5"], "reward_models.a=5 must be a section"),
         ("gpt_rs_actor", ["remote_rm.reward_models.a.wieght=2"], "a has the unknown key wieght"),
         (
@@ -303,18 +446,58 @@ def test_accelerator():
             "a.port=0: 0 is not a TCP port",
         ),
         ("inference_rm", ["rm_model_file=null"], "rm_model_file is not set"),
-        ("inference_rm", ["rm_model_file=/no/such.nemo"], "rm_model_file=/no/such.nemo does not exist"),
+        (
+            "inference_rm",
+            ["rm_model_file=/no/such.nemo"],
+            "rm_model_file=/no/such.nemo does not exist",
+        ),
         ("inference_rm", ["inference.port=0"], "inference.port=0 is not a TCP port"),
-        ("inference_rm", ["inference.reward_fn=a.py:f", "rm_model_file=null"], "needs the tokenizer of the policy"),
-        ("inference_rm", ["inference.reward_fn=a.py:f", "trainer.devices=2"], "the job has 2 ranks; set trainer.dev"),
-        ("inference_rm", ["inference.reward_fn_timeout_s=0"], "reward_fn_timeout_s=0 must be above 0"),
-        ("inference_rm", ["inference.reward_fn_fallback=low"], "reward_fn_fallback='low' must be a finite number"),
+        (
+            "inference_rm",
+            ["inference.reward_fn=a.py:f", "rm_model_file=null"],
+            "needs the tokenizer of the policy",
+        ),
+        (
+            "inference_rm",
+            ["inference.reward_fn=a.py:f", "trainer.devices=2"],
+            "the job has 2 ranks; set trainer.dev",
+        ),
+        (
+            "inference_rm",
+            ["inference.reward_fn_timeout_s=0"],
+            "reward_fn_timeout_s=0 must be above 0",
+        ),
+        (
+            "inference_rm",
+            ["inference.reward_fn_fallback=low"],
+            "reward_fn_fallback='low' must be a finite number",
+        ),
         ("gpt_ppo_critic", ["trainer.ppo.port=0"], "port=0 is not a TCP port"),
-        ("gpt_ppo_critic", ["model.reward_standardization.enable=True"], "needs model.reward_standardization.mean"),
-        ("gpt_ppo_critic", ["trainer.ppo.inference_micro_batch_size=[4,0]"], r"inference_micro_batch_size=\[4, 0\]"),
-        ("training_rm", ["model.micro_batch_size=3"], "model.global_batch_size=64 must be a multiple of 3"),
-        ("training_rm", ["pretrained_checkpoint.restore_from_path=null"], "model.num_layers, .* are not set either"),
-        ("gpt_sft", ["model.data.validation_ds.micro_batch_size=3"], "model.data.validation_ds.global_batch_size=128"),
+        (
+            "gpt_ppo_critic",
+            ["model.reward_standardization.enable=True"],
+            "needs model.reward_standardization.mean",
+        ),
+        (
+            "gpt_ppo_critic",
+            ["trainer.ppo.inference_micro_batch_size=[4,0]"],
+            r"inference_micro_batch_size=\[4, 0\]",
+        ),
+        (
+            "training_rm",
+            ["model.micro_batch_size=3"],
+            "model.global_batch_size=64 must be a multiple of 3",
+        ),
+        (
+            "training_rm",
+            ["pretrained_checkpoint.restore_from_path=null"],
+            "model.num_layers, .* are not set either",
+        ),
+        (
+            "gpt_sft",
+            ["model.data.validation_ds.micro_batch_size=3"],
+            "model.data.validation_ds.global_batch_size=128",
+        ),
         ("gpt_sft", ["model.data.train_ds.max_seq_length=5000"], "max_seq_length=5000 is above"),
         ("gpt_sft", ["model.max_position_embeddings=8"], "set it to 4096"),
     ],
@@ -343,7 +526,9 @@ def test_data_parallel_size_counts_once_it_is_known(tmp_path):
         "model.global_batch_size=8",
     ]
     cfg = load("gpt_ppo_actor", tmp_path, *overrides)
-    check_config(cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER)  # TP=2 in the checkpoint would make DP=1
+    check_config(
+        cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER
+    )  # TP=2 in the checkpoint would make DP=1
     with pytest.raises(ConfigError, match="data parallel size=2"):
         check_values(cfg, "gpt_ppo_actor", complete=True, visible_devices=0, env=NO_LAUNCHER)
     cfg = load("gpt_ppo_actor", tmp_path, *overrides, "model.tensor_model_parallel_size=2")
@@ -351,8 +536,17 @@ def test_data_parallel_size_counts_once_it_is_known(tmp_path):
 
 
 def test_virtual_stages_need_whole_groups_of_micro_batches(tmp_path):
-    sizes = ["tensor_model_parallel_size=1", "pipeline_model_parallel_size=2", "micro_batch_size=2", "num_layers=4"]
-    overrides = ["trainer.devices=2", "model.global_batch_size=2", *(f"model.{size}" for size in sizes)]
+    sizes = [
+        "tensor_model_parallel_size=1",
+        "pipeline_model_parallel_size=2",
+        "micro_batch_size=2",
+        "num_layers=4",
+    ]
+    overrides = [
+        "trainer.devices=2",
+        "model.global_batch_size=2",
+        *(f"model.{size}" for size in sizes),
+    ]
     check("training_rm", tmp_path, *overrides)
     with pytest.raises(ConfigError, match=r"multiple of 4 .*model.pipeline_model_parallel_size"):
         check("training_rm", tmp_path, *overrides, "model.virtual_pipeline_model_parallel_size=2")
@@ -385,7 +579,14 @@ def test_architecture(overrides, message):
 
 def test_old_yaml_may_refer_to_sizes_that_only_the_checkpoint_knows(tmp_path):
     old = "${multiply:${model.tensor_model_parallel_size},${model.pipeline_model_parallel_size}}"
-    assert check("gpt_ppo_actor", tmp_path, f"exp_manager.checkpoint_callback_params.model_parallel_size={old}") == []
+    assert (
+        check(
+            "gpt_ppo_actor",
+            tmp_path,
+            f"exp_manager.checkpoint_callback_params.model_parallel_size={old}",
+        )
+        == []
+    )
 
 
 def test_old_command_lines_may_switch_exp_manager_off(tmp_path):

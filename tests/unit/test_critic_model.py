@@ -14,7 +14,9 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch.train_script_utils import load_and_override_model_config, load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel, StateDictState
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+    MegatronGPTRegressionRewardModel,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
@@ -59,7 +61,9 @@ def train_step(model, optimizer, scheduler):
 
 
 def weights_of(model):
-    return {name: tensor.detach().clone() for name, tensor in model.unwrapped()[0].named_parameters()}
+    return {
+        name: tensor.detach().clone() for name, tensor in model.unwrapped()[0].named_parameters()
+    }
 
 
 def assert_same_weights(model, expected):
@@ -67,12 +71,17 @@ def assert_same_weights(model, expected):
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_value_of_a_position_is_the_reward_of_the_text_up_to_it(tiny_tokenizer_dir, reward_model_file):
+def test_value_of_a_position_is_the_reward_of_the_text_up_to_it(
+    tiny_tokenizer_dir, reward_model_file
+):
     critic = make_critic(tiny_tokenizer_dir, reward_model_file, forward_micro_batch_size=3)
     values = critic.infer((TOKENS, LENGTHS))
     assert values.shape == (4, 8)
     reward_model = load_from_nemo(
-        MegatronGPTRewardModel, tiny_config(tiny_tokenizer_dir), None, restore_path=reward_model_file
+        MegatronGPTRewardModel,
+        tiny_config(tiny_tokenizer_dir),
+        None,
+        restore_path=reward_model_file,
     )
     for t in range(8):
         rewards = reward_model.infer((TOKENS[:, : t + 1], torch.full((4,), t + 1)))
@@ -80,8 +89,12 @@ def test_value_of_a_position_is_the_reward_of_the_text_up_to_it(tiny_tokenizer_d
 
 
 @pytest.mark.parametrize("precision", [32, "bf16"])
-def test_swapping_disturbs_neither_weights_nor_training(tiny_tokenizer_dir, reward_model_file, precision):
-    critics = [make_critic(tiny_tokenizer_dir, reward_model_file, precision=precision) for _ in range(2)]
+def test_swapping_disturbs_neither_weights_nor_training(
+    tiny_tokenizer_dir, reward_model_file, precision
+):
+    critics = [
+        make_critic(tiny_tokenizer_dir, reward_model_file, precision=precision) for _ in range(2)
+    ]
     swapping, undisturbed = critics
     swapping.set_reward_model()
     inputs = (TOKENS, LENGTHS)
@@ -91,10 +104,14 @@ def test_swapping_disturbs_neither_weights_nor_training(tiny_tokenizer_dir, rewa
     assert rewards.shape == (4,) and values.shape == (4, 8)
     torch.testing.assert_close(rewards, values[torch.arange(4), LENGTHS - 1], rtol=1e-5, atol=1e-6)
 
-    (optimizer, scheduler), (other_optimizer, other_scheduler) = (c.setup_megatron_optimization(10) for c in critics)
+    (optimizer, scheduler), (other_optimizer, other_scheduler) = (
+        c.setup_megatron_optimization(10) for c in critics
+    )
     copies = set()
     for _ in range(3):
-        assert train_step(swapping, optimizer, scheduler) == train_step(undisturbed, other_optimizer, other_scheduler)
+        assert train_step(swapping, optimizer, scheduler) == train_step(
+            undisturbed, other_optimizer, other_scheduler
+        )
         trained = weights_of(undisturbed)
         assert_same_weights(swapping, trained)
         moves = []
@@ -114,7 +131,9 @@ def test_swapping_disturbs_neither_weights_nor_training(tiny_tokenizer_dir, rewa
     assert_same_weights(swapping, trained)
 
 
-def test_saving_while_the_reward_model_is_resident_saves_the_critic(tiny_tokenizer_dir, reward_model_file, tmp_path):
+def test_saving_while_the_reward_model_is_resident_saves_the_critic(
+    tiny_tokenizer_dir, reward_model_file, tmp_path
+):
     critic = make_critic(tiny_tokenizer_dir, reward_model_file)
     critic.set_reward_model()
     train_step(critic, *critic.setup_megatron_optimization(10))
@@ -147,13 +166,19 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(
     expected = sum(losses) / len(losses) if reduction == "token" else sum(row_means) / 3
     expected.backward()
 
-    batch["returns"][3] = batch["prev_values"][0, 0] = float("nan")  # outside the mask anything may stand
-    critic = make_critic(tiny_tokenizer_dir, reward_model_file, micro_batch_size=micro_batch_size, **overrides)
+    batch["returns"][3] = batch["prev_values"][0, 0] = float(
+        "nan"
+    )  # outside the mask anything may stand
+    critic = make_critic(
+        tiny_tokenizer_dir, reward_model_file, micro_batch_size=micro_batch_size, **overrides
+    )
     critic.setup_megatron_optimization(10)
     critic.prepare_for_training_step()
     loss, metrics = critic.get_loss_and_metrics(batch, forward_only=False)
     assert loss == metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
-    for (name, parameter), ours in zip(plain.named_parameters(), critic.unwrapped()[0].parameters(), strict=True):
+    for (name, parameter), ours in zip(
+        plain.named_parameters(), critic.unwrapped()[0].parameters(), strict=True
+    ):
         torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
@@ -162,7 +187,9 @@ def test_metrics_of_the_values_in_training(tiny_tokenizer_dir, reward_model_file
     batch = train_batch(seed=2)
     keep = batch["mask"].bool()
     for micro_batch_size in (1, 4):
-        critic = make_critic(tiny_tokenizer_dir, reward_model_file, micro_batch_size=micro_batch_size)
+        critic = make_critic(
+            tiny_tokenizer_dir, reward_model_file, micro_batch_size=micro_batch_size
+        )
         values = critic.infer((TOKENS, LENGTHS))[:, :-1][keep]
         returns, prev = batch["returns"][keep], batch["prev_values"][keep]
         held = prev + (values - prev).clamp(-0.2, 0.2)
@@ -180,12 +207,16 @@ def test_an_empty_mask_gives_loss_zero_and_gradient_zero(tiny_tokenizer_dir, rew
     critic.setup_megatron_optimization(10)
     critic.prepare_for_training_step()
     batch = train_batch()
-    loss, _ = critic.get_loss_and_metrics({**batch, "mask": torch.zeros_like(batch["mask"])}, forward_only=False)
+    loss, _ = critic.get_loss_and_metrics(
+        {**batch, "mask": torch.zeros_like(batch["mask"])}, forward_only=False
+    )
     assert loss == 0.0
     assert all(not parameter.main_grad.any() for parameter in critic.unwrapped()[0].parameters())
 
 
-def test_a_critic_from_a_language_model_has_a_fresh_head_and_cannot_serve_rewards(tiny_tokenizer_dir, tmp_path):
+def test_a_critic_from_a_language_model_has_a_fresh_head_and_cannot_serve_rewards(
+    tiny_tokenizer_dir, tmp_path
+):
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "lm.nemo"))
     critic = make_critic(tiny_tokenizer_dir, tmp_path / "lm.nemo")
     with pytest.raises(UserError, match="no reward head.*combine_rm_and_critic_server=False"):
@@ -195,13 +226,18 @@ def test_a_critic_from_a_language_model_has_a_fresh_head_and_cannot_serve_reward
     loss, norm = train_step(critic, *critic.setup_megatron_optimization(10))
     assert loss > 0 and norm > 0
     # The seed of the configuration decides over the head, and only over the head.
-    heads = [weights_of(make_critic(tiny_tokenizer_dir, tmp_path / "lm.nemo", seed=seed)) for seed in (7, 7, 8)]
+    heads = [
+        weights_of(make_critic(tiny_tokenizer_dir, tmp_path / "lm.nemo", seed=seed))
+        for seed in (7, 7, 8)
+    ]
     for name in heads[0]:
         assert torch.equal(heads[0][name], heads[1][name])
         assert torch.equal(heads[0][name], heads[2][name]) != (name == "rm_head.weight"), name
 
 
-def test_a_critic_starts_a_critic_but_its_values_are_no_rewards(tiny_tokenizer_dir, reward_model_file, tmp_path):
+def test_a_critic_starts_a_critic_but_its_values_are_no_rewards(
+    tiny_tokenizer_dir, reward_model_file, tmp_path
+):
     critic = make_critic(tiny_tokenizer_dir, reward_model_file)
     train_step(critic, *critic.setup_megatron_optimization(10))
     critic.save_to(str(tmp_path / "critic.nemo"))
@@ -211,7 +247,9 @@ def test_a_critic_starts_a_critic_but_its_values_are_no_rewards(tiny_tokenizer_d
         again.set_reward_model()
 
 
-def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(tiny_tokenizer_dir, tmp_path):
+def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
+    tiny_tokenizer_dir, tmp_path
+):
     """With the script's own configuration, in which the number and the weights of the attributes are not given."""
     weights = [2.0, -1.0, 0.5]
     regression = {"num_attributes": 3, "attribute_weights": weights}
@@ -225,13 +263,17 @@ def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(ti
     def critic(**overrides):
         written = OmegaConf.merge(yaml, {"model": overrides}).model
         model_cfg = load_and_override_model_config(tmp_path / "rm.nemo", written)
-        return load_from_nemo(MegatronGPTCriticModel, model_cfg, None, restore_path=tmp_path / "rm.nemo")
+        return load_from_nemo(
+            MegatronGPTCriticModel, model_cfg, None, restore_path=tmp_path / "rm.nemo"
+        )
 
     merging = critic()
     merging.set_reward_model()
     rewards, values = merging.infer_rm_critic((TOKENS, LENGTHS))
     expected = reward_model.infer((TOKENS, LENGTHS)) @ torch.tensor(weights)
     torch.testing.assert_close(rewards, expected)
-    torch.testing.assert_close(values[torch.arange(4), LENGTHS - 1], expected)  # before its first update
+    torch.testing.assert_close(
+        values[torch.arange(4), LENGTHS - 1], expected
+    )  # before its first update
     with pytest.raises(ConfigError, match="num_attributes=3 numbers.*merge_attributes=True"):
         critic(regression={"merge_attributes": False}).set_reward_model()

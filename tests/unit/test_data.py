@@ -29,7 +29,10 @@ from nemo_aligner.data.nlp.datasets import (
 
 
 def write(path, records):
-    path.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records) + "\n")
+    path.write_text(
+        "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
+        + "\n"
+    )
     return str(path)
 
 
@@ -45,16 +48,31 @@ def texts(tmp_path):
 def warnings(monkeypatch):
     """Messages of the warnings so far."""
     messages = []
-    monkeypatch.setattr(logging, "warning", lambda message, *_args, **_kwargs: messages.append(message))
+    monkeypatch.setattr(
+        logging, "warning", lambda message, *_args, **_kwargs: messages.append(message)
+    )
     return messages
 
 
 def model_cfg(**overrides):
-    cfg = {"seed": 1, "data": {"seq_length": 32, "num_workers": 0}, "ppo": {"length_params": {"max_length": 12}}}
+    cfg = {
+        "seed": 1,
+        "data": {"seq_length": 32, "num_workers": 0},
+        "ppo": {"length_params": {"max_length": 12}},
+    }
     return OmegaConf.merge(cfg, overrides)
 
 
-def build(function, data_prefix, tokenizer, cfg=None, splits=None, samples=(-1, -1, -1), seq_length=32, impl="jsonl"):
+def build(
+    function,
+    data_prefix,
+    tokenizer,
+    cfg=None,
+    splits=None,
+    samples=(-1, -1, -1),
+    seq_length=32,
+    impl="jsonl",
+):
     cfg = model_cfg() if cfg is None else cfg
     prefix = OmegaConf.create(data_prefix) if isinstance(data_prefix, dict | list) else data_prefix
     return function(
@@ -89,29 +107,46 @@ def test_prompts_are_the_raw_text(texts, tiny_tokenizer):
 def test_files_follow_one_another_and_blank_lines_do_not_count(tmp_path, texts, tiny_tokenizer):
     second = tmp_path / "second.jsonl"
     second.write_bytes(b'\n{"text": "c\xc3\xa9"}\r\n   \n{"text": "d"}')  # no newline at the end
-    dataset = RLHFDataset([texts(["a", "b"]), second, texts(["e"], "third.jsonl")], tiny_tokenizer, 40)
+    dataset = RLHFDataset(
+        [texts(["a", "b"]), second, texts(["e"], "third.jsonl")], tiny_tokenizer, 40
+    )
     found = [tiny_tokenizer.ids_to_text(dataset[i]["text"].tolist()) for i in range(len(dataset))]
     assert found == ["a", "b", "cé", "d", "e"]
 
 
-def test_limit_is_sequence_length_less_answer_and_long_prompts_are_replaced(texts, tiny_tokenizer, warnings):
+def test_limit_is_sequence_length_less_answer_and_long_prompts_are_replaced(
+    texts, tiny_tokenizer, warnings
+):
     def of_length(tokens):  # the tokenizer has no merges of '#'
         return "#" * tokens
 
     path = texts([of_length(20), of_length(21), of_length(30), of_length(5), of_length(22)])
-    train, validation, test = build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer)
+    train, validation, test = build(
+        build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer
+    )
     assert validation is None and test is None
-    assert [train[i]["length"].item() for i in range(5)] == [20, 5, 5, 5, 20]  # the last is followed by the first
+    assert [train[i]["length"].item() for i in range(5)] == [
+        20,
+        5,
+        5,
+        5,
+        20,
+    ]  # the last is followed by the first
     assert [train[i]["loss_multiplier"].item() for i in range(5)] == [1, 0, 0, 1, 0]
     assert [train[i]["idx"].item() for i in range(5)] == [0, 1, 2, 3, 4]
     (message,) = warnings
-    assert "train data: 3 of 5 prompts are longer than 20 tokens" in message and "longest has 30" in message
+    assert (
+        "train data: 3 of 5 prompts are longer than 20 tokens" in message
+        and "longest has 30" in message
+    )
     assert "seq_length=32" in message and "model.ppo.length_params.max_length=12" in message
 
 
 def test_no_prompt_fits(texts, tiny_tokenizer):
     path = texts(["#" * 25, "#" * 99])
-    with pytest.raises(UserError, match=r"(?s)all 2 prompts are longer than 20 tokens.*longest has 99 tokens"):
+    with pytest.raises(
+        UserError, match=r"(?s)all 2 prompts are longer than 20 tokens.*longest has 99 tokens"
+    ):
         build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer)
     cfg = model_cfg(ppo={"length_params": {"max_length": 32}})
     with pytest.raises(ConfigError, match="no room for prompts: the limit is 0 .*max_length=32"):
@@ -122,7 +157,9 @@ def test_collate_prompts(texts, tiny_tokenizer):
     dataset = RLHFDataset([texts(["#" * 3, "#" * 5, "#" * 50])], tiny_tokenizer, 10)
     cfg = OmegaConf.create({"model": model_cfg()})
     eos = tiny_tokenizer.eos_id
-    batch = collate_with_pad_to_max_batch(4, eos, cfg, generate_masks_and_position_ids=False)([dataset[1], dataset[0]])
+    batch = collate_with_pad_to_max_batch(4, eos, cfg, generate_masks_and_position_ids=False)(
+        [dataset[1], dataset[0]]
+    )
     assert set(batch) == {"text", "length", "loss_multiplier", "idx"}
     assert batch["text"].shape == (2, 9) and batch["text"].dtype == torch.int64
     mark = tiny_tokenizer.text_to_ids("#")
@@ -130,10 +167,14 @@ def test_collate_prompts(texts, tiny_tokenizer):
     assert batch["length"].tolist() == [5, 3] and batch["idx"].tolist() == [1, 0]
     assert batch["loss_multiplier"].dtype == torch.float32
     batch = collate_with_pad_to_max_batch(4, eos, cfg)([dataset[0], dataset[2]])
-    assert batch["loss_multiplier"].tolist() == [1.0, 0.0] and batch["loss_mask"].sum(1).tolist() == [7.0, 0.0]
+    assert batch["loss_multiplier"].tolist() == [1.0, 0.0] and batch["loss_mask"].sum(
+        1
+    ).tolist() == [7.0, 0.0]
     assert batch["position_ids"].tolist() == [list(range(7))] * 2
     mask = batch["attention_mask"]
-    assert mask.shape == (1, 1, 7, 7) and all(mask[0, 0, i, j] == (j > i) for i in range(7) for j in range(7))
+    assert mask.shape == (1, 1, 7, 7) and all(
+        mask[0, 0, i, j] == (j > i) for i in range(7) for j in range(7)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- pairs
@@ -145,7 +186,9 @@ def test_pairs(texts, tiny_tokenizer, warnings):
     dataset = RewardModelDataset([path], tiny_tokenizer, 8)
     assert len(dataset) == 3
     assert "2 of 5 pairs are left out" in warnings[0] and "longest has 12" in warnings[0]
-    for index, (chosen, rejected) in enumerate([("AAA", "BBBB"), ("EE", "FFF"), ("I" * 8, "J" * 8)]):
+    for index, (chosen, rejected) in enumerate(
+        [("AAA", "BBBB"), ("EE", "FFF"), ("I" * 8, "J" * 8)]
+    ):
         item = dataset[index]
         for name, text in (("chosen", chosen), ("rejected", rejected)):
             ids = tiny_tokenizer.text_to_ids(text)
@@ -161,12 +204,20 @@ def test_bad_pairs(tmp_path, texts, tiny_tokenizer):
     odd = texts(["a", "b", "c"])
     with pytest.raises(UserError, match=r"data.jsonl has 3 lines, an odd number"):
         RewardModelDataset([odd], tiny_tokenizer, 8)
-    with pytest.raises(UserError, match="one.jsonl has 1 lines"):  # two odd files do not make an even one
+    with pytest.raises(
+        UserError, match="one.jsonl has 1 lines"
+    ):  # two odd files do not make an even one
         RewardModelDataset([texts(["a"], "one.jsonl"), odd], tiny_tokenizer, 8)
-    with pytest.raises(UserError, match="all 1 pairs have a text longer than seq_length=8 tokens; the longest has 9"):
+    with pytest.raises(
+        UserError,
+        match="all 1 pairs have a text longer than seq_length=8 tokens; the longest has 9",
+    ):
         RewardModelDataset([texts(["#" * 9, "a"])], tiny_tokenizer, 8)
     labelled = write(tmp_path / "labelled.jsonl", [{"text": "a"}, {"text": "b", "label": [1.0]}])
-    with pytest.raises(UserError, match=r"labelled.jsonl, line 2: field 'label'.* model.reward_model_type=regression"):
+    with pytest.raises(
+        UserError,
+        match=r"labelled.jsonl, line 2: field 'label'.* model.reward_model_type=regression",
+    ):
         build(build_train_valid_test_rm_datasets, {"train": [labelled]}, tiny_tokenizer)
 
 
@@ -174,20 +225,32 @@ def test_bad_pairs(tmp_path, texts, tiny_tokenizer):
 def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, warnings, limit):
     """Whatever combination of short and long texts stands in the file, wherever: pair k stays lines 2k and 2k + 1."""
     rng = torch.Generator().manual_seed(limit)
-    lengths = torch.randint(1, 13, (40,), generator=rng).tolist() + [12, 12, 1, 1]  # the last pair fits
+    lengths = torch.randint(1, 13, (40,), generator=rng).tolist() + [
+        12,
+        12,
+        1,
+        1,
+    ]  # the last pair fits
     names = [chr(ord("A") + i // 2 % 26) * n for i, n in enumerate(lengths)]
     names[1::2] = [name.lower() for name in names[1::2]]
     dataset = RewardModelDataset([texts(names)], tiny_tokenizer, limit)
     expected = [
-        (good, bad) for good, bad in zip(names[::2], names[1::2], strict=True) if max(len(good), len(bad)) <= limit
+        (good, bad)
+        for good, bad in zip(names[::2], names[1::2], strict=True)
+        if max(len(good), len(bad)) <= limit
     ]
     found = []
     for item in (dataset[i] for i in range(len(dataset))):
-        pair = (item["chosen"][: item["chosen_length"]], item["rejected"][: item["rejected_length"]])
+        pair = (
+            item["chosen"][: item["chosen_length"]],
+            item["rejected"][: item["rejected_length"]],
+        )
         found.append(tuple(tiny_tokenizer.ids_to_text(tokens.tolist()) for tokens in pair))
     assert found == expected
     left_out = 22 - len(expected)
-    assert [f"{left_out} of 22 pairs" in message for message in warnings] == [True] * (left_out > 0)
+    assert [f"{left_out} of 22 pairs" in message for message in warnings] == [True] * (
+        left_out > 0
+    )
 
 
 # ----------------------------------------------------------------------------------------------- labelled texts
@@ -195,7 +258,9 @@ def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, 
 
 def labels_file(path, labels, texts=None):
     texts = texts or [f"text {i}" for i in range(len(labels))]
-    return write(path, [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)])
+    return write(
+        path, [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)]
+    )
 
 
 def test_labelled_texts(tmp_path, tiny_tokenizer, warnings):
@@ -212,7 +277,9 @@ def test_labelled_texts(tmp_path, tiny_tokenizer, warnings):
         assert item["labels"].tolist() == label and item["labels"].dtype == torch.float32
         assert item["position_ids"].tolist() == list(range(8)) and item["idx"] == index
     assert dataset[-1]["loss_mask"].sum() == 0 and dataset[-1]["labels"].tolist() == [1.0, -0.5]
-    with pytest.raises(UserError, match="train data: all 4 texts are longer than seq_length=1 tokens; .* has 30"):
+    with pytest.raises(
+        UserError, match="train data: all 4 texts are longer than seq_length=1 tokens; .* has 30"
+    ):
         RegressionRewardModelDataset([path], tiny_tokenizer, 1, 2)
 
 
@@ -229,14 +296,23 @@ def test_labels_of_one_attribute_and_their_configuration(tmp_path, tiny_tokenize
     assert train[0]["inputs"][train[0]["lengths"] - 1] == tiny_tokenizer.eos_id
     pairs = labels_file(tmp_path / "two.jsonl", [[1, 2], [-7, -7]])
     cfg = model_cfg(regression={"num_attributes": 2, "loss_mask_val": -7})
-    parts = build(build_train_valid_test_regression_rm_datasets, pairs, tiny_tokenizer, cfg, splits="50,50,0")
-    assert [part and part[0]["labels"].tolist() for part in parts] == [[1.0, 2.0], [-7.0, -7.0], None]
+    parts = build(
+        build_train_valid_test_regression_rm_datasets, pairs, tiny_tokenizer, cfg, splits="50,50,0"
+    )
+    assert [part and part[0]["labels"].tolist() for part in parts] == [
+        [1.0, 2.0],
+        [-7.0, -7.0],
+        None,
+    ]
 
 
 def test_bad_labels_are_named_with_file_and_line(tmp_path, tiny_tokenizer):
     good = '{"text": "a", "label": [1, 2]}'
     cases = [
-        ('{"text": "a", "label": [1]}', "field 'label' has 1 number, but model.regression.num_attributes=2"),
+        (
+            '{"text": "a", "label": [1]}',
+            "field 'label' has 1 number, but model.regression.num_attributes=2",
+        ),
         ('{"text": "a", "label": [1, 2, 3]}', "field 'label' has 3 numbers"),
         ('{"text": "a", "label": []}', "field 'label' has 0 numbers"),
         ('{"text": "a", "label": 1}', "field 'label' has 1 number,"),
@@ -247,7 +323,10 @@ def test_bad_labels_are_named_with_file_and_line(tmp_path, tiny_tokenizer):
         ('{"text": "a", "label": [1, "2"]}', "must hold finite numbers"),
         ('{"text": "a", "label": [1, true]}', "must hold finite numbers"),
         ('{"text": "a", "label": "high"}', 'is "high": it must hold finite numbers'),
-        ('{"text": "a", "score": [1, 2]}', r"field 'label' is missing; the line has \['score', 'text'\]"),
+        (
+            '{"text": "a", "score": [1, 2]}',
+            r"field 'label' is missing; the line has \['score', 'text'\]",
+        ),
         ('{"label": [1, 2]}', "field 'text' is missing"),
     ]
     for line, message in cases:
@@ -255,7 +334,9 @@ def test_bad_labels_are_named_with_file_and_line(tmp_path, tiny_tokenizer):
         with pytest.raises(UserError, match=f"(?s)bad.jsonl, line 3: .*{message}"):
             RegressionRewardModelDataset([path], tiny_tokenizer, 20, 2)
     path = labels_file(tmp_path / "none.jsonl", [[-100, -100]] * 2)
-    with pytest.raises(UserError, match=r"every label is model.regression.loss_mask_val=-100.*none.jsonl"):
+    with pytest.raises(
+        UserError, match=r"every label is model.regression.loss_mask_val=-100.*none.jsonl"
+    ):
         RegressionRewardModelDataset([path], tiny_tokenizer, 20, 2)
 
 
@@ -267,7 +348,10 @@ def sft_cfg(path, **overrides):
 
 
 def test_sft_learns_the_answer_and_the_end(tmp_path, tiny_tokenizer):
-    path = write(tmp_path / "sft.jsonl", [{"input": "Review: bad", "output": "sad"}, {"input": "I", "output": "a b"}])
+    path = write(
+        tmp_path / "sft.jsonl",
+        [{"input": "Review: bad", "output": "sad"}, {"input": "I", "output": "a b"}],
+    )
     dataset = build_sft_dataset(sft_cfg(path), tiny_tokenizer, is_chat=False)
     eos = tiny_tokenizer.eos_id
     batch = dataset.collate_fn([dataset[0], dataset[1]])
@@ -275,17 +359,27 @@ def test_sft_learns_the_answer_and_the_end(tmp_path, tiny_tokenizer):
         ("tokens", "labels", "loss_mask", "position_ids"), (2, 16)
     )
     for row, (prompt, answer) in enumerate([("Review: bad", " sad"), ("I", " a b")]):
-        prompt, answer = tiny_tokenizer.text_to_ids(prompt), tiny_tokenizer.text_to_ids(answer) + [eos]
+        prompt, answer = (
+            tiny_tokenizer.text_to_ids(prompt),
+            tiny_tokenizer.text_to_ids(answer) + [eos],
+        )
         tokens = prompt + answer
         assert batch["tokens"][row].tolist() == tokens + [eos] * (16 - len(tokens))
         assert batch["labels"][row].tolist() == tokens[1:] + [eos] * (17 - len(tokens))
         assert batch["labels"][row][batch["loss_mask"][row].bool()].tolist() == answer
         assert batch["position_ids"][row].tolist() == list(range(16))
-    everything = build_sft_dataset(sft_cfg(path), tiny_tokenizer, is_chat=False, answer_only_loss=False)
-    assert everything.collate_fn([everything[0]])["loss_mask"].sum() == len(everything[0]["tokens"]) - 1
+    everything = build_sft_dataset(
+        sft_cfg(path), tiny_tokenizer, is_chat=False, answer_only_loss=False
+    )
+    assert (
+        everything.collate_fn([everything[0]])["loss_mask"].sum()
+        == len(everything[0]["tokens"]) - 1
+    )
     empty_slot = dataset.collate_fn([dataset[-1], dataset[0]])
     assert empty_slot["loss_mask"][0].sum() == 0 and empty_slot["loss_mask"][1].sum() > 0
-    plain = build_sft_dataset(sft_cfg(path, add_eos=False, pad_to_max_length=True), tiny_tokenizer, is_chat=False)
+    plain = build_sft_dataset(
+        sft_cfg(path, add_eos=False, pad_to_max_length=True), tiny_tokenizer, is_chat=False
+    )
     assert plain[0]["tokens"] == dataset[0]["tokens"][:-1]
     assert plain.collate_fn([plain[0]])["tokens"].shape == (1, 64)
     assert len(build_sft_dataset(sft_cfg(path), tiny_tokenizer, num_samples=1, is_chat=False)) == 1
@@ -293,7 +387,9 @@ def test_sft_learns_the_answer_and_the_end(tmp_path, tiny_tokenizer):
 
 def test_sft_template_with_more_fields(tmp_path, tiny_tokenizer):
     path = write(tmp_path / "sft.jsonl", [{"who": "me", "q": "", "a": "yes"}])
-    cfg = sft_cfg(path, prompt_template="User {who}: {q}\nAnswer:{a}", label_key="a", truncation_field="q")
+    cfg = sft_cfg(
+        path, prompt_template="User {who}: {q}\nAnswer:{a}", label_key="a", truncation_field="q"
+    )
     item = build_sft_dataset(cfg, tiny_tokenizer, is_chat=False)[0]
     assert tiny_tokenizer.ids_to_text(item["tokens"][:-1]) == "User me: \nAnswer:yes"
     assert tiny_tokenizer.ids_to_text(item["tokens"][item["answer_start"] : -1]) == "yes"
@@ -324,10 +420,13 @@ def test_sft_truncation(tmp_path, tiny_tokenizer, warnings):
 
     assert text(0) == "ABCDExy<|endoftext|>"
     assert text(0, truncation_method="left") == "DEFGHxy<|endoftext|>"
-    assert text(1) == "#" * 8  # the prompt is gone, and the answer has lost its end: nothing says that it ends here
+    assert (
+        text(1) == "#" * 8
+    )  # the prompt is gone, and the answer has lost its end: nothing says that it ends here
     assert text(0, truncation_field="") == "ABCDEFGH"
     assert (
-        "2 of 3 examples are longer than max_seq_length=8" in warnings[0] and "0 of them keep nothing" in warnings[0]
+        "2 of 3 examples are longer than max_seq_length=8" in warnings[0]
+        and "0 of them keep nothing" in warnings[0]
     )
     assert "1 of them keep nothing of the answer" in warnings[-1]
 
@@ -338,10 +437,16 @@ def test_sft_refusals(tmp_path, tiny_tokenizer):
         ({"prompt_template": "{output} {input}"}, "must end with the answer, {output}"),
         ({"truncation_field": "context"}, "truncation_field='context' is not a field"),
         ({"truncation_method": "middle"}, "'middle'"),
-        ({"max_seq_length": 5, "truncation_field": None}, "in all 1 examples the prompt alone fills max_seq_length=5"),
+        (
+            {"max_seq_length": 5, "truncation_field": None},
+            "in all 1 examples the prompt alone fills max_seq_length=5",
+        ),
         ({"hf_dataset": True}, "hf_dataset=True"),
         ({"file_path": None}, "file_path .* is not set"),
-        ({"label_key": "answer", "prompt_template": "{input}{answer}"}, "line 1: field 'answer' is missing"),
+        (
+            {"label_key": "answer", "prompt_template": "{input}{answer}"},
+            "line 1: field 'answer' is missing",
+        ),
     ]
     for overrides, message in cases:
         with pytest.raises(UserError, match=message):
@@ -358,7 +463,10 @@ def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
     cases = [
         ([good, "", '{"text": "broken'], "bad.jsonl, line 3: not valid JSON"),
         ([good, "[1, 2]"], "bad.jsonl, line 2: a JSON object is needed, not list"),
-        ([good, '{"txt": "a", "b": 1}'], r"bad.jsonl, line 2: field 'text' is missing; the line has \['b', 'txt'\]"),
+        (
+            [good, '{"txt": "a", "b": 1}'],
+            r"bad.jsonl, line 2: field 'text' is missing; the line has \['b', 'txt'\]",
+        ),
         (['{"text": 7}'], "bad.jsonl, line 1: field 'text' must be text, not int"),
         (['{"text": " "}'], "bad.jsonl, line 1: field 'text' is empty"),
         ([""], "bad.jsonl is empty"),
@@ -370,7 +478,9 @@ def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
                 cls([path], tiny_tokenizer, 20)
     (tmp_path / "bad.jsonl").write_bytes(good.encode() + b'\n{"text": "\xff"}\n')
     with pytest.raises(UserError, match="bad.jsonl, line 2: not valid JSON .*utf-8"):
-        SFTDataset([tmp_path / "bad.jsonl"], tiny_tokenizer, 20, "{text}", "text", truncation_field="")
+        SFTDataset(
+            [tmp_path / "bad.jsonl"], tiny_tokenizer, 20, "{text}", "text", truncation_field=""
+        )
     with pytest.raises(UserError, match="missing.jsonl does not exist"):
         RLHFDataset([tmp_path / "missing.jsonl"], tiny_tokenizer, 20)
     with pytest.raises(UserError, match="does not exist .it is a folder"):
@@ -388,14 +498,29 @@ def test_one_file_is_split(texts, tiny_tokenizer):
     names = [f"prompt {i}" for i in range(10)]
     for prefix in (texts(names), [texts(names)]):
         parts = build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, splits="8,1,1")
-        assert [prompts_of(part, tiny_tokenizer) for part in parts] == [names[:8], names[8:9], names[9:]]
+        assert [prompts_of(part, tiny_tokenizer) for part in parts] == [
+            names[:8],
+            names[8:9],
+            names[9:],
+        ]
     train, validation, test = build(
-        build_train_valid_test_rlhf_datasets, texts(names), tiny_tokenizer, splits="50/50", samples=(3, 99, -1)
+        build_train_valid_test_rlhf_datasets,
+        texts(names),
+        tiny_tokenizer,
+        splits="50/50",
+        samples=(3, 99, -1),
     )
     assert prompts_of(train, tiny_tokenizer) == names[:3] and len(validation) == 5 and test is None
-    pairs = build(build_train_valid_test_rm_datasets, texts(names), tiny_tokenizer, splits="60,40,0")
+    pairs = build(
+        build_train_valid_test_rm_datasets, texts(names), tiny_tokenizer, splits="60,40,0"
+    )
     assert [part and len(part) for part in pairs] == [3, 2, None]
-    assert tiny_tokenizer.ids_to_text(pairs[1][0]["rejected"][: pairs[1][0]["rejected_length"]].tolist()) == names[7]
+    assert (
+        tiny_tokenizer.ids_to_text(
+            pairs[1][0]["rejected"][: pairs[1][0]["rejected_length"]].tolist()
+        )
+        == names[7]
+    )
     with pytest.raises(ConfigError, match="model.data.splits_string="):
         build(build_train_valid_test_rlhf_datasets, texts(names), tiny_tokenizer)
     with pytest.raises(ConfigError, match="three weights are needed"):
@@ -404,17 +529,26 @@ def test_one_file_is_split(texts, tiny_tokenizer):
 
 def test_a_replaced_prompt_of_one_part_does_not_come_from_another(texts, tiny_tokenizer):
     path = texts(["short", "#" * 30, "also short", "other"])
-    train, validation, _ = build(build_train_valid_test_rlhf_datasets, path, tiny_tokenizer, splits="50,50,0")
+    train, validation, _ = build(
+        build_train_valid_test_rlhf_datasets, path, tiny_tokenizer, splits="50,50,0"
+    )
     assert prompts_of(train, tiny_tokenizer) == ["short", "short"]
     with pytest.raises(UserError, match="all 1 prompts"):
         build(build_train_valid_test_rlhf_datasets, path, tiny_tokenizer, splits="25,25,50")
 
 
 def test_several_validation_sets(texts, tiny_tokenizer):
-    prefix = {"train": texts(["a"]), "validation": [texts(["b"], "v")], "validation_hard": texts(["c", "d"], "h")}
+    prefix = {
+        "train": texts(["a"]),
+        "validation": [texts(["b"], "v")],
+        "validation_hard": texts(["c", "d"], "h"),
+    }
     train, validation, test = build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer)
     assert prompts_of(train, tiny_tokenizer) == ["a"] and test is None
-    assert {key: len(part) for key, part in validation.items()} == {"validation": 1, "validation_hard": 2}
+    assert {key: len(part) for key, part in validation.items()} == {
+        "validation": 1,
+        "validation_hard": 2,
+    }
     prefix.pop("validation_hard")
     assert len(build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer)[1]) == 1
 
@@ -437,21 +571,36 @@ def test_rollouts_are_validated_on_one_set(texts, tiny_tokenizer):
     path = texts(["a"])
     for validation, message in (
         ({}, "has no validation files"),
-        ({"validation": [path], "validation_b": [path]}, "several validation sets .validation, validation_b"),
+        (
+            {"validation": [path], "validation_b": [path]},
+            "several validation sets .validation, validation_b",
+        ),
     ):
-        _, built, _ = build(build_train_valid_test_rlhf_datasets, {"train": [path]} | validation, tiny_tokenizer)
+        _, built, _ = build(
+            build_train_valid_test_rlhf_datasets, {"train": [path]} | validation, tiny_tokenizer
+        )
         with pytest.raises(ConfigError, match=message):
             the_validation_prompts(built)
-    _, built, _ = build(build_train_valid_test_rlhf_datasets, {"train": [path], "validation": [path]}, tiny_tokenizer)
+    _, built, _ = build(
+        build_train_valid_test_rlhf_datasets,
+        {"train": [path], "validation": [path]},
+        tiny_tokenizer,
+    )
     assert the_validation_prompts(built) is built
 
 
 @pytest.mark.parametrize("section, remote", [("ppo", "remote_critic_rm"), ("rs", "remote_rm")])
-def test_requests_too_narrow_for_the_longest_rollout_are_refused(texts, tiny_tokenizer, section, remote):
+def test_requests_too_narrow_for_the_longest_rollout_are_refused(
+    texts, tiny_tokenizer, section, remote
+):
     sentence = "the film is the film"
     tokens = len(tiny_tokenizer.text_to_ids(sentence))
     assert tokens < len(sentence)  # so a bound from the number of characters is not the length
-    model = {"seed": 1, "data": {"seq_length": 48, "num_workers": 0}, section: {"length_params": {"max_length": 12}}}
+    model = {
+        "seed": 1,
+        "data": {"seq_length": 48, "num_workers": 0},
+        section: {"length_params": {"max_length": 12}},
+    }
     # 36 tokens are the limit: the prompt of 40 is replaced and does not count
     train_file, validation_file = (
         texts(["#" * 9, "#" * 40, sentence], "train.jsonl"),
@@ -465,7 +614,8 @@ def test_requests_too_narrow_for_the_longest_rollout_are_refused(texts, tiny_tok
         seq_length=48,
     )
     lengths = {
-        dataset.name: max(int(dataset[i]["length"]) for i in range(len(dataset))) for dataset in (train, validation)
+        dataset.name: max(int(dataset[i]["length"]) for i in range(len(dataset)))
+        for dataset in (train, validation)
     }
 
     def check(pad_to_length, datasets):
@@ -487,10 +637,14 @@ def test_requests_too_narrow_for_the_longest_rollout_are_refused(texts, tiny_tok
 
 
 def test_wide_requests_need_no_lengths(texts, tiny_tokenizer):
-    train, _, _ = build(build_train_valid_test_rlhf_datasets, {"train": [texts(["a", "b" * 15])]}, tiny_tokenizer)
+    train, _, _ = build(
+        build_train_valid_test_rlhf_datasets, {"train": [texts(["a", "b" * 15])]}, tiny_tokenizer
+    )
     train.encode = None  # so that tokenizing would fail
     for pad_to_length in (32, 33, None):
-        cfg = OmegaConf.create({"model": model_cfg(), "remote_rm": {"pad_to_length": pad_to_length}})
+        cfg = OmegaConf.create(
+            {"model": model_cfg(), "remote_rm": {"pad_to_length": pad_to_length}}
+        )
         check_pad_to_length(cfg, "remote_rm", "ppo", [train])
 
 
@@ -507,6 +661,8 @@ def test_dataloader_resumes_and_leaves_the_global_generator_alone(texts, tiny_to
     assert batches(8, load_gbs=False) == batches(0, load_gbs=False)[4:]
     assert [i for b in batches(0) for i in b] == [i for b in batches(0, load_gbs=False) for i in b]
     assert batches(0, use_random_sampler=False) == [list(range(8)), list(range(8, 16))]
-    padded = batches(0, use_random_sampler=False, drop_last=False, pad_samples_to_global_batch_size=True)
+    padded = batches(
+        0, use_random_sampler=False, drop_last=False, pad_samples_to_global_batch_size=True
+    )
     assert padded[-1] == [16, 17, 18, 19, -1, -1, -1, -1]
     assert torch.equal(torch.get_rng_state(), before)

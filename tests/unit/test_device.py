@@ -10,25 +10,33 @@ import torch
 from nemo_aligner.parallel import device
 
 
-@pytest.mark.parametrize("module, name, reason", device.TOUCHED, ids=lambda value: str(value)[-40:])
+@pytest.mark.parametrize(
+    "module, name, reason", device.TOUCHED, ids=lambda value: str(value)[-40:]
+)
 def test_every_touched_name_exists_and_has_a_reason(module, name, reason):
     device._resolve(module, name)
     assert reason
 
 
 def test_missing_name_is_reported():
-    with pytest.raises(ImportError, match="megatron.core.optimizer.clip_grads.get_grad_norm_fp64.*setup.py"):
+    with pytest.raises(
+        ImportError, match="megatron.core.optimizer.clip_grads.get_grad_norm_fp64.*setup.py"
+    ):
         device._resolve("megatron.core.optimizer.clip_grads", "get_grad_norm_fp64")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the adaptation of a machine without CUDA")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="looks at the adaptation of a machine without CUDA"
+)
 def test_remapped_functions_name_no_cuda_device():
     device.adapt_megatron_core()
     for module, name, _reason in device.REMAPPED_CONSTANTS:
         function = device.inspect.unwrap(device._resolve(module, name)[2])
         function = getattr(function, "__func__", function)
         constants = list(function.__code__.co_consts)
-        constants += [inner for constant in constants if isinstance(constant, tuple) for inner in constant]
+        constants += [
+            inner for constant in constants if isinstance(constant, tuple) for inner in constant
+        ]
         assert not {"cuda", "torch.cuda.FloatTensor", "torch.cuda.HalfTensor"} & {
             c for c in constants if isinstance(c, str)
         }, name
@@ -39,6 +47,10 @@ def test_constants_are_rewritten_and_nothing_else():
         return ["cuda", "torch.cuda.FloatTensor,  ", "torch.cuda.is_available", ("cuda", 3)]
 
     constants = device._cpu_constant(allocate.__code__).co_consts
-    flat = [c for constant in constants for c in (constant if isinstance(constant, tuple) else (constant,))]
+    flat = [
+        c
+        for constant in constants
+        for c in (constant if isinstance(constant, tuple) else (constant,))
+    ]
     assert "cuda" not in flat and "cpu" in flat
     assert "torch.FloatTensor,  " in flat and "torch.cuda.is_available" in flat

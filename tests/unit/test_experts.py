@@ -6,7 +6,10 @@ losses that balance the experts; and combinations that are refused.
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_moe_layer_wise_logging_tracker,
+)
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from nemo_aligner.core.errors import ConfigError
@@ -30,16 +33,22 @@ def no_balance_losses_are_left_behind():
 
 
 def logits_of(model):
-    return forward_collect(model.model, {"tokens": TOKENS}, micro_batch_size=2, output_fn=lambda output, _: output)
+    return forward_collect(
+        model.model, {"tokens": TOKENS}, micro_batch_size=2, output_fn=lambda output, _: output
+    )
 
 
 def weights_of(model):
-    return {k: v for k, v in model.unwrapped()[0].state_dict().items() if isinstance(v, torch.Tensor)}
+    return {
+        k: v for k, v in model.unwrapped()[0].state_dict().items() if isinstance(v, torch.Tensor)
+    }
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_equal_experts_are_a_dense_model(tiny_tokenizer_dir, architecture):
-    dense = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, architecture, ffn_hidden_size=FFN, init_method_std=0.3))
+    dense = MegatronGPTModel(
+        tiny_config(tiny_tokenizer_dir, architecture, ffn_hidden_size=FFN, init_method_std=0.3)
+    )
     mixture = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, architecture, **MOE))
     theirs = weights_of(dense)
     for name, tensor in weights_of(mixture).items():
@@ -76,18 +85,30 @@ def as_mixtral(weights, cfg, vocab):
     groups, per_group, size = 2, 2, 8
     for i in range(cfg.num_layers):
         ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
-        grouped = weights[ours + "self_attention.linear_qkv.weight"].view(groups, per_group + 2, size, -1)
+        grouped = weights[ours + "self_attention.linear_qkv.weight"].view(
+            groups, per_group + 2, size, -1
+        )
         experts = [ours + f"mlp.experts.local_experts.{e}." for e in range(EXPERTS)]
         mapped |= {
-            theirs + "self_attn.q_proj.weight": grouped[:, :per_group].reshape(groups * per_group * size, -1),
+            theirs + "self_attn.q_proj.weight": grouped[:, :per_group].reshape(
+                groups * per_group * size, -1
+            ),
             theirs + "self_attn.k_proj.weight": grouped[:, per_group].reshape(groups * size, -1),
-            theirs + "self_attn.v_proj.weight": grouped[:, per_group + 1].reshape(groups * size, -1),
-            theirs + "self_attn.o_proj.weight": weights[ours + "self_attention.linear_proj.weight"],
+            theirs + "self_attn.v_proj.weight": grouped[:, per_group + 1].reshape(
+                groups * size, -1
+            ),
+            theirs + "self_attn.o_proj.weight": weights[
+                ours + "self_attention.linear_proj.weight"
+            ],
             theirs + "input_layernorm.weight": weights[ours + "input_layernorm.weight"],
             theirs + "post_attention_layernorm.weight": weights[ours + "pre_mlp_layernorm.weight"],
             theirs + "mlp.gate.weight": weights[ours + "mlp.router.weight"],
-            theirs + "mlp.experts.gate_up_proj": torch.stack([weights[e + "linear_fc1.weight"] for e in experts]),
-            theirs + "mlp.experts.down_proj": torch.stack([weights[e + "linear_fc2.weight"] for e in experts]),
+            theirs + "mlp.experts.gate_up_proj": torch.stack(
+                [weights[e + "linear_fc1.weight"] for e in experts]
+            ),
+            theirs + "mlp.experts.down_proj": torch.stack(
+                [weights[e + "linear_fc2.weight"] for e in experts]
+            ),
         }
     hf.load_state_dict(mapped)
     return hf
@@ -100,7 +121,12 @@ def test_logits_and_gradients_equal_mixtral(tiny_tokenizer_dir):
     hf = as_mixtral(weights, cfg, model.padded_vocab_size)
 
     def loss_of(logits, tokens):
-        return torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="sum") / 14
+        return (
+            torch.nn.functional.cross_entropy(
+                logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="sum"
+            )
+            / 14
+        )
 
     expected = hf(TOKENS).logits
     torch.testing.assert_close(logits_of(model), expected.detach(), atol=2e-4, rtol=1e-4)
@@ -114,20 +140,35 @@ def test_logits_and_gradients_equal_mixtral(tiny_tokenizer_dir):
         return loss, {"loss": loss}
 
     forward_backward(model.model, {"tokens": TOKENS}, micro_batch_size=1, loss_fn=share)
-    ours = {name: parameter.main_grad for name, parameter in model.unwrapped()[0].named_parameters()}
+    ours = {
+        name: parameter.main_grad for name, parameter in model.unwrapped()[0].named_parameters()
+    }
     for i, layer in enumerate(hf.model.layers):
         mlp = f"decoder.layers.{i}.mlp."
-        torch.testing.assert_close(ours[mlp + "router.weight"], layer.mlp.gate.weight.grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            ours[mlp + "router.weight"], layer.mlp.gate.weight.grad, atol=1e-4, rtol=1e-4
+        )
         for e in range(EXPERTS):
             expert = mlp + f"experts.local_experts.{e}.linear_"
-            for name, theirs in (("fc1", layer.mlp.experts.gate_up_proj), ("fc2", layer.mlp.experts.down_proj)):
-                torch.testing.assert_close(ours[f"{expert}{name}.weight"], theirs.grad[e], atol=1e-4, rtol=1e-4)
+            for name, theirs in (
+                ("fc1", layer.mlp.experts.gate_up_proj),
+                ("fc2", layer.mlp.experts.down_proj),
+            ):
+                torch.testing.assert_close(
+                    ours[f"{expert}{name}.weight"], theirs.grad[e], atol=1e-4, rtol=1e-4
+                )
 
 
 @pytest.mark.parametrize("top_k, pre_softmax", [(1, True), (2, True), (3, False)])
 def test_layer_equals_a_loop_over_tokens(tiny_tokenizer_dir, top_k, pre_softmax):
     model = MegatronGPTModel(
-        tiny_config(tiny_tokenizer_dir, "gpt2", **MOE, moe_router_topk=top_k, moe_router_pre_softmax=pre_softmax)
+        tiny_config(
+            tiny_tokenizer_dir,
+            "gpt2",
+            **MOE,
+            moe_router_topk=top_k,
+            moe_router_pre_softmax=pre_softmax,
+        )
     )
     layer = model.unwrapped()[0].decoder.layers[0].mlp
     with torch.no_grad():
@@ -146,7 +187,9 @@ def test_layer_equals_a_loop_over_tokens(tiny_tokenizer_dir, top_k, pre_softmax)
                 expected = torch.zeros(32)
                 for e in chosen:
                     expert = layer.experts.local_experts[e]
-                    inner = torch.nn.functional.gelu(expert.linear_fc1.weight @ x + expert.linear_fc1.bias)
+                    inner = torch.nn.functional.gelu(
+                        expert.linear_fc1.weight @ x + expert.linear_fc1.bias
+                    )
                     out = expert.linear_fc2.weight @ inner + expert.linear_fc2.bias
                     expected += torch.tensor(scores[e]).exp() / total * out
                 torch.testing.assert_close(output[s, b], expected, atol=1e-4, rtol=1e-4)
@@ -166,13 +209,18 @@ def test_cached_decoding_chooses_the_experts_of_a_full_pass(tiny_tokenizer_dir):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **MOE))
     params = GenerationParams(max_length=10, use_greedy=True)
     prompts, lengths = TOKENS[:, :4], torch.tensor([4, 2])
-    output = MegatronGenerator(model.model, model.tokenizer, 40).generate(prompts, lengths, torch.arange(2), params)
+    output = MegatronGenerator(model.model, model.tokenizer, 40).generate(
+        prompts, lengths, torch.arange(2), params
+    )
     model.set_eval()
     for row, length in enumerate(lengths.tolist()):
         text = prompts[row, :length].tolist()
         for _ in range(10):
             logits = forward_collect(
-                model.model, {"tokens": torch.tensor([text])}, micro_batch_size=1, output_fn=lambda x, _: x
+                model.model,
+                {"tokens": torch.tensor([text])},
+                micro_batch_size=1,
+                output_fn=lambda x, _: x,
             )
             text.append(int(logits[0, -1, : model.tokenizer.vocab_size].argmax()))
             if text[-1] == model.tokenizer.eos_id:
@@ -202,7 +250,9 @@ def test_gradients_of_the_balance_losses(tiny_tokenizer_dir):
     weight = router.weight.detach().clone().requires_grad_()
     logits = hidden.reshape(15, 32) @ weight.T
     share_of_tokens = chosen.float().sum(0) / (15 * 2)
-    balance = EXPERTS * (share_of_tokens * logits.softmax(-1).mean(0)).sum()  # Switch Transformer, eq. 4
+    balance = (
+        EXPERTS * (share_of_tokens * logits.softmax(-1).mean(0)).sum()
+    )  # Switch Transformer, eq. 4
     z_loss = logits.logsumexp(-1).square().mean()  # ST-MoE, eq. 5
     (0.7 * balance + 0.2 * z_loss).backward()
     torch.testing.assert_close(gradient, weight.grad, atol=1e-6, rtol=1e-4)
@@ -211,12 +261,16 @@ def test_gradients_of_the_balance_losses(tiny_tokenizer_dir):
 
 
 def test_balance_losses_are_metrics(tiny_tokenizer_dir):
-    cfg = tiny_config(tiny_tokenizer_dir, **MOE, num_layers=1, moe_aux_loss_coeff=0.7, moe_z_loss_coeff=0.2)
+    cfg = tiny_config(
+        tiny_tokenizer_dir, **MOE, num_layers=1, moe_aux_loss_coeff=0.7, moe_z_loss_coeff=0.2
+    )
     model = MegatronGPTModel(cfg)
     model.setup_megatron_optimization(max_steps=1)
     seen = []
     model.unwrapped()[0].decoder.layers[0].mlp.register_forward_hook(
-        lambda layer, inputs, _: seen.append(layer.router.gating(inputs[0]).detach().reshape(-1, EXPERTS))
+        lambda layer, inputs, _: seen.append(
+            layer.router.gating(inputs[0]).detach().reshape(-1, EXPERTS)
+        )
     )
     for _ in range(2):  # the second pass starts from nothing
         model.prepare_for_training_step()
@@ -251,7 +305,9 @@ def test_auxiliary_loss_balances_the_experts(tiny_tokenizer_dir):
     loads = []
     for _ in range(150):
         gradient, chosen = balance_gradient(router, hidden)
-        loads.append(chosen.float().mean(0).max() / 0.5)  # of the busiest expert; 1 is an even load
+        loads.append(
+            chosen.float().mean(0).max() / 0.5
+        )  # of the busiest expert; 1 is an even load
         with torch.no_grad():
             router.weight -= 0.2 * gradient
     assert loads[0] > 1.5 and loads[-1] < 1.15
@@ -260,8 +316,14 @@ def test_auxiliary_loss_balances_the_experts(tiny_tokenizer_dir):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"expert_model_parallel_size": 3}, "num_moe_experts=4.*multiple of model.expert_model_parallel_size=3"),
-        ({"num_moe_experts": None, "expert_model_parallel_size": 2}, "expert_model_parallel_size=2.*is not set"),
+        (
+            {"expert_model_parallel_size": 3},
+            "num_moe_experts=4.*multiple of model.expert_model_parallel_size=3",
+        ),
+        (
+            {"num_moe_experts": None, "expert_model_parallel_size": 2},
+            "expert_model_parallel_size=2.*is not set",
+        ),
         ({"moe_router_topk": 5}, "moe_router_topk=5.*num_moe_experts=4"),
         ({"moe_router_topk": 1}, "moe_router_topk=1 needs model.moe_router_pre_softmax=True"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*aux_loss or none"),
@@ -272,7 +334,10 @@ def test_auxiliary_loss_balances_the_experts(tiny_tokenizer_dir):
         ({"moe_token_dispatcher_type": "allgather"}, "'allgather'.*only alltoall"),
         ({"moe_grouped_gemm": True}, "moe_grouped_gemm=True"),
         ({"tensor_model_parallel_size": 2}, "needs model.sequence_parallel=True"),
-        ({"tensor_model_parallel_size": 2, "sequence_parallel": True, "bias": True}, "needs model.bias=False"),
+        (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bias": True},
+            "needs model.bias=False",
+        ),
     ],
 )
 def test_refused_combinations(tiny_tokenizer_dir, keys, message):
@@ -281,5 +346,7 @@ def test_refused_combinations(tiny_tokenizer_dir, keys, message):
 
 
 def test_more_expert_ranks_than_ranks_are_refused():
-    with pytest.raises(ConfigError, match="expert_model_parallel_size=2 does not divide the 1 data-parallel"):
+    with pytest.raises(
+        ConfigError, match="expert_model_parallel_size=2 does not divide the 1 data-parallel"
+    ):
         parallel_state.initialize(expert_model_parallel_size=2)

@@ -75,7 +75,9 @@ class ScriptedServer:
     def stop(self):
         """Refuse connections; those that are held without a word are closed."""
         self._hold.set()
-        self.socket.shutdown(socket.SHUT_RDWR)  # a thread waits in `accept`: closing alone would let one more in
+        self.socket.shutdown(
+            socket.SHUT_RDWR
+        )  # a thread waits in `accept`: closing alone would let one more in
         self.socket.close()
 
     def _accept(self):
@@ -98,7 +100,9 @@ class ScriptedServer:
                 if self.ready is None:
                     self._hold.wait(20)
                 else:
-                    connection.sendall(f"HTTP/1.1 {self.ready} X\r\nContent-Length: 0\r\n\r\n".encode())
+                    connection.sendall(
+                        f"HTTP/1.1 {self.ready} X\r\nContent-Length: 0\r\n\r\n".encode()
+                    )
                 return
             fields = dict(line.lower().split(": ", 1) for line in head.decode().split("\r\n")[1:])
             while len(body) < int(fields["content-length"]):
@@ -108,7 +112,9 @@ class ScriptedServer:
                 self.requests += 1
                 self.open += 1
                 self.at_once = max(self.at_once, self.open)
-            tokens = np.frombuffer(body[int(fields["inference-header-content-length"]) :], np.int64)
+            tokens = np.frombuffer(
+                body[int(fields["inference-header-content-length"]) :], np.int64
+            )
             reply = self.script(index, [[float(tokens[0])]])
             with self._lock:
                 self.open -= 1
@@ -138,9 +144,15 @@ class Running:
     def __init__(self, *servers, init_timeout_s=10.0, inference_timeout_s=10.0, first=0):
         ports = [server if isinstance(server, int) else server.port for server in servers]
         spec = RewardModelSpec(
-            None, "reward_model", tuple(("127.0.0.1", port) for port in ports), 1.0, "remote_rm.reward_model"
+            None,
+            "reward_model",
+            tuple(("127.0.0.1", port) for port in ports),
+            1.0,
+            "remote_rm.reward_model",
         )
-        self.fleet = fleet.Fleet(spec, schema.reward_model_endpoint(), init_timeout_s, inference_timeout_s, first)
+        self.fleet = fleet.Fleet(
+            spec, schema.reward_model_endpoint(), init_timeout_s, inference_timeout_s, first
+        )
 
     def __enter__(self):
         return self
@@ -153,7 +165,10 @@ class Running:
         return self
 
     def send(self, value):
-        data = {"tokens": np.full((1, 3), value, np.int64), "sequence_lengths": np.full((1, 1), 3, np.int64)}
+        data = {
+            "tokens": np.full((1, 3), value, np.int64),
+            "sequence_lengths": np.full((1, 1), 3, np.int64),
+        }
         return self.fleet.submit(data)
 
     def ask(self, value, limit_s=20):
@@ -180,7 +195,9 @@ def test_requests_are_spread_and_answers_are_in_their_places():
     with ScriptedServer(slowly) as a, ScriptedServer(slowly) as b, ScriptedServer(slowly) as c:
         with Running(a, b, c) as running:
             futures = [running.ready().send(value) for value in range(30)]
-            assert [float(future.result(20)["rewards"][0, 0]) for future in futures] == list(range(30))
+            assert [float(future.result(20)["rewards"][0, 0]) for future in futures] == list(
+                range(30)
+            )
         assert [a.requests, b.requests, c.requests] == [10, 10, 10]
 
 
@@ -189,7 +206,11 @@ def test_the_server_with_fewer_requests_in_flight_is_preferred():
         time.sleep(1.0)
         return answer(rewards)
 
-    with ScriptedServer(very_slowly) as slow, ScriptedServer() as quick, Running(slow, quick) as running:
+    with (
+        ScriptedServer(very_slowly) as slow,
+        ScriptedServer() as quick,
+        Running(slow, quick) as running,
+    ):
         running.ready()
         futures = [running.send(0)]
         for value in range(1, 9):
@@ -232,11 +253,17 @@ def test_a_request_goes_elsewhere_when_a_server_ends(script, words, lines):
     def first_time(index, rewards):
         return script(index, rewards) if index == 0 else answer(rewards)
 
-    with ScriptedServer(first_time) as bad, ScriptedServer() as good, Running(bad, good) as running:
+    with (
+        ScriptedServer(first_time) as bad,
+        ScriptedServer() as good,
+        Running(bad, good) as running,
+    ):
         assert running.ready().ask(5) == 5.0
         assert (bad.requests, good.requests) == (1, 1)
         assert re.search(f"127.0.0.1:{bad.port} is left out .*({words})", "\n".join(lines))
-        running.wait_for(lambda: running.fleet.servers[0].available)  # it answers probes: it gets another chance
+        running.wait_for(
+            lambda: running.fleet.servers[0].available
+        )  # it answers probes: it gets another chance
         assert [running.ask(value) for value in range(6)] == list(range(6))
         assert bad.requests > 1
 
@@ -244,14 +271,20 @@ def test_a_request_goes_elsewhere_when_a_server_ends(script, words, lines):
 @pytest.mark.parametrize(
     "script, words",
     [
-        (failure("Traceback ...\nArithmeticError: cannot stand it"), "ArithmeticError: cannot stand it"),
+        (
+            failure("Traceback ...\nArithmeticError: cannot stand it"),
+            "ArithmeticError: cannot stand it",
+        ),
         (failure("unexpected inference input 'tokns'", 400), "unexpected inference input"),
         (lambda index, rewards: answer([[1.0], [2.0]]), r"'rewards' has shape \[2, 1\] for 1 row"),
         (lambda index, rewards: answer([[float("nan")]]), "'rewards' is nan in row 0"),
         (lambda index, rewards: http({"outputs": []}, 200), "no tensor 'rewards'"),
         (lambda index, rewards: http("hello", 200), "cannot be read"),
         (lambda index, rewards: http({"outputs": [{"name": "rewards"}]}, 200), "cannot be read"),
-        (lambda index, rewards: b"HTTP/1.1 500 X\r\nContent-Length: 3\r\n\r\n<b>", "HTTP 500: <b>"),
+        (
+            lambda index, rewards: b"HTTP/1.1 500 X\r\nContent-Length: 3\r\n\r\n<b>",
+            "HTTP 500: <b>",
+        ),
     ],
 )
 def test_an_error_of_the_model_is_raised_at_once_and_not_sent_again(script, words):
@@ -264,7 +297,11 @@ def test_an_error_of_the_model_is_raised_at_once_and_not_sent_again(script, word
 
 
 def test_a_request_that_ends_every_server_is_given_up():
-    with ScriptedServer(lambda *_: b"") as a, ScriptedServer(lambda *_: b"") as b, Running(a, b) as running:
+    with (
+        ScriptedServer(lambda *_: b"") as a,
+        ScriptedServer(lambda *_: b"") as b,
+        Running(a, b) as running,
+    ):
         with pytest.raises(ServerRequestError, match="5 times a server ended .* 1 row.*memory"):
             running.ready().ask(1)
         assert a.requests + b.requests == 5
@@ -277,7 +314,11 @@ def test_a_hanging_model_is_given_up_and_its_server_waits_for_a_restart(lines):
     def script(index, rewards):
         return None if hang.is_set() else answer(rewards)
 
-    with ScriptedServer(script) as a, ScriptedServer() as b, Running(a, b, inference_timeout_s=0.5) as running:
+    with (
+        ScriptedServer(script) as a,
+        ScriptedServer() as b,
+        Running(a, b, inference_timeout_s=0.5) as running,
+    ):
         assert running.ready().ask(3) == 3.0
         hang.clear()
         time.sleep(0.5)  # several probes say that it is ready
@@ -292,10 +333,14 @@ def test_a_hanging_model_is_given_up_and_its_server_waits_for_a_restart(lines):
 def test_a_second_time_out_is_an_error():
     with ScriptedServer(lambda *_: None) as a, ScriptedServer(lambda *_: None) as b:
         with Running(a, b, inference_timeout_s=0.4) as running:
-            with pytest.raises(ServerRequestError, match="remote_rm.inference_timeout_s.* 1 row.*hangs"):
+            with pytest.raises(
+                ServerRequestError, match="remote_rm.inference_timeout_s.* 1 row.*hangs"
+            ):
                 running.ready().ask(3)
             assert (a.requests, b.requests) == (1, 1)
-        with Running(a, inference_timeout_s=0.4) as running:  # alone, a time-out is an error at once
+        with Running(
+            a, inference_timeout_s=0.4
+        ) as running:  # alone, a time-out is an error at once
             with pytest.raises(ServerRequestError, match="remote_rm.inference_timeout_s"):
                 running.ready().ask(3)
             assert a.requests == 2
@@ -308,7 +353,11 @@ def test_requests_in_flight_leave_a_server_that_has_fallen_silent():
         assert not future.done()
         a.ready = None
         assert future.result(10)["rewards"] == [[4.0]]  # long before inference_timeout_s
-        running.wait_for(lambda: not any(t.name == f"request to 127.0.0.1:{a.port}" for t in threading.enumerate()))
+        running.wait_for(
+            lambda: (
+                not any(t.name == f"request to 127.0.0.1:{a.port}" for t in threading.enumerate())
+            )
+        )
 
 
 def test_a_server_that_says_not_ready_finishes_what_it_has():
@@ -350,7 +399,10 @@ def test_while_no_server_answers_requests_wait_visibly_then_fail(lines):
         start = time.monotonic()
         futures = [running.send(value) for value in range(3)]
         for future in futures:
-            with pytest.raises(ServerRequestError, match=f"no server has answered for 1 s.*127.0.0.1:{server.port}"):
+            with pytest.raises(
+                ServerRequestError,
+                match=f"no server has answered for 1 s.*127.0.0.1:{server.port}",
+            ):
                 future.result(10)
         assert 0.9 < time.monotonic() - start < 3
     assert any("waiting for server reward_model" in line and "of 1 s" in line for line in lines)
@@ -361,13 +413,20 @@ def test_start_without_any_server_is_one_error_that_names_all(lines):
     with Running(*ports, init_timeout_s=0.6) as running:
         with pytest.raises(ServerUnreachableError) as caught:
             running.fleet.wait_until_ready(10)
-    for word in (*map(str, ports), "no answer", "remote_rm.reward_model ", "remote_rm.init_timeout_s"):
+    for word in (
+        *map(str, ports),
+        "no answer",
+        "remote_rm.reward_model ",
+        "remote_rm.init_timeout_s",
+    ):
         assert word in str(caught.value)
 
 
 def test_start_with_a_server_that_has_another_model():
     with ScriptedServer(ready=400) as server, Running(server, init_timeout_s=0.6) as running:
-        with pytest.raises(ServerUnreachableError, match="a server answers, but 'reward_model' is not ready"):
+        with pytest.raises(
+            ServerUnreachableError, match="a server answers, but 'reward_model' is not ready"
+        ):
             running.fleet.wait_until_ready(10)
 
 
@@ -380,7 +439,9 @@ def test_start_waits_for_the_others_but_not_for_ever(monkeypatch, lines):
         assert f"127.0.0.1:{late.port}" in warning and f"127.0.0.1:{a.port}" not in warning
         late.ready = 200
         running.wait_for(lambda: running.fleet.servers[1].available)
-        assert running.fleet.wait_until_ready(0) and [running.ask(v) for v in range(4)] == list(range(4))
+        assert running.fleet.wait_until_ready(0) and [running.ask(v) for v in range(4)] == list(
+            range(4)
+        )
         assert late.requests == 2
 
 
@@ -400,9 +461,15 @@ def test_closing_fails_what_is_open_and_ends_all_threads():
 
 
 def test_the_first_error_of_an_ensemble_does_not_wait_for_the_others():
-    with ScriptedServer(lambda *_: None) as silent, ScriptedServer(failure("ArithmeticError: no")) as broken:
+    with (
+        ScriptedServer(lambda *_: None) as silent,
+        ScriptedServer(failure("ArithmeticError: no")) as broken,
+    ):
         with Running(silent) as a, Running(broken) as b:
-            data = {"tokens": np.ones((1, 3), np.int64), "sequence_lengths": np.full((1, 1), 3, np.int64)}
+            data = {
+                "tokens": np.ones((1, 3), np.int64),
+                "sequence_lengths": np.full((1, 1), 3, np.int64),
+            }
             pending = fleet.PendingRewards({"a": a.ready().fleet, "b": b.ready().fleet}, data)
             assert pending.done(5)
             with pytest.raises(ServerRequestError, match="ArithmeticError: no"):
@@ -432,14 +499,23 @@ def test_the_kernel_noticing_a_lost_peer_is_no_time_out(monkeypatch):
 
 def test_errors_of_an_ending_server_job_are_known_by_their_names():
     """The texts that Triton passes on contain the classes of server_loop.py."""
-    from nemo_aligner.servers.server_loop import OperationFailedError, ServerJobError, ServerStoppingError
+    from nemo_aligner.servers.server_loop import (
+        OperationFailedError,
+        ServerJobError,
+        ServerStoppingError,
+    )
 
-    for error in (ServerStoppingError("toy is shutting down"), ServerJobError("toy failed: closed by peer")):
+    for error in (
+        ServerStoppingError("toy is shutting down"),
+        ServerJobError("toy failed: closed by peer"),
+    ):
         text = f"TritonModelException: ... {type(error).__module__}.{type(error).__qualname__}: {error}\n\nAt:\n  x"
         result = exchange._server_error(500, json.dumps({"error": text}).encode())
         assert isinstance(result, exchange.NotServingError) and str(error) in str(result)
     text = f"nemo_aligner.servers.server_loop.{OperationFailedError.__qualname__}: FORWARD failed"
-    assert isinstance(exchange._server_error(500, json.dumps({"error": text}).encode()), ServerRequestError)
+    assert isinstance(
+        exchange._server_error(500, json.dumps({"error": text}).encode()), ServerRequestError
+    )
 
 
 def test_a_critic_that_answers_nan_is_refused_with_its_address():
@@ -447,7 +523,11 @@ def test_a_critic_that_answers_nan_is_refused_with_its_address():
     future.set_result({"values": np.array([[0.0, np.nan]], np.float32)})
 
     def check(arrays):
-        schema.validate_response(schema.critic_infer_endpoint(False), arrays, 1, used=np.array([[True, True]]))
+        schema.validate_response(
+            schema.critic_infer_endpoint(False), arrays, 1, used=np.array([[True, True]])
+        )
 
-    with pytest.raises(ServerRequestError, match="critic_infer at 127.0.0.1:7 failed: 'values' is nan in row 0"):
+    with pytest.raises(
+        ServerRequestError, match="critic_infer at 127.0.0.1:7 failed: 'values' is nan in row 0"
+    ):
         PendingAnswer(future, "critic_infer", "127.0.0.1", 7, check).result()

@@ -45,7 +45,9 @@ def prompts(tiny_tokenizer):
 
 
 def generator_of(model):
-    return MegatronGenerator(model.model, model.tokenizer, max_sequence_length=model.cfg.encoder_seq_length)
+    return MegatronGenerator(
+        model.model, model.tokenizer, max_sequence_length=model.cfg.encoder_seq_length
+    )
 
 
 def texts(output):
@@ -59,7 +61,9 @@ def check_against_naive(model, prompts, params):
     output = generator_of(model).generate(tokens, lengths, seeds, params)
     naive = [
         naive_generate(model, row[:length], seed, params, LIMIT)
-        for row, length, seed in zip(tokens.tolist(), lengths.tolist(), seeds.tolist(), strict=True)
+        for row, length, seed in zip(
+            tokens.tolist(), lengths.tolist(), seeds.tolist(), strict=True
+        )
     ]
     assert texts(output) == [text for text, _ in naive]
     assert output.is_end.tolist() == [ended for _, ended in naive]
@@ -75,7 +79,14 @@ def check_against_naive(model, prompts, params):
         dict(use_greedy=True),
         dict(temperature=1.5),
         dict(use_greedy=True, repetition_penalty=1.8),
-        dict(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, min_length=3, end_strings=("e", " the")),
+        dict(
+            temperature=0.8,
+            top_k=20,
+            top_p=0.9,
+            repetition_penalty=1.2,
+            min_length=3,
+            end_strings=("e", " the"),
+        ),
     ],
 )
 def test_decoding_equals_full_forward_passes(model, prompts, options):
@@ -85,8 +96,13 @@ def test_decoding_equals_full_forward_passes(model, prompts, options):
 def test_rows_that_end_early_leave_the_others_alone(llama, prompts):
     # So many characters end a text that half of the batch is done again and again.
     ends = tuple("abcdefghijklmnopqrstuvwxyz .,:;") + ("th", "he", "in")
-    output = check_against_naive(llama, prompts, GenerationParams(max_length=30, temperature=3.0, end_strings=ends))
-    assert ROWS / 2 < output.is_end.sum() and (output.response_lengths - prompts[1]).unique().numel() > 4
+    output = check_against_naive(
+        llama, prompts, GenerationParams(max_length=30, temperature=3.0, end_strings=ends)
+    )
+    assert (
+        ROWS / 2 < output.is_end.sum()
+        and (output.response_lengths - prompts[1]).unique().numel() > 4
+    )
 
 
 @pytest.mark.parametrize("options", [dict(use_greedy=True), dict(temperature=1.2, top_p=0.95)])
@@ -117,7 +133,8 @@ def test_repetition_penalty_makes_repetition_rare(llama, prompts):
     def distinct(penalty):
         params = GenerationParams(max_length=30, use_greedy=True, repetition_penalty=penalty)
         return sum(
-            len(set(text)) / len(text) for text in texts(generator_of(llama).generate(tokens, lengths, seeds, params))
+            len(set(text)) / len(text)
+            for text in texts(generator_of(llama).generate(tokens, lengths, seeds, params))
         )
 
     # A penalty beyond all bounds rules repetition out; it must see the prompt and the response.
@@ -132,28 +149,38 @@ def test_longest_and_shortest_responses(llama, prompts):
     eos = llama.tokenizer.eos_id
     tokens, lengths, seeds = tokens.repeat(10, 1), lengths.repeat(10), torch.arange(10 * ROWS)
     free, held = (
-        generator.generate(tokens, lengths, seeds, GenerationParams(max_length=30, min_length=n, temperature=8.0))
+        generator.generate(
+            tokens, lengths, seeds, GenerationParams(max_length=30, min_length=n, temperature=8.0)
+        )
         for n in (0, 25)
     )
     assert ((free.response_lengths - lengths)[free.is_end] <= 25).any() and held.is_end.any()
     assert ((held.response_lengths - lengths) > 25).all()
     assert (held.response_lengths - lengths).max() == 30
     for output in (free, held):
-        for text, length, ended in zip(texts(output), lengths.tolist(), output.is_end.tolist(), strict=True):
+        for text, length, ended in zip(
+            texts(output), lengths.tolist(), output.is_end.tolist(), strict=True
+        ):
             assert (text[-1] == eos) == ended and eos not in text[length:-1]
 
 
 def test_ids_beyond_the_vocabulary_are_never_generated(llama, prompts):
     tokens, lengths, seeds = prompts
     assert llama.padded_vocab_size > llama.tokenizer.vocab_size
-    output = generator_of(llama).generate(tokens, lengths, seeds, GenerationParams(max_length=30, temperature=1e4))
+    output = generator_of(llama).generate(
+        tokens, lengths, seeds, GenerationParams(max_length=30, temperature=1e4)
+    )
     assert output.response_tokens.max() < llama.tokenizer.vocab_size
 
 
 def test_a_response_ends_with_a_string_of_several_tokens(llama, prompts):
     tokens, lengths, seeds = prompts
     generator = generator_of(llama)
-    free = texts(generator.generate(tokens, lengths, seeds, GenerationParams(max_length=24, temperature=1.5)))
+    free = texts(
+        generator.generate(
+            tokens, lengths, seeds, GenerationParams(max_length=24, temperature=1.5)
+        )
+    )
     # Three tokens in the middle of some response that decode to plain text.
     decode = llama.tokenizer.ids_to_text
     start, row = next(
@@ -164,7 +191,9 @@ def test_a_response_ends_with_a_string_of_several_tokens(llama, prompts):
     )
     end = decode(free[row][start : start + 3])
     output = check_against_naive(
-        llama, prompts, GenerationParams(max_length=24, temperature=1.5, end_strings=(end, "<never>"))
+        llama,
+        prompts,
+        GenerationParams(max_length=24, temperature=1.5, end_strings=(end, "<never>")),
     )
     assert output.is_end[row] and output.response_lengths[row] <= start + 3
     assert decode(texts(output)[row]).endswith(end)
@@ -173,7 +202,12 @@ def test_a_response_ends_with_a_string_of_several_tokens(llama, prompts):
 def test_log_probs_are_those_of_the_full_vocabulary(model, prompts):
     tokens, lengths, seeds = prompts
     params = GenerationParams(
-        max_length=12, temperature=0.7, top_k=30, end_strings=("e",), repetition_penalty=1.3, return_logprobs=True
+        max_length=12,
+        temperature=0.7,
+        top_k=30,
+        end_strings=("e",),
+        repetition_penalty=1.3,
+        return_logprobs=True,
     )
     output = generator_of(model).generate(tokens, lengths, seeds, params)
     assert output.logprobs.shape == (ROWS, output.response_tokens.size(1) - 1)
@@ -192,7 +226,9 @@ def test_log_probs_are_those_of_the_full_vocabulary(model, prompts):
 
 def test_the_text_stops_at_the_last_position(llama, prompts):
     tokens, lengths, seeds = prompts
-    output = generator_of(llama).generate(tokens, lengths, seeds, GenerationParams(max_length=100, use_greedy=True))
+    output = generator_of(llama).generate(
+        tokens, lengths, seeds, GenerationParams(max_length=100, use_greedy=True)
+    )
     assert output.response_lengths.max() == LIMIT
     assert not output.is_end[output.response_lengths == LIMIT].any()
 
@@ -200,13 +236,17 @@ def test_the_text_stops_at_the_last_position(llama, prompts):
 def test_learned_positions_limit_the_text(tiny_tokenizer_dir, prompts):
     tokens, lengths, seeds = prompts
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2", max_position_embeddings=20))
-    output = generator_of(model).generate(tokens, lengths, seeds, GenerationParams(max_length=40, use_greedy=True))
+    output = generator_of(model).generate(
+        tokens, lengths, seeds, GenerationParams(max_length=40, use_greedy=True)
+    )
     assert output.response_lengths.max() == 20
 
 
 def test_bf16_generates_and_the_model_can_train_afterwards(tiny_tokenizer_dir, prompts):
     tokens, lengths, seeds = prompts
-    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4, precision="bf16"))
+    model = MegatronGPTModel(
+        tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4, precision="bf16")
+    )
     model.set_train()
     params = GenerationParams(max_length=10, use_greedy=True)
     generator = generator_of(model)
@@ -232,12 +272,15 @@ def test_texts_follow_the_weights_through_training(tiny_tokenizer_dir, prompts):
         loss = logits.float().logsumexp(-1).mean()
         return loss, {"loss": loss}
 
-    forward_backward(model.model, {"tokens": tokens[:, :1]}, micro_batch_size=ROWS, loss_fn=loss_fn)
+    forward_backward(
+        model.model, {"tokens": tokens[:, :1]}, micro_batch_size=ROWS, loss_fn=loss_fn
+    )
     optimizer_step(optimizer, scheduler, None)
     after = texts(generator.generate(tokens, lengths, seeds, params))
     assert after != before
     naive = [
-        naive_generate(model, tokens[i, : lengths[i]].tolist(), int(seeds[i]), params, LIMIT)[0] for i in range(ROWS)
+        naive_generate(model, tokens[i, : lengths[i]].tolist(), int(seeds[i]), params, LIMIT)[0]
+        for i in range(ROWS)
     ]
     assert after == naive
 
@@ -245,10 +288,16 @@ def test_texts_follow_the_weights_through_training(tiny_tokenizer_dir, prompts):
 def test_a_model_with_dropout_generates_without(tiny_tokenizer_dir, prompts):
     tokens, lengths, seeds = prompts
     dropout = dict(hidden_dropout=0.5, attention_dropout=0.5)
-    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4, **dropout))
+    model = MegatronGPTModel(
+        tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4, **dropout)
+    )
     model.set_train()
     runs = [
-        texts(generator_of(model).generate(tokens, lengths, seeds, GenerationParams(max_length=8, use_greedy=True)))
+        texts(
+            generator_of(model).generate(
+                tokens, lengths, seeds, GenerationParams(max_length=8, use_greedy=True)
+            )
+        )
         for _ in range(2)
     ]
     assert runs[0] == runs[1]
@@ -259,14 +308,21 @@ def test_a_model_with_dropout_generates_without(tiny_tokenizer_dir, prompts):
     [
         ([[1, 2, 3]], 0, "row 0 is empty"),
         ([[1, 2, 3]], 4, "length of 4 exceeds the width of the prompts, 3"),
-        ([[1] * 50], 48, "a prompt of 48 tokens (row 0) leaves no room for a response within the 48 positions"),
+        (
+            [[1] * 50],
+            48,
+            "a prompt of 48 tokens (row 0) leaves no room for a response within the 48 positions",
+        ),
         ([[1, 300, 3]], 2, "holds the id 300, outside the tokenizer's vocabulary of"),
     ],
 )
 def test_prompts_that_cannot_be_answered(llama, tokens, length, message):
     with pytest.raises(UserError) as error:
         generator_of(llama).generate(
-            torch.tensor(tokens), torch.tensor([length]), torch.tensor([0]), GenerationParams(max_length=4)
+            torch.tensor(tokens),
+            torch.tensor([length]),
+            torch.tensor([0]),
+            GenerationParams(max_length=4),
         )
     assert message in str(error.value)
 
@@ -353,13 +409,19 @@ def test_unknown_text_and_the_end_of_a_prompt_end_nothing(tiny_tokenizer, tmp_pa
     tokens, last = ids_of(tiny_tokenizer, "!!!?")
     first = torch.tensor([0])
     assert end.ended(tokens, last, first=first).item()
-    assert not end.ended(tokens, last, first=first + 1).item()  # a part of it belongs to the prompt
+    assert not end.ended(
+        tokens, last, first=first + 1
+    ).item()  # a part of it belongs to the prompt
 
 
 def test_valid_responses(tiny_tokenizer):
     eos, vocab = tiny_tokenizer.eos_id, tiny_tokenizer.vocab_size
-    tokens = torch.tensor([[5, 6, eos, eos], [5, 6, 7, 8], [5, vocab, eos, eos], [-42, 6, eos, eos]])
-    valid = verify_is_valid_and_clamp_range_(tokens, torch.tensor([3, 4, 3, 3]), None, tiny_tokenizer)
+    tokens = torch.tensor(
+        [[5, 6, eos, eos], [5, 6, 7, 8], [5, vocab, eos, eos], [-42, 6, eos, eos]]
+    )
+    valid = verify_is_valid_and_clamp_range_(
+        tokens, torch.tensor([3, 4, 3, 3]), None, tiny_tokenizer
+    )
     assert valid.tolist() == [True, False, False, False]
     assert tokens.tolist()[2:] == [[5, vocab - 1, eos, eos], [0, 6, eos, eos]]
 
@@ -368,7 +430,9 @@ def test_tokenize_batch(tiny_tokenizer):
     eos = tiny_tokenizer.eos_id
     short, long = tiny_tokenizer.text_to_ids("ab"), tiny_tokenizer.text_to_ids("xyz" * 9)
     tokens, lengths = tokenize_batch(["ab", "xyz" * 9, ""], tiny_tokenizer, 6, add_EOS=True)
-    assert tokens[0].tolist() == short + [eos] * (6 - len(short)) and tokens[1].tolist() == long[:6]
+    assert (
+        tokens[0].tolist() == short + [eos] * (6 - len(short)) and tokens[1].tolist() == long[:6]
+    )
     assert tokens[2].tolist() == [eos] * 6 and lengths.tolist() == [len(short) + 1, 6, 1]
     with pytest.raises(UserError, match="no bos token"):
         tokenize_batch(["ab"], tiny_tokenizer, 6, add_BOS=True)
@@ -380,8 +444,19 @@ def test_tokenize_batch(tiny_tokenizer):
 def test_parameters_from_the_configuration():
     length = OmegaConf.create({"max_length": 20, "min_length": 1})
     sampling = OmegaConf.create(
-        {"use_greedy": False, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.2}
-        | {"add_BOS": False, "all_probs": False, "compute_logprob": False, "end_strings": ["<|endoftext|>", "x"]}
+        {
+            "use_greedy": False,
+            "temperature": 0.5,
+            "top_k": 3,
+            "top_p": 0.9,
+            "repetition_penalty": 1.2,
+        }
+        | {
+            "add_BOS": False,
+            "all_probs": False,
+            "compute_logprob": False,
+            "end_strings": ["<|endoftext|>", "x"],
+        }
     )
     assert GenerationParams.from_config(length, sampling) == GenerationParams(
         max_length=20,
@@ -401,14 +476,26 @@ def test_parameters_from_the_configuration():
         ({}, {}, "length_params.max_length is missing"),
         ({"max_length": 0}, {}, "length_params.max_length=0 must be at least 1"),
         ({"max_length": 5.5}, {}, "length_params.max_length=5.5 must be an integer"),
-        ({"max_length": 5, "min_length": 6}, {}, "min_length=6 must be between 0 and max_length=5"),
-        ({"max_length": 5}, {"temperature": 0}, "temperature=0.0 must be above 0 (for the likeliest token"),
+        (
+            {"max_length": 5, "min_length": 6},
+            {},
+            "min_length=6 must be between 0 and max_length=5",
+        ),
+        (
+            {"max_length": 5},
+            {"temperature": 0},
+            "temperature=0.0 must be above 0 (for the likeliest token",
+        ),
         ({"max_length": 5}, {"temperature": "warm"}, "temperature='warm' must be a number"),
         ({"max_length": 5}, {"top_k": -1}, "top_k=-1 must be at least 0"),
         ({"max_length": 5}, {"top_p": 0}, "top_p=0.0 must be above 0 and at most 1"),
         ({"max_length": 5}, {"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
         ({"max_length": 5}, {"repetition_penalty": 0}, "repetition_penalty=0.0 must be above 0"),
-        ({"max_length": 5}, {"end_strings": "stop"}, "end_strings='stop' must be a list: ['stop']"),
+        (
+            {"max_length": 5},
+            {"end_strings": "stop"},
+            "end_strings='stop' must be a list: ['stop']",
+        ),
         ({"max_length": 5}, {"end_strings": [""]}, "end_strings=[''] must hold non-empty texts"),
     ],
 )

@@ -7,7 +7,12 @@ import math
 import pytest
 import torch
 
-from nemo_aligner.core.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLController, calculate_kl_penalty
+from nemo_aligner.core.kl import (
+    KL_ESTIMATORS,
+    AdaptiveKLController,
+    FixedKLController,
+    calculate_kl_penalty,
+)
 
 NAN = float("nan")
 
@@ -34,21 +39,29 @@ def test_values_by_hand():
     }
     assert set(expected) == set(KL_ESTIMATORS)
     for estimator, values in expected.items():
-        assert calculate_kl_penalty(a, b, estimator=estimator).tolist() == pytest.approx(values, rel=1e-6)
+        assert calculate_kl_penalty(a, b, estimator=estimator).tolist() == pytest.approx(
+            values, rel=1e-6
+        )
     # The flag decides only where no estimator is named.
     assert calculate_kl_penalty(a, b).tolist() == [1.0, 1.5]
     assert calculate_kl_penalty(a, b, use_absolute_kl=False).tolist() == [1.0, -1.5]
     assert calculate_kl_penalty(a, b, True, "k1").tolist() == [1.0, -1.5]
 
 
-@pytest.mark.parametrize("estimator,exact", [("k1", True), ("k3", True), ("k2", False), ("abs", False)])
+@pytest.mark.parametrize(
+    "estimator,exact", [("k1", True), ("k3", True), ("k2", False), ("abs", False)]
+)
 def test_expectation_over_the_vocabulary(estimator, exact):
     _, a, b = policies()
     mean = (a.exp() * calculate_kl_penalty(a, b, estimator=estimator)).sum().item()
     kl = divergence(a, b).item()
     assert (mean == pytest.approx(kl, rel=1e-9)) == exact
-    near = (0.999 * a + 0.001 * b).log_softmax(-1)  # for close policies k2 is almost unbiased, |k1| is not
-    ratio = (a.exp() * calculate_kl_penalty(a, near, estimator=estimator)).sum().item() / divergence(a, near).item()
+    near = (0.999 * a + 0.001 * b).log_softmax(
+        -1
+    )  # for close policies k2 is almost unbiased, |k1| is not
+    ratio = (
+        a.exp() * calculate_kl_penalty(a, near, estimator=estimator)
+    ).sum().item() / divergence(a, near).item()
     assert (ratio == pytest.approx(1, abs=2e-3)) == (estimator != "abs")
 
 
@@ -66,7 +79,9 @@ def test_expected_gradient_of_each_estimator():
         return logits.grad
 
     torch.testing.assert_close(gradient("k1"), torch.zeros(7, dtype=torch.float64))
-    torch.testing.assert_close(gradient("abs"), exact(lambda a, b: (a.exp() - b.exp()).abs().sum()))
+    torch.testing.assert_close(
+        gradient("abs"), exact(lambda a, b: (a.exp() - b.exp()).abs().sum())
+    )
     torch.testing.assert_close(gradient("k2"), exact(divergence))
     torch.testing.assert_close(gradient("k3"), exact(lambda a, b: divergence(b, a)))
 
@@ -89,8 +104,14 @@ def test_k3_of_a_token_that_the_policy_forgot_stays_finite():
 def test_nan_stays_in_its_slot_and_unknown_estimators_are_refused():
     a, b = torch.tensor([NAN, -1.0, -2.0]), torch.tensor([-1.0, NAN, -1.5])
     for estimator in KL_ESTIMATORS:
-        assert calculate_kl_penalty(a, b, estimator=estimator).isnan().tolist() == [True, True, False]
-    with pytest.raises(ValueError, match="KL estimator 'kl' is unknown; choose one of k1, abs, k2, k3"):
+        assert calculate_kl_penalty(a, b, estimator=estimator).isnan().tolist() == [
+            True,
+            True,
+            False,
+        ]
+    with pytest.raises(
+        ValueError, match="KL estimator 'kl' is unknown; choose one of k1, abs, k2, k3"
+    ):
         calculate_kl_penalty(a, b, estimator="kl")
 
 
@@ -100,7 +121,9 @@ def test_adaptive_controller_by_hand():
     # e = 6.6 / 6 - 1 = 0.1, n / horizon = 0.0256
     assert controller.update(6.6, 256) == pytest.approx(0.2 * (1 + 0.1 * 0.0256))
     before = controller.value
-    assert controller.update(600.0, 256) == pytest.approx(before * (1 + 0.2 * 0.0256))  # kept within 0.2
+    assert controller.update(600.0, 256) == pytest.approx(
+        before * (1 + 0.2 * 0.0256)
+    )  # kept within 0.2
     before = controller.value
     assert controller.update(-3.0, 256) == pytest.approx(before * (1 - 0.2 * 0.0256))
     before = controller.value
@@ -136,7 +159,9 @@ def test_what_an_adaptive_controller_cannot_do_is_refused():
         with pytest.raises(ValueError, match="must be above 0"):
             AdaptiveKLController(*arguments)
     controller = AdaptiveKLController(0.1, 6.0, 100)
-    with pytest.raises(ValueError, match="horizon=100 is too short for rollouts of 512 samples.*above 102.4"):
+    with pytest.raises(
+        ValueError, match="horizon=100 is too short for rollouts of 512 samples.*above 102.4"
+    ):
         controller.update(6.0, 512)
     for kl in (NAN, math.inf):
         with pytest.raises(ValueError, match="cannot be adapted"):

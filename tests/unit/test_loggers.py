@@ -39,7 +39,9 @@ def read(path):
 
 def test_metrics_reach_every_logger_with_the_prefix():
     first, second = Recorder(), TableRecorder()
-    CustomLoggerWrapper([first, second]).log_metrics({"loss": torch.tensor(0.5)}, step=3, prefix="train/")
+    CustomLoggerWrapper([first, second]).log_metrics(
+        {"loss": torch.tensor(0.5)}, step=3, prefix="train/"
+    )
     assert first.calls == second.calls == [("metrics", {"train/loss": 0.5}, 3)]
 
 
@@ -51,12 +53,23 @@ def test_a_logger_without_the_method_is_skipped():
     logger.log_hyperparams({"lr": 1})
     logger.finalize()
     assert plain.calls == [("hyperparams", {"lr": 1})]
-    assert rich.calls == [("table", "table/train", 1, 1), ("hyperparams", {"lr": 1}), ("finalize", "success")]
+    assert rich.calls == [
+        ("table", "table/train", 1, 1),
+        ("hyperparams", {"lr": 1}),
+        ("finalize", "success"),
+    ]
 
 
 def test_metrics_file(tmp_path):
     logger = CustomLoggerWrapper(None, tmp_path / "new" / "metrics.jsonl")
-    values = {"a": 1, "b": torch.tensor([2.5]), "c": np.float32(0.5), "d": float("nan"), "e": -float("inf"), "f": None}
+    values = {
+        "a": 1,
+        "b": torch.tensor([2.5]),
+        "c": np.float32(0.5),
+        "d": float("nan"),
+        "e": -float("inf"),
+        "f": None,
+    }
     logger.log_metrics(values, step=7, prefix="x/")
     (line,) = read(tmp_path / "new" / "metrics.jsonl")
     assert line.pop("time") > 0
@@ -87,7 +100,11 @@ def test_tables_hold_each_row_once(tmp_path):
     logger.log_table("table/val", frame, step=2)  # nothing new
     logger.log_table("table/val", frame.iloc[:1], step=3)  # a frame that started again
     lines = read(tmp_path / "tables.jsonl")
-    assert [(line["key"], line["step"]) for line in lines] == [("table/val", 0), ("table/val", 1), ("table/val", 3)]
+    assert [(line["key"], line["step"]) for line in lines] == [
+        ("table/val", 0),
+        ("table/val", 1),
+        ("table/val", 3),
+    ]
     assert lines[0]["rows"] == lines[2]["rows"] == [{"step": 0, "prompt": "é\n", "reward": 0.5}]
     assert lines[1]["rows"] == [{"step": 1, "prompt": "b", "reward": None}]
 

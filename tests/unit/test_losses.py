@@ -25,7 +25,15 @@ def batch(seed=0, rows=6, width=7):
     torch.manual_seed(seed)
     mask = (torch.rand(rows, width) > 0.4).float()
     mask[2] = 0
-    names = ["logprobs", "prev_logprobs", "advantages", "entropy", "values", "prev_values", "returns"]
+    names = [
+        "logprobs",
+        "prev_logprobs",
+        "advantages",
+        "entropy",
+        "values",
+        "prev_values",
+        "returns",
+    ]
     return SimpleNamespace(mask=mask, **{name: torch.randn(rows, width) for name in names})
 
 
@@ -55,13 +63,18 @@ def test_weights_by_hand():
     mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]])
     t, h, q = 1 / 6, 1 / 2, 1 / 3
     close(loss_weights(mask, "token"), [[t, t, 0, 0], [0, t, t, t], [0, 0, 0, 0], [t, 0, 0, 0]])
-    close(loss_weights(mask, "sequence"), [[q * h, q * h, 0, 0], [0, q * q, q * q, q * q], [0] * 4, [q, 0, 0, 0]])
+    close(
+        loss_weights(mask, "sequence"),
+        [[q * h, q * h, 0, 0], [0, q * q, q * q, q * q], [0] * 4, [q, 0, 0, 0]],
+    )
     a = 1 / 5 / 2  # two micro-batches of 5 and 1 counting slots
     close(loss_weights(mask, "microbatch", 2), [[a, a, 0, 0], [0, a, a, a], [0] * 4, [h, 0, 0, 0]])
 
 
 def close(actual, expected):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(
+        actual, torch.as_tensor(expected, dtype=actual.dtype), atol=1e-7, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("reduction", ["token", "sequence"])
@@ -72,7 +85,10 @@ def test_weights_over_ranks_equal_those_of_the_whole(reduction):
         "token": mask.sum(),
         "sequence": mask.any(1).sum(),
     }
-    parts = [loss_weights(share, reduction, sum_over_dp=lambda _: sums[reduction].double()) for share in shares]
+    parts = [
+        loss_weights(share, reduction, sum_over_dp=lambda _: sums[reduction].double())
+        for share in shares
+    ]
     torch.testing.assert_close(torch.cat(parts), loss_weights(mask, reduction))
     assert loss_weights(mask, reduction).sum().item() == pytest.approx(1.0)
 
@@ -96,7 +112,8 @@ def test_empty_mask_gives_zero_loss_and_gradient(reduction):
 
 def test_weights_refuse_what_cannot_be():
     with pytest.raises(
-        ValueError, match="loss_reduction='mean' is unknown; choose one of token, sequence, microbatch"
+        ValueError,
+        match="loss_reduction='mean' is unknown; choose one of token, sequence, microbatch",
     ):
         loss_weights(torch.ones(2, 2), "mean")
     with pytest.raises(ValueError, match="micro_batch_size=2 does not divide the 3 rows"):
@@ -140,7 +157,9 @@ def test_critic_loss_by_hand():
         args = {name: torch.tensor([[x]]) for name, x in args.items()}
         return ppo_critic_loss(**args, weights=torch.ones(1, 1), loss_clip_val=clip)[0].item()
 
-    assert loss(2.0, 1.0, 2.0, 0.5) == pytest.approx(0.5 * 0.5**2)  # held at 1.5 although 2.0 would be right
+    assert loss(2.0, 1.0, 2.0, 0.5) == pytest.approx(
+        0.5 * 0.5**2
+    )  # held at 1.5 although 2.0 would be right
     assert loss(2.0, 1.0, 1.4, 0.5) == pytest.approx(0.5 * 0.6**2)  # the worse of 1.5 and 2.0
     for off in (None, 0, -1):
         assert loss(2.0, 1.0, 3.0, off) == pytest.approx(0.5)
@@ -168,7 +187,8 @@ def test_any_split_gives_the_same_loss_metrics_and_gradient(reduction, sizes):
 def test_nan_where_the_weight_is_zero_changes_nothing():
     b = batch(seed=5)
     planted = SimpleNamespace(
-        mask=b.mask, **{k: torch.where(b.mask.bool(), v, NAN) for k, v in vars(b).items() if k != "mask"}
+        mask=b.mask,
+        **{k: torch.where(b.mask.bool(), v, NAN) for k, v in vars(b).items() if k != "mask"},
     )
     weights = loss_weights(b.mask)
 
@@ -195,14 +215,18 @@ def test_sft_loss_against_cross_entropy():
     logprobs = logits.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
     loss, _ = sft_loss(logprobs=logprobs, weights=loss_weights(mask))
     ignored = labels.masked_fill(mask == 0, -100)
-    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.transpose(1, 2), ignored))
+    torch.testing.assert_close(
+        loss, torch.nn.functional.cross_entropy(logits.transpose(1, 2), ignored)
+    )
 
 
 def test_preference_loss_by_hand():
     chosen = torch.tensor([[2.0], [0.0], [1.0], [NAN]], requires_grad=True)
     rejected = torch.tensor([0.5, 1.0, 1.0, 3.0])
     loss, metrics = preference_loss(
-        rewards_chosen=chosen, rewards_rejected=rejected, weights=loss_weights(torch.tensor([1, 1, 1, 0]))
+        rewards_chosen=chosen,
+        rewards_rejected=rejected,
+        weights=loss_weights(torch.tensor([1, 1, 1, 0])),
     )
     loss.backward()
     softplus = [math.log1p(math.exp(-margin)) for margin in (1.5, -1.0, 0.0)]
@@ -217,7 +241,9 @@ def test_regression_loss_by_hand():
     predictions = torch.tensor([[1.0, 2.0], [0.5, -1.0], [3.0, NAN]], requires_grad=True)
     labels = torch.tensor([[2.0, -100.0], [0.0, 1.0], [1.0, NAN]])
     mask = torch.tensor([[1, 0], [1, 1], [1, 0]])
-    loss, metrics = regression_loss(predictions=predictions, labels=labels, weights=loss_weights(mask))
+    loss, metrics = regression_loss(
+        predictions=predictions, labels=labels, weights=loss_weights(mask)
+    )
     assert loss.item() == metrics["loss"].item() == pytest.approx((1.0 + 0.25 + 4.0 + 4.0) / 4)
     loss.backward()
     close(predictions.grad, [[-0.5, 0.0], [0.25, -1.0], [1.0, 0.0]])  # 2 (x - y) / 4
@@ -227,7 +253,9 @@ def test_regression_loss_does_not_broadcast():
     weights = torch.full((2, 3), 1 / 6)
     for predictions, labels in (((2, 1), (2, 3)), ((2, 3), (2, 1)), ((2,), (2, 3))):
         with pytest.raises(ValueError, match="they must be equal"):
-            regression_loss(predictions=torch.ones(predictions), labels=torch.ones(labels), weights=weights)
+            regression_loss(
+                predictions=torch.ones(predictions), labels=torch.ones(labels), weights=weights
+            )
 
 
 def test_entropy_bonus_without_entropy_is_refused():

@@ -12,7 +12,10 @@ from nemo_aligner.parallel import collectives as distributed
 from nemo_aligner.parallel import vocab_parallel
 
 ROWS, WIDTH, VOCABULARY = 5, 8, 7
-PROMPT_LENGTHS, LENGTHS = torch.tensor([2, 1, 4, 3, 2]), torch.tensor([9, 5, 4, 7, 3])  # row 2 has no answer
+PROMPT_LENGTHS, LENGTHS = (
+    torch.tensor([2, 1, 4, 3, 2]),
+    torch.tensor([9, 5, 4, 7, 3]),
+)  # row 2 has no answer
 COLUMNS = torch.arange(WIDTH)
 SLOTS = (COLUMNS >= PROMPT_LENGTHS[:, None] - 1) & (COLUMNS < LENGTHS[:, None] - 1)
 VALID = SLOTS.any(1)
@@ -20,7 +23,9 @@ MASK = SLOTS.float()
 LABELLED = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 1, 0]]).bool()
 PROMPTS = torch.tensor([3, 3, 3, 8, 8])
 TOKENS = torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % VOCABULARY
-LOGITS_USED = torch.cat([SLOTS[:, :-1], torch.zeros(ROWS, 1, dtype=torch.bool)], 1)  # the last column predicts nothing
+LOGITS_USED = torch.cat(
+    [SLOTS[:, :-1], torch.zeros(ROWS, 1, dtype=torch.bool)], 1
+)  # the last column predicts nothing
 
 
 def weights(keep=SLOTS, reduction="token"):
@@ -44,21 +49,35 @@ VALUES = ("values", "prev_values", "returns")
 CASES = {
     **{
         f"policy loss, {reduction}, KL {estimator}": (
-            policy_loss(reduction, dual_clip=1.5, kl_loss_coef=0.1, kl_loss_estimator=estimator, entropy_bonus=0.1),
+            policy_loss(
+                reduction,
+                dual_clip=1.5,
+                kl_loss_coef=0.1,
+                kl_loss_estimator=estimator,
+                entropy_bonus=0.1,
+            ),
             POLICY,
             SLOTS,
         )
-        for reduction, estimator in zip(("token", "sequence", "microbatch", "token"), kl.KL_ESTIMATORS)
+        for reduction, estimator in zip(
+            ("token", "sequence", "microbatch", "token"), kl.KL_ESTIMATORS
+        )
     },
     **{
         f"value loss, clip {clip}": (
-            lambda clip=clip, **inputs: losses.ppo_critic_loss(**inputs, weights=weights(), loss_clip_val=clip),
+            lambda clip=clip, **inputs: losses.ppo_critic_loss(
+                **inputs, weights=weights(), loss_clip_val=clip
+            ),
             VALUES,
             SLOTS,
         )
         for clip in (0.2, None)
     },
-    "sft loss": (lambda logprobs: losses.sft_loss(logprobs=logprobs, weights=weights()), ("logprobs",), SLOTS),
+    "sft loss": (
+        lambda logprobs: losses.sft_loss(logprobs=logprobs, weights=weights()),
+        ("logprobs",),
+        SLOTS,
+    ),
     "preference loss": (
         lambda **inputs: losses.preference_loss(**inputs, weights=weights(VALID)),
         ("rewards_chosen", "rewards_rejected"),
@@ -86,44 +105,89 @@ CASES = {
         ("values", "rewards"),
         SLOTS,
     ),
-    "REINFORCE": (lambda rewards: advantages.calculate_reinforce_returns(rewards, 0.9, MASK), ("rewards",), SLOTS),
-    "RLOO": (lambda scores: advantages.calculate_rloo_advantages(scores, PROMPTS, VALID), ("scores",), VALID),
-    "RLOO baseline": (
-        slot_by_slot(lambda scores: advantages.calculate_rloo_baseline(PROMPTS, scores, VALID), VALID),
+    "REINFORCE": (
+        lambda rewards: advantages.calculate_reinforce_returns(rewards, 0.9, MASK),
+        ("rewards",),
+        SLOTS,
+    ),
+    "RLOO": (
+        lambda scores: advantages.calculate_rloo_advantages(scores, PROMPTS, VALID),
         ("scores",),
         VALID,
     ),
-    "GRPO": (lambda scores: advantages.calculate_grpo_advantages(scores, PROMPTS, VALID), ("scores",), VALID),
-    "scores over answers": (lambda scores: advantages.spread_over_response(scores, MASK), ("scores",), VALID),
+    "RLOO baseline": (
+        slot_by_slot(
+            lambda scores: advantages.calculate_rloo_baseline(PROMPTS, scores, VALID), VALID
+        ),
+        ("scores",),
+        VALID,
+    ),
+    "GRPO": (
+        lambda scores: advantages.calculate_grpo_advantages(scores, PROMPTS, VALID),
+        ("scores",),
+        VALID,
+    ),
+    "scores over answers": (
+        lambda scores: advantages.spread_over_response(scores, MASK),
+        ("scores",),
+        VALID,
+    ),
     "token rewards": (
-        slot_by_slot(lambda kl: ppo_utils.calculate_ppo_rewards(kl, torch.ones(ROWS), LENGTHS, kl, 0.1)),
+        slot_by_slot(
+            lambda kl: ppo_utils.calculate_ppo_rewards(kl, torch.ones(ROWS), LENGTHS, kl, 0.1)
+        ),
         ("kl",),
         SLOTS,
     ),
     **{
         f"KL {estimator}": (
-            slot_by_slot(lambda a, b, estimator=estimator: kl.calculate_kl_penalty(a, b, estimator=estimator)),
+            slot_by_slot(
+                lambda a, b, estimator=estimator: kl.calculate_kl_penalty(
+                    a, b, estimator=estimator
+                )
+            ),
             ("a", "b"),
             SLOTS,
         )
         for estimator in kl.KL_ESTIMATORS
     },
-    "clipped advantages": (slot_by_slot(lambda x: advantages.clip_advantages(x, 0.5)), ("x",), SLOTS),
+    "clipped advantages": (
+        slot_by_slot(lambda x: advantages.clip_advantages(x, 0.5)),
+        ("x",),
+        SLOTS,
+    ),
     **{
-        f"{function.__name__}, {dim}": (lambda x, f=function, dim=dim: f(x, MASK, dim), ("x",), SLOTS)
+        f"{function.__name__}, {dim}": (
+            lambda x, f=function, dim=dim: f(x, MASK, dim),
+            ("x",),
+            SLOTS,
+        )
         for function in (ppo_utils.masked_sum, ppo_utils.masked_mean, ppo_utils.masked_std)
         for dim in (None, 0, 1)
     },
     "mean and variance": (lambda x: ppo_utils.masked_mean_var(x, MASK), ("x",), SLOTS),
-    "mean and variance of all ranks": (lambda x: distributed.masked_global_mean_var(x, MASK), ("x",), SLOTS),
+    "mean and variance of all ranks": (
+        lambda x: distributed.masked_global_mean_var(x, MASK),
+        ("x",),
+        SLOTS,
+    ),
     "whitening": (lambda x: distributed.normalize_tensor(x, MASK), ("x",), SLOTS),
-    "whitening, mean kept": (lambda x: distributed.normalize_tensor(x, MASK, shift_mean=False), ("x",), SLOTS),
+    "whitening, mean kept": (
+        lambda x: distributed.normalize_tensor(x, MASK, shift_mean=False),
+        ("x",),
+        SLOTS,
+    ),
     "mean of sample means": (lambda x: torch.tensor(mean_of_sample_means(x, MASK)), ("x",), SLOTS),
     "mean of sample sums": (lambda x: torch.tensor(mean_of_sample_sums(x, MASK)), ("x",), SLOTS),
-    "entropy of log-probs": (lambda log_probs: ppo_utils.calculate_entropy(log_probs, MASK), ("log_probs",), SLOTS),
+    "entropy of log-probs": (
+        lambda log_probs: ppo_utils.calculate_entropy(log_probs, MASK),
+        ("log_probs",),
+        SLOTS,
+    ),
     "log-probs": (
         slot_by_slot(
-            lambda logits: vocab_parallel.from_parallel_logits_to_logprobs(logits, TOKENS), LOGITS_USED[:, :-1]
+            lambda logits: vocab_parallel.from_parallel_logits_to_logprobs(logits, TOKENS),
+            LOGITS_USED[:, :-1],
         ),
         ("logits",),
         LOGITS_USED,
@@ -169,7 +233,9 @@ def results(case, inputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     if differentiable and case not in WITHOUT_GRADIENT:
         total = sum((output.double() * (1 + i)).sum() for i, output in enumerate(differentiable))
         gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    return [output.detach() for output in outputs], [gradient for gradient in gradients if gradient is not None]
+    return [output.detach() for output in outputs], [
+        gradient for gradient in gradients if gradient is not None
+    ]
 
 
 def flat(output) -> list[torch.Tensor]:
@@ -188,7 +254,9 @@ def test_garbage_where_nothing_counts_changes_nothing(case, garbage):
     assert all(tensor.isfinite().all() for tensor in [*expected, *expected_gradients])
     for planted in [[name] for name in names] + [list(names)]:
         dirty = {
-            name: torch.where(expanded(keep, value.shape), value, garbage) if name in planted else value
+            name: torch.where(expanded(keep, value.shape), value, garbage)
+            if name in planted
+            else value
             for name, value in inputs.items()
         }
         outputs, gradients = results(case, dirty)
@@ -206,12 +274,22 @@ def test_nothing_counts():
         leaf = torch.full_like(MASK, torch.nan, requires_grad=True)
         others = {name: torch.full_like(MASK, torch.inf) for name in POLICY[1:]}
         loss = losses.ppo_actor_loss(
-            logprobs=leaf, **others, weights=empty, ratio_eps=0.2, dual_clip=2.0, kl_loss_coef=1.0, entropy_bonus=0.1
+            logprobs=leaf,
+            **others,
+            weights=empty,
+            ratio_eps=0.2,
+            dual_clip=2.0,
+            kl_loss_coef=1.0,
+            entropy_bonus=0.1,
         )[0]
         loss = (
             loss
             + losses.ppo_critic_loss(
-                values=leaf, prev_values=leaf.detach(), returns=leaf.detach(), weights=empty, loss_clip_val=0.2
+                values=leaf,
+                prev_values=leaf.detach(),
+                returns=leaf.detach(),
+                weights=empty,
+                loss_clip_val=0.2,
             )[0]
         )
         loss = loss + losses.sft_loss(logprobs=leaf, weights=empty)[0]

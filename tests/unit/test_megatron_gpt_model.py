@@ -12,7 +12,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from nemo_aligner.checkpoint import nemo_archive
-from nemo_aligner.checkpoint.checkpointing import MARKER, CheckpointCallback, complete_checkpoints, format_name
+from nemo_aligner.checkpoint.checkpointing import (
+    MARKER,
+    CheckpointCallback,
+    complete_checkpoints,
+    format_name,
+)
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
@@ -57,7 +62,9 @@ def as_llama(weights, cfg, vocab):
             theirs + "self_attn.q_proj.weight": q,
             theirs + "self_attn.k_proj.weight": k,
             theirs + "self_attn.v_proj.weight": v,
-            theirs + "self_attn.o_proj.weight": weights[ours + "self_attention.linear_proj.weight"],
+            theirs + "self_attn.o_proj.weight": weights[
+                ours + "self_attention.linear_proj.weight"
+            ],
             theirs + "mlp.gate_proj.weight": gate,
             theirs + "mlp.up_proj.weight": up,
             theirs + "mlp.down_proj.weight": weights[ours + "mlp.linear_fc2.weight"],
@@ -89,13 +96,17 @@ def as_gpt2(weights, cfg, vocab):
         mapped[f"transformer.ln_f.{kind}"] = weights[f"decoder.final_layernorm.{kind}"]
         for i in range(cfg.num_layers):
             ours, theirs = f"decoder.layers.{i}.", f"transformer.h.{i}."
-            qkv = torch.cat(split_qkv(weights[ours + f"self_attention.linear_qkv.{kind}"], 4, 4, 8))
+            qkv = torch.cat(
+                split_qkv(weights[ours + f"self_attention.linear_qkv.{kind}"], 4, 4, 8)
+            )
             mapped |= {
                 theirs + f"ln_1.{kind}": weights[ours + f"input_layernorm.{kind}"],
                 theirs + f"ln_2.{kind}": weights[ours + f"pre_mlp_layernorm.{kind}"],
                 # GPT-2 stores its matrices transposed
                 theirs + f"attn.c_attn.{kind}": qkv.T,
-                theirs + f"attn.c_proj.{kind}": weights[ours + f"self_attention.linear_proj.{kind}"].T,
+                theirs + f"attn.c_proj.{kind}": weights[
+                    ours + f"self_attention.linear_proj.{kind}"
+                ].T,
                 theirs + f"mlp.c_fc.{kind}": weights[ours + f"mlp.linear_fc1.{kind}"].T,
                 theirs + f"mlp.c_proj.{kind}": weights[ours + f"mlp.linear_fc2.{kind}"].T,
             }
@@ -105,7 +116,10 @@ def as_gpt2(weights, cfg, vocab):
 
 def logits_of(model, tokens, micro_batch_size=2):
     return forward_collect(
-        model.model, {"tokens": tokens}, micro_batch_size=micro_batch_size, output_fn=lambda output, _: output
+        model.model,
+        {"tokens": tokens},
+        micro_batch_size=micro_batch_size,
+        output_fn=lambda output, _: output,
     )
 
 
@@ -131,7 +145,11 @@ def test_logits_equal_hugging_face(tiny_tokenizer_dir, architecture, as_hf):
     cfg = tiny_config(tiny_tokenizer_dir, architecture)
     model = MegatronGPTModel(cfg)
     model.set_eval()
-    weights = {k: v.clone() for k, v in model.unwrapped()[0].state_dict().items() if isinstance(v, torch.Tensor)}
+    weights = {
+        k: v.clone()
+        for k, v in model.unwrapped()[0].state_dict().items()
+        if isinstance(v, torch.Tensor)
+    }
     with torch.no_grad():
         expected = as_hf(weights, cfg, model.padded_vocab_size)(TOKENS).logits
     torch.testing.assert_close(logits_of(model, TOKENS), expected, atol=2e-5, rtol=1e-4)
@@ -150,9 +168,13 @@ def test_rows_that_no_micro_batch_divides(tiny_tokenizer_dir):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     model.set_eval()
     tokens = TOKENS.repeat(2, 1)[:3]
-    torch.testing.assert_close(logits_of(model, tokens, 2), logits_of(model, tokens, 3), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        logits_of(model, tokens, 2), logits_of(model, tokens, 3), atol=1e-6, rtol=1e-5
+    )
     with pytest.raises(UserError, match="3 samples.*micro_batch_size=2"):
-        forward_backward(model.model, {"tokens": tokens}, micro_batch_size=2, loss_fn=share_of_loss)
+        forward_backward(
+            model.model, {"tokens": tokens}, micro_batch_size=2, loss_fn=share_of_loss
+        )
 
 
 def test_learning_rate_warms_up_anneals_and_holds(tiny_tokenizer_dir):
@@ -173,7 +195,9 @@ def test_learning_rate_warms_up_anneals_and_holds(tiny_tokenizer_dir):
 
 
 def test_job_shorter_than_its_constant_phase_still_anneals(tiny_tokenizer_dir):
-    cfg = tiny_config(tiny_tokenizer_dir, optim={"lr": 1.0, "sched": {"warmup_steps": 1, "constant_steps": 1000}})
+    cfg = tiny_config(
+        tiny_tokenizer_dir, optim={"lr": 1.0, "sched": {"warmup_steps": 1, "constant_steps": 1000}}
+    )
     model = MegatronGPTModel(cfg)
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=11)
     for _ in range(6):
@@ -183,13 +207,19 @@ def test_job_shorter_than_its_constant_phase_still_anneals(tiny_tokenizer_dir):
 
 @pytest.mark.parametrize("optimizer_name", ["distributed_fused_adam", "adamw"])
 @pytest.mark.parametrize("precision", [32, "bf16"])
-def test_resumed_job_continues_to_the_same_bits(tiny_tokenizer_dir, tmp_path, optimizer_name, precision):
+def test_resumed_job_continues_to_the_same_bits(
+    tiny_tokenizer_dir, tmp_path, optimizer_name, precision
+):
     cfg = tiny_config(tiny_tokenizer_dir, precision=precision, optim={"name": optimizer_name})
 
     def start():
         model = MegatronGPTModel(cfg)
         optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
-        return CheckpointCallback(tmp_path, model, optimizer, scheduler, name="x"), (model, optimizer, scheduler)
+        return CheckpointCallback(tmp_path, model, optimizer, scheduler, name="x"), (
+            model,
+            optimizer,
+            scheduler,
+        )
 
     callback, parts = start()
     for _ in range(2):
@@ -203,7 +233,9 @@ def test_resumed_job_continues_to_the_same_bits(tiny_tokenizer_dir, tmp_path, op
 
 
 @pytest.mark.parametrize("optimizer_name", ["distributed_fused_adam", "adamw"])
-def test_resumed_job_uses_the_learning_rate_it_is_given(tiny_tokenizer_dir, tmp_path, optimizer_name):
+def test_resumed_job_uses_the_learning_rate_it_is_given(
+    tiny_tokenizer_dir, tmp_path, optimizer_name
+):
     def start(lr):
         optim = {
             "name": optimizer_name,
@@ -213,10 +245,16 @@ def test_resumed_job_uses_the_learning_rate_it_is_given(tiny_tokenizer_dir, tmp_
         }
         model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, optim=optim))
         optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
-        return CheckpointCallback(tmp_path, model, optimizer, scheduler, name="x"), (model, optimizer, scheduler)
+        return CheckpointCallback(tmp_path, model, optimizer, scheduler, name="x"), (
+            model,
+            optimizer,
+            scheduler,
+        )
 
     callback, parts = start(lr=8.0)
-    callback.custom_save({"step": 0}, trainer_state={"step": 0})  # before the first step: loads as well
+    callback.custom_save(
+        {"step": 0}, trainer_state={"step": 0}
+    )  # before the first step: loads as well
     callback, parts = start(lr=2.0)
     assert callback.load_latest() == {"step": 0}
     for _ in range(2):  # to the end of the warm-up
@@ -229,16 +267,31 @@ def test_checkpoints_keep_the_best_and_the_last_two(tiny_tokenizer_dir, tmp_path
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
     callback = CheckpointCallback(
-        tmp_path, model, optimizer, scheduler, name="x", filename="c-{step}", monitor="val", save_top_k=1, mode="max"
+        tmp_path,
+        model,
+        optimizer,
+        scheduler,
+        name="x",
+        filename="c-{step}",
+        monitor="val",
+        save_top_k=1,
+        mode="max",
     )
     for step, value in enumerate([0.1, 0.9, float("nan"), 0.2, 0.5]):
         callback.custom_save({"step": step, "val": value})
     # The best, and the last two: a critic that has saved one step more than its actor can go back.
-    assert sorted(path.name for path in callback.root.iterdir()) == ["c-step=1", "c-step=3", "c-step=4"]
+    assert sorted(path.name for path in callback.root.iterdir()) == [
+        "c-step=1",
+        "c-step=3",
+        "c-step=4",
+    ]
 
     # A checkpoint that was cut off while it was written is not resumed from.
     (callback.root / "c-step=4" / MARKER).unlink()
-    assert [path.name for path, _ in complete_checkpoints(callback.root)] == ["c-step=1", "c-step=3"]
+    assert [path.name for path, _ in complete_checkpoints(callback.root)] == [
+        "c-step=1",
+        "c-step=3",
+    ]
     assert callback.latest().name == "c-step=3"
 
     callback.enabled = False
@@ -249,7 +302,10 @@ def test_checkpoints_keep_the_best_and_the_last_two(tiny_tokenizer_dir, tmp_path
 
 def test_checkpoint_names():
     template = "gpt-{step}-{val_rewards:.3f}-{missing}"
-    assert format_name(template, {"step": 10.0, "val_rewards": 0.81249}) == "gpt-step=10-val_rewards=0.812-missing=nan"
+    assert (
+        format_name(template, {"step": 10.0, "val_rewards": 0.81249})
+        == "gpt-step=10-val_rewards=0.812-missing=nan"
+    )
 
 
 @pytest.mark.parametrize("as_directory", [False, True])
@@ -264,7 +320,9 @@ def test_nemo_file_holds_weights_config_and_tokenizer(tiny_tokenizer_dir, tmp_pa
         assert "./model_config.yaml" in names and any("model_weights" in name for name in names)
 
     config = nemo_archive.read_config(path)
-    assert config.tokenizer.type != tiny_tokenizer_dir  # the tokenizer inside is used, not the original folder
+    assert (
+        config.tokenizer.type != tiny_tokenizer_dir
+    )  # the tokenizer inside is used, not the original folder
     config.seed = 12  # other initial weights
     restored = MegatronGPTModel.restore_from(path, override_config_path=config)
     restored.set_eval()
@@ -273,11 +331,15 @@ def test_nemo_file_holds_weights_config_and_tokenizer(tiny_tokenizer_dir, tmp_pa
 
 
 def test_sentencepiece_tokenizer_travels_too(tiny_sentencepiece_model, tmp_path):
-    cfg = tiny_config("", tokenizer={"library": "sentencepiece", "model": tiny_sentencepiece_model})
+    cfg = tiny_config(
+        "", tokenizer={"library": "sentencepiece", "model": tiny_sentencepiece_model}
+    )
     model = MegatronGPTModel(cfg)
     model.save_to(str(tmp_path / "m.nemo"))
     restored = MegatronGPTModel.restore_from(tmp_path / "m.nemo")
-    assert restored.tokenizer.text_to_ids("the film was") == model.tokenizer.text_to_ids("the film was")
+    assert restored.tokenizer.text_to_ids("the film was") == model.tokenizer.text_to_ids(
+        "the film was"
+    )
 
 
 def test_swapped_weights_come_back_bit_equal(tiny_tokenizer_dir):
@@ -297,7 +359,9 @@ def test_swapped_weights_come_back_bit_equal(tiny_tokenizer_dir):
 
 def test_a_replaced_file_is_read_anew(tiny_tokenizer_dir, tmp_path):
     for layers in (2, 4):
-        MegatronGPTModel(tiny_config(tiny_tokenizer_dir, num_layers=layers)).save_to(str(tmp_path / "m.nemo"))
+        MegatronGPTModel(tiny_config(tiny_tokenizer_dir, num_layers=layers)).save_to(
+            str(tmp_path / "m.nemo")
+        )
         assert nemo_archive.read_config(tmp_path / "m.nemo").num_layers == layers
 
 
@@ -330,10 +394,14 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
     other.num_layers, other.bias = 3, True
     with pytest.raises(UserError, match="m.nemo"):
         MegatronGPTModel.restore_from(tmp_path / "m.nemo", override_config_path=other)
-    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2")).save_to(str(tmp_path / "positions.nemo"))
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2")).save_to(
+        str(tmp_path / "positions.nemo")
+    )
     other = nemo_archive.read_config(tmp_path / "positions.nemo")
     other.max_position_embeddings = 64
-    with pytest.raises(UserError, match=r"position_embeddings.weight of shape \(48, 32\).*\(64, 32\)"):
+    with pytest.raises(
+        UserError, match=r"position_embeddings.weight of shape \(48, 32\).*\(64, 32\)"
+    ):
         MegatronGPTModel.restore_from(tmp_path / "positions.nemo", override_config_path=other)
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, optim={"name": "sgd"}))
     with pytest.raises(ConfigError, match="model.optim.name='sgd'"):

@@ -22,12 +22,16 @@ def pooled(predictions, labels, mask, sizes):
     sums, total = {}, 0
     for rows in torch.arange(len(labels)).split(sizes):
         weights = loss_weights(mask[rows])
-        moments = correlation_moments(predictions=predictions[rows], labels=labels[rows], weights=weights)
+        moments = correlation_moments(
+            predictions=predictions[rows], labels=labels[rows], weights=weights
+        )
         count = int(mask[rows].sum())
         total += count
         for key, value in moments.items():
             sums[key] = sums.get(key, 0.0) + count * float(value)
-    return correlations_from_moments({"loss": 1.0} | {key: value / total for key, value in sums.items()})
+    return correlations_from_moments(
+        {"loss": 1.0} | {key: value / total for key, value in sums.items()}
+    )
 
 
 @pytest.mark.parametrize("sizes", [[23], [1, 4, 2, 16], [10, 10, 3]])
@@ -47,16 +51,27 @@ def test_uneven_batches_give_the_correlation_of_the_whole(sizes, offset):
         expected.append(np.corrcoef(x, y)[0, 1])
         assert metrics[f"correlation_{a}"] == pytest.approx(expected[a], abs=1e-7)
     assert metrics["correlation"] == pytest.approx(sum(expected) / 3, abs=1e-7)
-    assert set(metrics) == {"loss", "correlation", "correlation_0", "correlation_1", "correlation_2"}
+    assert set(metrics) == {
+        "loss",
+        "correlation",
+        "correlation_0",
+        "correlation_1",
+        "correlation_2",
+    }
 
 
 def test_one_attribute_by_hand():
     labels = torch.tensor([[1.0], [2.0], [3.0]])
     every = torch.ones(3, 1)
-    assert pooled(2 * labels + 5, labels, every, [3]) == {"loss": 1.0, "correlation": pytest.approx(1.0)}
+    assert pooled(2 * labels + 5, labels, every, [3]) == {
+        "loss": 1.0,
+        "correlation": pytest.approx(1.0),
+    }
     assert pooled(-labels, labels, every, [1, 2])["correlation"] == pytest.approx(-1.0)
     # Deviations -1, 0, 1 of the labels and -1, 1, 0 of the predictions: 1 / sqrt(2 * 2).
-    assert pooled(torch.tensor([[0.0], [2.0], [1.0]]), labels, every, [2, 1])["correlation"] == pytest.approx(0.5)
+    assert pooled(torch.tensor([[0.0], [2.0], [1.0]]), labels, every, [2, 1])[
+        "correlation"
+    ] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf"), -1e200])
@@ -82,7 +97,11 @@ def test_what_does_not_vary_has_no_correlation():
     mask = torch.ones(9, 3)
     mask[:, 2] = 0
     metrics = pooled(predictions, labels, mask, [4, 5])
-    assert metrics == {"loss": 1.0, "correlation_0": pytest.approx(1.0), "correlation": pytest.approx(1.0)}
+    assert metrics == {
+        "loss": 1.0,
+        "correlation_0": pytest.approx(1.0),
+        "correlation": pytest.approx(1.0),
+    }
 
 
 def test_metrics_without_moments_stay_as_they_are():
@@ -94,7 +113,9 @@ def explained(values, returns, mask, sizes):
     """Explained variance by way of micro-batches of `sizes` rows whose moments are summed."""
     weights, sums = loss_weights(mask), {"loss": 1.0}
     for rows in torch.arange(len(mask)).split(sizes):
-        moments = explained_variance_moments(values=values[rows], returns=returns[rows], weights=weights[rows])
+        moments = explained_variance_moments(
+            values=values[rows], returns=returns[rows], weights=weights[rows]
+        )
         for key, value in moments.items():
             sums[key] = sums.get(key, 0.0) + float(value)
     return explained_variance_from_moments(sums)
@@ -120,9 +141,15 @@ def test_explained_variance_of_any_split_is_that_of_the_whole(sizes, offset):
 
 def test_explained_variance_by_hand():
     returns, every = torch.tensor([[1.0, 2.0, 3.0]]), torch.ones(1, 3)
-    assert explained(returns - 5, returns, every, [1])["explained_variance"] == pytest.approx(1.0)  # up to a constant
-    assert explained(torch.zeros(1, 3), returns, every, [1])["explained_variance"] == pytest.approx(0.0)
-    assert explained(-returns, returns, every, [1])["explained_variance"] == pytest.approx(-3.0)  # errors 2, 4, 6
+    assert explained(returns - 5, returns, every, [1])["explained_variance"] == pytest.approx(
+        1.0
+    )  # up to a constant
+    assert explained(torch.zeros(1, 3), returns, every, [1])[
+        "explained_variance"
+    ] == pytest.approx(0.0)
+    assert explained(-returns, returns, every, [1])["explained_variance"] == pytest.approx(
+        -3.0
+    )  # errors 2, 4, 6
     # Nothing to explain; no slot at all; no number.
     assert explained(returns, torch.full((1, 3), 0.1), every, [1]) == {"loss": 1.0}
     assert explained(returns, returns, torch.zeros(1, 3), [1]) == {"loss": 1.0}

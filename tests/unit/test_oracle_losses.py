@@ -7,10 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_aligner.core.losses import loss_weights, ppo_actor_loss, ppo_critic_loss, preference_loss, sft_loss
+from nemo_aligner.core.losses import (
+    loss_weights,
+    ppo_actor_loss,
+    ppo_critic_loss,
+    preference_loss,
+    sft_loss,
+)
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.core.rollout_math import calculate_entropy
-from nemo_aligner.parallel.vocab_parallel import calculate_distributed_entropy, from_parallel_logits_to_logprobs
+from nemo_aligner.parallel.vocab_parallel import (
+    calculate_distributed_entropy,
+    from_parallel_logits_to_logprobs,
+)
 from tests.oracle_table import Case, Comparisons
 from tests.oracles import oracle
 
@@ -30,10 +39,18 @@ class LossCase:
 
     def __init__(self, case: Case):
         self.case, self.mask, self.keep = case, case.mask, case.keep
-        self.logprobs, self.ref_logprobs, self.advantages = case.logprobs, case.ref_logprobs, case.rewards
+        self.logprobs, self.ref_logprobs, self.advantages = (
+            case.logprobs,
+            case.ref_logprobs,
+            case.rewards,
+        )
         # Ratios on both sides of all clips.
         self.prev_logprobs = self.logprobs + 0.5 * case.values
-        self.values, self.prev_values, self.returns = case.values, case.values + 0.4 * case.logprobs, case.rewards
+        self.values, self.prev_values, self.returns = (
+            case.values,
+            case.values + 0.4 * case.logprobs,
+            case.rewards,
+        )
 
     def leaf(self, x):
         return x.clone().requires_grad_()
@@ -60,9 +77,14 @@ class LossCase:
 
     def value(self, clip, reduction="token"):
         values = self.planted_leaf(self.values)
-        others = {"prev_values": self.case.planted(self.prev_values), "returns": self.case.planted(self.returns)}
+        others = {
+            "prev_values": self.case.planted(self.prev_values),
+            "returns": self.case.planted(self.returns),
+        }
         weights = loss_weights(self.mask, reduction)
-        loss, metrics = ppo_critic_loss(values=values, **others, weights=weights, loss_clip_val=clip)
+        loss, metrics = ppo_critic_loss(
+            values=values, **others, weights=weights, loss_clip_val=clip
+        )
         return *value_and_gradient(loss, values), metrics
 
 
@@ -74,7 +96,9 @@ def trl_losses(c: LossCase):
     """trl's two losses with their gradients, and its statistics (means over tokens)."""
     from trl.trainer.ppo_trainer import PPOTrainer
 
-    config = SimpleNamespace(cliprange=EPS, cliprange_value=VALUE_CLIP, vf_coef=1.0, ratio_threshold=1e9)
+    config = SimpleNamespace(
+        cliprange=EPS, cliprange_value=VALUE_CLIP, vf_coef=1.0, ratio_threshold=1e9
+    )
     logprobs, values = c.leaf(c.logprobs), c.leaf(c.values)
     policy, value, statistics = PPOTrainer.loss(
         SimpleNamespace(config=config),
@@ -111,7 +135,9 @@ def verl_policy(c: LossCase, reduction="token", dual_clip=NO_CLIP):
 def openrlhf_policy(c: LossCase, reduction="token", dual_clip=None):
     """(loss, gradient, share of clipped ratios, mean of -log ratio)."""
     logprobs = c.leaf(c.logprobs)
-    policy_loss = oracle("openrlhf.models.loss").PolicyLoss(EPS, EPS, dual_clip, token_level_loss=reduction == "token")
+    policy_loss = oracle("openrlhf.models.loss").PolicyLoss(
+        EPS, EPS, dual_clip, token_level_loss=reduction == "token"
+    )
     loss, clip_ratio, kl, _ = policy_loss(logprobs, c.prev_logprobs, c.advantages, c.mask)
     return *value_and_gradient(loss, logprobs), clip_ratio, kl
 
@@ -129,12 +155,14 @@ def _(case, library):
         return
     for reduction in REDUCTIONS:
         loss, gradient, metrics = c.policy(reduction)
-        their_loss, their_gradient, reported, *_ = (verl_policy if library == "verl" else openrlhf_policy)(
-            c, reduction
-        )
+        their_loss, their_gradient, reported, *_ = (
+            verl_policy if library == "verl" else openrlhf_policy
+        )(c, reduction)
         yield loss, their_loss
         yield gradient, their_gradient
-        if reduction == "token":  # their share of clipped ratios is a mean over tokens in either case
+        if (
+            reduction == "token"
+        ):  # their share of clipped ratios is a mean over tokens in either case
             share = torch.tensor(reported["actor/pg_clipfrac"]) if library == "verl" else reported
             yield metrics["ppo_clip_fraction"], share
             assert 0.1 < share < 0.6
@@ -162,10 +190,14 @@ def _(case, library):
         logprobs = c.leaf(c.logprobs)
         if library == "verl":
             module = oracle("verl.trainer.ppo.core_algos")
-            kl = module.agg_loss(module.kl_penalty(logprobs, c.ref_logprobs, estimator), c.mask, "token-mean")
+            kl = module.agg_loss(
+                module.kl_penalty(logprobs, c.ref_logprobs, estimator), c.mask, "token-mean"
+            )
         else:
             module = oracle("openrlhf.models.utils")
-            kl = module.masked_mean(module.compute_approx_kl(logprobs, c.ref_logprobs, estimator), c.mask)
+            kl = module.masked_mean(
+                module.compute_approx_kl(logprobs, c.ref_logprobs, estimator), c.mask
+            )
         their_kl, their_kl_gradient = value_and_gradient(kl, logprobs)
         without = c.policy()
         yield metrics["kl_loss"], their_kl
@@ -191,13 +223,20 @@ def _(case, library):
             if library == "verl":
                 value_loss = oracle("verl.trainer.ppo.core_algos").compute_value_loss
                 theirs, clipped = value_loss(
-                    values, c.returns, c.prev_values, c.mask, clip or NO_CLIP, REDUCTIONS[reduction]
+                    values,
+                    c.returns,
+                    c.prev_values,
+                    c.mask,
+                    clip or NO_CLIP,
+                    REDUCTIONS[reduction],
                 )
                 if reduction == "token" and clip:  # without a clip, rounding makes up verl's share
                     yield metrics["value_clip_fraction"], clipped
                     assert clipped > 0.05
             else:
-                value_loss = oracle("openrlhf.models.loss").ValueLoss(clip, token_level_loss=reduction == "token")
+                value_loss = oracle("openrlhf.models.loss").ValueLoss(
+                    clip, token_level_loss=reduction == "token"
+                )
                 theirs = value_loss(values, c.prev_values, c.returns, c.mask)
             their_loss, their_gradient = value_and_gradient(theirs, values)
             yield loss, their_loss
@@ -210,10 +249,14 @@ def _(case, library):
     c = LossCase(case)
     ours = c.policy()[2]["approx_kl"]
     if library == "openrlhf":
-        estimates = oracle("openrlhf.models.utils").compute_approx_kl(c.prev_logprobs, c.logprobs, "k3")
+        estimates = oracle("openrlhf.models.utils").compute_approx_kl(
+            c.prev_logprobs, c.logprobs, "k3"
+        )
         yield ours, oracle("openrlhf.models.utils").masked_mean(estimates, c.mask)
     else:
-        estimates = oracle("verl.trainer.ppo.core_algos").kl_penalty(c.prev_logprobs, c.logprobs, "k3")
+        estimates = oracle("verl.trainer.ppo.core_algos").kl_penalty(
+            c.prev_logprobs, c.logprobs, "k3"
+        )
         yield ours, oracle("verl.utils.torch_functional").masked_mean(estimates, c.mask)
 
 
@@ -222,7 +265,9 @@ def _(case):
     c = LossCase(case)
     tensors = {"values": c.case.planted(c.values), "returns": c.case.planted(c.returns)}
     moments = explained_variance_moments(**tensors, weights=loss_weights(c.mask))
-    ours = explained_variance_from_moments({name: float(moment) for name, moment in moments.items()})
+    ours = explained_variance_from_moments(
+        {name: float(moment) for name, moment in moments.items()}
+    )
     # trl takes the mean squared error for the variance of the error, and corrects that of the returns (Bessel).
     statistics, n = trl_losses(c)[2], c.mask.sum()
     error = (c.returns - c.values)[c.keep]
@@ -235,14 +280,19 @@ def _(case):
 def _(case, library):
     """Only OpenRLHF takes a temperature (and divides the logits in place); its entropy is compiled, and left out."""
     random = torch.Generator().manual_seed(int(case.lengths.sum()))
-    logits, tokens = 3 * torch.randn(4, 6, 9, generator=random), torch.randint(0, 9, (4, 6), generator=random)
+    logits, tokens = (
+        3 * torch.randn(4, 6, 9, generator=random),
+        torch.randint(0, 9, (4, 6), generator=random),
+    )
     for temperature in (1.0, 0.7):
         ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
         logprobs = from_parallel_logits_to_logprobs(ours, tokens, temperature=temperature)
         entropy = calculate_distributed_entropy(ours, temperature=temperature)
         predicting, labels = theirs[:, :-1] / 1.0, tokens[:, 1:]  # column t predicts token t+1
         if library == "openrlhf":
-            expected = oracle("openrlhf.models.utils").log_probs_from_logits(predicting, labels, temperature)
+            expected = oracle("openrlhf.models.utils").log_probs_from_logits(
+                predicting, labels, temperature
+            )
         else:
             module = oracle("trl.core" if library == "trl" else "verl.utils.torch_functional")
             name = "logprobs_from_logits" + ("_naive" if library == "verl" else "")
@@ -253,7 +303,8 @@ def _(case, library):
         yield logprobs, expected
         weights = torch.randn(expected.shape, generator=random)
         gradients = [
-            torch.autograd.grad((x * weights).sum(), leaf) for x, leaf in ((logprobs, ours), (expected, theirs))
+            torch.autograd.grad((x * weights).sum(), leaf)
+            for x, leaf in ((logprobs, ours), (expected, theirs))
         ]
         yield gradients[0][0], gradients[1][0]
 
@@ -264,7 +315,9 @@ def _(case):
     for reduction in REDUCTIONS:
         logprobs, theirs = c.planted_leaf(c.logprobs), c.leaf(c.logprobs)
         ours = sft_loss(logprobs=logprobs, weights=loss_weights(c.mask, reduction))[0]
-        expected = oracle("openrlhf.models.loss").SFTLoss(token_level_loss=reduction == "token")(theirs, c.mask)
+        expected = oracle("openrlhf.models.loss").SFTLoss(token_level_loss=reduction == "token")(
+            theirs, c.mask
+        )
         yield from zip(value_and_gradient(ours, logprobs), value_and_gradient(expected, theirs))
 
 
@@ -274,16 +327,22 @@ def _(case, library):
     chosen, rejected = case.scores.chunk(2)
     ours, theirs = (chosen.clone().requires_grad_() for _ in range(2))
     loss = preference_loss(
-        rewards_chosen=ours, rewards_rejected=rejected, weights=loss_weights(torch.ones(len(chosen)))
+        rewards_chosen=ours,
+        rewards_rejected=rejected,
+        weights=loss_weights(torch.ones(len(chosen))),
     )
     if library == "openrlhf":
         expected = oracle("openrlhf.models.loss").PairWiseLoss()(theirs, rejected)
     else:
-        fake = SimpleNamespace(use_reward_data_collator=True, args=SimpleNamespace(center_rewards_coefficient=None))
+        fake = SimpleNamespace(
+            use_reward_data_collator=True, args=SimpleNamespace(center_rewards_coefficient=None)
+        )
         inputs = {"input_ids_chosen": theirs, "input_ids_rejected": rejected}
         inputs |= {"attention_mask_chosen": None, "attention_mask_rejected": None}
         model = lambda input_ids, attention_mask, return_dict: {"logits": input_ids}
-        expected = oracle("trl.trainer.reward_trainer").RewardTrainer.compute_loss(fake, model, inputs)
+        expected = oracle("trl.trainer.reward_trainer").RewardTrainer.compute_loss(
+            fake, model, inputs
+        )
     yield from zip(value_and_gradient(loss[0], ours), value_and_gradient(expected, theirs))
 
 

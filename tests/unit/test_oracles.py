@@ -34,7 +34,10 @@ GAMMA, LAMBDA, CRITIC_LAMBDA, BETA = 0.97, 0.9, 0.98, 0.05
 
 COMPARISONS = Comparisons()
 # Quantities that fewer than two of the libraries have in a form that can be called.
-ONLY_ONE = {"mask": "the others make theirs where they tokenize", "top-k": "the others have no rejection sampling"}
+ONLY_ONE = {
+    "mask": "the others make theirs where they tokenize",
+    "top-k": "the others have no rejection sampling",
+}
 compares = COMPARISONS.of
 
 
@@ -57,7 +60,12 @@ def openrlhf_experience(case: Case, estimator: str, **args):
     It finds the groups by position, so `index` says where each row stands when the rows are sorted by prompt.
     """
     maker = oracle("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
-    defaults = dict(n_samples_per_prompt=GROUP_SIZE, reward_clip_range=None, gamma=1.0, no_advantage_std_norm=False)
+    defaults = dict(
+        n_samples_per_prompt=GROUP_SIZE,
+        reward_clip_range=None,
+        gamma=1.0,
+        no_advantage_std_norm=False,
+    )
     args = SimpleNamespace(advantage_estimator=estimator, **(defaults | args))
     fake = SimpleNamespace(
         strategy=SimpleNamespace(args=args),
@@ -83,7 +91,12 @@ def _(case, library):
     """trl and verl whiten their advantages, so theirs are returns minus values."""
     for lam, critic_lam in ((LAMBDA, None), (LAMBDA, CRITIC_LAMBDA)):
         ours = calculate_advantages_and_returns(
-            case.planted(case.values), case.planted(case.rewards), GAMMA, lam, case.mask, critic_lam
+            case.planted(case.values),
+            case.planted(case.rewards),
+            GAMMA,
+            lam,
+            case.mask,
+            critic_lam,
         )
         advantages, returns = their_gae(case, library, lam)
         yield ours[0][case.keep], advantages[case.keep]
@@ -104,13 +117,19 @@ def their_gae(case, library, lam):
     if library == "openrlhf":
         maker = oracle("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
         return maker.get_advantages_and_returns(None, values, rewards, mask, GAMMA, lam)
-    if library == "torchrl":  # [B, T, 1]; the next state's value is given, and an episode is done at its last token
+    if (
+        library == "torchrl"
+    ):  # [B, T, 1]; the next state's value is given, and an episode is done at its last token
         done = torch.arange(mask.shape[1]) == (case.lengths - 2)[:, None]
         following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
         estimate = oracle("torchrl.objectives.value.functional").generalized_advantage_estimate
-        results = estimate(GAMMA, lam, *(x.unsqueeze(-1) for x in (values, following, rewards, done)))
+        results = estimate(
+            GAMMA, lam, *(x.unsqueeze(-1) for x in (values, following, rewards, done))
+        )
         return [x.squeeze(-1) for x in results]
-    return nemo_aligner_ppo_utils().calculate_advantages_and_returns(values, rewards, GAMMA, lam, mask)
+    return nemo_aligner_ppo_utils().calculate_advantages_and_returns(
+        values, rewards, GAMMA, lam, mask
+    )
 
 
 @compares("whitening", "trl", "verl", "openrlhf")
@@ -122,12 +141,17 @@ def _(case, library):
         normalize = oracle("openrlhf.models.utils").masked_normalize
         yield ours[case.keep], normalize(case.values, case.mask, dim=None)[case.keep]
         return
-    whiten = oracle("trl.core" if library == "trl" else "verl.utils.torch_functional").masked_whiten
+    whiten = oracle(
+        "trl.core" if library == "trl" else "verl.utils.torch_functional"
+    ).masked_whiten
     yield ours[case.keep] * case.bessel(), whiten(case.values, case.mask)[case.keep]
     # Rewards are divided by their deviation, their mean kept.
     mean = case.values[case.keep].mean()
     ours = normalize_tensor(case.planted(case.values), case.mask, shift_mean=False)[case.keep]
-    yield (ours - mean) * case.bessel() + mean, whiten(case.values, case.mask, shift_mean=False)[case.keep]
+    yield (
+        (ours - mean) * case.bessel() + mean,
+        whiten(case.values, case.mask, shift_mean=False)[case.keep],
+    )
 
 
 @compares("masked mean and deviation", "trl", "verl", "openrlhf")
@@ -146,12 +170,19 @@ def _(case, library):
 def _(case, library):
     """trl has no k3 and calls k2 "mse"; verl and OpenRLHF keep k3 within 10, which these log-probs do not reach."""
     a, b = (x[case.keep] for x in (case.logprobs, case.ref_logprobs))
-    approximate = lambda estimator: oracle("openrlhf.models.utils").compute_approx_kl(a, b, estimator)
+    approximate = lambda estimator: oracle("openrlhf.models.utils").compute_approx_kl(
+        a, b, estimator
+    )
     trl = lambda estimator: trl_trainer(kl_penalty=estimator)[1]._kl_penalty(a, b)
-    nemo_aligner = lambda absolute: nemo_aligner_ppo_utils().calculate_kl_penalty(a, b, use_absolute_kl=absolute)
+    nemo_aligner = lambda absolute: nemo_aligner_ppo_utils().calculate_kl_penalty(
+        a, b, use_absolute_kl=absolute
+    )
     theirs = {
         "trl": {"k1": lambda: trl("kl"), "abs": lambda: trl("abs"), "k2": lambda: trl("mse")},
-        "verl": {name: lambda name=name: verl().kl_penalty(a, b, name) for name in ("k1", "abs", "k2", "k3")},
+        "verl": {
+            name: lambda name=name: verl().kl_penalty(a, b, name)
+            for name in ("k1", "abs", "k2", "k3")
+        },
         "openrlhf": {name: lambda name=name: approximate(name) for name in ("k1", "k2", "k3")},
         "nemo-aligner": {"k1": lambda: nemo_aligner(False), "abs": lambda: nemo_aligner(True)},
     }[library]
@@ -171,7 +202,9 @@ def _(case, library):
         "torchrl": ("torchrl.data.llm.utils", "coef"),
     }[library]
     theirs = oracle(module).AdaptiveKLController(
-        init_kl_coef=BETA, horizon=horizon, **{"target_kl" if library == "verl" else "target": target}
+        init_kl_coef=BETA,
+        horizon=horizon,
+        **{"target_kl" if library == "verl" else "target": target},
     )
     ours = AdaptiveKLController(BETA, target, horizon)
     for kl in (0.0, 1.0, 5.5, 6.0, 6.7, 50.0):
@@ -180,7 +213,10 @@ def _(case, library):
             theirs.update([-theirs.coef * kl] * samples)
         else:
             theirs.update(kl, samples)
-        yield torch.tensor(ours.value), torch.as_tensor(getattr(theirs, coefficient), dtype=torch.float32)
+        yield (
+            torch.tensor(ours.value),
+            torch.as_tensor(getattr(theirs, coefficient), dtype=torch.float32),
+        )
 
 
 @compares("token rewards", "trl", "openrlhf", "nemo-aligner")
@@ -188,10 +224,14 @@ def _(case, library):
     """All put the score on the answer's last token; NeMo-Aligner's width is ours, S-1. OpenRLHF clips it first."""
     kl = calculate_kl_penalty(case.logprobs, case.ref_logprobs, use_absolute_kl=False)
     scores = clip_rewards(case.scores, 0.7) if library == "openrlhf" else case.scores
-    ours = calculate_ppo_rewards(case.values, scores, case.lengths, case.planted(kl), penalty_factor=BETA)
+    ours = calculate_ppo_rewards(
+        case.values, scores, case.lengths, case.planted(kl), penalty_factor=BETA
+    )
     if library == "trl":
         trainer, fake = trl_trainer(kl_penalty="kl")
-        theirs = trainer.compute_rewards(fake, case.scores, case.logprobs, case.ref_logprobs, case.mask)[0]
+        theirs = trainer.compute_rewards(
+            fake, case.scores, case.logprobs, case.ref_logprobs, case.mask
+        )[0]
     elif library == "openrlhf":
         reward = oracle("openrlhf.models.utils").compute_reward
         theirs = reward(case.scores, BETA, kl, case.mask, reward_clip_range=(-0.7, 0.7))
@@ -206,7 +246,9 @@ def _(case, library):
     """Returns and normalised advantages. verl corrects the variance (Bessel); OpenRLHF rewards the last token only."""
     if library == "verl":
         rewards, config, bessel = case.rewards, SimpleNamespace(gamma=GAMMA), case.bessel()
-        advantages, returns = verl().compute_reinforce_plus_plus_outcome_advantage(rewards, case.mask, config)
+        advantages, returns = verl().compute_reinforce_plus_plus_outcome_advantage(
+            rewards, case.mask, config
+        )
     else:
         rewards = calculate_ppo_rewards(case.values, case.scores, case.lengths, 0.0)
         bessel, experience = 1.0, openrlhf_experience(case, "reinforce", gamma=GAMMA)
@@ -221,13 +263,21 @@ def _(case, library):
     """NeMo-Aligner has the baseline alone. trl 0.11 has RLOO inside a training loop only."""
     ours = spread_over_response(calculate_rloo_advantages(case.scores, case.prompts), case.mask)
     if library == "verl":
-        for name in ("compute_rloo_outcome_advantage", "compute_rloo_vectorized_outcome_advantage"):
-            yield ours, getattr(verl(), name)(case.token_scores(), case.mask, case.prompts.numpy())[0]
+        for name in (
+            "compute_rloo_outcome_advantage",
+            "compute_rloo_vectorized_outcome_advantage",
+        ):
+            yield (
+                ours,
+                getattr(verl(), name)(case.token_scores(), case.mask, case.prompts.numpy())[0],
+            )
     elif library == "openrlhf":
         yield ours[case.keep], openrlhf_experience(case, "rloo").advantages[case.keep]
     else:
         baseline = nemo_aligner_ppo_utils().calculate_rloo_baseline
-        valid = (case.lengths % 3 > 0).float()  # rows that do not count; NeMo-Aligner's own baseline is not used
+        valid = (
+            case.lengths % 3 > 0
+        ).float()  # rows that do not count; NeMo-Aligner's own baseline is not used
         for mask in (torch.ones_like(case.scores), valid):
             keep = mask.bool()
             theirs = baseline(case.prompts[:, None], case.scores, mask)
@@ -249,7 +299,12 @@ def _(case, library):
         grpo = verl().compute_grpo_outcome_advantage
         yield ours, grpo(case.token_scores(), case.mask, index)[0]
         yield doctor, grpo(case.token_scores(), case.mask, index, norm_adv_by_std_in_grpo=False)[0]
-        yield ours, verl().compute_grpo_vectorized_outcome_advantage(case.token_scores(), case.mask, case.prompts)[0]
+        yield (
+            ours,
+            verl().compute_grpo_vectorized_outcome_advantage(
+                case.token_scores(), case.mask, case.prompts
+            )[0],
+        )
     elif library == "openrlhf":
         yield ours[case.keep], openrlhf_experience(case, "group_norm").advantages[case.keep]
         yield doctor[case.keep], openrlhf_experience(case, "dr_grpo").advantages[case.keep]
@@ -268,7 +323,11 @@ def torchrl_grpo(case: Case) -> Tensor:
         steps = int(case.mask[row].sum())
         done = torch.arange(steps) == steps - 1
         following = {"reward": tokens[case.keep[row]][:, None], "done": done[:, None]}
-        whole = {"row": torch.full((steps,), row), "group": case.prompts[row].expand(steps), "next": following}
+        whole = {
+            "row": torch.full((steps,), row),
+            "group": case.prompts[row].expand(steps),
+            "next": following,
+        }
         finished = advantage.inv(TensorDict(whole, batch_size=[steps]))
         if finished is not None:
             result[finished["row"]] = finished["advantage"].flatten()
@@ -302,7 +361,9 @@ def verl_dapo_rewards(case, counts, limit, buffer, factor) -> Tensor:
         num_examine=0,
         compute_score=lambda solution_str, **_: case.scores[int(solution_str)].clone(),
         max_resp_len=limit,
-        overlong_buffer_cfg=SimpleNamespace(enable=True, len=buffer, penalty_factor=factor, log=False),
+        overlong_buffer_cfg=SimpleNamespace(
+            enable=True, len=buffer, penalty_factor=factor, log=False
+        ),
     )
     rows = Rows()
     for row, count in enumerate(counts):
@@ -320,12 +381,19 @@ def verl_dapo_rewards(case, counts, limit, buffer, factor) -> Tensor:
 @compares("mask", "nemo-aligner")
 def _(case):
     yield case.mask, create_mask(case.values, case.prompt_lengths, case.lengths)
-    yield case.mask, nemo_aligner_ppo_utils().create_mask(case.values, case.prompt_lengths, case.lengths)
+    yield (
+        case.mask,
+        nemo_aligner_ppo_utils().create_mask(case.values, case.prompt_lengths, case.lengths),
+    )
 
 
 @compares("top-k", "nemo-aligner")
 def _(case):
-    batch = {"prompt_tokens": case.prompts[:, None], "rewards": case.scores, "row": torch.arange(len(case.scores))}
+    batch = {
+        "prompt_tokens": case.prompts[:, None],
+        "rewards": case.scores,
+        "row": torch.arange(len(case.scores)),
+    }
     for num_select in (1, 3, GROUP_SIZE + 1):
         theirs = nemo_aligner_ppo_utils().select_topk(batch, num_select)
         yield select_topk(batch, num_select)["row"], theirs["row"]

@@ -55,9 +55,7 @@ limit_val_batches gradient_clip_val"""
 RM_MODEL = """share_embeddings_and_output_weights reward_model_type regression.num_attributes
 regression.merge_attributes regression.attribute_weights regression.loss_mask_val regression.loss_func
 regression.load_rm_head_weights output_sequence use_avg_pool force_head_dtype forward_micro_batch_size"""
-SFT_TRAINER = (
-    """max_epochs max_steps val_check_interval save_interval limit_train_batches limit_val_batches gradient_clip_val"""
-)
+SFT_TRAINER = """max_epochs max_steps val_check_interval save_interval limit_train_batches limit_val_batches gradient_clip_val"""
 SFT_DATA = """chat chat_prompt_tokens.system_turn_start chat_prompt_tokens.turn_start
 chat_prompt_tokens.label_start chat_prompt_tokens.end_of_turn chat_prompt_tokens.end_of_name sample num_workers"""
 SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length label_key add_eos prompt_template
@@ -114,7 +112,8 @@ REFERENCE = {
     "inference_rm": {
         "": "rm_model_file",
         "trainer": "num_nodes devices accelerator logger precision",
-        "inference": INFERENCE + " host reward_fn reward_fn_workers reward_fn_timeout_s reward_fn_fallback",
+        "inference": INFERENCE
+        + " host reward_fn reward_fn_workers reward_fn_timeout_s reward_fn_fallback",
         "model": INFERENCE_MODEL,
     },
     "training_rm": COMMON
@@ -180,7 +179,9 @@ def test_documentation_names_every_key_of_the_yaml_file(name, configs):
         parts = key.split(".")
         # The key itself, its last parts, or a section above it that is explained as a whole.
         tails = {".".join(parts[n:]) for n in range(len(parts))}
-        sections = {".".join(parts[m:n]) for m in range(1, len(parts)) for n in range(m + 1, len(parts))}
+        sections = {
+            ".".join(parts[m:n]) for m in range(1, len(parts)) for n in range(m + 1, len(parts))
+        }
         sections -= {"ppo", "rm", "sft", "data", "optim", "name", "critic"}
         assert (tails | sections) & documented, f"docs/config.md does not explain {key}"
 
@@ -188,26 +189,40 @@ def test_documentation_names_every_key_of_the_yaml_file(name, configs):
 def test_defaults_of_nemo_aligner_are_kept(configs):
     """A sample by hand; what differs on purpose is in docs/config.md."""
     actor, critic = configs["gpt_ppo_actor"], configs["gpt_ppo_critic"]
-    assert actor.trainer.ppo.initial_policy_kl_penalty == 0.01 and actor.trainer.ppo.gae_lambda == 0.95
+    assert (
+        actor.trainer.ppo.initial_policy_kl_penalty == 0.01
+        and actor.trainer.ppo.gae_lambda == 0.95
+    )
     assert actor.model.ppo.ratio_eps == 0.2 and actor.model.ppo.entropy_bonus == 0.0
-    assert actor.model.ppo.num_rollout_samples == 512 and actor.model.ppo.length_params.max_length == 2048
+    assert (
+        actor.model.ppo.num_rollout_samples == 512
+        and actor.model.ppo.length_params.max_length == 2048
+    )
     assert actor.trainer.ppo.trt_llm.max_input_len == 2048
     assert actor.remote_critic_rm.critic.port == critic.trainer.ppo.port == 5556
-    assert actor.model.optim.lr == 9e-7 and critic.model.optim.lr == 9e-6 and critic.model.loss_clip_val == 0.2
+    assert (
+        actor.model.optim.lr == 9e-7
+        and critic.model.optim.lr == 9e-6
+        and critic.model.loss_clip_val == 0.2
+    )
     rs, server = configs["gpt_rs_actor"], configs["inference_rm"]
     assert rs.model.rs.num_rollouts_per_prompt == 4 and rs.model.rs.top_n_rollouts == 1
     assert rs.remote_rm.reward_model.port == server.inference.port == 5555
     assert rs.exp_manager.checkpoint_callback_params.monitor == "val_global_rewards"
     assert configs["training_rm"].model.force_head_dtype == "bfloat16"
     assert (
-        configs["gpt_sft"].model.optim.lr == 3e-5 and configs["gpt_sft"].model.data.train_ds.global_batch_size == 128
+        configs["gpt_sft"].model.optim.lr == 3e-5
+        and configs["gpt_sft"].model.data.train_ds.global_batch_size == 128
     )
 
 
 def test_ratio_eps_and_entropy_bonus_can_be_set_in_both_places():
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         for section in ("trainer", "model"):
-            cfg = compose("gpt_ppo_actor", [f"{section}.ppo.ratio_eps=0.3", f"{section}.ppo.entropy_bonus=0.1"])
+            cfg = compose(
+                "gpt_ppo_actor",
+                [f"{section}.ppo.ratio_eps=0.3", f"{section}.ppo.entropy_bonus=0.1"],
+            )
             assert (cfg.model.ppo.ratio_eps, cfg.model.ppo.entropy_bonus) == (0.3, 0.1)
 
 
@@ -223,11 +238,14 @@ def test_every_key_of_the_schema_has_one_home():
 
 def test_import_is_light():
     """`import nemo_aligner` must work on a login node in no time: no torch, no NeMo, no Megatron."""
-    code = (
-        "import sys, nemo_aligner; print([m for m in ('torch', 'nemo', 'megatron', 'pytriton') if m in sys.modules])"
-    )
+    code = "import sys, nemo_aligner; print([m for m in ('torch', 'nemo', 'megatron', 'pytriton') if m in sys.modules])"
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert result.stdout.strip() == "[]"
 
@@ -249,20 +267,26 @@ def test_installed_versions_satisfy_setup_py():
     requirements = [Requirement(text) for text in re.findall(r'^    "([^"]+)",', block, re.M)]
     assert len(requirements) > 10
     for requirement in requirements:
-        assert requirement.specifier.contains(version(requirement.name), prereleases=True), requirement
+        assert requirement.specifier.contains(version(requirement.name), prereleases=True), (
+            requirement
+        )
 
 
 def test_every_dependency_says_why():
     source = (ROOT / "setup.py").read_text()
     lines = [line for line in source.splitlines() if re.match(r'\s+"[\w\-\[\],]+[=><]', line)]
-    assert lines and all("  # " in line for line in lines), [line for line in lines if "  # " not in line]
+    assert lines and all("  # " in line for line in lines), [
+        line for line in lines if "  # " not in line
+    ]
 
 
 def test_files_open_with_the_licence_header():
     files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
     if files.returncode:
         pytest.skip("not a git checkout")
-    header = "# Copyright (c) 2026 the nemo_aligner authors.\n# SPDX-License-Identifier: Apache-2.0\n"
+    header = (
+        "# Copyright (c) 2026 the nemo_aligner authors.\n# SPDX-License-Identifier: Apache-2.0\n"
+    )
     for name in files.stdout.split():
         path = ROOT / name
         if path.exists() and path.stat().st_size:
@@ -271,9 +295,20 @@ def test_files_open_with_the_licence_header():
 
 
 def test_old_import_paths():
-    from nemo_aligner.parallel.collectives import ScopedTimer, Timer, from_parallel_logits_to_logprobs  # noqa: F401
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient, RemoteGPTRMCriticClient  # noqa: F401
-    from nemo_aligner.utils.utils import load_and_override_model_config, load_from_nemo, masked_mean  # noqa: F401
+    from nemo_aligner.parallel.collectives import (
+        ScopedTimer,
+        Timer,
+        from_parallel_logits_to_logprobs,
+    )  # noqa: F401
+    from nemo_aligner.servers.reward_critic_clients import (
+        RemoteGPTRMClient,
+        RemoteGPTRMCriticClient,
+    )  # noqa: F401
+    from nemo_aligner.utils.utils import (
+        load_and_override_model_config,
+        load_from_nemo,
+        masked_mean,
+    )  # noqa: F401
 
 
 def test_readme_has_its_figures():

@@ -32,13 +32,16 @@ def make_batch(actor):
         "is_end": torch.tensor([True, True, False, True]),
         "mask": mask,
         "advantages": torch.randn(4, 8, generator=generator),
-        "prev_logprobs": actor.get_inference_log_probs(tokens) + 0.4 * torch.randn(4, 8, generator=generator),
+        "prev_logprobs": actor.get_inference_log_probs(tokens)
+        + 0.4 * torch.randn(4, 8, generator=generator),
     }
 
 
 def logprobs_by_hand(actor, tokens, temperature):
     """(log-probs of the next tokens, entropy) from the model's own logits, over the real vocabulary."""
-    logits = forward_collect(actor.model, {"tokens": tokens}, micro_batch_size=4, output_fn=lambda output, _: output)
+    logits = forward_collect(
+        actor.model, {"tokens": tokens}, micro_batch_size=4, output_fn=lambda output, _: output
+    )
     distribution = torch.distributions.Categorical(
         logits=logits[:, :-1, : actor.tokenizer.vocab_size].double() / temperature
     )
@@ -50,8 +53,12 @@ def test_logprobs_at_the_sampling_temperature(tiny_tokenizer_dir, temperature):
     actor = make_actor(tiny_tokenizer_dir, sampling_params={"temperature": temperature})
     tokens = make_batch(actor)["response_tokens"]
     expected, _ = logprobs_by_hand(actor, tokens, temperature)
-    torch.testing.assert_close(actor.get_inference_log_probs(tokens), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(actor.get_inference_log_probs(tokens, 3), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        actor.get_inference_log_probs(tokens), expected, atol=1e-5, rtol=1e-5
+    )
+    torch.testing.assert_close(
+        actor.get_inference_log_probs(tokens, 3), expected, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_loss_is_the_clipped_surrogate_of_the_samples_that_ended(tiny_tokenizer_dir):
@@ -76,10 +83,17 @@ def test_loss_is_the_clipped_surrogate_of_the_samples_that_ended(tiny_tokenizer_
 
 def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
     """Dual clip, KL to the reference in the loss, truncated answers; and the metrics that go with them."""
-    settings = {"dual_clip": 1.3, "kl_loss_coef": 0.4, "kl_loss_estimator": "k2", "train_on_truncated": True}
+    settings = {
+        "dual_clip": 1.3,
+        "kl_loss_coef": 0.4,
+        "kl_loss_estimator": "k2",
+        "train_on_truncated": True,
+    }
     actor = make_actor(tiny_tokenizer_dir, entropy_bonus=0.0, **settings)
     batch = make_batch(actor)
-    batch["init_logprobs"] = batch["prev_logprobs"] + torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    batch["init_logprobs"] = batch["prev_logprobs"] + torch.randn(
+        4, 8, generator=torch.Generator().manual_seed(3)
+    )
     logprobs, entropy = logprobs_by_hand(actor, batch["response_tokens"], 1.0)
     total, clipped, bounded, kls, approx_kl, entropies, count = 0.0, 0, 0, 0.0, 0.0, 0.0, 0
     for row, column in batch["mask"].nonzero().tolist():
@@ -91,9 +105,15 @@ def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
             loss = min(loss, -advantage * 1.3)
         clipped += (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
         kl = 0.5 * float(logprobs[row, column] - batch["init_logprobs"][row, column]) ** 2
-        total, kls, approx_kl = total + loss + 0.4 * kl, kls + kl, approx_kl + ratio - 1 - log_ratio
+        total, kls, approx_kl = (
+            total + loss + 0.4 * kl,
+            kls + kl,
+            approx_kl + ratio - 1 - log_ratio,
+        )
         entropies, count = entropies + float(entropy[row, column]), count + 1
-    assert clipped and bounded and count == batch["mask"].sum() > batch["mask"][batch["is_end"]].sum()
+    assert (
+        clipped and bounded and count == batch["mask"].sum() > batch["mask"][batch["is_end"]].sum()
+    )
 
     loss, metrics = actor.get_loss_and_metrics(batch, forward_only=True)
     assert loss == pytest.approx(total / count, rel=1e-4)
@@ -108,7 +128,10 @@ def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value / count, rel=1e-3), name
     hidden = batch["mask"] == 0
-    poisoned = {k: v.masked_fill(hidden, torch.nan) if v.dtype == torch.float32 else v for k, v in batch.items()}
+    poisoned = {
+        k: v.masked_fill(hidden, torch.nan) if v.dtype == torch.float32 else v
+        for k, v in batch.items()
+    }
     poisoned["mask"] = batch["mask"]
     assert actor.get_loss_and_metrics(poisoned, forward_only=True) == (loss, metrics)
 
@@ -116,12 +139,18 @@ def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
 def test_the_kl_in_the_loss_holds_the_policy_to_the_reference(tiny_tokenizer_dir):
     """Without advantages, gradient steps on k2 and k3 bring the policy back to log-probs it was moved away from."""
     for estimator in ("k2", "k3"):
-        actor = make_actor(tiny_tokenizer_dir, entropy_bonus=0.0, kl_loss_coef=1.0, kl_loss_estimator=estimator)
+        actor = make_actor(
+            tiny_tokenizer_dir, entropy_bonus=0.0, kl_loss_coef=1.0, kl_loss_estimator=estimator
+        )
         optimizer, scheduler = actor.setup_megatron_optimization(max_steps=20)
         batch = make_batch(actor)
         # The reference likes the tokens that the actor drew a bit better than the actor does.
         own = actor.get_inference_log_probs(batch["response_tokens"])
-        batch |= {"init_logprobs": own + 0.3, "prev_logprobs": own, "advantages": torch.zeros(4, 8)}
+        batch |= {
+            "init_logprobs": own + 0.3,
+            "prev_logprobs": own,
+            "advantages": torch.zeros(4, 8),
+        }
         kls = []
         for _ in range(8):
             optimizer.zero_grad()
@@ -145,7 +174,8 @@ def test_masked_slots_may_hold_nan_and_nothing_ended_gives_a_zero_gradient(tiny_
     clean = step(batch)
     hidden = (batch["mask"] == 0) | ~batch["is_end"][:, None]
     poisoned = {
-        k: v.masked_fill(hidden, torch.nan) if k in ("advantages", "prev_logprobs") else v for k, v in batch.items()
+        k: v.masked_fill(hidden, torch.nan) if k in ("advantages", "prev_logprobs") else v
+        for k, v in batch.items()
     }
     assert step(poisoned) == clean
     assert step({**batch, "is_end": torch.zeros(4, dtype=torch.bool)}) == (0.0, 0.0)
@@ -183,7 +213,9 @@ def test_text_without_seeds_depends_on_the_prompt_alone(tiny_tokenizer_dir):
         alone = actor.infer({"text": text[row : row + 1], "length": lengths[row : row + 1]})
         total = int(alone["response_lengths"])
         assert total == int(together["response_lengths"][row])
-        assert torch.equal(alone["response_tokens"][0, :total], together["response_tokens"][row, :total])
+        assert torch.equal(
+            alone["response_tokens"][0, :total], together["response_tokens"][row, :total]
+        )
     assert set(together) == {"response_tokens", "response_lengths", "prompt_lengths", "is_end"}
 
 

@@ -61,15 +61,21 @@ def naive_data(rollout: dict, cfg: dict, max_response_length: int):
 
     def kl(i, t):
         k1 = float(rollout["logprobs"][i, t]) - float(rollout["init_logprobs"][i, t])
-        estimator = cfg.get("kl_estimator") or ("abs" if cfg.get("use_absolute_kl", True) else "k1")
-        return {"k1": k1, "abs": abs(k1), "k2": k1 * k1 / 2, "k3": math.exp(-k1) - 1 + k1}[estimator]
+        estimator = cfg.get("kl_estimator") or (
+            "abs" if cfg.get("use_absolute_kl", True) else "k1"
+        )
+        return {"k1": k1, "abs": abs(k1), "k2": k1 * k1 / 2, "k3": math.exp(-k1) - 1 + k1}[
+            estimator
+        ]
 
     def scalar_reward(i):
         clip, buffer = cfg.get("reward_clip") or math.inf, cfg.get("overlong_buffer_len", 0)
         reward = max(-clip, min(clip, ROWS[i][3]))
         if buffer:
             over = (max_response_length - buffer) - len(spans[i])
-            penalty = 0 if over >= 0 else -1 if len(spans[i]) > max_response_length else over / buffer
+            penalty = (
+                0 if over >= 0 else -1 if len(spans[i]) > max_response_length else over / buffer
+            )
             reward += penalty * cfg.get("overlong_penalty_factor", 1.0)
         return reward
 
@@ -88,7 +94,9 @@ def naive_data(rollout: dict, cfg: dict, max_response_length: int):
         def gae(i, lam):  # as a sum over all later columns, not as a recursion
             v, n = values[i], len(spans[i])
             deltas = [rewards[i][t] + gamma * v[t + 1] - v[t] for t in range(n)]
-            return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
+            return [
+                sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)
+            ]
 
         advantages = {i: gae(i, 0.95) for i in rows}
         of_critic = cfg.get("critic_gae_lambda")
@@ -125,7 +133,9 @@ def shifted_and_scaled(rows: dict, keep_mean: bool = False) -> dict:
     every = [x for row in rows.values() for x in row]
     mean = sum(every) / len(every)
     std = math.sqrt(sum((x - mean) ** 2 for x in every) / len(every) + 1e-8)
-    return {i: [(x - mean) / std + (mean if keep_mean else 0) for x in row] for i, row in rows.items()}
+    return {
+        i: [(x - mean) / std + (mean if keep_mean else 0) for x in row] for i, row in rows.items()
+    }
 
 
 EVERYTHING = {
@@ -145,7 +155,10 @@ EVERYTHING = {
     [
         {},
         {"use_absolute_kl": False, "initial_policy_kl_penalty": 0.5},
-        *({"kl_estimator": name, "initial_policy_kl_penalty": 0.5} for name in ("k1", "abs", "k2", "k3")),
+        *(
+            {"kl_estimator": name, "initial_policy_kl_penalty": 0.5}
+            for name in ("k1", "abs", "k2", "k3")
+        ),
         {"critic_gae_lambda": 1.0},
         {"critic_gae_lambda": 0.0, "discount_factor": 0.9},
         {"advantage_clip": 0.5},
@@ -156,7 +169,11 @@ EVERYTHING = {
         {"overlong_buffer_len": 6, "overlong_penalty_factor": 2.5},
         {**EVERYTHING, "critic_gae_lambda": 0.7},
         {"advantage_estimator": "reinforce_plus_plus"},
-        {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False, "discount_factor": 0.8},
+        {
+            "advantage_estimator": "reinforce_plus_plus",
+            "normalize_advantages": False,
+            "discount_factor": 0.8,
+        },
         {"advantage_estimator": "reinforce_plus_plus", **EVERYTHING, "whiten_rewards": False},
         {"advantage_estimator": "rloo"},
         {"advantage_estimator": "rloo", **EVERYTHING, "whiten_rewards": False},
@@ -164,7 +181,9 @@ EVERYTHING = {
         {"advantage_estimator": "grpo", "kl_estimator": "k3", "initial_policy_kl_penalty": 0.5},
         {"advantage_estimator": "grpo", **EVERYTHING, "whiten_rewards": False},
     ],
-    ids=lambda changes: "-".join(f"{key}={value}" for key, value in changes.items())[:60] or "defaults",
+    ids=lambda changes: (
+        "-".join(f"{key}={value}" for key, value in changes.items())[:60] or "defaults"
+    ),
 )
 def test_data_equal_a_loop_over_plain_numbers(changes):
     trainer = make_trainer(max_response_length=6, **changes)
@@ -177,9 +196,13 @@ def test_data_equal_a_loop_over_plain_numbers(changes):
         assert data["mask"][i].sum() == (0 if i == STAND_IN else length - prompt_length)
         if i == STAND_IN:
             continue
-        assert data["advantages"][i, span].tolist() == pytest.approx(advantages[i], rel=1e-4, abs=1e-5)
+        assert data["advantages"][i, span].tolist() == pytest.approx(
+            advantages[i], rel=1e-4, abs=1e-5
+        )
         if has_critic:
-            assert data["returns"][i, span].tolist() == pytest.approx(returns[i], rel=1e-4, abs=1e-5)
+            assert data["returns"][i, span].tolist() == pytest.approx(
+                returns[i], rel=1e-4, abs=1e-5
+            )
     assert has_critic == ("returns" in data) == ("values" in data) == ("values_mean" in metrics)
     assert all(math.isfinite(value) for value in metrics.values())
     assert all(tensor.isfinite().all() for key, tensor in data.items() if key != "advantages")
@@ -209,22 +232,41 @@ def test_grpo_by_hand():
 @pytest.mark.parametrize("estimator", ["rloo", "grpo"])
 def test_equally_rewarded_answers_of_any_length_teach_nothing(estimator):
     rollout = scored_rollout(False) | {"rewards": torch.ones(len(ROWS))}
-    rollout["idx"][STAND_IN] = 9  # a prompt of its own, which cannot be answered: it is not one without signal either
+    rollout["idx"][STAND_IN] = (
+        9  # a prompt of its own, which cannot be answered: it is not one without signal either
+    )
     trainer = make_trainer(advantage_estimator=estimator, initial_policy_kl_penalty=0.0)
     data, metrics = trainer.generate_ppo_data(rollout)
     assert (data["advantages"][data["mask"].bool()] == 0).all()
     assert metrics["fraction_of_prompts_without_signal"] == 1.0
     rollout["rewards"][0] = 2.0  # of one of three prompts
-    assert trainer.generate_ppo_data(rollout)[1]["fraction_of_prompts_without_signal"] == pytest.approx(2 / 3)
+    assert trainer.generate_ppo_data(rollout)[1][
+        "fraction_of_prompts_without_signal"
+    ] == pytest.approx(2 / 3)
 
 
 def test_metrics_say_what_was_clipped_and_taken_off():
-    settings = {"reward_clip": 1.0, "overlong_buffer_len": 4, "advantage_clip": 1e-3, "initial_policy_kl_penalty": 0.5}
-    _, metrics = make_trainer(max_response_length=6, kl_estimator="k2", **settings).generate_ppo_data(
-        scored_rollout(True)
+    settings = {
+        "reward_clip": 1.0,
+        "overlong_buffer_len": 4,
+        "advantage_clip": 1e-3,
+        "initial_policy_kl_penalty": 0.5,
+    }
+    _, metrics = make_trainer(
+        max_response_length=6, kl_estimator="k2", **settings
+    ).generate_ppo_data(scored_rollout(True))
+    lengths = [
+        4,
+        5,
+        3,
+        7,
+        2,
+        7,
+        1,
+    ]  # of the answers: nothing is taken off up to 2 tokens, everything from 6 on
+    assert metrics["overlong_penalty"] == pytest.approx(
+        -(2 / 4 + 3 / 4 + 1 / 4 + 1 + 0 + 1 + 0) / 7
     )
-    lengths = [4, 5, 3, 7, 2, 7, 1]  # of the answers: nothing is taken off up to 2 tokens, everything from 6 on
-    assert metrics["overlong_penalty"] == pytest.approx(-(2 / 4 + 3 / 4 + 1 / 4 + 1 + 0 + 1 + 0) / 7)
     assert metrics["fraction_of_rewards_clipped"] == pytest.approx(3 / 7)  # 1.5, 2.0 and -2.5
     assert metrics["fraction_of_advantages_clipped"] > 0.9
     rollout = scored_rollout(True)
@@ -253,11 +295,15 @@ def test_answers_have_streams_of_their_own_which_more_answers_do_not_change():
     for a, b in zip(two, five, strict=False):
         assert torch.equal(a["sample_seeds"], b["sample_seeds"])
     (one,) = answers_to([batch], 1, seed=1, step=2)
-    assert torch.equal(one["sample_seeds"], two[0]["sample_seeds"]) and torch.equal(one["sample_key"], batch["idx"])
+    assert torch.equal(one["sample_seeds"], two[0]["sample_seeds"]) and torch.equal(
+        one["sample_key"], batch["idx"]
+    )
     assert torch.stack([b["sample_seeds"] for b in five]).unique().numel() == 15
     assert torch.stack([b["sample_key"] for b in five]).unique().numel() == 15
     other_step = list(answers_to([batch], 5, seed=1, step=3))
-    assert not any(torch.isin(a["sample_seeds"], b["sample_seeds"]).any() for a in five for b in other_step)
+    assert not any(
+        torch.isin(a["sample_seeds"], b["sample_seeds"]).any() for a in five for b in other_step
+    )
     assert "sample_seeds" not in batch
 
 
@@ -277,17 +323,24 @@ def test_each_prompt_is_answered_several_times(estimator):
     for prompt, (answer,) in first.items():
         assert len(all_answers[prompt]) == 3 and answer in all_answers[prompt]
     assert any(len(set(answers)) == 3 for answers in all_answers.values())
-    assert once.logger.series("val_rollouts/rewards") == thrice.logger.series("val_rollouts/rewards")
+    assert once.logger.series("val_rollouts/rewards") == thrice.logger.series(
+        "val_rollouts/rewards"
+    )
 
 
 def test_grpo_of_a_run_compares_the_answers_of_each_prompt():
     trainer = make_trainer(
-        num_rollouts_per_prompt=3, advantage_estimator="grpo", initial_policy_kl_penalty=0.0, max_steps=1
+        num_rollouts_per_prompt=3,
+        advantage_estimator="grpo",
+        initial_policy_kl_penalty=0.0,
+        max_steps=1,
     )
     trainer.fit()
     advantages, rewards = {}, {}
     for batch in trainer.model.batches:
-        for row, mask, advantage in zip(batch["response_tokens"], batch["mask"], batch["advantages"]):
+        for row, mask, advantage in zip(
+            batch["response_tokens"], batch["mask"], batch["advantages"]
+        ):
             tokens = row[: int(mask.nonzero().max()) + 2].float()
             advantages.setdefault(int(row[0]), []).append(float(advantage[mask.bool()][0]))
             rewards.setdefault(int(row[0]), []).append(float(tokens.mean()) / 10)
@@ -300,7 +353,9 @@ def test_grpo_of_a_run_compares_the_answers_of_each_prompt():
 
 def test_answers_fill_whole_global_batches():
     assert make_trainer(rollout_size=6, num_rollouts_per_prompt=2).num_rollout_samples == 6
-    with pytest.raises(ConfigError, match="num_rollout_samples=6 x .*num_rollouts_per_prompt=3=18 is not a mult"):
+    with pytest.raises(
+        ConfigError, match="num_rollout_samples=6 x .*num_rollouts_per_prompt=3=18 is not a mult"
+    ):
         make_trainer(rollout_size=6, num_rollouts_per_prompt=3)
 
 
@@ -314,12 +369,19 @@ def test_horizon_counts_answers():
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "rloo", "grpo"])
 def test_without_a_critic_a_run_has_no_values_and_resumes_exactly(estimator):
-    settings = dict(advantage_estimator=estimator, num_rollouts_per_prompt=2, val_check_interval=1, save_interval=1)
+    settings = dict(
+        advantage_estimator=estimator,
+        num_rollouts_per_prompt=2,
+        val_check_interval=1,
+        save_interval=1,
+    )
     whole = make_trainer(**settings)
     whole.fit()
     assert whole.step == 3 and len(whole.model.batches) == 12
     names = {name for name, _, _ in whole.logger.metrics}
-    assert not [name for name in names if "values" in name or "returns" in name or "critic_loss" in name]
+    assert not [
+        name for name in names if "values" in name or "returns" in name or "critic_loss" in name
+    ]
     assert all(set(batch).isdisjoint({"values", "returns"}) for batch in whole.model.batches)
     kl = dict(whole.logger.series("train_rollouts/init_policy_kl"))
     assert kl[0] == 0.0 and kl[2] > 0
@@ -371,7 +433,9 @@ def test_adaptive_penalty_follows_the_kl_and_is_resumed():
 
 def test_a_fixed_penalty_is_the_configurations_also_after_an_adaptive_one():
     trainer = make_trainer(initial_policy_kl_penalty=0.02)
-    trainer.load_state_dict({"step": 1, "consumed_samples": 8, "ppo_optimization_step": 2, "kl_coef": 0.5})
+    trainer.load_state_dict(
+        {"step": 1, "consumed_samples": 8, "ppo_optimization_step": 2, "kl_coef": 0.5}
+    )
     assert "kl_coef" not in trainer.state_dict()
     assert trainer.generate_ppo_data(scored_rollout(True))[1]["kl_penalty"] == 0.02
 
@@ -390,7 +454,10 @@ def test_target_kl_skips_the_other_updates_of_the_rollout():
     assert trainer.ppo_optimization_step == trainer.scheduler.num_steps == done
     assert trainer.logger.series("train_optim/updates_skipped") == [(done, 6 - done)]
     assert [value for _, value in trainer.logger.series("train_optim/approx_kl")] == kl[:done]
-    assert trainer.events[-2:] == ["finish_training", "critic_train_result"]  # the update is brought to its end
+    assert trainer.events[-2:] == [
+        "finish_training",
+        "critic_train_result",
+    ]  # the update is brought to its end
 
     trainer = make_trainer(ppo_epochs=3, target_kl=1e9)
     trainer.fit()
@@ -403,7 +470,11 @@ def test_each_rollout_starts_anew_after_an_early_stop():
     trainer = make_trainer(ppo_epochs=2, target_kl=0.0)
     trainer.fit()  # only the first update of a rollout finds no distance
     assert trainer.step == 3 and trainer.ppo_optimization_step == 6
-    assert [value for _, value in trainer.logger.series("train_optim/updates_skipped")] == [2, 2, 2]
+    assert [value for _, value in trainer.logger.series("train_optim/updates_skipped")] == [
+        2,
+        2,
+        2,
+    ]
 
 
 def test_kl_in_the_loss_brings_the_references_log_probs():
@@ -412,9 +483,13 @@ def test_kl_in_the_loss_brings_the_references_log_probs():
     for batch in trainer.model.batches:
         on_answers = batch["mask"].bool()
         reference = trainer.model._logprobs(batch["response_tokens"], 0.0)
-        torch.testing.assert_close(batch["init_logprobs"][on_answers], reference[on_answers], rtol=0, atol=0)
+        torch.testing.assert_close(
+            batch["init_logprobs"][on_answers], reference[on_answers], rtol=0, atol=0
+        )
         assert (batch["init_logprobs"][~on_answers] == 0).all()
-    assert dict(trainer.logger.series("train_rollouts/init_policy_kl"))[2] > 0  # measured, but not in the reward
+    assert (
+        dict(trainer.logger.series("train_rollouts/init_policy_kl"))[2] > 0
+    )  # measured, but not in the reward
     plain = make_trainer(initial_policy_kl_penalty=0.0)
     plain.fit()
     assert plain.logger.series("train_rollouts/rewards_with_kl") == trainer.logger.series(

@@ -26,9 +26,21 @@ def test_names_of_choices_are_those_of_the_math():
     [
         GRPO,
         ("trainer.ppo.advantage_estimator=reinforce_plus_plus", SEPARATE),
-        ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.kl_estimator=k3", "trainer.ppo.target_kl=0.1"),
-        ("trainer.ppo.overlong_buffer_len=128", "trainer.ppo.reward_clip=5", "trainer.ppo.advantage_clip=3"),
-        ("model.ppo.dual_clip=3", "model.ppo.kl_loss_coef=0.001", "trainer.ppo.critic_gae_lambda=1"),
+        (
+            "trainer.ppo.adaptive_kl.enable=True",
+            "trainer.ppo.kl_estimator=k3",
+            "trainer.ppo.target_kl=0.1",
+        ),
+        (
+            "trainer.ppo.overlong_buffer_len=128",
+            "trainer.ppo.reward_clip=5",
+            "trainer.ppo.advantage_clip=3",
+        ),
+        (
+            "model.ppo.dual_clip=3",
+            "model.ppo.kl_loss_coef=0.001",
+            "trainer.ppo.critic_gae_lambda=1",
+        ),
         ("model.ppo.num_rollouts_per_prompt=2",),  # several answers are of use with a critic too
     ],
 )
@@ -44,7 +56,11 @@ def test_variants_that_work_pass_without_a_word(tmp_path, overrides):
         (("model.ppo.kl_loss_estimator=k",), ["k2", "abs"], ()),
         (("model.ppo.dual_clip=1",), ["dual_clip=1", "above 1"], ("model.ppo.dual_clip=null",)),
         (("model.ppo.kl_loss_coef=-1",), ["kl_loss_coef"], ()),
-        (("trainer.ppo.target_kl=0",), ["target_kl=0", "above 0"], ("trainer.ppo.target_kl=null",)),
+        (
+            ("trainer.ppo.target_kl=0",),
+            ["target_kl=0", "above 0"],
+            ("trainer.ppo.target_kl=null",),
+        ),
         (("trainer.ppo.critic_gae_lambda=1.5",), ["critic_gae_lambda"], ()),
         (("trainer.ppo.advantage_clip=-1",), ["advantage_clip"], ()),
         (("trainer.ppo.reward_clip=0",), ["reward_clip"], ()),
@@ -100,7 +116,11 @@ def test_variants_that_work_pass_without_a_word(tmp_path, overrides):
             ["critic_gae_lambda=1.0"],
             ("trainer.ppo.critic_gae_lambda=null",),
         ),
-        ((*GRPO, "trainer.ppo.discount_factor=0.9"), ["discount_factor=0.9"], ("trainer.ppo.discount_factor=1.0",)),
+        (
+            (*GRPO, "trainer.ppo.discount_factor=0.9"),
+            ["discount_factor=0.9"],
+            ("trainer.ppo.discount_factor=1.0",),
+        ),
         (
             ("trainer.ppo.target_kl=0.1", "model.global_batch_size=512"),
             ["only one", "512 answers"],
@@ -108,7 +128,9 @@ def test_variants_that_work_pass_without_a_word(tmp_path, overrides):
         ),
     ],
 )
-def test_variants_that_cannot_work_are_refused_and_the_remedy_works(tmp_path, overrides, words, remedy):
+def test_variants_that_cannot_work_are_refused_and_the_remedy_works(
+    tmp_path, overrides, words, remedy
+):
     with pytest.raises(ConfigError) as caught:
         check("gpt_ppo_actor", tmp_path, *overrides)
     assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -28,7 +28,11 @@ def test_stand_ins_for_unusable_prompts_are_left_out_of_the_means():
         "loss_multiplier": torch.tensor([1.0, 1.0, 0.0]),
     }
     metrics = compute_rollout_metrics(rollout)
-    assert metrics["rewards"] == 1.0 and metrics["generation_length"] == 3.0 and metrics["rollout_size"] == 3
+    assert (
+        metrics["rewards"] == 1.0
+        and metrics["generation_length"] == 3.0
+        and metrics["rollout_size"] == 3
+    )
     assert metrics["fraction_of_samples_properly_ended"] == 1.0
 
 
@@ -100,7 +104,9 @@ def test_run_counts_steps_and_logs_by_family():
         assert len(logger.series(f"timers/{name}")) == 3, name
     assert all(value > 0 for _, value in logger.series("timers/generated_tokens_per_s"))
     assert logger.finalized == 1 and trainer.run_timer.started == 1
-    assert [(key, step) for key, step, _ in logger.tables] == [("table/train_rollouts", i) for i in range(3)]
+    assert [(key, step) for key, step, _ in logger.tables] == [
+        ("table/train_rollouts", i) for i in range(3)
+    ]
     assert [row["step"] for row in logger.tables[-1][2]] == [0, 1, 2]
 
 
@@ -194,7 +200,9 @@ def test_resume_continues_exactly(tmp_path):
 
 def test_counters_beyond_float32_survive():
     trainer = make_trainer()
-    trainer.load_state_dict({"step": 1, "consumed_samples": 2**40 + 1, "ppo_optimization_step": 2**24 + 1})
+    trainer.load_state_dict(
+        {"step": 1, "consumed_samples": 2**40 + 1, "ppo_optimization_step": 2**24 + 1}
+    )
     assert trainer.state_dict()["consumed_samples"] == 2**40 + 1
     assert trainer.state_dict()["ppo_optimization_step"] == 2**24 + 1
 
@@ -234,17 +242,25 @@ def test_resume_with_other_steps_is_refused():
 def test_warm_up_trains_the_critic_only_and_gives_its_prompts_back():
     positions = []
     builder = functools.partial(ppo_fakes.dataloader_builder, 8, seen=positions)
-    warm, cold = make_trainer(critic_warmup_steps=4, max_steps=2, builder=builder), make_trainer(max_steps=2)
+    warm, cold = (
+        make_trainer(critic_warmup_steps=4, max_steps=2, builder=builder),
+        make_trainer(max_steps=2),
+    )
     warm.fit()
     cold.fit()
     # The constructor looks once; four warm-up rollouts (the fourth starts over), then the actor's two.
     assert positions == [0, 0, 8, 16, 0, 0, 8]
     assert len(warm.rm_critic.train_batches) == 6
-    assert warm.events.index("update") > [i for i, e in enumerate(warm.events) if e == "critic_train_result"][3]
+    assert (
+        warm.events.index("update")
+        > [i for i, e in enumerate(warm.events) if e == "critic_train_result"][3]
+    )
     assert warm.state_dict() == cold.state_dict()
     # The actor's data are those of a run without warm-up; the warm-up's own answers to the same prompts are others.
     assert list(map(batch_rows, warm.model.batches)) == list(map(batch_rows, cold.model.batches))
-    assert batch_rows(warm.rm_critic.train_batches[0]) != batch_rows(warm.rm_critic.train_batches[4])
+    assert batch_rows(warm.rm_critic.train_batches[0]) != batch_rows(
+        warm.rm_critic.train_batches[4]
+    )
     assert [step for step, _ in warm.logger.series("critic_warmup/critic_loss")] == [0, 1, 2, 3]
 
 
@@ -260,7 +276,11 @@ def test_ppo_epochs_pass_over_the_rollout_in_other_orders():
     assert list(map(batch_rows, passes[0])) == list(map(batch_rows, once.model.batches))
     assert len({tuple(batch_rows(batches[0])) for batches in passes}) == 3
     # Rows stay whole: with their tokens travel their own advantages.
-    advantage = {tuple(row.tolist()): a for b in passes[0] for row, a in zip(b["response_tokens"], b["advantages"])}
+    advantage = {
+        tuple(row.tolist()): a
+        for b in passes[0]
+        for row, a in zip(b["response_tokens"], b["advantages"])
+    }
     for batch in thrice.model.batches:
         for row, value in zip(batch["response_tokens"], batch["advantages"]):
             torch.testing.assert_close(value, advantage[tuple(row.tolist())], rtol=0, atol=0)
@@ -271,7 +291,9 @@ def test_validation_scores_the_same_text_each_time():
     trainer.fit()
     rewards = trainer.logger.series("val_rollouts/rewards")
     assert [step for step, _ in rewards] == [0, 1, 2, 3]
-    assert len({value for _, value in rewards}) == 1  # the fake policy's text does not depend on its weight
+    assert (
+        len({value for _, value in rewards}) == 1
+    )  # the fake policy's text does not depend on its weight
     for name in ("validation_time", "validation_generate", "validation_critic_wait"):
         assert len(trainer.logger.series(f"timers/{name}")) == 4
     assert trainer.logger.series("timers/validation_logprobs") == []
@@ -284,7 +306,9 @@ def test_rewards_of_an_ensemble_are_logged_by_name():
     trainer = make_trainer(max_steps=1, val_check_interval=1)
     trainer.fit()
     for family in ("train_rollouts", "val_rollouts"):
-        assert trainer.logger.series(f"{family}/rewards_kind") == trainer.logger.series(f"{family}/rewards")
+        assert trainer.logger.series(f"{family}/rewards_kind") == trainer.logger.series(
+            f"{family}/rewards"
+        )
         ((_, terse),) = trainer.logger.series(f"{family}/rewards_terse")
         assert terse == pytest.approx(-trainer.logger.series(f"{family}/response_lengths")[0][1])
 
@@ -303,7 +327,11 @@ def test_save_hands_over_counters_and_monitors():
 def test_time_limit_saves_and_stops():
     trainer = make_trainer(val_check_interval=10, save_interval=10, time_limit=2)
     trainer.fit()
-    assert trainer.step == 2 and len(trainer.ckpt_callback.saved) == 1 and trainer.logger.finalized == 1
+    assert (
+        trainer.step == 2
+        and len(trainer.ckpt_callback.saved) == 1
+        and trainer.logger.finalized == 1
+    )
     assert not trainer.ckpt_callback.saved[0][1]
 
 
@@ -324,7 +352,9 @@ def test_epochs_with_the_projects_own_sampler_and_a_remainder():
     from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
 
     def builder(consumed_samples):
-        sampler = MegatronPretrainingRandomSampler(NUM_PROMPTS, consumed_samples, 2, 0, 1, global_batch_size=10)
+        sampler = MegatronPretrainingRandomSampler(
+            NUM_PROMPTS, consumed_samples, 2, 0, 1, global_batch_size=10
+        )
         return SimpleNamespace(batch_sampler=sampler, dataset=ppo_fakes.Prompts())
 
     trainer = make_trainer(builder=builder, max_epochs=3, model_gbs=5)
@@ -337,8 +367,17 @@ def test_epochs_with_the_projects_own_sampler_and_a_remainder():
         "ppo_optimization_step": 12,
         "num_rollout_samples": 10,
     }
-    assert trainer.logger.series("train_rollouts/rollout_size") == [(step, 10) for step in range(6)]
-    assert trainer.logger.series("train_rollouts/epoch") == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 3), (5, 3)]
+    assert trainer.logger.series("train_rollouts/rollout_size") == [
+        (step, 10) for step in range(6)
+    ]
+    assert trainer.logger.series("train_rollouts/epoch") == [
+        (0, 1),
+        (1, 1),
+        (2, 2),
+        (3, 2),
+        (4, 3),
+        (5, 3),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -363,7 +402,12 @@ def test_micro_batches_must_divide_the_rollout():
 def test_horizons():
     assert ppo.compute_max_steps(10, 3, -1) == 30
     assert ppo.compute_max_steps(10, 3, 7) == 7
-    assert ppo.compute_num_optimizer_steps(7, num_rollout_samples=512, global_batch_size=64, ppo_epochs=2) == 112
+    assert (
+        ppo.compute_num_optimizer_steps(
+            7, num_rollout_samples=512, global_batch_size=64, ppo_epochs=2
+        )
+        == 112
+    )
 
 
 # -------------------------------------------------------------------------------------- numbers of one rollout
@@ -377,7 +421,9 @@ def worked_rollout(fill=0.0):
     kl = torch.tensor([[0.2, -0.2, 0.2, -0.1, 0.2, 0.2, 0.2]])  # its absolute value counts
     logprobs = init_logprobs + kl
     if fill:
-        values, logprobs, init_logprobs = (x.masked_fill(outside, fill) for x in (values, logprobs, init_logprobs))
+        values, logprobs, init_logprobs = (
+            x.masked_fill(outside, fill) for x in (values, logprobs, init_logprobs)
+        )
     return {
         "response_tokens": torch.arange(8)[None],
         "prompt_lengths": torch.tensor([3]),
@@ -440,15 +486,25 @@ def test_rollout_without_any_response_token_is_harmless():
 
 def test_rollout_batches_are_joined_and_padded():
     batches = [
-        {"response_tokens": torch.tensor([[5, 6, 7]]), "values": torch.tensor([[0.5, 0.6]]), "rewards": torch.ones(1)},
-        {"response_tokens": torch.tensor([[8, 9]]), "values": torch.tensor([[0.8]]), "rewards": torch.zeros(1)},
+        {
+            "response_tokens": torch.tensor([[5, 6, 7]]),
+            "values": torch.tensor([[0.5, 0.6]]),
+            "rewards": torch.ones(1),
+        },
+        {
+            "response_tokens": torch.tensor([[8, 9]]),
+            "values": torch.tensor([[0.8]]),
+            "rewards": torch.zeros(1),
+        },
     ]
     joined = PPORolloutBatch.from_rollout_batches(batches, eos_id=4, rollout_batch_seq_length=None)
     assert joined["response_tokens"].tolist() == [[5, 6, 7], [8, 9, 4]]
     torch.testing.assert_close(joined["values"], torch.tensor([[0.5, 0.6], [0.8, 0.0]]))
     assert joined["rewards"].tolist() == [1, 0]
     wide = PPORolloutBatch.from_rollout_batches(batches, eos_id=4, rollout_batch_seq_length=5)
-    assert wide["response_tokens"].tolist() == [[5, 6, 7, 4, 4], [8, 9, 4, 4, 4]] and wide["values"].shape == (2, 4)
+    assert wide["response_tokens"].tolist() == [[5, 6, 7, 4, 4], [8, 9, 4, 4, 4]] and wide[
+        "values"
+    ].shape == (2, 4)
     narrow = PPORolloutBatch.from_rollout_batches(batches, eos_id=4, rollout_batch_seq_length=2)
     assert narrow["response_tokens"].shape == (2, 3) and narrow["values"].shape == (2, 2)
 
@@ -463,7 +519,10 @@ def test_deal_by_hand():
 def test_global_batches_are_the_same_for_any_number_of_ranks(ranks):
     batch = PPORolloutBatch(x=torch.arange(NUM_PROMPTS))
     alone = batch.chunk(0, 1, seed=7, global_batch_size=8)["x"].split(8)
-    shares = [batch.chunk(rank, ranks, seed=7, global_batch_size=8)["x"].split(8 // ranks) for rank in range(ranks)]
+    shares = [
+        batch.chunk(rank, ranks, seed=7, global_batch_size=8)["x"].split(8 // ranks)
+        for rank in range(ranks)
+    ]
     for k, whole in enumerate(alone):
         assert torch.equal(torch.cat([share[k] for share in shares]), whole)
     assert sorted(torch.cat(alone).tolist()) == list(range(NUM_PROMPTS))

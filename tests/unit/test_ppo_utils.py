@@ -26,7 +26,9 @@ NAN = float("nan")
 
 
 def close(actual, expected, atol=1e-6):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=atol, rtol=0)
+    torch.testing.assert_close(
+        actual, torch.as_tensor(expected, dtype=actual.dtype), atol=atol, rtol=0
+    )
 
 
 def ragged_batch(seed=0, rows=6, width=9):
@@ -97,7 +99,9 @@ def test_nan_outside_the_mask_changes_nothing():
     ):
         assert torch.equal(statistic(clean[0], mask), statistic(garbage, mask))
     keep = mask.bool()
-    assert torch.equal(normalize_tensor(clean[0], mask)[keep], normalize_tensor(garbage, mask)[keep])
+    assert torch.equal(
+        normalize_tensor(clean[0], mask)[keep], normalize_tensor(garbage, mask)[keep]
+    )
 
 
 def test_gradient_of_masked_statistics_ignores_nan():
@@ -110,7 +114,10 @@ def test_gradient_of_masked_statistics_ignores_nan():
 
 
 def test_masked_statistics_by_rows_and_of_nothing():
-    values, mask = torch.tensor([[1.0, 2.0, 6.0], [5.0, 7.0, 9.0]]), torch.tensor([[1, 0, 1], [0, 0, 0]])
+    values, mask = (
+        torch.tensor([[1.0, 2.0, 6.0], [5.0, 7.0, 9.0]]),
+        torch.tensor([[1, 0, 1], [0, 0, 0]]),
+    )
     assert masked_mean(values, mask, dim=1).tolist() == [3.5, 0.0]
     assert masked_mean(values, mask).item() == 3.5
     assert masked_std(values, mask).item() == pytest.approx(math.sqrt(12.5))
@@ -119,10 +126,17 @@ def test_masked_statistics_by_rows_and_of_nothing():
 
 def test_reward_sits_at_the_last_response_column():
     values = torch.zeros(3, 5)
-    per_token = calculate_ppo_rewards(values, torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([6, 3, 1]), 0.0)
+    per_token = calculate_ppo_rewards(
+        values, torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([6, 3, 1]), 0.0
+    )
     assert per_token.tolist() == [[0, 0, 0, 0, 1], [0, 2, 0, 0, 0], [3, 0, 0, 0, 0]]
     # A factor of 0 does not read the KL at all.
-    assert calculate_ppo_rewards(values, torch.ones(3), torch.full((3,), 4), values + NAN).isnan().sum() == 0
+    assert (
+        calculate_ppo_rewards(values, torch.ones(3), torch.full((3,), 4), values + NAN)
+        .isnan()
+        .sum()
+        == 0
+    )
 
 
 def test_mask_has_as_many_ones_as_response_tokens():
@@ -133,9 +147,16 @@ def test_mask_has_as_many_ones_as_response_tokens():
 
 def test_entropy():
     probabilities = torch.tensor([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.2, 0.3, 0.5]]])
-    expected = [math.log(2), 0.0, -(0.2 * math.log(0.2) + 0.3 * math.log(0.3) + 0.5 * math.log(0.5))]
+    expected = [
+        math.log(2),
+        0.0,
+        -(0.2 * math.log(0.2) + 0.3 * math.log(0.3) + 0.5 * math.log(0.5)),
+    ]
     close(calculate_entropy(probabilities.log())[0], expected)
-    close(calculate_entropy(probabilities.log(), torch.tensor([[1, 0, 1]])), (expected[0] + expected[2]) / 2)
+    close(
+        calculate_entropy(probabilities.log(), torch.tensor([[1, 0, 1]])),
+        (expected[0] + expected[2]) / 2,
+    )
 
 
 def test_select_topk_against_python_sorting():
@@ -169,7 +190,9 @@ def _python_splitmix64(state):
 
 
 def test_sample_seeds_against_unbounded_integers():
-    assert _python_splitmix64(0) == 0xE220A8397B1DCDAF  # first output of the published generator for seed 0
+    assert (
+        _python_splitmix64(0) == 0xE220A8397B1DCDAF
+    )  # first output of the published generator for seed 0
     idx = torch.tensor([0, 1, 5, 2**40])
     for seed, step in [(1234, 0), (0, 7), (2**31 - 1, 10**6)]:
         state = _python_splitmix64((_python_splitmix64(seed) + step) % 2**64)

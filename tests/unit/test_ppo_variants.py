@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from nemo_aligner.core.kl import KL_ESTIMATORS
-from nemo_aligner.core.losses import loss_weights, ppo_actor_loss, ppo_critic_loss, regression_loss, sft_loss
+from nemo_aligner.core.losses import (
+    loss_weights,
+    ppo_actor_loss,
+    ppo_critic_loss,
+    regression_loss,
+    sft_loss,
+)
 from tests.rank_threads import run_rank_threads
 
 NAN = float("nan")
@@ -27,11 +33,15 @@ def make(seed=0, rows=12, width=5):
     mask = (torch.rand(rows, width, generator=generator) > 0.4).float()
     mask[4:8] = 0
     mask[rows - 1] = 0
-    return SimpleNamespace(mask=mask, **{name: torch.randn(rows, width, generator=generator) for name in NAMES})
+    return SimpleNamespace(
+        mask=mask, **{name: torch.randn(rows, width, generator=generator) for name in NAMES}
+    )
 
 
 def poisoned(b):
-    return SimpleNamespace(mask=b.mask, **{name: torch.where(b.mask.bool(), getattr(b, name), NAN) for name in NAMES})
+    return SimpleNamespace(
+        mask=b.mask, **{name: torch.where(b.mask.bool(), getattr(b, name), NAN) for name in NAMES}
+    )
 
 
 def our_loss(kind, b, weights, x, rows=slice(None), estimator="k3", dual_clip=DUAL):
@@ -75,7 +85,9 @@ def slot_loss(kind, b, x, row, t, estimator="k3"):
     if kind == "regression":
         return (x - get["returns"]) ** 2
     rho, advantage = math.exp(x - get["prev"]), get["advantages"]
-    objective = min(rho * advantage, min(max(rho, 1 - EPS), 1 + EPS) * advantage)  # as the papers have it: to maximise
+    objective = min(
+        rho * advantage, min(max(rho, 1 - EPS), 1 + EPS) * advantage
+    )  # as the papers have it: to maximise
     if advantage < 0:
         objective = max(objective, DUAL * advantage)
     log_ratio = x - get["ref"]
@@ -96,7 +108,11 @@ def mean(numbers):
 def naive_loss(kind, b, x, reduction, num_ranks, micro_batch_size, estimator="k3"):
     """x: list of lists. The rows of a rank are consecutive, and so are those of a micro-batch."""
     slots = {
-        row: [slot_loss(kind, b, x[row][t], row, t, estimator) for t in range(len(x[0])) if b.mask[row, t]]
+        row: [
+            slot_loss(kind, b, x[row][t], row, t, estimator)
+            for t in range(len(x[0]))
+            if b.mask[row, t]
+        ]
         for row in range(len(x))
     }
     if reduction == "token":
@@ -138,7 +154,9 @@ def distributed_loss(kind, b, reduction, num_ranks, micro_batch_size, estimator=
         x = values.clone().requires_grad_()
         total = 0.0
         for first in range(start, start + per_rank, micro_batch_size):
-            loss, _ = our_loss(kind, b, weights, x, slice(first, first + micro_batch_size), estimator)
+            loss, _ = our_loss(
+                kind, b, weights, x, slice(first, first + micro_batch_size), estimator
+            )
             loss.backward()
             total += loss.item()
         return total, x.grad
@@ -157,7 +175,9 @@ def test_loss_and_gradient_of_any_split_are_those_of_the_loop(kind, reduction):
     for num_ranks, micro_batch_size in ((1, 12), (1, 1), (2, 3), (3, 2), (3, 4), (4, 1)):
         split = (reduction, num_ranks, micro_batch_size)
         loss, gradient = distributed_loss(kind, b, *split)
-        expected, differences = loss_and_differences(lambda x, split=split: naive_loss(kind, b, x, *split), x)
+        expected, differences = loss_and_differences(
+            lambda x, split=split: naive_loss(kind, b, x, *split), x
+        )
         assert loss == pytest.approx(expected, rel=1e-5)
         torch.testing.assert_close(gradient, differences, rtol=1e-4, atol=1e-6)
         assert all((gradient[b.mask == 0] == 0).tolist())
@@ -165,7 +185,9 @@ def test_loss_and_gradient_of_any_split_are_those_of_the_loop(kind, reduction):
         # NaN where nothing counts changes not a bit.
         dirty_loss, dirty_gradient = distributed_loss(kind, poisoned(b), *split)
         assert dirty_loss == loss and torch.equal(dirty_gradient, gradient)
-    assert len(seen) == (1 if reduction != "microbatch" else 5)  # 1 and 4 ranks have the same micro-batches of 1
+    assert len(seen) == (
+        1 if reduction != "microbatch" else 5
+    )  # 1 and 4 ranks have the same micro-batches of 1
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
@@ -204,7 +226,11 @@ def one_slot(rho, advantage, **kwargs):
         **kwargs,
     )
     loss.backward()
-    return loss.item(), logprobs.grad.item(), {name: value.item() for name, value in metrics.items()}
+    return (
+        loss.item(),
+        logprobs.grad.item(),
+        {name: value.item() for name, value in metrics.items()},
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,7 +291,9 @@ def test_metrics_against_a_loop():
         entropy += get["entropy"]
         moved = get["values"] - get["prev_values"]
         held = get["prev_values"] + math.copysign(VALUE_CLIP, moved)
-        value_clipped += abs(moved) > VALUE_CLIP and abs(held - get["returns"]) > abs(get["values"] - get["returns"])
+        value_clipped += abs(moved) > VALUE_CLIP and abs(held - get["returns"]) > abs(
+            get["values"] - get["returns"]
+        )
         count += 1
     assert 0 < bounded < clipped < count and 0 < value_clipped < count
     for name, expected in [
@@ -277,7 +305,9 @@ def test_metrics_against_a_loop():
         ("scaled_entropy", BONUS * entropy),
     ]:
         assert metrics[name].item() == pytest.approx(expected / count, rel=1e-4, abs=1e-6), name
-    assert critic_metrics["value_clip_fraction"].item() == pytest.approx(value_clipped / count, rel=1e-5)
+    assert critic_metrics["value_clip_fraction"].item() == pytest.approx(
+        value_clipped / count, rel=1e-5
+    )
 
 
 def test_equal_policies_have_no_kl_and_nothing_clipped():
@@ -313,14 +343,22 @@ def test_entropy_is_reported_without_a_bonus_and_has_no_gradient_then():
         entropy=entropy,
     )
     assert loss.item() == -1.0
-    assert metrics["entropy"].item() == pytest.approx(0.7) and metrics["scaled_entropy"].item() == 0
+    assert (
+        metrics["entropy"].item() == pytest.approx(0.7) and metrics["scaled_entropy"].item() == 0
+    )
     assert not loss.requires_grad
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="kl_loss_coef=0.1 needs the log-probs of the reference policy"):
+    with pytest.raises(
+        ValueError, match="kl_loss_coef=0.1 needs the log-probs of the reference policy"
+    ):
         one_slot(1.0, 1.0, kl_loss_coef=0.1)
     with pytest.raises(ValueError, match="dual_clip=1.0 must be above 1"):
         one_slot(1.0, 1.0, dual_clip=1.0)
-    with pytest.raises(ValueError, match="KL estimator 'k4' is unknown; choose one of k1, abs, k2, k3"):
-        one_slot(1.0, 1.0, kl_loss_coef=0.1, ref_logprobs=torch.zeros(1, 1), kl_loss_estimator="k4")
+    with pytest.raises(
+        ValueError, match="KL estimator 'k4' is unknown; choose one of k1, abs, k2, k3"
+    ):
+        one_slot(
+            1.0, 1.0, kl_loss_coef=0.1, ref_logprobs=torch.zeros(1, 1), kl_loss_estimator="k4"
+        )

@@ -48,14 +48,18 @@ def test_time_left_comes_from_the_plan_first_and_from_the_speed_then():
     assert phase.seconds_left(now=40.0) == 60.0  # one step tells no speed yet
     phase.add([{"step": 1, "train/reward": 1.0}, {"step": 2, "train/kl": 0.1}], now=45.0)
     assert phase.seconds_left(now=45.0) == 5.0 * 8
-    phase.add([{"step": 1, "train/reward": 2.0}], now=46.0)  # repeated after a resume: not a new step
+    phase.add(
+        [{"step": 1, "train/reward": 2.0}], now=46.0
+    )  # repeated after a resume: not a new step
     assert len(phase.steps) == 2 and phase.values == {"train/reward": 2.0, "train/kl": 0.1}
 
 
 def test_plain_lines_without_a_terminal():
     clock, text = Clock(), io.StringIO()
     phases = [Phase("Data", 1, 5.0), ppo_phase()]
-    narrator = Narrator(phases, console=Console(file=text, width=200), lines_per_phase=2, clock=clock)
+    narrator = Narrator(
+        phases, console=Console(file=text, width=200), lines_per_phase=2, clock=clock
+    )
     with narrator:
         narrator.start(phases[0])
         clock.now = 5.0
@@ -83,11 +87,20 @@ def test_bars_on_a_terminal():
         narrator.start(phases[1])
         narrator.update(phases[1], [{"step": 0, "train/reward": 0.25}])
         narrator.finish(phases[1])
-    assert "PPO" in text.getvalue() and "reward 0.25" in text.getvalue() and "10/10" in text.getvalue()
+    assert (
+        "PPO" in text.getvalue()
+        and "reward 0.25" in text.getvalue()
+        and "10/10" in text.getvalue()
+    )
 
 
 def test_clock_text():
-    assert [clock_text(seconds) for seconds in (0, 59.6, 75, 3600)] == ["0:00", "1:00", "1:15", "60:00"]
+    assert [clock_text(seconds) for seconds in (0, 59.6, 75, 3600)] == [
+        "0:00",
+        "1:00",
+        "1:15",
+        "60:00",
+    ]
 
 
 def test_metrics_tail_waits_for_whole_lines(tmp_path):
@@ -126,13 +139,17 @@ def test_hydra_reads_back_what_is_written(value, text):
 # ---------------------------------------------------------------------------------------------------------------- jobs
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a child that its parent died"
+)
 def test_killed_run_takes_its_children_along(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import jobs, pathlib, time; "
     code += "command = [sys.executable, '-c', 'import time; time.sleep(300)']; "
     code += "job = jobs.Job('sleeper', command, pathlib.Path(sys.argv[1])); "
     code += "job.start(); print(job.process.pid, flush=True); time.sleep(300)"
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "job")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "job")], stdout=subprocess.PIPE, text=True
+    )
     child = psutil.Process(int(process.stdout.readline()))
     process.kill()
     process.wait()
@@ -148,7 +165,13 @@ def write_samples(folder, before, after):
     """`before` and `after`: (review, reward) for prompts 0, 1, ..."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
-        {"step": step, "prompt": f"film {index}:", "response": review, "reward": reward, "is_end": True}
+        {
+            "step": step,
+            "prompt": f"film {index}:",
+            "response": review,
+            "reward": reward,
+            "is_end": True,
+        }
         for step, samples in ((0, before), (8, after))
         for index, (review, reward) in enumerate(samples)
     ]
@@ -157,16 +180,25 @@ def write_samples(folder, before, after):
 
 def test_numbers_of_the_outcome_by_hand(tmp_path):
     write_samples(tmp_path, [(GOOD, 1.0), (BAD, -1.0)] * 50, [(GOOD, 2.0), (GOOD, 4.0)] * 50)
-    metrics = [{"step": s, "train_rollouts/init_policy_kl": kl} for s, kl in ((0, 0.0), (1, 0.2), (7, 0.5))]
+    metrics = [
+        {"step": s, "train_rollouts/init_policy_kl": kl}
+        for s, kl in ((0, 0.0), (1, 0.2), (7, 0.5))
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     result = outcome.read_outcome(tmp_path, reviews.SCORES)
     reward, gold = result.rises["reward"], result.rises["gold"]
     assert (reward.before, reward.after, gold.before, gold.after) == (0.0, 3.0, 0.0, 1.0)
     variance = 100 / 99  # of -1 and 1 and of 2 and 4, fifty times each
     assert reward.standard_error == pytest.approx((2 * variance / 100) ** 0.5)
-    assert reward.needed == pytest.approx(max(0.5 * variance**0.5, 4 * (2 * variance / 100) ** 0.5))
+    assert reward.needed == pytest.approx(
+        max(0.5 * variance**0.5, 4 * (2 * variance / 100) ** 0.5)
+    )
     assert (result.kl_first, result.kl_last, result.ended_before) == (0.0, 0.5, None)
-    assert result.learned and (result.first_step, result.last_step, result.num_samples) == (0, 8, 100)
+    assert result.learned and (result.first_step, result.last_step, result.num_samples) == (
+        0,
+        8,
+        100,
+    )
     assert result.pairs[1]["before"] == BAD and result.pairs[1]["after"] == GOOD
 
 

@@ -11,9 +11,14 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.data.nlp.builders import build_dataloader, build_train_valid_test_regression_rm_datasets
+from nemo_aligner.data.nlp.builders import (
+    build_dataloader,
+    build_train_valid_test_regression_rm_datasets,
+)
 from nemo_aligner.launch.train_script_utils import load_from_nemo
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+    MegatronGPTRegressionRewardModel,
+)
 from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, held_out_text
 from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
@@ -24,7 +29,9 @@ NO_LABEL = -100.0
 
 def make_model(tokenizer_dir, num_attributes=2, **overrides):
     regression = {"num_attributes": num_attributes} | overrides.pop("regression", {})
-    return MegatronGPTRegressionRewardModel(tiny_config(tokenizer_dir, regression=regression, **overrides))
+    return MegatronGPTRegressionRewardModel(
+        tiny_config(tokenizer_dir, regression=regression, **overrides)
+    )
 
 
 def labelled_batch(width=9):
@@ -46,7 +53,9 @@ def squared_errors(module, batch):
     for i in (0, 1, 3):
         length = int(batch["lengths"][i])
         row = batch["inputs"][i : i + 1, :length]
-        predictions = module(row, torch.arange(length)[None], None, lengths=torch.tensor([length]))[0]
+        predictions = module(
+            row, torch.arange(length)[None], None, lengths=torch.tensor([length])
+        )[0]
         labels = batch["labels"][i]
         errors += [(predictions[a] - labels[a]) ** 2 for a in range(2) if labels[a] != NO_LABEL]
     return errors
@@ -67,7 +76,9 @@ def test_loss_and_gradient_equal_a_loop_over_texts(tiny_tokenizer_dir, micro_bat
     loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
     assert loss == metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["weights"] == 5
-    for (name, parameter), ours in zip(plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True):
+    for (name, parameter), ours in zip(
+        plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True
+    ):
         torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
     model.set_eval()
     assert model.get_loss_and_metrics(batch, forward_only=True)[0] == pytest.approx(loss, rel=1e-6)
@@ -91,7 +102,9 @@ def test_a_batch_without_labels_gives_loss_zero_and_gradient_zero(tiny_tokenizer
     assert all(not parameter.main_grad.any() for parameter in model.unwrapped()[0].parameters())
 
 
-def test_it_learns_its_labels_and_is_served_with_its_attributes_merged(tiny_tokenizer_dir, tmp_path):
+def test_it_learns_its_labels_and_is_served_with_its_attributes_merged(
+    tiny_tokenizer_dir, tmp_path
+):
     model = make_model(tiny_tokenizer_dir)
     optimizer, scheduler = model.setup_megatron_optimization(60)
     batch = labelled_batch()
@@ -129,10 +142,14 @@ def test_refusals(tiny_tokenizer_dir):
     with pytest.raises(ConfigError, match="merge_attributes=True merges the attributes before"):
         MegatronGPTRegressionRewardModel.check_training_config(cfg)
     with pytest.raises(ConfigError, match="output_sequence=True makes a critic"):
-        MegatronGPTRegressionRewardModel.check_training_config(tiny_config(tiny_tokenizer_dir, output_sequence=True))
+        MegatronGPTRegressionRewardModel.check_training_config(
+            tiny_config(tiny_tokenizer_dir, output_sequence=True)
+        )
     # Whoever trains such a model all the same must not compare its one number with both labels.
     with pytest.raises(ValueError, match="must be equal"):
-        MegatronGPTRegressionRewardModel(cfg).get_loss_and_metrics(labelled_batch(), forward_only=True)
+        MegatronGPTRegressionRewardModel(cfg).get_loss_and_metrics(
+            labelled_batch(), forward_only=True
+        )
 
 
 @pytest.mark.parametrize("num_attributes", [1, 3])
@@ -145,9 +162,14 @@ def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
     labels[[1, 5], 0] = NO_LABEL
     texts = [f"the film {'was very '[: 3 * i]}dull {i}" for i in range(7)]
     path = tmp_path / "labels.jsonl"
-    lines = [json.dumps({"text": text, "label": row.tolist()}) for text, row in zip(texts, labels, strict=True)]
+    lines = [
+        json.dumps({"text": text, "label": row.tolist()})
+        for text, row in zip(texts, labels, strict=True)
+    ]
     path.write_text("\n".join(lines))
-    model = make_model(tiny_tokenizer_dir, num_attributes, data={"append_eod": True}, micro_batch_size=2)
+    model = make_model(
+        tiny_tokenizer_dir, num_attributes, data={"append_eod": True}, micro_batch_size=2
+    )
     dataset, *_ = build_train_valid_test_regression_rm_datasets(
         cfg=model.cfg,
         data_prefix={"train": [str(path)]},
@@ -161,7 +183,11 @@ def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
     cfg = OmegaConf.create({"model": {"seed": 1, "data": {}}})
 
     def loader(drop_last, random):
-        options = dict(drop_last=drop_last, pad_samples_to_global_batch_size=not drop_last, use_random_sampler=random)
+        options = dict(
+            drop_last=drop_last,
+            pad_samples_to_global_batch_size=not drop_last,
+            use_random_sampler=random,
+        )
         return build_dataloader(cfg, dataset, 0, 2, 4, **options)
 
     trainer = SupervisedTrainer(
@@ -180,7 +206,10 @@ def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
     model.prepare_for_inference()
     predictions = model.infer(texts, add_EOS=True).double().numpy()
     keep = labels != NO_LABEL
-    expected = [np.corrcoef(predictions[keep[:, a], a], labels[keep[:, a], a])[0, 1] for a in range(num_attributes)]
+    expected = [
+        np.corrcoef(predictions[keep[:, a], a], labels[keep[:, a], a])[0, 1]
+        for a in range(num_attributes)
+    ]
     assert metrics["loss"] == pytest.approx(((predictions - labels)[keep] ** 2).mean(), rel=1e-5)
     assert metrics["correlation"] == pytest.approx(np.mean(expected), abs=1e-5)
     assert trainer.held_out["validation"] == (metrics, keep.sum())
@@ -192,10 +221,20 @@ def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
 
 def test_plain_words():
     pairs, labels = RewardModelType.BINARY_RANKING, RewardModelType.REGRESSION
-    assert held_out_text(pairs, {"loss": 0.1, "acc": 0.98046875}, 256.0) == "held-out accuracy 0.980 on 256 pairs"
-    assert held_out_text(labels, {"correlation": 0.9}, 64.0) == "held-out correlation 0.900 on 64 labels"
     assert (
-        held_out_text(labels, {"correlation": 0.5, "correlation_0": 0.25, "correlation_2": 0.75}, 9.0)
+        held_out_text(pairs, {"loss": 0.1, "acc": 0.98046875}, 256.0)
+        == "held-out accuracy 0.980 on 256 pairs"
+    )
+    assert (
+        held_out_text(labels, {"correlation": 0.9}, 64.0)
+        == "held-out correlation 0.900 on 64 labels"
+    )
+    assert (
+        held_out_text(
+            labels, {"correlation": 0.5, "correlation_0": 0.25, "correlation_2": 0.75}, 9.0
+        )
         == "held-out correlation 0.500 on 9 labels (by attribute 0: 0.250, 2: 0.750)"
     )
-    assert held_out_text(labels, {"loss": 1.0}, 1.0) == "held-out correlation undefined on 1 labels"
+    assert (
+        held_out_text(labels, {"loss": 1.0}, 1.0) == "held-out correlation undefined on 1 labels"
+    )

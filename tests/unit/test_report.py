@@ -16,16 +16,25 @@ from nemo_aligner.core.errors import UserError
 
 def write_jsonl(path, records, tail=""):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records) + tail, encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(record) + "\n" for record in records) + tail, encoding="utf-8"
+    )
 
 
 def write_job(folder, start=1000.0):
     records = [{"step": 0, "time": start, "val_rollouts/rewards": -1.0}]
     for step in range(10):
         records.append(
-            {"step": step, "time": start + step, "train_rollouts/rewards": step / 10, "train_rollouts/epoch": 1}
+            {
+                "step": step,
+                "time": start + step,
+                "train_rollouts/rewards": step / 10,
+                "train_rollouts/epoch": 1,
+            }
         )
-        records.append({"step": step, "time": start + step, "timers/generate": 0.5, "timers/train_time": 2.0})
+        records.append(
+            {"step": step, "time": start + step, "timers/generate": 0.5, "timers/train_time": 2.0}
+        )
     records.append({"step": 10, "time": start + 10, "val_rollouts/rewards": 1.0})
     write_jsonl(folder / "metrics.jsonl", records)
 
@@ -55,10 +64,17 @@ def test_page_shows_curves_timers_and_samples_of_every_job(tmp_path):
          for step, text, reward in ((0, "It is dull.", -1.5), (5, "It is so.", 0.0), (10, "It is superb.", 2.25))],
     )  # fmt: skip
     page = Page(report.write_report(tmp_path).read_text(encoding="utf-8"))
-    assert [text for text in page.texts if text in ("sft", "ppo_actor")] == ["sft", "ppo_actor"] * 2  # links, headings
+    assert [text for text in page.texts if text in ("sft", "ppo_actor")] == [
+        "sft",
+        "ppo_actor",
+    ] * 2  # links, headings
     assert page.texts.count("rewards") == 2  # training and validation share a chart
-    assert {"train_rollouts", "val_rollouts", "generate", "20.0"} <= set(page.texts)  # 10 times 2 s of training
-    assert "It is dull.\n(reward -1.5)" in page.texts and "It is superb.\n(reward 2.25)" in page.texts
+    assert {"train_rollouts", "val_rollouts", "generate", "20.0"} <= set(
+        page.texts
+    )  # 10 times 2 s of training
+    assert (
+        "It is dull.\n(reward -1.5)" in page.texts and "It is superb.\n(reward 2.25)" in page.texts
+    )
     assert not any("It is so." in text for text in page.texts)  # only the first and the last step
     # Self-contained: nothing is fetched, nothing is executed.
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
@@ -69,14 +85,22 @@ def test_page_shows_curves_timers_and_samples_of_every_job(tmp_path):
 def test_tables_are_used_where_there_are_no_validation_samples(tmp_path):
     write_job(tmp_path)
     rows = [{"prompt": "A film:", "response": "one answer", "reward": 0.5}]
-    write_jsonl(tmp_path / "tables.jsonl", [{"key": "table/train_rollouts", "step": 3, "rows": rows}])
+    write_jsonl(
+        tmp_path / "tables.jsonl", [{"key": "table/train_rollouts", "step": 3, "rows": rows}]
+    )
     assert "one answer" in report.render(tmp_path)
 
 
 def test_text_of_a_model_cannot_become_markup(tmp_path):
     evil = "</td><script>alert(1)</script>"
-    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 1, "time": 1.0, f"train/{evil}": 1.0, f"timers/{evil}": 1.0}])
-    write_jsonl(tmp_path / "val_samples.jsonl", [{"step": 0, "prompt": evil, "response": evil, "reward": 0}])
+    write_jsonl(
+        tmp_path / "metrics.jsonl",
+        [{"step": 1, "time": 1.0, f"train/{evil}": 1.0, f"timers/{evil}": 1.0}],
+    )
+    write_jsonl(
+        tmp_path / "val_samples.jsonl",
+        [{"step": 0, "prompt": evil, "response": evil, "reward": 0}],
+    )
     text = report.render(tmp_path)
     assert "<script" not in text
     assert evil in Page(text).texts
@@ -85,7 +109,10 @@ def test_text_of_a_model_cannot_become_markup(tmp_path):
 def test_partial_run_with_a_torn_line_and_missing_values(tmp_path):
     write_jsonl(
         tmp_path / "metrics.jsonl",
-        [{"step": 1, "time": 1.0, "train/loss": 3.0}, {"step": 2, "time": 2.0, "train/loss": None}],
+        [
+            {"step": 1, "time": 1.0, "train/loss": 3.0},
+            {"step": 2, "time": 2.0, "train/loss": None},
+        ],
         tail='{"step": 3, "tra',
     )
     job = report.read_run(tmp_path)[0]
@@ -95,7 +122,9 @@ def test_partial_run_with_a_torn_line_and_missing_values(tmp_path):
 
 def test_a_resumed_job_overwrites_the_steps_it_repeats(tmp_path):
     values = [(1, 5.0), (2, 4.0), (2, 3.5), (3, 3.0)]
-    write_jsonl(tmp_path / "metrics.jsonl", [{"step": s, "time": 1.0, "train/loss": v} for s, v in values])
+    write_jsonl(
+        tmp_path / "metrics.jsonl", [{"step": s, "time": 1.0, "train/loss": v} for s, v in values]
+    )
     assert report.read_run(tmp_path)[0].series["train/loss"] == {1: 5.0, 2: 3.5, 3: 3.0}
 
 
@@ -119,7 +148,9 @@ def test_command_line_writes_where_it_is_told(tmp_path, capsys):
     write_job(tmp_path / "run")
     out = tmp_path / "deep" / "page.html"
     assert report.main([str(tmp_path / "run"), "--out", str(out)]) == 0
-    assert capsys.readouterr().out.strip() == str(out) and out.read_text().startswith("<!DOCTYPE html>")
+    assert capsys.readouterr().out.strip() == str(out) and out.read_text().startswith(
+        "<!DOCTYPE html>"
+    )
 
 
 CURVES = {
@@ -145,14 +176,21 @@ def test_chart_is_valid_svg_with_all_points_inside(curve):
 
 def test_chart_places_points_linearly():
     root = ElementTree.fromstring(report.chart_svg("loss", {"train": {0: 10.0, 1: 20.0, 2: 30.0}}))
-    (x0, y0), (x1, y1), (x2, y2) = ((float(c.get("cx")), float(c.get("cy"))) for c in root.findall("circle"))
+    (x0, y0), (x1, y1), (x2, y2) = (
+        (float(c.get("cx")), float(c.get("cy"))) for c in root.findall("circle")
+    )
     assert x0 < x1 < x2 and y0 > y1 > y2  # up is less in SVG
     assert x1 - x0 == pytest.approx(x2 - x1) and y0 - y1 == pytest.approx(y1 - y2)
 
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [(0, 1, [0, 0.5, 1.0]), (0, 100, [0, 50, 100]), (-1, 1, [-1, -0.5, 0, 0.5, 1]), (3, 11, [4, 6, 8, 10])],
+    [
+        (0, 1, [0, 0.5, 1.0]),
+        (0, 100, [0, 50, 100]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+        (3, 11, [4, 6, 8, 10]),
+    ],
 )
 def test_ticks_are_round_numbers(low, high, expected):
     assert report.ticks(low, high) == pytest.approx(expected)

@@ -21,7 +21,13 @@ CRITIC = {step: f"/c/megatron_gpt-step={4 * step}" for step in (2, 3, 4)}
 
 @pytest.mark.parametrize("config", ["gpt_ppo_actor", "gpt_ppo_critic"])
 @pytest.mark.parametrize(
-    "folder", ["/x/megatron_gpt-step=2", "/it's a [test], {a: 1}/step=2", '/say "x"/step=2', "/$HOME/`x`/a\\b=\\"]
+    "folder",
+    [
+        "/x/megatron_gpt-step=2",
+        "/it's a [test], {a: 1}/step=2",
+        '/say "x"/step=2',
+        "/$HOME/`x`/a\\b=\\",
+    ],
 )
 def test_a_pasted_argument_names_the_folder(config, folder):
     (argument,) = shlex.split(resume_argument(folder))
@@ -30,36 +36,93 @@ def test_a_pasted_argument_names_the_folder(config, folder):
 
 
 def test_the_usual_folder_is_easy_to_read():
-    assert resume_argument("/x/gpt-step=2") == "'exp_manager.resume_from_checkpoint=\"/x/gpt-step=2\"'"
+    assert (
+        resume_argument("/x/gpt-step=2")
+        == "'exp_manager.resume_from_checkpoint=\"/x/gpt-step=2\"'"
+    )
 
 
 @pytest.mark.parametrize(
     "actor_step, critic_step, moved, actor_has, critic_has, expected, used",
     [
         # Killed after the critic's save: the critic is ahead, and has the actor's step still.
-        (2, 3, False, (1, 2), (2, 3), ["critic server with 'exp", "actor again with the same command"], {CRITIC[2]}),
+        (
+            2,
+            3,
+            False,
+            (1, 2),
+            (2, 3),
+            ["critic server with 'exp", "actor again with the same command"],
+            {CRITIC[2]},
+        ),
         # Killed after the actor's save.
-        (3, 2, False, (2, 3), (2,), ["leave the critic server alone", "actor again with 'exp"], {ACTOR[2]}),
-        (3, 2, True, (2, 3), (2,), ["critic server with the same command", "actor again with 'exp"], {ACTOR[2]}),
+        (
+            3,
+            2,
+            False,
+            (2, 3),
+            (2,),
+            ["leave the critic server alone", "actor again with 'exp"],
+            {ACTOR[2]},
+        ),
+        (
+            3,
+            2,
+            True,
+            (2, 3),
+            (2,),
+            ["critic server with the same command", "actor again with 'exp"],
+            {ACTOR[2]},
+        ),
         # The newest step of both is neither's.
-        (3, 4, False, (1, 2, 3), (2, 4), ["of actor step 2", "critic server with 'exp"], {ACTOR[2], CRITIC[2]}),
+        (
+            3,
+            4,
+            False,
+            (1, 2, 3),
+            (2, 4),
+            ["of actor step 2", "critic server with 'exp"],
+            {ACTOR[2], CRITIC[2]},
+        ),
         # Trained, but not saved since: the actor was killed.
         (3, 3, True, (2, 3), (2, 3), ["Restart the critic server with the same command"], set()),
         (0, 0, True, (), (), ["Restart the critic server with the same command"], set()),
         # Nothing in common.
-        (3, 0, False, (2, 3), (), ["No step", "actor: 2, 3; critic: none", "explicit_log_dir", "anew"], set()),
-        (0, 4, False, (), (2, 4), ["No step", "actor: none; critic: 2, 4", "explicit_log_dir"], set()),
+        (
+            3,
+            0,
+            False,
+            (2, 3),
+            (),
+            ["No step", "actor: 2, 3; critic: none", "explicit_log_dir", "anew"],
+            set(),
+        ),
+        (
+            0,
+            4,
+            False,
+            (),
+            (2, 4),
+            ["No step", "actor: none; critic: 2, 4", "explicit_log_dir"],
+            set(),
+        ),
     ],
 )
-def test_only_checkpoints_that_match_are_named(actor_step, critic_step, moved, actor_has, critic_has, expected, used):
+def test_only_checkpoints_that_match_are_named(
+    actor_step, critic_step, moved, actor_has, critic_has, expected, used
+):
     actor, critic = {s: ACTOR[s] for s in actor_has}, {s: CRITIC[s] for s in critic_has}
     text = mismatch_remedy(actor_step, critic_step, moved, actor, critic)
     assert all(words in text for words in expected), text
-    assert {folder for folder in [*ACTOR.values(), *CRITIC.values()] if f'"{folder}"' in text} == used
+    assert {
+        folder for folder in [*ACTOR.values(), *CRITIC.values()] if f'"{folder}"' in text
+    } == used
 
 
 def test_incomplete_checkpoints_are_not_counted(tmp_path, monkeypatch):
-    for number, (name, step, complete) in enumerate([("a", 1, True), ("b", 2, False), ("c", 3, True), ("d", 1, True)]):
+    for number, (name, step, complete) in enumerate(
+        [("a", 1, True), ("b", 2, False), ("c", 3, True), ("d", 1, True)]
+    ):
         folder = tmp_path / "checkpoints" / name
         folder.mkdir(parents=True)
         state = {"save_number": number, "trainer": {"step": step}, "metrics": {}}
@@ -68,7 +131,10 @@ def test_incomplete_checkpoints_are_not_counted(tmp_path, monkeypatch):
             (folder / "COMPLETE").touch()
     monkeypatch.chdir(tmp_path)
     callback = CheckpointCallback(".", None, None, None, name="x")
-    folders = {1: str(tmp_path / "checkpoints/d"), 3: str(tmp_path / "checkpoints/c")}  # of step 1 the newer one
+    folders = {
+        1: str(tmp_path / "checkpoints/d"),
+        3: str(tmp_path / "checkpoints/c"),
+    }  # of step 1 the newer one
     assert callback.saved_at("step") == folders and callback.saved_at("actor_step") == {}
     (tmp_path / "checkpoints/c/state.json").unlink()  # being removed
     assert callback.saved_at("step") == {1: folders[1]}

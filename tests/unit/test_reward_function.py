@@ -88,21 +88,27 @@ def wait_until(condition, limit_s: float = 10.0) -> bool:
 @pytest.fixture(scope="module")
 def naughty(tmp_path_factory):
     """No fallback; half a second per sample."""
-    with RewardFunction(write(tmp_path_factory.mktemp("n"), NAUGHTY), None, workers=2, timeout_s=0.5) as function:
+    with RewardFunction(
+        write(tmp_path_factory.mktemp("n"), NAUGHTY), None, workers=2, timeout_s=0.5
+    ) as function:
         yield function
 
 
 @pytest.fixture
 def forgiving(tmp_path):
     """Fallback -1."""
-    with RewardFunction(write(tmp_path, NAUGHTY), None, workers=2, timeout_s=0.5, fallback=-1.0) as function:
+    with RewardFunction(
+        write(tmp_path, NAUGHTY), None, workers=2, timeout_s=0.5, fallback=-1.0
+    ) as function:
         yield function
 
 
 # ---- loading ----
 
 
-@pytest.mark.parametrize("spec", ["reward.py", "reward:score", "a/b.txt:score", "reward.py:", ":score", "r.py:a-b"])
+@pytest.mark.parametrize(
+    "spec", ["reward.py", "reward:score", "a/b.txt:score", "reward.py:", ":score", "r.py:a-b"]
+)
 def test_a_spec_that_names_no_function(spec):
     with pytest.raises(ConfigError, match="write path/to/file.py:function"):
         RewardFunction(spec, None)
@@ -116,12 +122,21 @@ def test_a_missing_file():
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("import no_such_module_x\ndef score(p, r, l): return [1]", ["No module named 'no_such_module_x'", "line 1"]),
+        (
+            "import no_such_module_x\ndef score(p, r, l): return [1]",
+            ["No module named 'no_such_module_x'", "line 1"],
+        ),
         ("def score(p, r, l)\n    return [1]", ["SyntaxError", "line 1"]),
-        ("def other(p, r, l): return [1]\nfrom os.path import join", ["no function 'score'; it has other\n"]),
+        (
+            "def other(p, r, l): return [1]\nfrom os.path import join",
+            ["no function 'score'; it has other\n"],
+        ),
         ("x = 1", ["no function 'score'; it has none at all"]),
         ("score = 5", ["'score' is a int, not a function"]),
-        ("def score(prompts, responses): return [1]", ["score(prompts, responses)", "too many positional arguments"]),
+        (
+            "def score(prompts, responses): return [1]",
+            ["score(prompts, responses)", "too many positional arguments"],
+        ),
         ("def score(p, r, l, *, scale): return [1]", ["missing a required argument: 'scale'"]),
         ("async def score(p, r, l): return [1]", ["async"]),
         ("import os\nos._exit(3)", ["loading the file ended the process (exit code 3)"]),
@@ -142,12 +157,21 @@ def test_a_file_that_never_ends_loading(tmp_path, monkeypatch):
     before = family()
     monkeypatch.setattr(reward_function, "LOAD_TIMEOUT_S", 0.3)
     with pytest.raises(UserError, match="longer than 0.3 s"):
-        RewardFunction(write(tmp_path, "import time\ntime.sleep(60)\ndef score(p, r, l): return [1]"), None)
+        RewardFunction(
+            write(tmp_path, "import time\ntime.sleep(60)\ndef score(p, r, l): return [1]"), None
+        )
     assert family() <= before
 
 
 @pytest.mark.parametrize(
-    "options", [{"workers": 0}, {"workers": 1.5}, {"timeout_s": 0}, {"timeout_s": -1}, {"fallback": float("nan")}]
+    "options",
+    [
+        {"workers": 0},
+        {"workers": 1.5},
+        {"timeout_s": 0},
+        {"timeout_s": -1},
+        {"fallback": float("nan")},
+    ],
 )
 def test_options_that_cannot_work(tmp_path, options):
     with pytest.raises(ConfigError, match=f"inference.reward_fn_{next(iter(options))}="):
@@ -202,7 +226,9 @@ def test_each_call_is_one_sample_with_its_own_texts(tmp_path):
         assert function.score(prompts, responses, lengths).tolist() == [0, 2033, 3052, 9_004_001]
 
 
-@pytest.mark.parametrize("word, score", [("int", 3), ("bool", 1), ("numpy", 2.5), ("tuple", 4), ("-0.25", -0.25)])
+@pytest.mark.parametrize(
+    "word, score", [("int", 3), ("bool", 1), ("numpy", 2.5), ("tuple", 4), ("-0.25", -0.25)]
+)
 def test_numbers_of_any_kind_are_scores(naughty, word, score):
     assert score_words(naughty, [word]) == [score]
 
@@ -230,13 +256,17 @@ def test_numbers_of_any_kind_are_scores(naughty, word, score):
         ("deaf", "it took longer than 0.5 s (inference.reward_fn_timeout_s)"),
     ],
 )
-def test_a_sample_without_a_score_is_one_clear_error_and_the_next_request_is_served(naughty, word, why):
+def test_a_sample_without_a_score_is_one_clear_error_and_the_next_request_is_served(
+    naughty, word, why
+):
     start = time.monotonic()
     with pytest.raises(RewardFunctionError) as caught:
         score_words(naughty, ["1", "2", word, "3"])
     assert time.monotonic() - start < 3
     message = str(caught.value)
-    assert why in message and f"sample 2 of 4 (prompt 'p', response '{word}', length 1)" in message, message
+    assert (
+        why in message and f"sample 2 of 4 (prompt 'p', response '{word}', length 1)" in message
+    ), message
     assert "inference.reward_fn_fallback" in message and "reward_worker.py" not in message
     assert ('raise KeyError("no such key")' in message) == (word == "raise")
     assert score_words(naughty, ["1", "2"]) == [1, 2]
@@ -245,7 +275,16 @@ def test_a_sample_without_a_score_is_one_clear_error_and_the_next_request_is_ser
 
 def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
     words = [str(number) for number in range(60)]
-    bad = {3: "raise", 4: "die", 5: "die", 17: "nan", 30: "sleep", 31: "none", 44: "deaf", 59: "kill"}
+    bad = {
+        3: "raise",
+        4: "die",
+        5: "die",
+        17: "nan",
+        30: "sleep",
+        31: "none",
+        44: "deaf",
+        59: "kill",
+    }
     for row, word in bad.items():
         words[row] = word
     warnings = []
@@ -253,13 +292,18 @@ def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
     scores = score_words(forgiving, words)
     assert scores == [-1.0 if row in bad else float(row) for row in range(60)]
     (warning,) = warnings
-    assert warning.startswith("8 of 60 samples got the fallback score -1 ") and "sample 3 of 60" in warning
+    assert (
+        warning.startswith("8 of 60 samples got the fallback score -1 ")
+        and "sample 3 of 60" in warning
+    )
 
 
 def test_the_time_limit_is_for_each_sample_not_for_the_request(tmp_path):
     """Twelve samples of 0.2 s in chunks behind one worker, with a limit of 0.6 s."""
     text = "import time\ndef score(p, r, l):\n    time.sleep(float(r[0]))\n    return [1]"
-    with RewardFunction(write(tmp_path, text), None, workers=1, timeout_s=0.6, fallback=0) as function:
+    with RewardFunction(
+        write(tmp_path, text), None, workers=1, timeout_s=0.6, fallback=0
+    ) as function:
         assert score_words(function, ["0.2"] * 12) == [1] * 12
         assert score_words(function, ["0.2", "5", "0.2"]) == [1, 0, 1]
 
@@ -273,7 +317,9 @@ from nemo_aligner.servers.reward_function import RewardFunction
 with RewardFunction("{tmp_path}/reward.py:score", None, workers=1) as function:
     print(function.score(["p"] * 3, ["print", "print", "7"], [1] * 3).tolist())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=60, cwd=ROOT
+    )
     assert b"[1.0, 1.0, 7.0]" in done.stdout, done.stderr[-2000:]
     assert b"x" * 200 in done.stdout and done.stdout.count(b"left out") == 1
     assert len(done.stdout) < 25_000 and "\u2192".encode() in done.stderr
@@ -359,33 +405,52 @@ def test_descriptors_do_not_leak(forgiving):
     before = len(os.listdir("/proc/self/fd"))
     score_words(forgiving, ["die", "kill"] * 5)
     score_words(forgiving, ["1"] * 4)
-    assert len(os.listdir("/proc/self/fd")) <= before + 2  # a worker that has not been replaced yet has none
+    assert (
+        len(os.listdir("/proc/self/fd")) <= before + 2
+    )  # a worker that has not been replaced yet has none
 
 
 # ---- tokens to text ----
 
 
 def make_rows(tokenizer, pairs, end: bool):
-    rows = [(tokenizer.text_to_ids(p), tokenizer.text_to_ids(r) + [tokenizer.eos_id] * end) for p, r in pairs]
+    rows = [
+        (tokenizer.text_to_ids(p), tokenizer.text_to_ids(r) + [tokenizer.eos_id] * end)
+        for p, r in pairs
+    ]
     width = max(len(p) + len(r) for p, r in rows) + 3
     tokens = np.array([p + r + [tokenizer.eos_id] * (width - len(p) - len(r)) for p, r in rows])
-    return tokens, np.array([[len(p) + len(r)] for p, r in rows]), np.array([[len(p)] for p, _ in rows])
+    return (
+        tokens,
+        np.array([[len(p) + len(r)] for p, r in rows]),
+        np.array([[len(p)] for p, _ in rows]),
+    )
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tiny_tokenizer, tiny_sentencepiece_model):
     from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
-    return {"huggingface": tiny_tokenizer, "sentencepiece": SentencePieceTokenizer(tiny_sentencepiece_model)}
+    return {
+        "huggingface": tiny_tokenizer,
+        "sentencepiece": SentencePieceTokenizer(tiny_sentencepiece_model),
+    }
 
 
 @pytest.mark.parametrize("library", ["huggingface", "sentencepiece"])
 @pytest.mark.parametrize("end", [True, False], ids=["ended", "cut"])
 def test_a_rollout_becomes_prompt_response_and_length(tmp_path, tokenizers, library, end):
     tokenizer = tokenizers[library]
-    pairs = [("12+34=", "46"), ("a film", "was bad"), ("\u00e9t\u00e9", "\u2192 \U0001f600"), ("x", "")]
+    pairs = [
+        ("12+34=", "46"),
+        ("a film", "was bad"),
+        ("\u00e9t\u00e9", "\u2192 \U0001f600"),
+        ("x", ""),
+    ]
     tokens, ends, starts = make_rows(tokenizer, pairs, end)
-    with RewardFunction(write(tmp_path, "def score(p, r, l): return [l[0]]"), tokenizer) as function:
+    with RewardFunction(
+        write(tmp_path, "def score(p, r, l): return [l[0]]"), tokenizer
+    ) as function:
         prompts, responses, lengths = function.decode(tokens, ends[:, 0], starts[:, 0])
         assert list(zip(prompts, responses)) == pairs
         assert lengths == [len(tokenizer.text_to_ids(r)) + end for _, r in pairs]
@@ -404,16 +469,28 @@ def test_an_end_token_that_the_tokenizer_spells_out_is_no_part_of_the_response(t
         def ids_to_text(self, ids):
             return "".join("</s>" if i == 0 else chr(96 + i) for i in ids)
 
-    tokens = np.array([[1, 2, 3, 0, 0, 0], [0, 1, 0, 2, 0, 0], [1, 2, 3, 4, 0, 0], [1, 0, 0, 0, 0, 0]])
-    with RewardFunction(write(tmp_path, "def score(p, r, l): return [1]"), Spelling(), workers=1) as function:
-        prompts, responses, lengths = function.decode(tokens, np.array([4, 5, 4, 2]), np.array([2, 1, 3, 1]))
-    assert prompts == ["ab", "</s>", "abc", "a"] and responses == ["c", "a</s>b", "d", ""] and lengths == [2, 4, 1, 1]
+    tokens = np.array(
+        [[1, 2, 3, 0, 0, 0], [0, 1, 0, 2, 0, 0], [1, 2, 3, 4, 0, 0], [1, 0, 0, 0, 0, 0]]
+    )
+    with RewardFunction(
+        write(tmp_path, "def score(p, r, l): return [1]"), Spelling(), workers=1
+    ) as function:
+        prompts, responses, lengths = function.decode(
+            tokens, np.array([4, 5, 4, 2]), np.array([2, 1, 3, 1])
+        )
+    assert (
+        prompts == ["ab", "</s>", "abc", "a"]
+        and responses == ["c", "a</s>b", "d", ""]
+        and lengths == [2, 4, 1, 1]
+    )
 
 
 def test_requests_without_the_start_of_the_answer_are_refused(naughty):
     with pytest.raises(RequestError, match="'prompt_lengths' is missing"):
         naughty.infer(np.ones((1, 2)), np.array([2]), None)
-    with pytest.raises(RequestError, match="send 'tokens', 'sequence_lengths' and 'prompt_lengths'"):
+    with pytest.raises(
+        RequestError, match="send 'tokens', 'sequence_lengths' and 'prompt_lengths'"
+    ):
         naughty.no_sentences(["a text"])
 
 
@@ -426,13 +503,22 @@ def test_the_arithmetic_example():
         prompts = ["12+34=", "12+34=", "12+34=", "12+34=", "Compute 9-12=", "3 * 4 = ", "99+99="]
         responses = ["46", "046", " 46", "", "-3", "12", "198"]
         assert function.score(prompts, responses, [3] * 7).tolist() == [1, 0, 0, 0, 1, 1, 1]
-        with pytest.raises(RewardFunctionError, match="the prompt 'Hello' does not end with a task"):
+        with pytest.raises(
+            RewardFunctionError, match="the prompt 'Hello' does not end with a task"
+        ):
             function.score(["Hello"], ["46"], [1])
 
 
 def test_the_length_and_format_example():
     spec = f"{ROOT}/examples/rewards/length_format.py:concise_sentences"
     with RewardFunction(spec, None, workers=1) as function:
-        responses = ["A good film.", 'It ends. "Well!"', "no capital, no stop", "One. two three", "", "A good film."]
+        responses = [
+            "A good film.",
+            'It ends. "Well!"',
+            "no capital, no stop",
+            "One. two three",
+            "",
+            "A good film.",
+        ]
         scores = function.score(["p"] * 6, responses, [8, 32, 32, 32, 0, 48]).tolist()
     assert scores == pytest.approx([1.0, 1.0, 0.5, 0.5 / 3 + 0.5, 0.5, 0.5 + 0.25])

@@ -11,7 +11,9 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch.train_script_utils import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+    MegatronGPTRegressionRewardModel,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 from nemo_aligner.training.update import optimizer_step
@@ -36,7 +38,9 @@ def hidden_states(model, tokens):
     """[B, S, H]: what the decoder hands to the head, computed row by row without padding of others."""
     seen = []
     module = model.unwrapped()[-1]
-    hook = module.decoder.register_forward_hook(lambda _module, _inputs, output: seen.append(output.detach()))
+    hook = module.decoder.register_forward_hook(
+        lambda _module, _inputs, output: seen.append(output.detach())
+    )
     for row in tokens:
         module(row[None], torch.arange(len(row))[None], None, lengths=torch.tensor([len(row)]))
     hook.remove()
@@ -78,13 +82,16 @@ def test_attributes_and_their_merging(tiny_tokenizer_dir):
     weights = [0.5, -1.0, 2.0]
     apart = make_model(tiny_tokenizer_dir, regression={"num_attributes": 3})
     merged = make_model(
-        tiny_tokenizer_dir, regression={"num_attributes": 3, "merge_attributes": True, "attribute_weights": weights}
+        tiny_tokenizer_dir,
+        regression={"num_attributes": 3, "merge_attributes": True, "attribute_weights": weights},
     )
     values = make_model(tiny_tokenizer_dir, regression={"num_attributes": 3}, output_sequence=True)
     inputs = (random_tokens(5), LENGTHS)
     attributes = apart.infer(inputs)
     assert attributes.shape == (5, 3)
-    torch.testing.assert_close(merged.infer(inputs), (attributes * torch.tensor(weights)).sum(-1, keepdim=True))
+    torch.testing.assert_close(
+        merged.infer(inputs), (attributes * torch.tensor(weights)).sum(-1, keepdim=True)
+    )
     last = values.infer(inputs)[torch.arange(5), LENGTHS - 1]  # by default the attributes' mean
     torch.testing.assert_close(last, attributes.mean(-1))
 
@@ -125,7 +132,11 @@ def test_loss_metrics_and_gradient_equal_a_loop_over_pairs(tiny_tokenizer_dir, m
         for kind in ("chosen", "rejected"):
             length = int(batch[f"{kind}_length"][i])
             row = batch[kind][i : i + 1, :length]
-            pair.append(plain(row, torch.arange(length)[None], None, lengths=torch.tensor([length])).squeeze())
+            pair.append(
+                plain(
+                    row, torch.arange(length)[None], None, lengths=torch.tensor([length])
+                ).squeeze()
+            )
         losses.append(-torch.log(1 / (1 + torch.exp(pair[1] - pair[0]))))
         rewards.append(pair)
     expected = sum(losses) / 3
@@ -143,8 +154,12 @@ def test_loss_metrics_and_gradient_equal_a_loop_over_pairs(tiny_tokenizer_dir, m
     assert metrics["rewards_chosen_mean"] == pytest.approx(sum(flat[0::2]) / 3, rel=1e-4)
     assert metrics["rewards_rejected_mean"] == pytest.approx(sum(flat[1::2]) / 3, rel=1e-4)
     assert metrics["rewards_all_mean"] == pytest.approx(mean, rel=1e-4)
-    assert metrics["rewards_all_std"] == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in flat) / 6), rel=1e-3)
-    for (name, parameter), ours in zip(plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True):
+    assert metrics["rewards_all_std"] == pytest.approx(
+        math.sqrt(sum((x - mean) ** 2 for x in flat) / 6), rel=1e-3
+    )
+    for (name, parameter), ours in zip(
+        plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True
+    ):
         torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
     model.set_eval()
     assert model.get_loss_and_metrics(batch, forward_only=True)[0] == pytest.approx(loss, rel=1e-6)
@@ -184,7 +199,9 @@ def test_attributes_of_a_bf16_head_are_merged_in_float32(tiny_tokenizer_dir):
         head.merge_attributes = False
         attributes = head(hidden, lengths)
     assert attributes.dtype == torch.bfloat16 and merged.dtype == torch.float32
-    torch.testing.assert_close(merged[:, 0], (attributes.double() @ torch.tensor(weights).double()).float())
+    torch.testing.assert_close(
+        merged[:, 0], (attributes.double() @ torch.tensor(weights).double()).float()
+    )
 
 
 def test_fp32_head_of_a_bf16_model_trains_and_resumes(tiny_tokenizer_dir, tmp_path):
@@ -199,27 +216,35 @@ def test_fp32_head_of_a_bf16_model_trains_and_resumes(tiny_tokenizer_dir, tmp_pa
         optimizer, scheduler = model.setup_megatron_optimization(10)
         before = head_of(model).weight.detach().clone()
         runs[name] = train_steps(model, optimizer, scheduler, 3)
-        assert (head_of(model).weight - before).abs().max() <= 4e-3  # three Adam steps of at most the learning rate
+        assert (
+            head_of(model).weight - before
+        ).abs().max() <= 4e-3  # three Adam steps of at most the learning rate
     for ours, theirs in zip(runs["distributed_fused_adam"], runs["adamw"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert runs["adamw"][2][0] < runs["adamw"][0][0]
 
-    CheckpointCallback(tmp_path, model, optimizer, scheduler, name="rm", save_nemo_on_train_end=False).custom_save(
-        {}, trainer_state={"step": 3}
-    )
+    CheckpointCallback(
+        tmp_path, model, optimizer, scheduler, name="rm", save_nemo_on_train_end=False
+    ).custom_save({}, trainer_state={"step": 3})
     expected = train_steps(model, optimizer, scheduler, 2)
     again = make_model(tiny_tokenizer_dir, precision="bf16", seed=9)
     optimizer, scheduler = again.setup_megatron_optimization(10)
-    assert CheckpointCallback(tmp_path, again, optimizer, scheduler, name="rm").load_latest() == {"step": 3}
+    assert CheckpointCallback(tmp_path, again, optimizer, scheduler, name="rm").load_latest() == {
+        "step": 3
+    }
     assert train_steps(again, optimizer, scheduler, 2) == expected
 
 
-def test_a_language_model_becomes_a_reward_model_and_a_reward_model_keeps_its_head(tiny_tokenizer_dir, tmp_path):
+def test_a_language_model_becomes_a_reward_model_and_a_reward_model_keeps_its_head(
+    tiny_tokenizer_dir, tmp_path
+):
     cfg = tiny_config(tiny_tokenizer_dir, architecture="gpt2", seed=3)
     language_model = MegatronGPTModel(cfg)
     language_model.save_to(str(tmp_path / "lm.nemo"))
     other_seed = tiny_config(tiny_tokenizer_dir, architecture="gpt2", seed=5)
-    fresh = load_from_nemo(MegatronGPTRewardModel, other_seed, None, restore_path=tmp_path / "lm.nemo")
+    fresh = load_from_nemo(
+        MegatronGPTRewardModel, other_seed, None, restore_path=tmp_path / "lm.nemo"
+    )
     assert not fresh.has_trained_head
     trunk = dict(language_model.unwrapped()[0].named_parameters())
     for name, parameter in fresh.unwrapped()[0].named_parameters():
@@ -231,19 +256,30 @@ def test_a_language_model_becomes_a_reward_model_and_a_reward_model_keeps_its_he
     with torch.no_grad():
         head_of(fresh).weight.add_(1.0)
     fresh.save_to(str(tmp_path / "rm.nemo"))
-    kept = load_from_nemo(MegatronGPTRewardModel, other_seed, None, restore_path=tmp_path / "rm.nemo")
+    kept = load_from_nemo(
+        MegatronGPTRewardModel, other_seed, None, restore_path=tmp_path / "rm.nemo"
+    )
     assert kept.has_trained_head and torch.equal(head_of(kept).weight, head_of(fresh).weight)
     dropped = load_from_nemo(
-        MegatronGPTRewardModel, other_seed, None, restore_path=tmp_path / "rm.nemo", load_base_model_only=True
+        MegatronGPTRewardModel,
+        other_seed,
+        None,
+        restore_path=tmp_path / "rm.nemo",
+        load_base_model_only=True,
     )
     assert not dropped.has_trained_head
     torch.testing.assert_close(head_of(dropped).weight, head_of(fresh).weight - 1.0)
 
 
 def test_kinds_of_reward_model():
-    assert reward_model_class("binary_ranking") is reward_model_class(None) is MegatronGPTRewardModel
+    assert (
+        reward_model_class("binary_ranking") is reward_model_class(None) is MegatronGPTRewardModel
+    )
     assert reward_model_class("regression") is MegatronGPTRegressionRewardModel
-    with pytest.raises(ConfigError, match="reward_model_type='ranking' is not supported; use binary_ranking, regress"):
+    with pytest.raises(
+        ConfigError,
+        match="reward_model_type='ranking' is not supported; use binary_ranking, regress",
+    ):
         reward_model_class("ranking")
 
 
@@ -253,15 +289,21 @@ def test_pairs_need_one_number_per_text(tiny_tokenizer_dir):
 
     check(regression={"num_attributes": 1})
     check(regression={"num_attributes": 3, "merge_attributes": True})
-    with pytest.raises(ConfigError, match="num_attributes=3, but pairs are compared by one number"):
+    with pytest.raises(
+        ConfigError, match="num_attributes=3, but pairs are compared by one number"
+    ):
         check(regression={"num_attributes": 3})
     with pytest.raises(ConfigError, match="output_sequence=True makes a critic"):
         check(output_sequence=True)
 
 
 def test_attribute_weights_of_another_number(tiny_tokenizer_dir):
-    with pytest.raises(ConfigError, match=r"attribute_weights=\[1.0, 2.0\] has 2 numbers .*num_attributes=3"):
-        make_model(tiny_tokenizer_dir, regression={"num_attributes": 3, "attribute_weights": [1.0, 2.0]})
+    with pytest.raises(
+        ConfigError, match=r"attribute_weights=\[1.0, 2.0\] has 2 numbers .*num_attributes=3"
+    ):
+        make_model(
+            tiny_tokenizer_dir, regression={"num_attributes": 3, "attribute_weights": [1.0, 2.0]}
+        )
 
 
 def test_a_critic_has_no_head_for_rewards(tiny_tokenizer_dir, tmp_path):

@@ -26,7 +26,10 @@ def read(**section):
         ({"reward_model": {"ip": ["a"], "port": [7, 8]}}, [("a", 7), ("a", 8)]),
         ({"reward_model": {"ip": "a", "port": 7}, "host": "h", "port": 9}, [("h", 9)]),
         ({"reward_model": {"ip": "a", "port": 7}, "host": ["h", "i"]}, [("h", 7), ("i", 7)]),
-        ({"reward_model": {"ip": ["a", "b"], "port": 7}, "host": None, "port": 9}, [("a", 9), ("b", 9)]),
+        (
+            {"reward_model": {"ip": ["a", "b"], "port": 7}, "host": None, "port": 9},
+            [("a", 9), ("b", 9)],
+        ),
     ],
 )
 def test_addresses_of_one_reward_model(section, addresses):
@@ -59,7 +62,10 @@ def test_an_ensemble_keeps_names_order_endpoints_and_weights():
             {"reward_model": {"ip": ["a", "b"], "port": [1, 2, 3]}},
             ["2 servers", "3 ports", "remote_rm.reward_model.ip"],
         ),
-        ({"reward_model": {"ip": "a", "port": 0}}, ["remote_rm.reward_model.port=0", "not a TCP port"]),
+        (
+            {"reward_model": {"ip": "a", "port": 0}},
+            ["remote_rm.reward_model.port=0", "not a TCP port"],
+        ),
         ({"reward_model": {"ip": "a", "port": [7, True]}}, ["True is not a TCP port"]),
         ({"reward_model": {"ip": "a", "port": "7"}}, ["'7' is not a TCP port"]),
         ({"reward_model": {"ip": ["a", ""], "port": 7}}, ["'' is not a host name"]),
@@ -69,7 +75,10 @@ def test_an_ensemble_keeps_names_order_endpoints_and_weights():
         ({"reward_models": ["a", "b"]}, ["remote_rm.reward_models=", "must map names to servers"]),
         ({"reward_models": {}}, ["must map names to servers"]),
         ({"reward_models": {"x": "a:7"}}, ["remote_rm.reward_models.x='a:7'", "section"]),
-        ({"reward_models": {"x": {"ip": "a", "port": 7, "wieght": 0.1}}}, ["x has the unknown key wieght", "weight"]),
+        (
+            {"reward_models": {"x": {"ip": "a", "port": 7, "wieght": 0.1}}},
+            ["x has the unknown key wieght", "weight"],
+        ),
         ({"reward_models": {"x": {"ip": "a"}}}, ["x.port is not set"]),
         ({"reward_models": {"x": {"port": 7}}}, ["x.ip is not set"]),
         ({"reward_models": {"with_kl": {"ip": "a", "port": 7}}}, ["'with_kl'", "metric"]),
@@ -77,10 +86,19 @@ def test_an_ensemble_keeps_names_order_endpoints_and_weights():
         ({"reward_model": {"ip": "a:7"}}, ["ip='a:7'", "remote_rm.reward_model.port"]),
         ({"reward_model": {"ip": "http://a"}}, ["ip='http://a'"]),
         ({"reward_model": {"ip": " a"}}, ["ip=' a'"]),
-        ({"reward_models": {"x": {"ip": "a", "port": 7, "weight": "much"}}}, ["x.weight='much'", "finite number"]),
-        ({"reward_models": {"x": {"ip": "a", "port": 7, "weight": float("nan")}}}, ["x.weight=nan"]),
+        (
+            {"reward_models": {"x": {"ip": "a", "port": 7, "weight": "much"}}},
+            ["x.weight='much'", "finite number"],
+        ),
+        (
+            {"reward_models": {"x": {"ip": "a", "port": 7, "weight": float("nan")}}},
+            ["x.weight=nan"],
+        ),
         ({"reward_models": {"x": {"ip": "a", "port": 7, "weight": 0}}}, ["every weight", "is 0"]),
-        ({"reward_models": {"x": {"ip": "a", "port": 7}}, "host": "h"}, ["remote_rm.host=h", "leave host and port"]),
+        (
+            {"reward_models": {"x": {"ip": "a", "port": 7}}, "host": "h"},
+            ["remote_rm.host=h", "leave host and port"],
+        ),
     ],
 )
 def test_addresses_that_cannot_work(section, words):

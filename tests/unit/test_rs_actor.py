@@ -16,12 +16,16 @@ from tests.tiny_models import PPO, tiny_config
 
 def make_model(tokenizer_dir, micro_batch_size=2, **rs):
     settings = OmegaConf.merge(PPO, {"sampling_params": {"temperature": 0.7}}, rs)
-    return MegatronGPTRSModel(tiny_config(tokenizer_dir, rs=settings, micro_batch_size=micro_batch_size))
+    return MegatronGPTRSModel(
+        tiny_config(tokenizer_dir, rs=settings, micro_batch_size=micro_batch_size)
+    )
 
 
 def make_batch(model):
     """Ragged answers: 4, 7, 1 and no tokens."""
-    tokens = torch.randint(0, model.tokenizer.vocab_size, (4, 9), generator=torch.Generator().manual_seed(5))
+    tokens = torch.randint(
+        0, model.tokenizer.vocab_size, (4, 9), generator=torch.Generator().manual_seed(5)
+    )
     mask = torch.zeros(4, 8)
     for row, (first, last) in enumerate([(2, 6), (1, 8), (4, 5), (0, 0)]):
         mask[row, first:last] = 1
@@ -31,13 +35,17 @@ def make_batch(model):
 def logprobs_by_hand(model, tokens):
     """Log-probs of the next tokens from the model's own logits, at temperature 1, over the real vocabulary."""
     model.set_eval()
-    logits = forward_collect(model.model, {"tokens": tokens}, micro_batch_size=4, output_fn=lambda output, _: output)
+    logits = forward_collect(
+        model.model, {"tokens": tokens}, micro_batch_size=4, output_fn=lambda output, _: output
+    )
     logprobs = logits[:, :-1, : model.tokenizer.vocab_size].double().log_softmax(-1)
     return logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
 
 
 def gradients(model):
-    return torch.cat([p.main_grad.flatten() for chunk in model.unwrapped() for p in chunk.parameters()]).clone()
+    return torch.cat(
+        [p.main_grad.flatten() for chunk in model.unwrapped() for p in chunk.parameters()]
+    ).clone()
 
 
 def test_logprobs_are_the_models_own_whatever_the_sampling_temperature(tiny_tokenizer_dir):
@@ -45,7 +53,9 @@ def test_logprobs_are_the_models_own_whatever_the_sampling_temperature(tiny_toke
     assert model.generation_params.temperature == 0.7
     tokens = make_batch(model)["response_tokens"]
     expected = logprobs_by_hand(model, tokens).float()
-    torch.testing.assert_close(model.get_inference_log_probs(tokens), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        model.get_inference_log_probs(tokens), expected, atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("reduction", ["token", "sequence", "microbatch"])
@@ -56,7 +66,8 @@ def test_loss_is_the_likelihood_of_the_answers(tiny_tokenizer_dir, reduction):
     rows = [row[keep] for row, keep in zip(logprobs, mask)]
     expected = {
         "token": -torch.cat(rows).mean(),
-        "sequence": -(rows[0].mean() + rows[1].mean() + rows[2].mean()) / 3,  # the empty answer is no row
+        "sequence": -(rows[0].mean() + rows[1].mean() + rows[2].mean())
+        / 3,  # the empty answer is no row
         "microbatch": -(torch.cat(rows[:2]).mean() + torch.cat(rows[2:]).mean()) / 2,
     }[reduction]
     loss, metrics = model.get_loss_and_metrics(batch, forward_only=True)
@@ -112,7 +123,9 @@ def test_nothing_depends_on_padding_or_on_the_micro_batch(tiny_tokenizer_dir):
         torch.testing.assert_close(changed_gradient, gradient, atol=1e-7, rtol=1e-4)
 
 
-def test_masked_slots_may_be_nan_and_nothing_selected_gives_a_zero_gradient(tiny_tokenizer_dir, monkeypatch):
+def test_masked_slots_may_be_nan_and_nothing_selected_gives_a_zero_gradient(
+    tiny_tokenizer_dir, monkeypatch
+):
     def step(batch, poison=False):
         model = make_model(tiny_tokenizer_dir)
         optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
@@ -120,7 +133,9 @@ def test_masked_slots_may_be_nan_and_nothing_selected_gives_a_zero_gradient(tiny
             own, mask = model.logprobs, batch["mask"].split(2)
             calls = iter(mask)
             monkeypatch.setattr(
-                model, "logprobs", lambda *a, **k: own(*a, **k).masked_fill(next(calls) == 0, float("nan"))
+                model,
+                "logprobs",
+                lambda *a, **k: own(*a, **k).masked_fill(next(calls) == 0, float("nan")),
             )
         model.prepare_for_training_step()
         loss, _ = model.get_loss_and_metrics(batch)
@@ -146,14 +161,18 @@ def test_training_makes_the_answers_likelier(tiny_tokenizer_dir):
 
 def test_it_generates_like_every_policy(tiny_tokenizer_dir):
     model = make_model(tiny_tokenizer_dir)
-    assert isinstance(model, MegatronGPTPolicyModel) and isinstance(model, AlignableGenerativeInterface)
+    assert isinstance(model, MegatronGPTPolicyModel) and isinstance(
+        model, AlignableGenerativeInterface
+    )
     model.prepare_for_inference()
     text = torch.full((2, 20), model.tokenizer.eos_id)
     text[:, :3] = torch.tensor([1, 2, 3])
     batch = {"text": text, "length": torch.tensor([3, 3]), "sample_seeds": torch.tensor([11, 12])}
     rollout = model.infer(batch)
     assert set(rollout) == {"response_tokens", "response_lengths", "prompt_lengths", "is_end"}
-    assert not torch.equal(rollout["response_tokens"][0], rollout["response_tokens"][1])  # one prompt, two streams
+    assert not torch.equal(
+        rollout["response_tokens"][0], rollout["response_tokens"][1]
+    )  # one prompt, two streams
     model.finish_inference()
     with pytest.raises(NotImplementedError, match="keeps no reference policy"):
         model.get_init_policy_logprobs(rollout["response_tokens"])

@@ -20,8 +20,12 @@ def trained_rows(batches):
     """Every row that updates saw, as (tokens that the mask trains on, all tokens), sorted."""
     rows = []
     for batch in batches:
-        for tokens, mask in zip(batch["response_tokens"].tolist(), batch["mask"].tolist(), strict=True):
-            rows.append((tuple(t for t, m in zip(tokens[1:], mask, strict=True) if m), tuple(tokens)))
+        for tokens, mask in zip(
+            batch["response_tokens"].tolist(), batch["mask"].tolist(), strict=True
+        ):
+            rows.append(
+                (tuple(t for t, m in zip(tokens[1:], mask, strict=True) if m), tuple(tokens))
+            )
     return sorted(rows)
 
 
@@ -31,7 +35,8 @@ def logged(trainer, first_step=0, updates_per_step=4):
         (name, step, value)
         for name, step, value in trainer.logger.metrics
         if not name.startswith("timers/")
-        and step >= (updates_per_step * first_step + 1 if name.startswith("train_optim/") else first_step)
+        and step
+        >= (updates_per_step * first_step + 1 if name.startswith("train_optim/") else first_step)
     ]
 
 
@@ -79,7 +84,9 @@ def test_run_counts_prompts_and_logs_by_family():
 def test_metrics_are_means_over_all_rollouts_and_over_the_selected_ones():
     trainer = make_rs_trainer(max_steps=1)
     trainer.fit()
-    metrics = {name.removeprefix("train_rollouts/"): value for name, _, value in trainer.logger.metrics}
+    metrics = {
+        name.removeprefix("train_rollouts/"): value for name, _, value in trainer.logger.metrics
+    }
     rewards = dict(trainer.rm.scored)
     assert len(rewards) == 24
     assert metrics["global_rewards"] == pytest.approx(sum(rewards.values()) / 24)
@@ -89,8 +96,12 @@ def test_metrics_are_means_over_all_rollouts_and_over_the_selected_ones():
     assert metrics["global_response_lengths_mean"] == pytest.approx(
         metrics["response_lengths"] - metrics["global_prompt_lengths"]
     )
-    kept = [tuple(t for t in tokens if t != EOS) for _, tokens in trained_rows(trainer.model.batches)]
-    assert metrics["selected_rewards"] == pytest.approx(sum(rewards[tokens] for tokens in kept) / 16)
+    kept = [
+        tuple(t for t in tokens if t != EOS) for _, tokens in trained_rows(trainer.model.batches)
+    ]
+    assert metrics["selected_rewards"] == pytest.approx(
+        sum(rewards[tokens] for tokens in kept) / 16
+    )
     assert metrics["selected_rewards"] > metrics["global_rewards"]
 
 
@@ -99,7 +110,9 @@ def test_validation_scores_one_answer_to_each_prompt_the_same_each_time():
     trainer.fit()
     rewards = trainer.logger.series("val_rollouts/global_rewards")
     assert [step for step, _ in rewards] == [0, 1, 2, 3]
-    assert len({value for _, value in rewards}) == 1  # the fake policy's text does not depend on its weight
+    assert (
+        len({value for _, value in rewards}) == 1
+    )  # the fake policy's text does not depend on its weight
     assert {value for _, value in trainer.logger.series("val_rollouts/rollout_size")} == {4}
     assert len(trainer.logger.series("val_rollouts/rewards_terse")) == 4
     for name in ("validation_time", "validation_generate", "validation_rm_wait"):
@@ -115,7 +128,9 @@ def test_failed_scoring_ends_the_run_before_an_update():
     submitted = []
 
     def infer_rm(rollout):
-        submitted.append(FakeFuture(trainer.events, "rm_result", RuntimeError("remote traceback: model lost")))
+        submitted.append(
+            FakeFuture(trainer.events, "rm_result", RuntimeError("remote traceback: model lost"))
+        )
         return submitted[-1]
 
     trainer.rm.infer_rm = infer_rm
@@ -126,7 +141,10 @@ def test_failed_scoring_ends_the_run_before_an_update():
 
 def test_nan_reward_is_refused():
     trainer = make_rs_trainer(score=lambda rollout: rollout["response_lengths"] * float("nan"))
-    with pytest.raises(NonFiniteError, match=r"RS step 0: rewards of sample \d+ .* is nan; 24 of 24 are not finite"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"RS step 0: rewards of sample \d+ .* is nan; 24 of 24 are not finite",
+    ):
         trainer.fit()
 
 
@@ -157,9 +175,15 @@ def brute_force(dataset, indices, step, answers, top_n, score):
             rollout = FakeRSPolicy([]).infer(batch)
             length = int(rollout["response_lengths"])
             tokens = rollout["response_tokens"][0, :length].tolist()
-            candidates.append((float(score(rollout)), answer, tokens, int(rollout["prompt_lengths"])))
-        candidates.sort(key=lambda candidate: candidate[:2])  # of equal rewards the later answer is kept
-        rows += [(tuple(tokens[prompt:]), tuple(tokens)) for _, _, tokens, prompt in candidates[-top_n:]]
+            candidates.append(
+                (float(score(rollout)), answer, tokens, int(rollout["prompt_lengths"]))
+            )
+        candidates.sort(
+            key=lambda candidate: candidate[:2]
+        )  # of equal rewards the later answer is kept
+        rows += [
+            (tuple(tokens[prompt:]), tuple(tokens)) for _, _, tokens, prompt in candidates[-top_n:]
+        ]
     return sorted(rows)
 
 
@@ -167,14 +191,20 @@ def brute_force(dataset, indices, step, answers, top_n, score):
 @pytest.mark.parametrize("answers, top_n", [(3, 1), (4, 2), (2, 2), (1, 1)])
 def test_selection_equals_a_brute_force_loop(dataset, answers, top_n):
     """Ties, equal texts at different places of the data, ragged lengths of prompts and answers."""
-    trainer = make_rs_trainer(answers=answers, top_n=top_n, score=coarse, dataset=dataset, random=False)
+    trainer = make_rs_trainer(
+        answers=answers, top_n=top_n, score=coarse, dataset=dataset, random=False
+    )
     trainer.fit()
     updates = 8 * top_n // 4
     for step in range(3):
         batches = trainer.model.batches[step * updates : (step + 1) * updates]
         assert all(len(batch["mask"]) == 4 for batch in batches)
-        expected = brute_force(dataset, range(8 * step, 8 * step + 8), step, answers, top_n, coarse)
-        seen = [(answer, tuple(t for t in row if t != EOS)) for answer, row in trained_rows(batches)]
+        expected = brute_force(
+            dataset, range(8 * step, 8 * step + 8), step, answers, top_n, coarse
+        )
+        seen = [
+            (answer, tuple(t for t in row if t != EOS)) for answer, row in trained_rows(batches)
+        ]
         assert sorted(seen) == expected
 
 
@@ -183,7 +213,12 @@ def test_selection_of_ragged_groups_against_python_sorting():
     for _ in range(50):
         group = torch.randint(0, 4, (12,), generator=generator)
         rewards = torch.randint(-1, 2, (12, 1), generator=generator).float()
-        batch = {"idx": group, "rewards": rewards, "row": torch.arange(12), "prompt_tokens": torch.zeros(12, 3)}
+        batch = {
+            "idx": group,
+            "rewards": rewards,
+            "row": torch.arange(12),
+            "prompt_tokens": torch.zeros(12, 3),
+        }
         expected = []
         for value in sorted(set(group.tolist())):
             rows = [row for row in range(12) if group[row] == value]
@@ -216,7 +251,9 @@ def test_mask_covers_the_answers_and_never_the_padding(min_width):
         for row, row_mask in zip(tokens.tolist(), mask.tolist(), strict=True):
             length = lengths[tuple(t for t in row if t != EOS)]
             prompt = max(n for n in range(length) if tuple(row[:n]) in prompts)
-            assert row_mask == [float(prompt - 1 <= column < length - 1) for column in range(len(row) - 1)]
+            assert row_mask == [
+                float(prompt - 1 <= column < length - 1) for column in range(len(row) - 1)
+            ]
     longest = max(lengths.values())
     assert widths == {max(longest, min_width or 0)}
 
@@ -306,7 +343,9 @@ def test_loader_that_runs_ahead_changes_nothing():
     plain.load_state_dict({"step": 1, "consumed_samples": 8, "rs_optimization_step": 4})
     ahead.fit()
     plain.fit()
-    assert ahead.step == 6 and trained_rows(ahead.model.batches) == trained_rows(plain.model.batches)
+    assert ahead.step == 6 and trained_rows(ahead.model.batches) == trained_rows(
+        plain.model.batches
+    )
 
 
 def test_every_prompt_is_used_once_per_epoch_and_answered_anew():
@@ -331,8 +370,17 @@ def test_the_rest_of_an_epoch_is_left_out():
         "rs_optimization_step": 24,
         "num_rollout_samples": 10,
     }
-    assert trainer.logger.series("train_rollouts/rollout_size") == [(step, 30) for step in range(6)]
-    assert trainer.logger.series("train_rollouts/epoch") == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 3), (5, 3)]
+    assert trainer.logger.series("train_rollouts/rollout_size") == [
+        (step, 30) for step in range(6)
+    ]
+    assert trainer.logger.series("train_rollouts/epoch") == [
+        (0, 1),
+        (1, 1),
+        (2, 2),
+        (3, 2),
+        (4, 3),
+        (5, 3),
+    ]
 
 
 def test_no_prompts_left_is_one_clear_error():
@@ -353,7 +401,9 @@ def test_text_and_batches_do_not_depend_on_the_micro_batch():
 
 def test_counters_beyond_float32_survive():
     trainer = make_rs_trainer()
-    trainer.load_state_dict({"step": 1, "consumed_samples": 2**40 + 1, "rs_optimization_step": 2**24 + 1})
+    trainer.load_state_dict(
+        {"step": 1, "consumed_samples": 2**40 + 1, "rs_optimization_step": 2**24 + 1}
+    )
     assert trainer.state_dict()["consumed_samples"] == 2**40 + 1
     assert trainer.state_dict()["rs_optimization_step"] == 2**24 + 1
 
@@ -361,7 +411,11 @@ def test_counters_beyond_float32_survive():
 def test_time_limit_saves_and_stops():
     trainer = make_rs_trainer(val_check_interval=10, save_interval=10, time_limit=2)
     trainer.fit()
-    assert trainer.step == 2 and len(trainer.ckpt_callback.saved) == 1 and trainer.logger.finalized == 1
+    assert (
+        trainer.step == 2
+        and len(trainer.ckpt_callback.saved) == 1
+        and trainer.logger.finalized == 1
+    )
     assert not trainer.ckpt_callback.saved[0][1]
 
 
@@ -371,7 +425,10 @@ def test_time_limit_saves_and_stops():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"answers": 2, "top_n": 3}, "top_n_rollouts=3 is more than model.rs.num_rollouts_per_prompt=2"),
+        (
+            {"answers": 2, "top_n": 3},
+            "top_n_rollouts=3 is more than model.rs.num_rollouts_per_prompt=2",
+        ),
         ({"top_n": 0}, "top_n_rollouts=0 must be at least 1"),
         (
             {"model_gbs": 6},
@@ -387,7 +444,12 @@ def test_values_that_cannot_work_are_refused(changes, message):
 
 
 def test_horizon_counts_the_kept_answers():
-    assert rs.compute_num_optimizer_steps(7, num_rollout_samples=512, top_n_rollouts=2, global_batch_size=64) == 112
+    assert (
+        rs.compute_num_optimizer_steps(
+            7, num_rollout_samples=512, top_n_rollouts=2, global_batch_size=64
+        )
+        == 112
+    )
 
 
 def test_answers_of_the_fake_policy_are_ragged():

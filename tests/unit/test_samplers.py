@@ -50,16 +50,23 @@ def naive_random(total, consumed, gbs, rank, dp, seed):
 def test_random_order_is_the_naive_one(cls, total, consumed, dp):
     for rank in range(dp):
         batches = list(make(cls, total, consumed, rank=rank, dp=dp, seed=7))
-        assert {len(batch) for batch in batches} == {2 if cls is MegatronPretrainingRandomSampler else 8 // dp}
+        assert {len(batch) for batch in batches} == {
+            2 if cls is MegatronPretrainingRandomSampler else 8 // dp
+        }
         assert list(itertools.chain(*batches)) == naive_random(total, consumed, 8, rank, dp, 7)
 
 
 @pytest.mark.parametrize("cls", RANDOM)
 def test_global_batches_depend_neither_on_ranks_nor_on_micro_batches(cls):
     def global_batches(mbs, dp):
-        shares = [list(itertools.chain(*make(cls, 29, mbs=mbs, rank=rank, dp=dp))) for rank in range(dp)]
+        shares = [
+            list(itertools.chain(*make(cls, 29, mbs=mbs, rank=rank, dp=dp))) for rank in range(dp)
+        ]
         per_rank = 8 // dp
-        return [{i for share in shares for i in share[k * per_rank : (k + 1) * per_rank]} for k in range(3)]
+        return [
+            {i for share in shares for i in share[k * per_rank : (k + 1) * per_rank]}
+            for k in range(3)
+        ]
 
     assert global_batches(1, 1) == global_batches(4, 2) == global_batches(2, 4)
 
@@ -79,7 +86,10 @@ def test_an_epoch_that_does_not_divide_has_whole_global_batches_only(cls):
             assert sampler.consumed_samples == 24 * epoch
             indices = list(itertools.chain(*sampler))
             assert len(indices) == len(set(indices)) == 12
-    left_out = [set(range(29)) - set(itertools.chain(*make(cls, 29, 24 * epoch, dp=1))) for epoch in range(5)]
+    left_out = [
+        set(range(29)) - set(itertools.chain(*make(cls, 29, 24 * epoch, dp=1)))
+        for epoch in range(5)
+    ]
     assert len(set(map(frozenset, left_out))) > 1  # not always the same samples
 
 
@@ -94,7 +104,9 @@ def test_resume_gives_the_batches_of_the_uninterrupted_run(cls):
     for count, position in enumerate(positions[:-1], start=1):
         if position % 8 == 0:
             assert next(iter(make(cls, 29, position, rank=1, seed=3))) == batches[count]
-            assert len(make(cls, 29, position, rank=1, seed=3)) == len(list(make(cls, 29, position, rank=1, seed=3)))
+            assert len(make(cls, 29, position, rank=1, seed=3)) == len(
+                list(make(cls, 29, position, rank=1, seed=3))
+            )
 
 
 def test_epochs_and_seeds_shuffle_differently_and_leave_the_global_generator_alone():
@@ -109,11 +121,29 @@ def test_epochs_and_seeds_shuffle_differently_and_leave_the_global_generator_alo
 
 
 def test_in_order_and_padded():
-    assert list(make(MegatronPretrainingSampler, 17, rank=1)) == [[2, 3], [6, 7], [10, 11], [14, 15]]
-    assert list(make(MegatronPretrainingBatchSampler, 17, rank=1)) == [[1, 3, 5, 7], [9, 11, 13, 15]]
+    assert list(make(MegatronPretrainingSampler, 17, rank=1)) == [
+        [2, 3],
+        [6, 7],
+        [10, 11],
+        [14, 15],
+    ]
+    assert list(make(MegatronPretrainingBatchSampler, 17, rank=1)) == [
+        [1, 3, 5, 7],
+        [9, 11, 13, 15],
+    ]
     padded = {"drop_last": False, "pad_samples_to_global_batch_size": True}
-    assert list(make(MegatronPretrainingSampler, 11, rank=0, **padded)) == [[0, 1], [4, 5], [8, 9], [-1, -1]]
-    assert list(make(MegatronPretrainingSampler, 11, rank=1, **padded)) == [[2, 3], [6, 7], [10, -1], [-1, -1]]
+    assert list(make(MegatronPretrainingSampler, 11, rank=0, **padded)) == [
+        [0, 1],
+        [4, 5],
+        [8, 9],
+        [-1, -1],
+    ]
+    assert list(make(MegatronPretrainingSampler, 11, rank=1, **padded)) == [
+        [2, 3],
+        [6, 7],
+        [10, -1],
+        [-1, -1],
+    ]
     sampler = make(MegatronPretrainingBatchSampler, 11, rank=1, **padded)
     assert list(sampler) == list(sampler) == [[1, 3, 5, 7], [9, -1, -1, -1]] and len(sampler) == 2
     assert list(make(MegatronPretrainingBatchSampler, 3, rank=1, **padded)) == [[1, -1, -1, -1]]
@@ -123,12 +153,15 @@ def test_in_order_and_padded():
 
 def test_a_changed_batch_size_goes_on_at_the_next_whole_batch():
     sampler = make(MegatronPretrainingRandomBatchSampler, 32, consumed=12, dp=1)
-    assert list(sampler) == list(make(MegatronPretrainingRandomBatchSampler, 32, consumed=16, dp=1))
+    assert list(sampler) == list(
+        make(MegatronPretrainingRandomBatchSampler, 32, consumed=16, dp=1)
+    )
 
 
 def test_refusals_name_values_and_keys():
     with pytest.raises(
-        ConfigError, match=r"global batch size 10 .*num_rollout_samples.* multiple of 4 .*size 2 .*x 2 "
+        ConfigError,
+        match=r"global batch size 10 .*num_rollout_samples.* multiple of 4 .*size 2 .*x 2 ",
     ):
         make(MegatronPretrainingRandomSampler, 32, gbs=10)
     with pytest.raises(UserError, match="7 samples, fewer than one global batch of 8"):

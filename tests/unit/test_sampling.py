@@ -39,7 +39,9 @@ def test_uniforms_are_the_streams_of_their_seeds():
     seeds = torch.tensor([0, 1, 7, 2**40, 2**63 - 1, -5])
     uniforms = sample_uniforms(seeds, 50)
     assert uniforms.dtype == torch.float64
-    assert uniforms.tolist() == [[naive_uniform(seed, step) for step in range(50)] for seed in seeds.tolist()]
+    assert uniforms.tolist() == [
+        [naive_uniform(seed, step) for step in range(50)] for seed in seeds.tolist()
+    ]
 
 
 def test_uniforms_do_not_depend_on_neighbours_or_length():
@@ -88,7 +90,9 @@ def test_top_k_by_hand():
 def test_top_p_by_hand():
     # Probabilities 0.5, 0.3, 0.2 in another order.
     logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
-    kept = {p: keep_top_p(logits, p).isfinite().tolist()[0] for p in (1e-9, 0.4, 0.6, 0.79, 0.81, 1.0)}
+    kept = {
+        p: keep_top_p(logits, p).isfinite().tolist()[0] for p in (1e-9, 0.4, 0.6, 0.79, 0.81, 1.0)
+    }
     assert kept[1e-9] == kept[0.4] == [False, True, False]
     assert kept[0.6] == kept[0.79] == [False, True, True]
     assert kept[0.81] == kept[1.0] == [True, True, True]
@@ -141,9 +145,13 @@ def test_choose_tokens_agrees_with_loops(options):
 def test_draws_follow_the_distribution(options):
     draws = 40_000
     logits = random_logits(1, 12, seed=3) / 2
-    expected = torch.tensor(naive_probabilities(logits[0].tolist(), [], **options), dtype=torch.float64)
+    expected = torch.tensor(
+        naive_probabilities(logits[0].tolist(), [], **options), dtype=torch.float64
+    )
     uniforms = sample_uniforms(torch.arange(draws), 1).squeeze(1)
-    counts = choose_tokens(logits.expand(draws, 12), uniforms=uniforms, **options).bincount(minlength=12)
+    counts = choose_tokens(logits.expand(draws, 12), uniforms=uniforms, **options).bincount(
+        minlength=12
+    )
     spread = (draws * expected * (1 - expected)).sqrt()
     assert ((counts - draws * expected).abs() <= 5 * spread).all()
     assert (counts[expected == 0] == 0).all()
@@ -168,5 +176,8 @@ def test_a_row_is_drawn_alike_alone_and_in_a_batch():
     logits, uniforms = random_logits(64, 500), sample_uniforms(torch.arange(64), 1).squeeze(1)
     options = dict(temperature=0.9, top_k=50, top_p=0.9)
     together = choose_tokens(logits, uniforms=uniforms, **options)
-    alone = [choose_tokens(logits[i : i + 1], uniforms=uniforms[i : i + 1], **options).item() for i in range(64)]
+    alone = [
+        choose_tokens(logits[i : i + 1], uniforms=uniforms[i : i + 1], **options).item()
+        for i in range(64)
+    ]
     assert together.tolist() == alone

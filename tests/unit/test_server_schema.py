@@ -20,12 +20,21 @@ def training_request(rows=2, width=5):
 
 
 def scoring_request(rows=2, width=5):
-    return {"tokens": np.ones((rows, width), np.int64), "sequence_lengths": np.full((rows, 1), width, np.int64)}
+    return {
+        "tokens": np.ones((rows, width), np.int64),
+        "sequence_lengths": np.full((rows, 1), width, np.int64),
+    }
 
 
 def table(specs):
     return [
-        (s.name, np.dtype(s.dtype).name if s.dtype is not np.bytes_ else "bytes", s.shape, s.optional) for s in specs
+        (
+            s.name,
+            np.dtype(s.dtype).name if s.dtype is not np.bytes_ else "bytes",
+            s.shape,
+            s.optional,
+        )
+        for s in specs
     ]
 
 
@@ -39,7 +48,10 @@ def test_endpoints_are_those_of_the_protocol():
     combined, alone = schema.critic_infer_endpoint(True), schema.critic_infer_endpoint(False)
     assert combined.name == alone.name == "critic_infer" and combined.batching
     assert table(combined.inputs) == table(alone.inputs) == [*scoring, tokenizer]
-    assert table(combined.outputs) == [("values", "float32", (-1,), False), ("rewards", "float32", (-1,), False)]
+    assert table(combined.outputs) == [
+        ("values", "float32", (-1,), False),
+        ("rewards", "float32", (-1,), False),
+    ]
     assert table(alone.outputs) == [("values", "float32", (-1,), False)]
 
     train = schema.critic_train_endpoint()
@@ -55,7 +67,10 @@ def test_endpoints_are_those_of_the_protocol():
 
     save = schema.critic_save_endpoint()
     assert save.name == "critic_save" and not save.batching
-    assert table(save.inputs) == [("dummy_var", "int64", (1,), False), ("actor_step", "int64", (1,), True)]
+    assert table(save.inputs) == [
+        ("dummy_var", "int64", (1,), False),
+        ("actor_step", "int64", (1,), True),
+    ]
     assert table(save.outputs) == [("status", "int64", (1,), False)]
 
     reward = schema.reward_model_endpoint()
@@ -65,15 +80,26 @@ def test_endpoints_are_those_of_the_protocol():
 
 
 def test_signals_keep_their_numbers():
-    assert [ServerSignal.FORWARD, ServerSignal.TRAIN, ServerSignal.INVALID, ServerSignal.SAVE] == [1, 2, 3, 4]
-    assert max(ServerSignal) == ServerSignal.STOP  # ranks agree on the largest signal, and STOP must win
+    assert [ServerSignal.FORWARD, ServerSignal.TRAIN, ServerSignal.INVALID, ServerSignal.SAVE] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert (
+        max(ServerSignal) == ServerSignal.STOP
+    )  # ranks agree on the largest signal, and STOP must win
 
 
 def test_good_requests_pass():
     schema.validate_request(schema.critic_train_endpoint(), training_request())
-    schema.validate_request(schema.critic_train_endpoint(), {**training_request(), "request_id": np.array([b"abc"])})
+    schema.validate_request(
+        schema.critic_train_endpoint(), {**training_request(), "request_id": np.array([b"abc"])}
+    )
     schema.validate_request(schema.critic_infer_endpoint(True), scoring_request())
-    schema.validate_request(schema.critic_infer_endpoint(True), {"sentences": np.array([[b"a"], [b"bc"]])})
+    schema.validate_request(
+        schema.critic_infer_endpoint(True), {"sentences": np.array([[b"a"], [b"bc"]])}
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +114,11 @@ def test_good_requests_pass():
     ],
 )
 def test_wrong_training_requests_name_the_tensor_and_the_remedy(change, words):
-    request = {name: value for name, value in {**training_request(), **change}.items() if value is not None}
+    request = {
+        name: value
+        for name, value in {**training_request(), **change}.items()
+        if value is not None
+    }
     with pytest.raises(UserError) as caught:
         schema.validate_request(schema.critic_train_endpoint(), request)
     for word in [*words, "critic_train"]:
@@ -99,7 +129,9 @@ def test_a_request_of_a_policy_with_another_tokenizer_names_both_and_the_remedy(
     mine, other = "9 tokens, end 0, aaaaaaaaaaaa", "9 tokens, end 0, bbbbbbbbbbbb"
     sent = np.array([[mine.encode()], [mine.encode()], [other.encode()]])  # merged: two clients
     for array in (sent, sent.astype(object)):
-        schema.validate_request(schema.critic_infer_endpoint(True), {**scoring_request(rows=3), "tokenizer": array})
+        schema.validate_request(
+            schema.critic_infer_endpoint(True), {**scoring_request(rows=3), "tokenizer": array}
+        )
         with pytest.raises(schema.RequestError) as caught:
             schema.validate_tokenizer(array, mine)
         for words in (f"tokenizer ({other}) is not this server's ({mine})", "rm_model_file"):
@@ -131,7 +163,9 @@ def test_rows_of_a_scoring_request_must_agree():
 )
 def test_content_of_a_training_request(change, words):
     with pytest.raises(UserError) as caught:
-        schema.validate_training_inputs(**{**training_request(), **change}, vocab_size=32, max_length=8)
+        schema.validate_training_inputs(
+            **{**training_request(), **change}, vocab_size=32, max_length=8
+        )
     for word in words:
         assert word in str(caught.value)
 
@@ -162,11 +196,17 @@ def test_prompt_lengths_of_a_scoring_request(prompts, words):
 
 @pytest.mark.parametrize(
     "lengths, words",
-    [([[5]], ["'sequence_lengths'", "2 rows"]), ([[5], [0]], ["holds 0"]), ([[5], [6]], ["holds 6", "[1, 5]"])],
+    [
+        ([[5]], ["'sequence_lengths'", "2 rows"]),
+        ([[5], [0]], ["holds 0"]),
+        ([[5], [6]], ["holds 6", "[1, 5]"]),
+    ],
 )
 def test_content_of_a_scoring_request(lengths, words):
     with pytest.raises(UserError) as caught:
-        schema.validate_scoring_inputs(np.ones((2, 5), np.int64), np.array(lengths), vocab_size=32, max_length=8)
+        schema.validate_scoring_inputs(
+            np.ones((2, 5), np.int64), np.array(lengths), vocab_size=32, max_length=8
+        )
     for word in words:
         assert word in str(caught.value)
 
@@ -178,7 +218,9 @@ def rewards(*numbers):
 def test_good_answers_pass():
     schema.validate_response(schema.reward_model_endpoint(), {"rewards": rewards(1, -2)}, rows=2)
     values = np.array([[np.nan, 1, 2, np.nan], [0, 1, np.inf, 0]], np.float32)
-    used = np.array([[False, True, True], [True, True, False]])  # a server may answer more columns than are used
+    used = np.array(
+        [[False, True, True], [True, True, False]]
+    )  # a server may answer more columns than are used
     answer = {"rewards": rewards(0, 0), "values": values}
     schema.validate_response(schema.critic_infer_endpoint(True), answer, rows=2, used=used)
     schema.validate_response(schema.critic_infer_endpoint(False), {"values": values}, rows=2)
@@ -192,8 +234,14 @@ def test_good_answers_pass():
         ({"rewards": np.ones((3, 1), np.int64)}, ["int64", "rewards: float32 ['N', 1]"]),
         ({"rewards": np.ones(3, np.float32)}, ["[3] for 3 row(s)", "[3, 1] is needed"]),
         ({"rewards": rewards(1, 2)}, ["[2, 1] for 3 row(s)", "[3, 1] is needed"]),
-        ({"rewards": np.ones((3, 2), np.float32)}, ["[3, 2]", "model.regression.merge_attributes"]),
-        ({"rewards": rewards(1, np.nan, np.nan)}, ["'rewards' is nan in row 1", "2 of 3", "weights"]),
+        (
+            {"rewards": np.ones((3, 2), np.float32)},
+            ["[3, 2]", "model.regression.merge_attributes"],
+        ),
+        (
+            {"rewards": rewards(1, np.nan, np.nan)},
+            ["'rewards' is nan in row 1", "2 of 3", "weights"],
+        ),
         ({"rewards": rewards(1, 2, -np.inf)}, ["'rewards' is -inf in row 2", "1 of 3"]),
     ],
 )
@@ -210,7 +258,10 @@ def test_unusable_rewards_are_refused(answer, words):
         (np.ones((2, 2), np.float32), ["[2, 2] for 2 row(s)", "[2, at least 3]"]),
         (np.ones((3, 4), np.float32), ["[3, 4] for 2 row(s)"]),
         (np.ones(8, np.float32), ["[8]"]),
-        (np.array([[np.nan, 1, 1, 1], [1, np.nan, 1, 1]], np.float32), ["is nan in row 1, column 1"]),
+        (
+            np.array([[np.nan, 1, 1, 1], [1, np.nan, 1, 1]], np.float32),
+            ["is nan in row 1, column 1"],
+        ),
         (np.array([[1, 1, -np.inf, 1], [1, 1, 1, 1]], np.float32), ["is -inf in row 0, column 2"]),
     ],
 )

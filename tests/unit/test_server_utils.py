@@ -26,7 +26,9 @@ def test_decode_bytes_ndarray():
     assert server_utils.decode_bytes_ndarray(array).tolist() == ["Grüße", "b"]
 
 
-def test_the_fingerprint_of_a_hugging_face_tokenizer(tiny_tokenizer, tiny_tokenizer_dir, reversed_tokenizer_dir):
+def test_the_fingerprint_of_a_hugging_face_tokenizer(
+    tiny_tokenizer, tiny_tokenizer_dir, reversed_tokenizer_dir
+):
     from nemo.collections.common.tokenizers import AutoTokenizer
 
     fingerprint = server_utils.tokenizer_fingerprint(tiny_tokenizer)
@@ -63,9 +65,15 @@ def test_the_fingerprint_of_a_sentencepiece_tokenizer(tmp_path):
     assert swapped[:-12] == fingerprint[:-12] and swapped != fingerprint
 
     pieces = tokenizer.ids_to_tokens(range(tokenizer.vocab_size))
-    words = Tokenizer(models.WordLevel({piece: id_ for id_, piece in enumerate(pieces)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({piece: id_ for id_, piece in enumerate(pieces)}, unk_token="<unk>")
+    )
     words.save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert server_utils.tokenizer_fingerprint(AutoTokenizer(str(tmp_path))) == fingerprint
 
@@ -107,7 +115,9 @@ def test_pad_input():
     assert server_utils.pad_input(None, 4) == (None, 0)
 
 
-@pytest.mark.parametrize("rows, dp, expected", [(3, 2, 2), (8, 2, 2), (9, 2, 8), (1, 1, 1), (5, 1, 4)])
+@pytest.mark.parametrize(
+    "rows, dp, expected", [(3, 2, 2), (8, 2, 2), (9, 2, 8), (1, 1, 1), (5, 1, 4)]
+)
 def test_padding_multiple(monkeypatch, rows, dp, expected):
     monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: dp)
     assert server_utils.calculate_inference_batch_padding_multiple(rows, 4) == expected
@@ -119,7 +129,9 @@ def test_process_inputs_prefers_sentences():
         "tokens": np.array([[9]]),
         "sequence_lengths": np.array([[1]]),
     }
-    out = server_utils.process_inputs(inputs, lambda texts: (torch.tensor([[len(texts[0]), 0]]), [1]))
+    out = server_utils.process_inputs(
+        inputs, lambda texts: (torch.tensor([[len(texts[0]), 0]]), [1])
+    )
     assert out["inputs"].tolist() == [[2, 0]] and out["sequence_length"].tolist() == [1]
     del inputs["sentences"]
     out = server_utils.process_inputs(inputs, None)
@@ -137,7 +149,9 @@ def test_process_inputs_prefers_sentences():
 @pytest.mark.parametrize("strip, width", [(None, 8), (4, 4), (3, 3), (16, 8)])
 def test_pad_batch_and_strip_sequence(strip, width):
     tokens = np.arange(24).reshape(3, 8)
-    out, added, old_width = server_utils.pad_batch_and_strip_sequence(tokens, np.array([3, 2, 1]), 4, strip)
+    out, added, old_width = server_utils.pad_batch_and_strip_sequence(
+        tokens, np.array([3, 2, 1]), 4, strip
+    )
     assert out["inputs"].shape == (4, width) and added == 1 and old_width == 8
     assert (out["inputs"][:3] == tokens[:, :width]).all() and (out["inputs"][3] == 0).all()
     assert out["sequence_length"].tolist() == [3, 2, 1, 0]
@@ -214,7 +228,9 @@ def test_wrong_port_is_one_clear_error_in_time(monkeypatch):
     assert isinstance(caught.value, UserError)
     for word in ("critic_infer", f"127.0.0.1:{port}", "2 s", "remote_critic_rm.init_timeout_s"):
         assert word in str(caught.value)
-    assert len(lines) >= 3 and all(f"127.0.0.1:{port}" in line and "critic_infer" in line for line in lines)
+    assert len(lines) >= 3 and all(
+        f"127.0.0.1:{port}" in line and "critic_infer" in line for line in lines
+    )
 
 
 def test_closing_says_so(monkeypatch):

@@ -11,14 +11,21 @@ from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from tests.tiny_models import tiny_config
 
-LINES = [("the film", "was a joy"), ("a dull", "plot"), ("I loved the music", "and the story is warm"), ("x", "y")]
+LINES = [
+    ("the film", "was a joy"),
+    ("a dull", "plot"),
+    ("I loved the music", "and the story is warm"),
+    ("x", "y"),
+]
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory, tiny_tokenizer):
     path = tmp_path_factory.mktemp("sft") / "data.jsonl"
     path.write_text("".join(json.dumps({"input": i, "output": o}) + "\n" for i, o in LINES))
-    return build_sft_dataset({"file_path": str(path), "max_seq_length": 48}, tiny_tokenizer, is_chat=False)
+    return build_sft_dataset(
+        {"file_path": str(path), "max_seq_length": 48}, tiny_tokenizer, is_chat=False
+    )
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
@@ -28,7 +35,9 @@ def test_loss_and_gradient_equal_a_loop_over_answer_tokens(
 ):
     # The last slot of the batch is empty.
     batch = dataset.collate_fn([dataset[0], dataset[1], dataset[2], dataset[-1]])
-    cfg = tiny_config(tiny_tokenizer_dir, architecture=architecture, micro_batch_size=micro_batch_size)
+    cfg = tiny_config(
+        tiny_tokenizer_dir, architecture=architecture, micro_batch_size=micro_batch_size
+    )
     vocab = tiny_tokenizer.vocab_size
     plain = GPTSFTModel(cfg).unwrapped()[0]
     terms = []
@@ -47,7 +56,9 @@ def test_loss_and_gradient_equal_a_loop_over_answer_tokens(
     loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
     assert loss == metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["weights"] == len(terms)
-    for (name, parameter), ours in zip(plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True):
+    for (name, parameter), ours in zip(
+        plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True
+    ):
         torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
     model.prepare_for_validation_step()
     assert model.get_loss_and_metrics(batch, forward_only=True)[0] == pytest.approx(loss, rel=1e-6)
@@ -63,7 +74,9 @@ def test_loss_reductions_and_what_they_count(tiny_tokenizer_dir, dataset, reduct
     model = GPTSFTModel(cfg)
     model.prepare_for_validation_step()
     rows = [dataset[0], dataset[2], dataset[1], dataset[-1]]  # the last one is empty
-    alone = [model.get_loss_and_metrics(dataset.collate_fn([row]), forward_only=True)[0] for row in rows]
+    alone = [
+        model.get_loss_and_metrics(dataset.collate_fn([row]), forward_only=True)[0] for row in rows
+    ]
     lengths = [int(dataset.collate_fn([row])["loss_mask"].ne(0).sum()) for row in rows]
     assert lengths[3] == 0 and len(set(lengths)) == 4 and alone[3] == 0
     sums, counts = {
@@ -72,7 +85,9 @@ def test_loss_reductions_and_what_they_count(tiny_tokenizer_dir, dataset, reduct
         "microbatch": (alone, [1, 1, 1, 1]),
     }[reduction]
     for taken in ([0, 1], [2, 3], [0, 1, 2, 3]):
-        loss, metrics = model.get_loss_and_metrics(dataset.collate_fn([rows[i] for i in taken]), forward_only=True)
+        loss, metrics = model.get_loss_and_metrics(
+            dataset.collate_fn([rows[i] for i in taken]), forward_only=True
+        )
         count = sum(counts[i] for i in taken)
         assert metrics["weights"] == count
         assert loss == pytest.approx(sum(sums[i] for i in taken) / count, rel=1e-5)

@@ -34,7 +34,10 @@ class FakeModel:
             self.batches.append(batch.tolist())
             self.gradient = (2 * (self.weight - valid)).mean().item()
         loss = ((self.weight - valid) ** 2).mean().item() if len(valid) else float("nan")
-        return loss, {"acc": valid.mean().item() if len(valid) else float("nan"), "weights": float(len(valid))}
+        return loss, {
+            "acc": valid.mean().item() if len(valid) else float("nan"),
+            "weights": float(len(valid)),
+        }
 
     def summarize_metrics(self, metrics):
         return self.summary(metrics)
@@ -91,7 +94,9 @@ class FakeCheckpoints:
     def custom_save(self, monitor_candidates, is_train_end, trainer_state):
         model = (self.model.weight, self.optimizer.param_groups[0]["lr"])
         self.saves.append(
-            SimpleNamespace(candidates=monitor_candidates, end=is_train_end, state=trainer_state, model=model)
+            SimpleNamespace(
+                candidates=monitor_candidates, end=is_train_end, state=trainer_state, model=model
+            )
         )
 
 
@@ -177,7 +182,13 @@ def test_training_is_the_naive_loop():
         weight, lr = weight - lr * gradient, lr * 0.9
     assert trainer.model.weight == pytest.approx(weight)
     assert set(trainer.optimizer.clips) == {1.5}
-    step_calls = ["zero_grad", "prepare_for_training_step", "backward", "finish_training_step", "step"]
+    step_calls = [
+        "zero_grad",
+        "prepare_for_training_step",
+        "backward",
+        "finish_training_step",
+        "step",
+    ]
     assert trainer.model.calls == step_calls * 10
     assert trainer.logger.is_final and trainer.run_timer.starts == 1
     assert (trainer.step, trainer.consumed_samples, trainer.epoch) == (10, 40, 2)
@@ -185,20 +196,33 @@ def test_training_is_the_naive_loop():
 
 def test_validation_is_weighted_and_monitored():
     loader = dataloader(6, random=False, drop_last=False)  # batches of four and of two samples
-    trainer = make(val={"validation": loader, "validation_hard": dataloader(4, random=False)}, max_epochs=1)
+    trainer = make(
+        val={"validation": loader, "validation_hard": dataloader(4, random=False)}, max_epochs=1
+    )
     trainer.fit()
-    assert set(trainer.logger.of("validation/")) == {2, 4, 5} == set(trainer.logger.of("validation_hard/"))
+    assert (
+        set(trainer.logger.of("validation/"))
+        == {2, 4, 5}
+        == set(trainer.logger.of("validation_hard/"))
+    )
     last = trainer.logger.of("validation/")[5]
     assert set(last) == {"loss", "acc"}
-    assert last["acc"] == pytest.approx(2.5) and trainer.logger.of("validation_hard/")[5]["acc"] == pytest.approx(1.5)
-    assert last["loss"] == pytest.approx(sum((trainer.model.weight - x) ** 2 for x in range(6)) / 6)
+    assert last["acc"] == pytest.approx(2.5) and trainer.logger.of("validation_hard/")[5][
+        "acc"
+    ] == pytest.approx(1.5)
+    assert last["loss"] == pytest.approx(
+        sum((trainer.model.weight - x) ** 2 for x in range(6)) / 6
+    )
     assert trainer.logger.of("timers/")[5]["validation_time"] >= 0
     middle, end = trainer.ckpt_callback.saves
     assert (middle.end, end.end) == (False, True)
     assert middle.state == {"step": 4, "consumed_samples": 16, "epoch": 0}
     assert end.candidates["val_loss"] == last["loss"] and end.candidates["step"] == 5
     assert end.candidates["train_loss"] == trainer.logger.of("train/")[4]["loss"]
-    assert "prepare_for_validation_step" in trainer.model.calls and "finish_validation_step" in trainer.model.calls
+    assert (
+        "prepare_for_validation_step" in trainer.model.calls
+        and "finish_validation_step" in trainer.model.calls
+    )
 
 
 def test_a_batch_of_empty_slots_does_not_spoil_the_mean():
@@ -208,23 +232,42 @@ def test_a_batch_of_empty_slots_does_not_spoil_the_mean():
 
 
 def test_the_model_summarizes_means_and_the_held_out_numbers_are_kept():
-    loaders = {"val": dataloader(6, random=False, drop_last=False), "test": dataloader(4, random=False)}
+    loaders = {
+        "val": dataloader(6, random=False, drop_last=False),
+        "test": dataloader(4, random=False),
+    }
     trainer = make(**loaders, max_epochs=1)
     trainer.model.summary = lambda metrics: {"twice": 2 * metrics["acc"]} if metrics else {}
     trainer.fit()
-    assert trainer.logger.of("validation/")[5] == {"twice": 5.0}  # twice the mean of 0..5, not a mean of batches
+    assert trainer.logger.of("validation/")[5] == {
+        "twice": 5.0
+    }  # twice the mean of 0..5, not a mean of batches
     assert trainer.held_out == {"validation": ({"twice": 5.0}, 6.0), "test": ({"twice": 3.0}, 4.0)}
-    assert trainer.logger.of("train/")[0]["twice"] == pytest.approx(sum(trainer.model.batches[0]) / 2)
+    assert trainer.logger.of("train/")[0]["twice"] == pytest.approx(
+        sum(trainer.model.batches[0]) / 2
+    )
     assert trainer.ckpt_callback.saves[-1].candidates["val_twice"] == 5.0
 
 
 def test_limits_intervals_and_final_test():
     loaders = {"val": dataloader(20, random=False), "test": dataloader(8, random=False)}
-    trainer = make(**loaders, limit_train_batches=3, limit_val_batches=1, val_check_interval=0.7, save_interval=-1)
+    trainer = make(
+        **loaders,
+        limit_train_batches=3,
+        limit_val_batches=1,
+        val_check_interval=0.7,
+        save_interval=-1,
+    )
     trainer.run_init_validation = True
-    assert (trainer.num_steps_per_epoch, trainer.max_steps, trainer.val_check_interval) == (3, 6, 2)
+    assert (trainer.num_steps_per_epoch, trainer.max_steps, trainer.val_check_interval) == (
+        3,
+        6,
+        2,
+    )
     trainer.fit()
-    assert set(trainer.logger.of("validation/")) == {0, 2, 4, 6} and set(trainer.logger.of("test/")) == {6}
+    assert set(trainer.logger.of("validation/")) == {0, 2, 4, 6} and set(
+        trainer.logger.of("test/")
+    ) == {6}
     assert trainer.logger.of("validation/")[0]["acc"] == 1.5  # the first batch alone
     assert trainer.logger.of("test/")[6]["acc"] == 3.5  # all of it
     assert not trainer.ckpt_callback.saves
@@ -258,7 +301,11 @@ def test_time_limit_saves_and_stops_without_the_end(monkeypatch):
     lines = []
     monkeypatch.setattr(logging, "info", lambda message, *_args: lines.append(message))
     trainer.fit()
-    assert len(lines) == 1 and "step 10 of 10: training is already complete; raise max_steps or max_epochs" in lines[0]
+    assert (
+        len(lines) == 1
+        and "step 10 of 10: training is already complete; raise max_steps or max_epochs"
+        in lines[0]
+    )
     assert not trainer.model.batches and not trainer.ckpt_callback.saves
 
 
@@ -268,7 +315,9 @@ def test_refusals():
     assert make(train=dataloader(22, random=False), max_epochs=1).max_steps == 5
     with pytest.raises(ConfigError, match="max_epochs=null needs max_steps"):
         make(max_epochs=None)
-    with pytest.raises(ConfigError, match="save_interval=3 is not a multiple of val_check_interval=2"):
+    with pytest.raises(
+        ConfigError, match="save_interval=3 is not a multiple of val_check_interval=2"
+    ):
         make(val=dataloader(4, random=False), save_interval=3)
     with pytest.raises(ConfigError, match="leaves no batch"):
         make(limit_train_batches=0)

@@ -38,7 +38,9 @@ def test_an_unconsumed_name_is_refused_before_its_scope_runs(clock):
             raise AssertionError("must not run")
 
 
-@pytest.mark.parametrize("reduction,expected", [("mean", 2.0), ("sum", 6.0), ("max", 3.0), ("min", 1.0)])
+@pytest.mark.parametrize(
+    "reduction,expected", [("mean", 2.0), ("sum", 6.0), ("max", 3.0), ("min", 1.0)]
+)
 def test_reduction_of_several_durations(clock, reduction, expected):
     timer = SyncTimer(reduction=reduction, buffer_size=-1)
     for seconds in (1, 2, 3):

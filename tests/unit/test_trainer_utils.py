@@ -7,7 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.training.schedule import check_progress, compute_limit_batches, compute_num_steps_per_epoch
+from nemo_aligner.training.schedule import (
+    check_progress,
+    compute_limit_batches,
+    compute_num_steps_per_epoch,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,5 +72,7 @@ def test_check_progress(arguments, expected):
 
 
 def test_check_progress_refuses_a_save_without_validation():
-    with pytest.raises(ConfigError, match="save_interval=3 is not a multiple of val_check_interval=2"):
+    with pytest.raises(
+        ConfigError, match="save_interval=3 is not a multiple of val_check_interval=2"
+    ):
         check_progress(1, 10, 2, 3, 1.0)

@@ -20,7 +20,10 @@ from nemo_aligner.parallel.vocab_parallel import (
 B, S, V = 3, 6, 11
 
 
-@pytest.fixture(params=[1, 2 * V, 2 * B * V, 1 << 24], ids=["one token", "two rows", "two columns", "one chunk"])
+@pytest.fixture(
+    params=[1, 2 * V, 2 * B * V, 1 << 24],
+    ids=["one token", "two rows", "two columns", "one chunk"],
+)
 def chunked(request, monkeypatch):
     """Run with several chunk sizes; the last chunk of rows or columns is sometimes short."""
     monkeypatch.setattr(vocab_parallel, "CHUNK_ELEMENTS", request.param)
@@ -43,7 +46,9 @@ def test_logprobs_and_gradient_against_dense_softmax(chunked, temperature, vocab
     tokens = tokens.clamp(max=8)
     logits[..., 9:] += 50  # padding that would take all probability
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    logprobs = from_parallel_logits_to_logprobs(ours, tokens, temperature=temperature, vocab_size=vocab_size)
+    logprobs = from_parallel_logits_to_logprobs(
+        ours, tokens, temperature=temperature, vocab_size=vocab_size
+    )
     expected = dense_logprobs(theirs, tokens, temperature, vocab_size or V)
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-6)
     weights = torch.randn(B, S - 1)
@@ -76,10 +81,15 @@ def test_numerical_gradients(chunked):
     logits, tokens = inputs(torch.float64)
     logits, tokens = logits[:2, :3].requires_grad_(), tokens[:2, :3].clamp(max=8)
     assert torch.autograd.gradcheck(
-        lambda x: from_parallel_logits_to_logprobs(x, tokens, temperature=0.7, vocab_size=9), logits
+        lambda x: from_parallel_logits_to_logprobs(x, tokens, temperature=0.7, vocab_size=9),
+        logits,
     )
-    assert torch.autograd.gradcheck(lambda x: calculate_distributed_entropy(x, None, 0.7, 9), logits)
-    assert torch.autograd.gradcheck(lambda x: logprobs_and_entropy(x, tokens, temperature=0.7, vocab_size=9), logits)
+    assert torch.autograd.gradcheck(
+        lambda x: calculate_distributed_entropy(x, None, 0.7, 9), logits
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: logprobs_and_entropy(x, tokens, temperature=0.7, vocab_size=9), logits
+    )
 
 
 def test_float64_against_torch(chunked):
@@ -111,7 +121,9 @@ def test_the_entropy_beside_them_changes_no_bit_of_the_logprobs(chunked, dtype):
             assert torch.equal(entropy, calculate_distributed_entropy(x))
         else:
             logprobs = from_parallel_logits_to_logprobs(x, tokens)
-        assert torch.equal(logprobs, from_parallel_logits_to_logprobs(logits, tokens, inference_only=True))
+        assert torch.equal(
+            logprobs, from_parallel_logits_to_logprobs(logits, tokens, inference_only=True)
+        )
         gradients += torch.autograd.grad(logprobs.sum(), x)
     assert torch.equal(*gradients)
     assert not any(r.requires_grad for r in logprobs_and_entropy(x, tokens, inference_only=True))
@@ -122,9 +134,13 @@ def test_against_trl():
 
     logits, tokens = inputs(seed=1)
     expected = core.logprobs_from_logits(logits[:, :-1], tokens[:, 1:])
-    torch.testing.assert_close(from_parallel_logits_to_logprobs(logits, tokens), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        from_parallel_logits_to_logprobs(logits, tokens), expected, atol=1e-6, rtol=1e-6
+    )
     expected = core.entropy_from_logits(logits[:, :-1])
-    torch.testing.assert_close(calculate_distributed_entropy(logits), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        calculate_distributed_entropy(logits), expected, atol=1e-6, rtol=1e-6
+    )
 
 
 def test_options():
@@ -172,7 +188,10 @@ def test_tokens_outside_the_vocabulary_have_probability_zero():
 def test_large_logits_stay_finite(scale):
     logits, tokens = inputs()
     logits = (logits + scale).requires_grad_()
-    logprobs, entropy = from_parallel_logits_to_logprobs(logits, tokens), calculate_distributed_entropy(logits)
+    logprobs, entropy = (
+        from_parallel_logits_to_logprobs(logits, tokens),
+        calculate_distributed_entropy(logits),
+    )
     torch.testing.assert_close(logprobs, dense_logprobs(logits, tokens))
     (logprobs.sum() + entropy.sum()).backward()
     assert logits.grad.isfinite().all()
@@ -216,7 +235,9 @@ def test_unused_tokens_may_be_anything(chunked, planted):
     results = []
     for x, y in ((logits, tokens), other):
         x.requires_grad_()
-        logprobs, entropy = (torch.where(used, r, 0.0) for r in logprobs_and_entropy(x, y, vocab_size=9))
+        logprobs, entropy = (
+            torch.where(used, r, 0.0) for r in logprobs_and_entropy(x, y, vocab_size=9)
+        )
         results.append([logprobs, *torch.autograd.grad((logprobs + entropy).sum(), x)])
     for clean, dirty in zip(*results, strict=True):
         assert clean.isfinite().all() and torch.equal(clean, dirty)
@@ -247,7 +268,9 @@ def test_the_gradient_takes_the_place_of_the_logits(chunked, dtype, with_entropy
     # Into a leaf, through the copy that Megatron makes of half-precision outputs.
     copies = [source.to(torch.float32, copy=True) for _ in range(2)]
     from_parallel_logits_to_logprobs(copies[0], tokens, overwrite_logits=True).sum().backward()
-    (expected,) = torch.autograd.grad(from_parallel_logits_to_logprobs(copies[1], tokens).sum(), source)
+    (expected,) = torch.autograd.grad(
+        from_parallel_logits_to_logprobs(copies[1], tokens).sum(), source
+    )
     assert torch.equal(source.grad, expected)
 
 
@@ -264,7 +287,10 @@ def test_overwritten_logits_that_are_needed_again_are_an_error():
 
     # Another function of the same logits: autograd runs the one that was called last first.
     logits = source.clone()
-    results = [calculate_distributed_entropy(logits), from_parallel_logits_to_logprobs(logits, tokens)]
+    results = [
+        calculate_distributed_entropy(logits),
+        from_parallel_logits_to_logprobs(logits, tokens),
+    ]
     expected = torch.autograd.grad(results[0].sum() + results[1].sum(), logits)[0]
     for overwrites_last in (True, False):
         logits = source.clone()
@@ -286,7 +312,9 @@ def test_overwritten_logits_that_are_needed_again_are_an_error():
     with pytest.raises(ValueError, match="on a leaf"):
         from_parallel_logits_to_logprobs(source, tokens, overwrite_logits=True)
     with torch.no_grad():  # nothing will be written
-        assert from_parallel_logits_to_logprobs(source.detach(), tokens, overwrite_logits=True).shape == (B, S - 1)
+        assert from_parallel_logits_to_logprobs(
+            source.detach(), tokens, overwrite_logits=True
+        ).shape == (B, S - 1)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -298,7 +326,9 @@ def test_peak_memory_is_far_below_a_third_of_the_naive_way(case, dtype):
     figures = logprob_memory.measure(case, vocab=32768, dtype=dtype, elements=1 << 22, repeats=0)
     buffers = 4 * 4 * vocab_parallel.CHUNK_ELEMENTS  # a few blocks in float32, whatever B and S
     assert 0 < figures["ours bytes"] <= buffers + 2**16 < figures["naive bytes"] / 3
-    assert figures["naive bytes"] >= 4 * (1 << 22)  # at least one float32 copy: the measurement sees it
+    assert figures["naive bytes"] >= 4 * (
+        1 << 22
+    )  # at least one float32 copy: the measurement sees it
 
 
 def test_without_overwriting_there_is_one_gradient_in_the_dtype_of_the_logits():

@@ -104,9 +104,27 @@ SERVERS = ("serve_ppo_critic.py", "serve_reward_model.py")
 ACTORS = ("train_gpt_ppo_actor.py", "train_gpt_rs_actor.py")
 # Words that each walk-through must say.
 STORIES = {
-    "run": ("[2/4] Supervised fine-tuning: done", "held-out accuracy 0.969", "KL 0.1", "gold -1.00", "gold +1.00"),
-    "run_rs": ("[3/4] Reward model: done", "held-out pairs: 0.969", "reward 1", "gold -1.00", "gold +1.00"),
-    "run_arithmetic": ("[1/3] Sums and tokenizer: done", "exact 0", "exact 1", "KL 0.1", "share of exact answers"),
+    "run": (
+        "[2/4] Supervised fine-tuning: done",
+        "held-out accuracy 0.969",
+        "KL 0.1",
+        "gold -1.00",
+        "gold +1.00",
+    ),
+    "run_rs": (
+        "[3/4] Reward model: done",
+        "held-out pairs: 0.969",
+        "reward 1",
+        "gold -1.00",
+        "gold +1.00",
+    ),
+    "run_arithmetic": (
+        "[1/3] Sums and tokenizer: done",
+        "exact 0",
+        "exact 1",
+        "KL 0.1",
+        "share of exact answers",
+    ),
 }
 
 
@@ -128,7 +146,11 @@ def scripts(tmp_path, monkeypatch):
 
 
 def children() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children(recursive=True) if process.status() != "zombie"]
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != "zombie"
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ the walk
@@ -139,7 +161,13 @@ def test_walk_tells_the_story_and_leaves_nothing_behind(tmp_path, scripts, capsy
     before = children()
     assert WALKS[name].main(["--run-dir", str(tmp_path / "a run"), "--steps", "2"]) == 0
     said = capsys.readouterr().out
-    for text in (*STORIES[name], "loss 0.25", "The policy has learned", "Report: ", "GiB of memory"):
+    for text in (
+        *STORIES[name],
+        "loss 0.25",
+        "The policy has learned",
+        "Report: ",
+        "GiB of memory",
+    ):
         assert text in said
     assert (tmp_path / "a run" / "report.html").exists()
     summary = json.loads((tmp_path / "a run" / "summary.json").read_text())
@@ -152,8 +180,16 @@ def test_walk_tells_the_story_and_leaves_nothing_behind(tmp_path, scripts, capsy
 @pytest.mark.parametrize(
     ("name", "actor", "message"),
     [
-        ("run", "train_gpt_ppo_actor.py", "Not learned: the gold score rose by 0.000, clear is 0.300"),
-        ("run_rs", "train_gpt_rs_actor.py", "Not learned: the gold score rose by 0.000, clear is 0.300"),
+        (
+            "run",
+            "train_gpt_ppo_actor.py",
+            "Not learned: the gold score rose by 0.000, clear is 0.300",
+        ),
+        (
+            "run_rs",
+            "train_gpt_rs_actor.py",
+            "Not learned: the gold score rose by 0.000, clear is 0.300",
+        ),
         (
             "run_arithmetic",
             "train_gpt_ppo_actor.py",
@@ -194,7 +230,12 @@ def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, scrip
 
 def test_sums_without_a_critic_start_no_critic_server(tmp_path, scripts, capsys):
     scripts("serve_ppo_critic.py", BROKEN)
-    assert run_arithmetic.main(["--run-dir", str(tmp_path / "run"), "--steps", "2", "--estimator", "grpo"]) == 0
+    assert (
+        run_arithmetic.main(
+            ["--run-dir", str(tmp_path / "run"), "--steps", "2", "--estimator", "grpo"]
+        )
+        == 0
+    )
     assert "The policy has learned" in capsys.readouterr().out
     assert not list((tmp_path / "run").glob("critic*"))
 
@@ -203,8 +244,17 @@ def test_right_answers_are_those_of_the_data_not_of_the_reward(tmp_path):
     """A reward that is wrong shows up: the score asks the file of held-out sums."""
     (tmp_path / "sft_validation.jsonl").write_text('{"input": "12+34=", "output": "46"}\n')
     score = run_arithmetic.exact_answers(tmp_path).of
-    for response, expected in (("46", 1.0), ("47", 0.0), ("046", 0.0), ("46 ", 0.0), ("", 0.0), ("4", 0.0)):
-        assert score({"prompt": "12+34=", "response": response, "reward": 1.0 - expected}) == expected
+    for response, expected in (
+        ("46", 1.0),
+        ("47", 0.0),
+        ("046", 0.0),
+        ("46 ", 0.0),
+        ("", 0.0),
+        ("4", 0.0),
+    ):
+        assert (
+            score({"prompt": "12+34=", "response": response, "reward": 1.0 - expected}) == expected
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- signals
@@ -221,11 +271,16 @@ def test_right_answers_are_those_of_the_data_not_of_the_reward(tmp_path):
 )
 def test_signal_stops_every_child(tmp_path, scripts, name, script, num_children, signum):
     scripts(script, SLEEPER)
-    code = f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import commands, {name}, pathlib; "
+    code = (
+        f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import commands, {name}, pathlib; "
+    )
     code += f"commands.SCRIPTS = pathlib.Path({str(scripts.folder)!r}); sys.exit({name}.main(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(QUICKSTART.parents[1])}
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, env=env
+        [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
     )
     try:
         deadline = time.monotonic() + 60
@@ -277,16 +332,25 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
             (walk.reward_server_job(run_dir, reward), "inference_rm"),
             (walk.critic_job(run_dir, 0, steps, critic), "gpt_ppo_critic"),
             (walk.actor_job(run_dir, 0, steps, reward, walk.with_critic(critic)), "gpt_ppo_actor"),
-            (walk.actor_job(run_dir, 0, steps, reward, walk.without_critic("grpo")), "gpt_ppo_actor"),
+            (
+                walk.actor_job(run_dir, 0, steps, reward, walk.without_critic("grpo")),
+                "gpt_ppo_actor",
+            ),
         ]
     first = [
         (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
         (reviews.reward_model_job(run_dir, 0, steps), "training_rm"),
     ]
     if name == "run_rs":
-        server, actor = walk.reward_server_job(run_dir, reward), walk.actor_job(run_dir, 0, steps, reward)
+        server, actor = (
+            walk.reward_server_job(run_dir, reward),
+            walk.actor_job(run_dir, 0, steps, reward),
+        )
         return [*first, (server, "inference_rm"), (actor, "gpt_rs_actor")]
-    server, actor = walk.critic_job(run_dir, 0, steps, critic), walk.actor_job(run_dir, 0, steps, critic)
+    server, actor = (
+        walk.critic_job(run_dir, 0, steps, critic),
+        walk.actor_job(run_dir, 0, steps, critic),
+    )
     return [*first, (server, "gpt_ppo_critic"), (actor, "gpt_ppo_actor")]
 
 

@@ -99,15 +99,26 @@ def tokenizer_config(cfg: DictConfig) -> DictConfig:
     """`tokenizer` of `rm_model_file`, with what is given in `model.tokenizer` over it; without a file the latter."""
     if cfg.rm_model_file is None:
         return cfg.model.tokenizer
-    return load_and_override_model_config(check_restore_path(cfg.rm_model_file, "rm_model_file"), cfg.model).tokenizer
+    return load_and_override_model_config(
+        check_restore_path(cfg.rm_model_file, "rm_model_file"), cfg.model
+    ).tokenizer
 
 
 def endpoint_options(inference_cfg: DictConfig) -> dict:
     """The fields of `RewardModelServer` that stand in `inference` of the configuration."""
-    names = ("host", "port", "model_name", "max_queue_delay_microseconds", "strip_sequence_length_to_multiple")
+    names = (
+        "host",
+        "port",
+        "model_name",
+        "max_queue_delay_microseconds",
+        "strip_sequence_length_to_multiple",
+    )
     options = {name: inference_cfg[name] for name in names}
     sizes = inference_cfg.inference_micro_batch_size
-    return {**options, "inference_micro_batch_size": sizes if isinstance(sizes, int) else list(sizes)}
+    return {
+        **options,
+        "inference_micro_batch_size": sizes if isinstance(sizes, int) else list(sizes),
+    }
 
 
 def check_one_reward_per_text(model_cfg: DictConfig) -> None:

@@ -54,7 +54,9 @@ from nemo_aligner.training.timers import Timer
 @user_errors_end_the_job
 def main(cfg) -> None:
     check_config(cfg, "gpt_ppo_actor")
-    cfg.model = load_and_override_model_config(cfg.pretrained_checkpoint.restore_from_path, cfg.model)
+    cfg.model = load_and_override_model_config(
+        cfg.pretrained_checkpoint.restore_from_path, cfg.model
+    )
     check_values(cfg, "gpt_ppo_actor", complete=True)  # again, now with what the checkpoint says
     trainer = resolve_and_create_trainer(cfg, "ppo")
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
@@ -62,7 +64,10 @@ def main(cfg) -> None:
     logger = build_logger(trainer, log_dir)
 
     model = load_from_nemo(
-        MegatronGPTActorModel, cfg.model, trainer, restore_path=cfg.pretrained_checkpoint.restore_from_path
+        MegatronGPTActorModel,
+        cfg.model,
+        trainer,
+        restore_path=cfg.pretrained_checkpoint.restore_from_path,
     )
     model.init_peft(cfg.model.get("peft"))
     ppo = cfg.model.ppo
@@ -79,9 +84,16 @@ def main(cfg) -> None:
         seed=cfg.model.seed,
         tokenizer=model.tokenizer,
     )
-    check_pad_to_length(cfg, "remote_critic_rm", "ppo", [train_ds, the_validation_prompts(validation_ds)])
+    check_pad_to_length(
+        cfg, "remote_critic_rm", "ppo", [train_ds, the_validation_prompts(validation_ds)]
+    )
     train_dataloader_builder = partial(
-        build_dataloader, cfg, train_ds, mbs=ppo.rollout_micro_batch_size, gbs=ppo.num_rollout_samples, load_gbs=False
+        build_dataloader,
+        cfg,
+        train_ds,
+        mbs=ppo.rollout_micro_batch_size,
+        gbs=ppo.num_rollout_samples,
+        load_gbs=False,
     )
     val_dataloader_builder = partial(
         build_dataloader,
@@ -93,8 +105,12 @@ def main(cfg) -> None:
         use_random_sampler=False,
     )
 
-    steps_per_epoch = compute_num_steps_per_epoch(train_dataloader_builder(consumed_samples=0).batch_sampler)
-    ppo_steps = compute_max_steps(steps_per_epoch, cfg.trainer.ppo.max_epochs, cfg.trainer.ppo.max_steps)
+    steps_per_epoch = compute_num_steps_per_epoch(
+        train_dataloader_builder(consumed_samples=0).batch_sampler
+    )
+    ppo_steps = compute_max_steps(
+        steps_per_epoch, cfg.trainer.ppo.max_epochs, cfg.trainer.ppo.max_steps
+    )
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=compute_num_optimizer_steps(
             ppo_steps,
@@ -119,7 +135,10 @@ def main(cfg) -> None:
             train_dataloader_builder=train_dataloader_builder,
             val_dataloader_builder=val_dataloader_builder,
             collate_fn=collate_with_pad_to_max_batch(
-                ppo.length_params.max_length, model.tokenizer.eos_id, cfg, generate_masks_and_position_ids=False
+                ppo.length_params.max_length,
+                model.tokenizer.eos_id,
+                cfg,
+                generate_masks_and_position_ids=False,
             ),
             rm_critic=rm_critic,
             batch_iterator_cls=get_batch_iterator_cls(cfg.trainer.ppo.batch_iterator),

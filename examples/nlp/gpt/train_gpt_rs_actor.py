@@ -47,8 +47,12 @@ from nemo_aligner.training.timers import Timer
 @user_errors_end_the_job
 def main(cfg) -> None:
     check_config(cfg, "gpt_rs_actor")
-    cfg.model = load_and_override_model_config(cfg.pretrained_checkpoint.restore_from_path, cfg.model)
-    cfg.model.pop("ppo", None)  # of a checkpoint that PPO trained: its length_params are not this job's
+    cfg.model = load_and_override_model_config(
+        cfg.pretrained_checkpoint.restore_from_path, cfg.model
+    )
+    cfg.model.pop(
+        "ppo", None
+    )  # of a checkpoint that PPO trained: its length_params are not this job's
     check_values(cfg, "gpt_rs_actor", complete=True)  # again, now with what the checkpoint says
     trainer = resolve_and_create_trainer(cfg, "rs")
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
@@ -56,7 +60,10 @@ def main(cfg) -> None:
     logger = build_logger(trainer, log_dir)
 
     model = load_from_nemo(
-        MegatronGPTRSModel, cfg.model, trainer, restore_path=cfg.pretrained_checkpoint.restore_from_path
+        MegatronGPTRSModel,
+        cfg.model,
+        trainer,
+        restore_path=cfg.pretrained_checkpoint.restore_from_path,
     )
     model.init_peft(cfg.model.get("peft"))
 
@@ -78,10 +85,15 @@ def main(cfg) -> None:
         consumed_samples=0,  # the trainer says where to go on
         load_gbs=False,
         collate_fn=collate_with_pad_to_max_batch(
-            rs.length_params.max_length, model.tokenizer.eos_id, cfg, generate_masks_and_position_ids=False
+            rs.length_params.max_length,
+            model.tokenizer.eos_id,
+            cfg,
+            generate_masks_and_position_ids=False,
         ),
     )
-    train_dataloader = prompts_dataloader(train_ds, mbs=rs.rollout_micro_batch_size, gbs=rs.num_rollout_samples)
+    train_dataloader = prompts_dataloader(
+        train_ds, mbs=rs.rollout_micro_batch_size, gbs=rs.num_rollout_samples
+    )
     val_dataloader = prompts_dataloader(
         the_validation_prompts(validation_ds),
         mbs=rs.val_rollout_micro_batch_size,
@@ -90,7 +102,9 @@ def main(cfg) -> None:
     )
 
     steps_per_epoch = compute_num_steps_per_epoch(train_dataloader.batch_sampler)
-    rs_steps = compute_max_steps(steps_per_epoch, cfg.trainer.rs.max_epochs, cfg.trainer.rs.max_steps)
+    rs_steps = compute_max_steps(
+        steps_per_epoch, cfg.trainer.rs.max_epochs, cfg.trainer.rs.max_steps
+    )
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=compute_num_optimizer_steps(
             rs_steps, rs.num_rollout_samples, rs.top_n_rollouts, cfg.model.global_batch_size

@@ -38,7 +38,9 @@ from nemo_aligner.training.timers import Timer
 def main(cfg) -> None:
     check_config(cfg, "gpt_sft")
     base = cfg.model.restore_from_path
-    cfg.model = drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
+    cfg.model = (
+        drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
+    )
     check_values(cfg, "gpt_sft", complete=True)
     trainer = resolve_and_create_trainer(cfg, "sft")
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
@@ -53,7 +55,10 @@ def main(cfg) -> None:
     data = cfg.model.data
     train_ds, validation_ds = (
         build_sft_dataset(
-            section, model.tokenizer, answer_only_loss=cfg.model.answer_only_loss, is_chat=data.get("chat", False)
+            section,
+            model.tokenizer,
+            answer_only_loss=cfg.model.answer_only_loss,
+            is_chat=data.get("chat", False),
         )
         for section in (data.train_ds, data.validation_ds)
     )

@@ -59,7 +59,9 @@ BUILD_DATASETS = {
 def main(cfg) -> None:
     check_config(cfg, "training_rm")
     base = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
+    cfg.model = (
+        drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
+    )
     check_values(cfg, "training_rm", complete=True)
     kind = reward_model_type(cfg.model.get("reward_model_type"))
     reward_model_class(kind.value).check_training_config(cfg.model)
@@ -69,7 +71,9 @@ def main(cfg) -> None:
     logger = build_logger(trainer, log_dir)
 
     model = build_model(cfg, reward_model_class(kind.value), trainer)
-    train_dataloader, val_dataloaders, test_dataloader = build_dataloaders(cfg, kind, model.tokenizer)
+    train_dataloader, val_dataloaders, test_dataloader = build_dataloaders(
+        cfg, kind, model.tokenizer
+    )
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=supervised_max_steps(cfg.trainer.rm, train_dataloader)
     )
@@ -105,7 +109,9 @@ def build_model(cfg, model_class, trainer):
     if base is None:
         return model_class(cfg.model, trainer)
     keep_head = (cfg.model.get("regression") or {}).get("load_rm_head_weights", False)
-    model = load_from_nemo(model_class, cfg.model, trainer, restore_path=base, load_base_model_only=not keep_head)
+    model = load_from_nemo(
+        model_class, cfg.model, trainer, restore_path=base, load_base_model_only=not keep_head
+    )
     if keep_head and not model.has_trained_head:
         raise UserError(
             f"model.regression.load_rm_head_weights=True, but {base} is no reward model, so that it has no head to"
@@ -140,14 +146,20 @@ def build_dataloaders(cfg, kind: RewardModelType, tokenizer):
         )
 
     drop_last = cfg.model.data.get("validation_drop_last", True)
-    validation_sets = validation_ds if isinstance(validation_ds, dict) else {"validation": validation_ds}
+    validation_sets = (
+        validation_ds if isinstance(validation_ds, dict) else {"validation": validation_ds}
+    )
     validation = {
         name: dataloader(dataset, cfg.trainer.rm.val_random_sampler, drop_last)
         for name, dataset in validation_sets.items()
         if dataset is not None
     }
     test = None if test_ds is None else dataloader(test_ds, False, drop_last)
-    return dataloader(train_ds, cfg.trainer.rm.train_random_sampler, drop_last=True), validation, test
+    return (
+        dataloader(train_ds, cfg.trainer.rm.train_random_sampler, drop_last=True),
+        validation,
+        test,
+    )
 
 
 if __name__ == "__main__":

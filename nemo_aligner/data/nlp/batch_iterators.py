@@ -53,7 +53,9 @@ class StoreBatchIterator(DefaultBatchIterator):
         ConfigError: the job has expert parallelism, whose ranks must generate equally often.
     """
 
-    _number = itertools.count()  # counts up alike on all ranks, as all make their iterators in the same order
+    _number = (
+        itertools.count()
+    )  # counts up alike on all ranks, as all make their iterators in the same order
     _last_key = None
 
     def __init__(self, sampler_iter, num_microbatches: int, dataset, collate_fn):
@@ -70,9 +72,13 @@ class StoreBatchIterator(DefaultBatchIterator):
         # Every rank joins, as the data-parallel group may differ between generation and training. Ranks of one
         # model-parallel group hold the same micro-batches: each data-parallel rank counts once.
         shares = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, (parallel_state.get_data_parallel_rank(), self.microbatches))
+        dist.all_gather_object(
+            shares, (parallel_state.get_data_parallel_rank(), self.microbatches)
+        )
         shares = [microbatches for _rank, microbatches in sorted(dict(shares).items())]
-        self.microbatches = [item for row in itertools.zip_longest(*shares) for item in row if item is not None]
+        self.microbatches = [
+            item for row in itertools.zip_longest(*shares) for item in row if item is not None
+        ]
         self.store = dist.distributed_c10d._get_default_store()
         self.key = f"nemo_aligner/work_queue/{next(self._number)}"
         # All ranks are done with the queue before this one, since all have come here.
@@ -89,7 +95,10 @@ class StoreBatchIterator(DefaultBatchIterator):
 
     def _take_ticket(self) -> int:
         """The next number that nobody has, the same on all ranks of this model-parallel group."""
-        group, source = parallel_state.get_model_parallel_group(), parallel_state.get_model_parallel_src_rank()
+        group, source = (
+            parallel_state.get_model_parallel_group(),
+            parallel_state.get_model_parallel_src_rank(),
+        )
         alone = group is None or dist.get_world_size(group) == 1
         ticket = self.store.add(self.key, 1) - 1 if alone or dist.get_rank() == source else -1
         if alone:
@@ -108,5 +117,7 @@ def get_batch_iterator_cls(cfg=None):
     """
     if not (cfg or {}).get("use_flask", False):
         return DefaultBatchIterator
-    logging.info("batch_iterator.use_flask=True: work queue in the process group's own store, with no Flask server.")
+    logging.info(
+        "batch_iterator.use_flask=True: work queue in the process group's own store, with no Flask server."
+    )
     return StoreBatchIterator

@@ -28,13 +28,22 @@ from nemo_aligner.parallel import parallel_state
 def _make_rlhf_dataset(paths, cfg, tokenizer, seq_length: int, name: str) -> RLHFDataset:
     """Prompts of at most `seq_length - length_params.max_length` tokens, so that the longest answer still fits."""
     limit, reason = seq_length // 2, "half of it, as there is no length_params.max_length"
-    for key, section in {"model.": cfg, "model.rs.": cfg.get("rs"), "model.ppo.": cfg.get("ppo")}.items():
+    for key, section in {
+        "model.": cfg,
+        "model.rs.": cfg.get("rs"),
+        "model.ppo.": cfg.get("ppo"),
+    }.items():
         max_length = ((section or {}).get("length_params") or {}).get("max_length")
         if max_length is not None:
-            limit, reason = seq_length - max_length, f"less {key}length_params.max_length={max_length}"
+            limit, reason = (
+                seq_length - max_length,
+                f"less {key}length_params.max_length={max_length}",
+            )
     text = f"{limit} tokens (model.data.seq_length={seq_length}, {reason})"
     if limit <= 0:
-        raise ConfigError(f"no room for prompts: the limit is {text}. Lower length_params.max_length.")
+        raise ConfigError(
+            f"no room for prompts: the limit is {text}. Lower length_params.max_length."
+        )
     return RLHFDataset(paths, tokenizer, limit, cfg.get("data"), name, limit_text=text)
 
 
@@ -42,7 +51,9 @@ def _make_rm_dataset(paths, cfg, tokenizer, seq_length: int, name: str) -> Rewar
     return RewardModelDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
 
 
-def _make_regression_rm_dataset(paths, cfg, tokenizer, seq_length: int, name: str) -> RegressionRewardModelDataset:
+def _make_regression_rm_dataset(
+    paths, cfg, tokenizer, seq_length: int, name: str
+) -> RegressionRewardModelDataset:
     regression = cfg.get("regression") or {}
     mask_value = regression.get("loss_mask_val")
     return RegressionRewardModelDataset(
@@ -92,7 +103,9 @@ def build_train_valid_test_datasets(
             f"model.data.data_impl={data_impl}: only jsonl is supported. Convert the data to jsonl files."
         )
     if data_prefix is None or not len(data_prefix):
-        raise ConfigError("model.data.data_prefix is not set: give {train: [file.jsonl], validation: [file.jsonl]}.")
+        raise ConfigError(
+            "model.data.data_prefix is not set: give {train: [file.jsonl], validation: [file.jsonl]}."
+        )
     limits = dict(zip(("train", "validation", "test"), train_valid_test_num_samples, strict=True))
     make = partial(cls, cfg=cfg, tokenizer=tokenizer, seq_length=seq_length)
 
@@ -107,16 +120,24 @@ def build_train_valid_test_datasets(
             )
         whole = make(paths=paths, name="all")
         bounds = _split(len(whole), str(splits_string))
-        parts = [whole.documents[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+        parts = [
+            whole.documents[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)
+        ]
         datasets = [whole.select(part) if len(part) else None for part in parts]
         for dataset, name in zip(datasets, limits, strict=True):
             if dataset is not None:
                 dataset.name = name
-        return tuple(_limit(dataset, limits[name]) for dataset, name in zip(datasets, limits, strict=True))
+        return tuple(
+            _limit(dataset, limits[name]) for dataset, name in zip(datasets, limits, strict=True)
+        )
 
     if splits_string is not None:
-        logging.warning("model.data.splits_string has no effect: model.data.data_prefix names the files of each part.")
-    unknown = [key for key in data_prefix.keys() if key not in limits and not key.startswith("validation")]
+        logging.warning(
+            "model.data.splits_string has no effect: model.data.data_prefix names the files of each part."
+        )
+    unknown = [
+        key for key in data_prefix.keys() if key not in limits and not key.startswith("validation")
+    ]
     if unknown or not data_prefix.get("train"):
         raise ConfigError(
             f"model.data.data_prefix has the keys {', '.join(data_prefix.keys())}: it needs train, and may have"
@@ -135,7 +156,9 @@ def build_train_valid_test_datasets(
 
 build_train_valid_test_rlhf_datasets = partial(build_train_valid_test_datasets, _make_rlhf_dataset)
 build_train_valid_test_rm_datasets = partial(build_train_valid_test_datasets, _make_rm_dataset)
-build_train_valid_test_regression_rm_datasets = partial(build_train_valid_test_datasets, _make_regression_rm_dataset)
+build_train_valid_test_regression_rm_datasets = partial(
+    build_train_valid_test_datasets, _make_regression_rm_dataset
+)
 
 
 def the_validation_prompts(validation):
@@ -145,7 +168,11 @@ def the_validation_prompts(validation):
         ConfigError: there is none, or there are several.
     """
     if validation is None or isinstance(validation, dict):
-        have = "no validation files" if validation is None else f"several validation sets ({', '.join(validation)})"
+        have = (
+            "no validation files"
+            if validation is None
+            else f"several validation sets ({', '.join(validation)})"
+        )
         raise ConfigError(
             f"model.data.data_prefix has {have}, but rollouts are validated on one: give {{train: [file.jsonl],"
             " validation: [file.jsonl]}."
@@ -165,10 +192,16 @@ def check_pad_to_length(cfg, remote: str, section: str, datasets) -> None:
     Raises:
         ConfigError: with the longest prompt and a value that would do.
     """
-    pad_to_length, max_length = cfg[remote].get("pad_to_length"), cfg.model[section].length_params.max_length
+    pad_to_length, max_length = (
+        cfg[remote].get("pad_to_length"),
+        cfg.model[section].length_params.max_length,
+    )
     if pad_to_length is None:
         return
-    longest, name = max((_longest_prompt(dataset, pad_to_length - max_length), dataset.name) for dataset in datasets)
+    longest, name = max(
+        (_longest_prompt(dataset, pad_to_length - max_length), dataset.name)
+        for dataset in datasets
+    )
     if longest + max_length > pad_to_length:
         raise ConfigError(
             f"{remote}.pad_to_length={pad_to_length} is too small: the longest prompt of the {name} data has"
@@ -182,7 +215,9 @@ def _longest_prompt(dataset: RLHFDataset, enough: int) -> int:
     """Tokens of the longest prompt that is answered; if no prompt has more than `enough`, perhaps less than that."""
     if dataset.max_prompt_length <= enough:
         return 0
-    bounds = dataset.lines.notes[dataset.documents]  # never below the length, see `_TextEncoder.length`
+    bounds = dataset.lines.notes[
+        dataset.documents
+    ]  # never below the length, see `_TextEncoder.length`
     in_doubt = dataset.documents[(bounds > enough) & (bounds <= dataset.max_prompt_length)]
     longest = 0
     for document in sorted(in_doubt, key=lambda document: -dataset.lines.notes[document]):
@@ -192,7 +227,9 @@ def _longest_prompt(dataset: RLHFDataset, enough: int) -> int:
     return longest
 
 
-def build_sft_dataset(data_cfg, tokenizer, num_samples=None, answer_only_loss=True, is_chat=True, special_tokens=None):
+def build_sft_dataset(
+    data_cfg, tokenizer, num_samples=None, answer_only_loss=True, is_chat=True, special_tokens=None
+):
     """The dataset of `model.data.train_ds` or `validation_ds`: prompt-response jsonl.
 
     Args:
@@ -210,7 +247,9 @@ def build_sft_dataset(data_cfg, tokenizer, num_samples=None, answer_only_loss=Tr
         )
     for key in ("hf_dataset", "add_sep"):
         if data_cfg.get(key, False):
-            raise ConfigError(f"{key}=True in the SFT data section is not supported. Set it to False.")
+            raise ConfigError(
+                f"{key}=True in the SFT data section is not supported. Set it to False."
+            )
     dataset = SFTDataset(
         _paths(data_cfg.get("file_path"), "file_path in the SFT data section"),
         tokenizer,
@@ -290,8 +329,13 @@ def collate_with_batch_max_sequence_length(
     texts = [item["text"] for item in data_batch]
     width = max(map(len, texts)) + response_token_length
     batch = {
-        "text": torch.stack([torch.nn.functional.pad(text, (0, width - len(text)), value=eos_id) for text in texts]),
-        **{key: torch.stack([item[key] for item in data_batch]) for key in ("length", "loss_multiplier", "idx")},
+        "text": torch.stack(
+            [torch.nn.functional.pad(text, (0, width - len(text)), value=eos_id) for text in texts]
+        ),
+        **{
+            key: torch.stack([item[key] for item in data_batch])
+            for key in ("length", "loss_multiplier", "idx")
+        },
     }
     if generate_masks_and_position_ids:
         batch["attention_mask"] = torch.ones(width, width, dtype=torch.bool).triu(1)[None, None]
@@ -300,7 +344,9 @@ def collate_with_batch_max_sequence_length(
     return batch
 
 
-def collate_with_pad_to_max_batch(max_seqlen, tokenizer_eos_id, cfg, generate_masks_and_position_ids=True):
+def collate_with_pad_to_max_batch(
+    max_seqlen, tokenizer_eos_id, cfg, generate_masks_and_position_ids=True
+):
     """`collate_with_batch_max_sequence_length` with the settings of a whole configuration `cfg`."""
     data_cfg = cfg.model.data
     return partial(

@@ -47,12 +47,20 @@ class JsonLines(Sequence):
         UserError: a file is missing or empty, or a line is broken; the message names the file and the line.
     """
 
-    def __init__(self, paths: Sequence[str], fields: Sequence[str], inspect: Callable[[dict], int], allow_blank=False):
+    def __init__(
+        self,
+        paths: Sequence[str],
+        fields: Sequence[str],
+        inspect: Callable[[dict], int],
+        allow_blank=False,
+    ):
         self.paths = [Path(path) for path in paths]
         offsets, notes, self.counts = array.array("q"), array.array("q"), []
         for path in self.paths:
             if not path.is_file():
-                raise UserError(f"data file {path} does not exist{' (it is a folder)' if path.is_dir() else ''}.")
+                raise UserError(
+                    f"data file {path} does not exist{' (it is a folder)' if path.is_dir() else ''}."
+                )
             before, offset = len(offsets), 0
             with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
@@ -88,14 +96,18 @@ def _parse(line: bytes, fields: Sequence[str], allow_blank: bool, where: str) ->
     try:
         record = json.loads(line)
     except ValueError as error:  # bad JSON or bad UTF-8
-        raise UserError(f"{where}: not valid JSON ({error}). Each line must be one JSON object.") from None
+        raise UserError(
+            f"{where}: not valid JSON ({error}). Each line must be one JSON object."
+        ) from None
     if not isinstance(record, dict):
         raise UserError(f"{where}: a JSON object is needed, not {type(record).__name__}.")
     for field in fields:
         if field not in record:
             raise UserError(f"{where}: field '{field}' is missing; the line has {sorted(record)}.")
         if not isinstance(record[field], str):
-            raise UserError(f"{where}: field '{field}' must be text, not {type(record[field]).__name__}.")
+            raise UserError(
+                f"{where}: field '{field}' must be text, not {type(record[field]).__name__}."
+            )
         if not (allow_blank or record[field].strip()):
             raise UserError(f"{where}: field '{field}' is empty.")
     return record
@@ -113,7 +125,9 @@ class _TextEncoder:
             try:
                 from ftfy import fix_text
             except ImportError:
-                raise ConfigError("model.data.apply_ftfy=True needs the package ftfy: pip install ftfy.") from None
+                raise ConfigError(
+                    "model.data.apply_ftfy=True needs the package ftfy: pip install ftfy."
+                ) from None
             self.fix_text = fix_text
 
     def __call__(self, text: str) -> list[int]:
@@ -159,12 +173,22 @@ class RLHFDataset(_Dataset):
         scalars).
     """
 
-    def __init__(self, paths, tokenizer, max_prompt_length: int, data_cfg=None, name="train", limit_text="the limit"):
+    def __init__(
+        self,
+        paths,
+        tokenizer,
+        max_prompt_length: int,
+        data_cfg=None,
+        name="train",
+        limit_text="the limit",
+    ):
         self.encode = _TextEncoder(tokenizer, data_cfg)
         self.name = name
         self.max_prompt_length = max_prompt_length
         self.limit_text = limit_text
-        self.lines = JsonLines(paths, ["text"], lambda record: self.encode.length(record["text"], max_prompt_length))
+        self.lines = JsonLines(
+            paths, ["text"], lambda record: self.encode.length(record["text"], max_prompt_length)
+        )
         self.documents = np.arange(len(self.lines))
         fits = self._fits()
         if not fits.all():
@@ -197,7 +221,9 @@ class RLHFDataset(_Dataset):
         replaced = 0
         while self.lines.notes[self.documents[position]] > self.max_prompt_length:
             position, replaced = (position + 1) % len(self), 1
-        tokens = torch.tensor(self.encode(self.lines[self.documents[position]]["text"]), dtype=torch.int64)
+        tokens = torch.tensor(
+            self.encode(self.lines[self.documents[position]]["text"]), dtype=torch.int64
+        )
         return {
             "text": tokens,
             "length": torch.tensor(len(tokens)),
@@ -241,7 +267,9 @@ class RewardModelDataset(_Dataset):
 
     def __getitem__(self, index: int) -> dict:
         pair = int(self.documents[max(index, 0)])
-        chosen, rejected = (self.encode(self.lines[line]["text"]) for line in (2 * pair, 2 * pair + 1))
+        chosen, rejected = (
+            self.encode(self.lines[line]["text"]) for line in (2 * pair, 2 * pair + 1)
+        )
         longest = max(len(chosen), len(rejected))
         loss_mask = torch.zeros(self.seq_length)
         loss_mask[: longest if index >= 0 else 0] = 1.0
@@ -289,7 +317,9 @@ class RegressionRewardModelDataset(_Dataset):
 
         def inspect(record) -> int:
             nonlocal labels_that_count
-            labels_that_count += sum(number != mask_value for number in _label(record, num_attributes))
+            labels_that_count += sum(
+                number != mask_value for number in _label(record, num_attributes)
+            )
             return self.encode.length(record["text"], seq_length)
 
         self.lines = JsonLines(paths, ["text"], inspect)
@@ -323,7 +353,11 @@ def _label(record: dict, num_attributes: int) -> list[float]:
         raise UserError(f"field 'label' is missing; the line has {sorted(record)}.")
     for number in numbers:
         # The bound, that of float32, also keeps NaN and infinity out.
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) < 3e38:
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, (int, float))
+            or not abs(number) < 3e38
+        ):
             raise UserError(
                 f"field 'label' is {json.dumps(label)}: it must hold finite numbers. Write"
                 " model.regression.loss_mask_val (-100) for an attribute that has none."
@@ -336,7 +370,9 @@ def _label(record: dict, num_attributes: int) -> list[float]:
     return [float(number) for number in numbers]
 
 
-def _that_fit(lengths: np.ndarray, seq_length: int, name: str, what: str, are_longer: str) -> np.ndarray:
+def _that_fit(
+    lengths: np.ndarray, seq_length: int, name: str, what: str, are_longer: str
+) -> np.ndarray:
     """Numbers of the documents of at most `seq_length` tokens; a warning counts the others, and none is an error.
 
     Args:
@@ -393,16 +429,26 @@ class SFTDataset(_Dataset):
                 f" (label_key={label_key})."
             )
         if truncation_method not in ("left", "right"):
-            raise ConfigError(f"truncation_method={truncation_method!r}: must be 'left' or 'right'.")
+            raise ConfigError(
+                f"truncation_method={truncation_method!r}: must be 'left' or 'right'."
+            )
         self.tokenizer = tokenizer
         self.max_seq_length = max_seq_length
-        self.template = _split_template(prompt_template, getattr(tokenizer, "space_sensitive", True))
-        self.fields = [field for field in dict.fromkeys(field for _text, field in self.template) if field]
+        self.template = _split_template(
+            prompt_template, getattr(tokenizer, "space_sensitive", True)
+        )
+        self.fields = [
+            field for field in dict.fromkeys(field for _text, field in self.template) if field
+        ]
         self.label_key = label_key
-        self.truncation_fields = [field.strip() for field in (truncation_field or "").split(",") if field.strip()]
+        self.truncation_fields = [
+            field.strip() for field in (truncation_field or "").split(",") if field.strip()
+        ]
         for field in self.truncation_fields:
             if field not in self.fields:
-                raise ConfigError(f"truncation_field={field!r} is not a field of prompt_template={prompt_template!r}.")
+                raise ConfigError(
+                    f"truncation_field={field!r} is not a field of prompt_template={prompt_template!r}."
+                )
         self.truncation_method = truncation_method
         self.add_bos = add_bos
         self.add_eos = add_eos
@@ -426,14 +472,20 @@ class SFTDataset(_Dataset):
     def _inspect(self, record: dict) -> int:
         """0: fits; 1: will be truncated; 2: truncated to the last token of the answer."""
         text = "".join(text + record.get(field, "") for text, field in self.template)
-        if text.isascii() and len(text) + _EXTRA_TOKENS * len(self.template) <= self.max_seq_length:
+        if (
+            text.isascii()
+            and len(text) + _EXTRA_TOKENS * len(self.template) <= self.max_seq_length
+        ):
             return 0
         tokens, answer_start, is_truncated = self._encode(record)
         return 2 if answer_start >= len(tokens) else int(is_truncated)
 
     def _encode(self, record: dict) -> tuple[list[int], int, bool]:
         """(tokens, position of the first token of the answer, whether anything was cut off)."""
-        pieces = [self.tokenizer.text_to_ids(text + record.get(field, "")) for text, field in self.template]
+        pieces = [
+            self.tokenizer.text_to_ids(text + record.get(field, ""))
+            for text, field in self.template
+        ]
         overflow = sum(map(len, pieces)) + self.add_bos + self.add_eos - self.max_seq_length
         is_truncated, cut_right = overflow > 0, self.truncation_method == "right"
         for name in self.truncation_fields:
@@ -448,7 +500,9 @@ class SFTDataset(_Dataset):
         return tokens[: self.max_seq_length], len(prompt), is_truncated
 
     def __getitem__(self, index: int) -> dict:
-        tokens, answer_start, _is_truncated = self._encode(self.lines[self.documents[max(index, 0)]])
+        tokens, answer_start, _is_truncated = self._encode(
+            self.lines[self.documents[max(index, 0)]]
+        )
         if index < 0:
             answer_start = len(tokens)  # an empty slot: nothing counts
         elif not self.answer_only_loss:
@@ -458,8 +512,14 @@ class SFTDataset(_Dataset):
     def collate_fn(self, items: list[dict]) -> dict:
         """A batch, padded with eos to its longest example (a multiple of 16, at most `max_seq_length`)."""
         longest = max(len(item["tokens"]) for item in items)
-        width = self.max_seq_length if self.pad_to_max_length else min(-(-longest // 16) * 16, self.max_seq_length)
-        tokens = torch.stack([_pad(item["tokens"], width + 1, self.tokenizer.eos_id) for item in items])
+        width = (
+            self.max_seq_length
+            if self.pad_to_max_length
+            else min(-(-longest // 16) * 16, self.max_seq_length)
+        )
+        tokens = torch.stack(
+            [_pad(item["tokens"], width + 1, self.tokenizer.eos_id) for item in items]
+        )
         target = torch.arange(1, width + 1)  # the token that a column of the loss mask predicts
         starts = torch.tensor([item["answer_start"] for item in items])[:, None]
         ends = torch.tensor([len(item["tokens"]) for item in items])[:, None]

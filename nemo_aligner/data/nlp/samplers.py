@@ -54,7 +54,9 @@ class _BatchSampler:
         step = micro_batch_size * data_parallel_size
         global_batch_size = step if global_batch_size is None else global_batch_size
         if total_samples <= 0:
-            raise UserError(f"the dataset has {total_samples} samples: there is nothing to sample from.")
+            raise UserError(
+                f"the dataset has {total_samples} samples: there is nothing to sample from."
+            )
         if consumed_samples < 0:
             raise UserError(f"consumed_samples={consumed_samples}: it counts from 0.")
         if micro_batch_size <= 0 or global_batch_size <= 0 or global_batch_size % step:
@@ -65,7 +67,9 @@ class _BatchSampler:
                 f" {data_parallel_size} data-parallel rank(s). Change one of them."
             )
         if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(f"data_parallel_rank={data_parallel_rank} of {data_parallel_size} ranks")
+            raise ValueError(
+                f"data_parallel_rank={data_parallel_rank} of {data_parallel_size} ranks"
+            )
         if drop_last and total_samples < global_batch_size:
             raise UserError(
                 f"the dataset has {total_samples} samples, fewer than one global batch of {global_batch_size}"
@@ -73,8 +77,14 @@ class _BatchSampler:
                 f" lower the batch size."
             )
         if not drop_last and self.is_random:
-            raise ConfigError("drop_last=False needs a sampler in order: random ones drop the rest of an epoch.")
-        if not drop_last and not pad_samples_to_global_batch_size and total_samples % global_batch_size:
+            raise ConfigError(
+                "drop_last=False needs a sampler in order: random ones drop the rest of an epoch."
+            )
+        if (
+            not drop_last
+            and not pad_samples_to_global_batch_size
+            and total_samples % global_batch_size
+        ):
             raise ConfigError(
                 f"drop_last=False with {total_samples} samples leaves a global batch of {global_batch_size}"
                 " incomplete, and ranks with unequal work: set pad_samples_to_global_batch_size=True (empty slots are"
@@ -94,7 +104,9 @@ class _BatchSampler:
         self.drop_last = drop_last
         self.seed = seed
         batches = total_samples / global_batch_size
-        self.samples_per_epoch = global_batch_size * (math.floor(batches) if drop_last else math.ceil(batches))
+        self.samples_per_epoch = global_batch_size * (
+            math.floor(batches) if drop_last else math.ceil(batches)
+        )
 
     def _position(self) -> tuple[int, int]:
         """(epoch, samples of it that are consumed, a multiple of the global batch size)."""
@@ -130,7 +142,9 @@ class _RandomSampler(_BatchSampler):
 
     def __iter__(self):
         epoch, done = self._position()
-        order = torch.randperm(self.total_samples, generator=torch.Generator().manual_seed(self.seed + epoch))
+        order = torch.randperm(
+            self.total_samples, generator=torch.Generator().manual_seed(self.seed + epoch)
+        )
         # The tail of the permutation beyond the last global batch is left out: other samples in each epoch.
         for global_batch in order[done : self.samples_per_epoch].split(self.global_batch_size):
             share = global_batch.chunk(self.data_parallel_size)[self.data_parallel_rank]
@@ -149,10 +163,23 @@ class _InOrderSampler(_BatchSampler):
         return self.samples_per_epoch - done if epoch == 0 else 0
 
     def __iter__(self):
-        size, ranks, rank = self._local_batch_size, self.data_parallel_size, self.data_parallel_rank
-        for start in range(self.samples_per_epoch - self._samples_left(), self.samples_per_epoch, size * ranks):
-            batch = [index if index < self.total_samples else -1 for index in range(start, start + size * ranks)]
-            yield batch[rank * size : (rank + 1) * size] if self.yields_micro_batches else batch[rank::ranks]
+        size, ranks, rank = (
+            self._local_batch_size,
+            self.data_parallel_size,
+            self.data_parallel_rank,
+        )
+        for start in range(
+            self.samples_per_epoch - self._samples_left(), self.samples_per_epoch, size * ranks
+        ):
+            batch = [
+                index if index < self.total_samples else -1
+                for index in range(start, start + size * ranks)
+            ]
+            yield (
+                batch[rank * size : (rank + 1) * size]
+                if self.yields_micro_batches
+                else batch[rank::ranks]
+            )
 
 
 class MegatronPretrainingRandomSampler(_RandomSampler):

@@ -78,9 +78,13 @@ class RewardModelHead(RowParallelLinear):
         if attributes_weights is None:
             attributes_weights = [1.0 / output_size] * output_size
         if len(attributes_weights) != output_size:
-            raise ValueError(f"{len(attributes_weights)} attribute weights for {output_size} attributes")
+            raise ValueError(
+                f"{len(attributes_weights)} attribute weights for {output_size} attributes"
+            )
         self.register_buffer(
-            "attributes_weights", torch.tensor(attributes_weights, dtype=torch.float32), persistent=False
+            "attributes_weights",
+            torch.tensor(attributes_weights, dtype=torch.float32),
+            persistent=False,
         )
         self.output_sequence = output_sequence
         self.use_avg_pool = use_avg_pool
@@ -108,7 +112,9 @@ class RewardModelHead(RowParallelLinear):
         """
         if self.input_is_sequence_parallel:
             # Every rank computes the same from here on, so each one's gradient is the whole one: nothing to sum.
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
         with torch.autocast(hidden_states.device.type, enabled=False):
             hidden_states = hidden_states.to(self.weight.dtype)
             if self.output_sequence:
@@ -117,9 +123,13 @@ class RewardModelHead(RowParallelLinear):
             # The map is linear, so pooling may come before or after it. Before is cheaper; but where positions are
             # shared out, the gradient of the weights must be that of a rank's own positions.
             if parallel_state.get_context_parallel_world_size() == 1:
-                attributes = super().forward(self._pool(hidden_states, lengths))[0].squeeze(0)  # [B, A]
+                attributes = (
+                    super().forward(self._pool(hidden_states, lengths))[0].squeeze(0)
+                )  # [B, A]
             else:
-                attributes = self._pool(gather_shares(super().forward(hidden_states)[0], 0), lengths).squeeze(0)
+                attributes = self._pool(
+                    gather_shares(super().forward(hidden_states)[0], 0), lengths
+                ).squeeze(0)
             return self._merge(attributes).unsqueeze(-1) if self.merge_attributes else attributes
 
     def _merge(self, attributes: Tensor) -> Tensor:
@@ -168,7 +178,9 @@ class GPTRewardModel(GPTModel):
         **kwargs,
     ):
         if config.fp8:
-            raise ValueError("a reward model cannot be trained in fp8: its head is too small; use bf16.")
+            raise ValueError(
+                "a reward model cannot be trained in fp8: its head is too small; use bf16."
+            )
         super().__init__(config, *args, **{**kwargs, "share_embeddings_and_output_weights": False})
         self._lengths = None
         if not self.post_process:
@@ -189,7 +201,13 @@ class GPTRewardModel(GPTModel):
             )
 
     def forward(
-        self, input_ids, position_ids, attention_mask, *args, lengths: Tensor | None = None, **kwargs
+        self,
+        input_ids,
+        position_ids,
+        attention_mask,
+        *args,
+        lengths: Tensor | None = None,
+        **kwargs,
     ) -> Tensor:
         """As `GPTModel.forward` up to the last hidden states; then the head (see `RewardModelHead.forward`).
 
@@ -206,7 +224,9 @@ class GPTRewardModel(GPTModel):
         """The head in the place of `GPTModel`'s output layer and loss."""
         return self.rm_head(hidden_states, self._lengths) if self.post_process else hidden_states
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
         """Weights for a checkpoint that loads at any split; without the head unless `return_rm_head_in_state_dict`."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         # Not `GPTModel`'s and `LanguageModule`'s own, which expect an output layer.

@@ -25,7 +25,9 @@ class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
         super().__init__(cfg, trainer=trainer)
         self.loss_reduction = self.cfg.get("loss_reduction", None) or "token"
 
-    def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
+    def get_loss_and_metrics(
+        self, batch: dict, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
         """Negative log-likelihood of a global batch, and its gradient unless `forward_only`; all ranks call it.
 
         Args:
@@ -57,8 +59,14 @@ class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
             return sft_loss(logprobs=logprobs, weights=rows["weights"])
 
         metrics = forward_backward(
-            self.model, rows, micro_batch_size=micro_batch_size, loss_fn=loss_fn, forward_only=forward_only
+            self.model,
+            rows,
+            micro_batch_size=micro_batch_size,
+            loss_fn=loss_fn,
+            forward_only=forward_only,
         )
-        count = torch.tensor(loss_count(mask, self.loss_reduction, micro_batch_size), dtype=torch.float64)
+        count = torch.tensor(
+            loss_count(mask, self.loss_reduction, micro_batch_size), dtype=torch.float64
+        )
         metrics["weights"] = float(sum_over_dp(count.to(get_device())))
         return metrics["loss"], metrics

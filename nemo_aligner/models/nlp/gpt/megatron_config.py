@@ -27,7 +27,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # activation name -> (function, gated)
@@ -92,11 +95,15 @@ def build_transformer_config(cfg) -> TransformerConfig:
     """
     name = str(cfg.get("activation", "gelu")).lower()
     if name not in ACTIVATIONS:
-        raise ConfigError(f"model.activation={name!r} is not supported; use one of {sorted(ACTIVATIONS)}.")
+        raise ConfigError(
+            f"model.activation={name!r} is not supported; use one of {sorted(ACTIVATIONS)}."
+        )
     activation, gated = ACTIVATIONS[name]
-    normalization = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
-        str(cfg.get("normalization", "layernorm")).lower()
-    )
+    normalization = {
+        "layernorm": "LayerNorm",
+        "layernorm1p": "LayerNorm",
+        "rmsnorm": "RMSNorm",
+    }.get(str(cfg.get("normalization", "layernorm")).lower())
     if normalization is None:
         raise ConfigError(
             f"model.normalization={cfg.get('normalization')!r} is not supported; use layernorm, layernorm1p or "
@@ -114,7 +121,9 @@ def build_transformer_config(cfg) -> TransformerConfig:
     tp = cfg.get("tensor_model_parallel_size", 1) or 1
     pp = cfg.get("pipeline_model_parallel_size", 1) or 1
     vpp = cfg.get("virtual_pipeline_model_parallel_size", None)
-    vpp = None if vpp == 1 else vpp  # Megatron Core takes 1 for virtual stages that need two pipeline stages
+    vpp = (
+        None if vpp == 1 else vpp
+    )  # Megatron Core takes 1 for virtual stages that need two pipeline stages
     bias = cfg.get("bias", True)
     hidden_dropout = cfg.get("hidden_dropout", 0.0)
     kv_channels = cfg.get("kv_channels", None)
@@ -190,10 +199,14 @@ class SDPAttention(MegatronModule):
         pg_collection=None,
     ):
         super().__init__(config=config)
-        self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.attention_dropout = (
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
         self.softmax_scale = softmax_scale
         if config.apply_query_key_layer_scaling:
-            raise ConfigError("model.apply_query_key_layer_scaling=True is only for fp16 training; set it to False.")
+            raise ConfigError(
+                "model.apply_query_key_layer_scaling=True is only for fp16 training; set it to False."
+            )
 
     def forward(
         self,
@@ -212,8 +225,12 @@ class SDPAttention(MegatronModule):
             # One exchange for both. Each rank's queries give them gradients of their own, to be summed.
             key, value = gather_shares(torch.stack([key, value]), 1, sum_gradients=True)
             width = key.size(0)
-            mask = share_positions(width, key.device).unsqueeze(1) >= torch.arange(width, device=key.device)
-        queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, hn]
+            mask = share_positions(width, key.device).unsqueeze(1) >= torch.arange(
+                width, device=key.device
+            )
+        queries, keys, values = (
+            x.permute(1, 2, 0, 3) for x in (query, key, value)
+        )  # [b, heads, s, hn]
         sq, sk = queries.size(2), keys.size(2)
         if mask is None and 1 < sq < sk:
             mask = torch.ones(sq, sk, dtype=torch.bool, device=query.device).tril(diagonal=sk - sq)
@@ -258,7 +275,9 @@ def build_layer_spec(config: TransformerConfig, vp_stage: int | None = None):
     """Layers of a GPT for this pipeline stage: Transformer Engine's where it runs, else the local ones."""
     if use_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, normalization=config.normalization
+    )
     submodules = layer.submodules
     submodules.input_layernorm = LocalNorm
     submodules.pre_mlp_layernorm = LocalNorm

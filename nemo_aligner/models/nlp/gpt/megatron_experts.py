@@ -42,7 +42,9 @@ def expert_settings(cfg) -> dict:
             f"{expert_parallel}."
         )
     if not 1 <= top_k <= experts:
-        raise ConfigError(f"model.moe_router_topk={top_k} must be from 1 to model.num_moe_experts={experts}.")
+        raise ConfigError(
+            f"model.moe_router_topk={top_k} must be from 1 to model.num_moe_experts={experts}."
+        )
     if top_k == 1 and not pre_softmax:
         raise ConfigError(
             "model.moe_router_topk=1 needs model.moe_router_pre_softmax=True: the softmax over one expert is always "
@@ -117,7 +119,9 @@ class Experts(SequentialMLP):
 
     def __init__(self, num_local_experts, config, submodules, pg_collection=None):
         ranks, rank = pg_collection.ep.size(), pg_collection.ep.rank()
-        super().__init__(num_local_experts * ranks, config, submodules, pg_collection=pg_collection)
+        super().__init__(
+            num_local_experts * ranks, config, submodules, pg_collection=pg_collection
+        )
         mine = self.local_experts[rank * num_local_experts : (rank + 1) * num_local_experts]
         self.local_experts = torch.nn.ModuleList(mine)
         self.num_local_experts = num_local_experts

@@ -15,7 +15,10 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, ppo_critic_loss
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.models.alignable_interface import CriticModelInterface
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel, num_attributes
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
+    MegatronGPTRewardModel,
+    num_attributes,
+)
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.megatron_steps import forward_backward
@@ -92,7 +95,9 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
             return
         if wanted is StateDictState.REWARD:
             if self.rm_state_dict_cpu is None:
-                raise RuntimeError("there is no reward model beside the critic; call set_reward_model() at start.")
+                raise RuntimeError(
+                    "there is no reward model beside the critic; call set_reward_model() at start."
+                )
             if not self._critic_copy_is_current:
                 self.critic_state_dict_cpu = self.weights_to_cpu(into=self.critic_state_dict_cpu)
                 self._critic_copy_is_current = True
@@ -128,7 +133,9 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     def finish_training(self) -> None:
         """Nothing to undo: the host copy is renewed when it is needed."""
 
-    def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
+    def get_loss_and_metrics(
+        self, batch: dict, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
         """Value loss (`losses.ppo_critic_loss`) of a global batch, and its gradient unless `forward_only`.
 
         All ranks call it. A batch without a counting slot gives loss 0 and gradient 0.
@@ -162,7 +169,11 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
             return loss, metrics | explained_variance_moments(**inputs)
 
         metrics = forward_backward(
-            self.model, rows, micro_batch_size=micro_batch_size, loss_fn=loss_fn, forward_only=forward_only
+            self.model,
+            rows,
+            micro_batch_size=micro_batch_size,
+            loss_fn=loss_fn,
+            forward_only=forward_only,
         )
         return metrics["loss"], explained_variance_from_moments(metrics)
 
@@ -179,13 +190,19 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         return super().infer(inputs, add_BOS=add_BOS, add_EOS=add_EOS)
 
     @torch.no_grad()
-    def infer_rm_critic(self, inputs, add_BOS: bool = False, add_EOS: bool = False) -> tuple[Tensor, Tensor]:
+    def infer_rm_critic(
+        self, inputs, add_BOS: bool = False, add_EOS: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Rewards float32 [N] and values float32 [N, S]; all ranks call it, with inputs as for `infer`.
 
         Who is in the module computes first, so that a call costs one swap of the weights.
         """
         outputs = {}
-        other = StateDictState.REWARD if self.loaded_state_dict is StateDictState.CRITIC else StateDictState.CRITIC
+        other = (
+            StateDictState.REWARD
+            if self.loaded_state_dict is StateDictState.CRITIC
+            else StateDictState.CRITIC
+        )
         for state in (self.loaded_state_dict, other):
             self._load(state)
             outputs[state] = super().infer(inputs, add_BOS=add_BOS, add_EOS=add_EOS)

@@ -28,7 +28,12 @@ from nemo_aligner.models.nlp.gpt.megatron_config import (
 )
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.optim import build_optimizer, build_scheduler, chained_optimizers, wrap_with_ddp
+from nemo_aligner.training.optim import (
+    build_optimizer,
+    build_scheduler,
+    chained_optimizers,
+    wrap_with_ddp,
+)
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
@@ -70,9 +75,13 @@ def build_tokenizer(cfg: DictConfig):
                 f"model.tokenizer.type={name} cannot be loaded as a Hugging Face tokenizer: {error}"
             ) from error
         if tokenizer.tokenizer.eos_token_id is None:
-            raise UserError(f"the tokenizer in {name} has no eos token; add one to its tokenizer_config.json.")
+            raise UserError(
+                f"the tokenizer in {name} has no eos token; add one to its tokenizer_config.json."
+            )
         return tokenizer
-    raise ConfigError(f"model.tokenizer.library={library!r} is not supported; use sentencepiece or huggingface.")
+    raise ConfigError(
+        f"model.tokenizer.library={library!r} is not supported; use sentencepiece or huggingface."
+    )
 
 
 class MegatronGPTModel(ModelPT):
@@ -96,7 +105,9 @@ class MegatronGPTModel(ModelPT):
         parallel_state.initialize(
             tensor_model_parallel_size=cfg.get("tensor_model_parallel_size", 1) or 1,
             pipeline_model_parallel_size=cfg.get("pipeline_model_parallel_size", 1) or 1,
-            virtual_pipeline_model_parallel_size=cfg.get("virtual_pipeline_model_parallel_size", None),
+            virtual_pipeline_model_parallel_size=cfg.get(
+                "virtual_pipeline_model_parallel_size", None
+            ),
             context_parallel_size=cfg.get("context_parallel_size", 1) or 1,
             expert_model_parallel_size=cfg.get("expert_model_parallel_size", 1) or 1,
             seed=cfg.get("seed", 1234),
@@ -110,7 +121,9 @@ class MegatronGPTModel(ModelPT):
             self.transformer_config.tensor_model_parallel_size,
         )
         # The same initial weights whatever happened before, and others on each pipeline stage.
-        torch.manual_seed(self.cfg.get("seed", 1234) + 100 * parallel_state.get_pipeline_model_parallel_rank())
+        torch.manual_seed(
+            self.cfg.get("seed", 1234) + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        )
         self.model = [self._build_chunk(stage) for stage in range(self._num_chunks())]
         if parallel_state.get_context_parallel_world_size() > 1:
             parallel_state.seed_generators(self.cfg.get("seed", 1234), by_context_rank=True)
@@ -143,16 +156,21 @@ class MegatronGPTModel(ModelPT):
         return dict(
             config=self.transformer_config,
             vocab_size=self.padded_vocab_size,
-            max_sequence_length=self.cfg.get("max_position_embeddings", None) or self.cfg.encoder_seq_length,
+            max_sequence_length=self.cfg.get("max_position_embeddings", None)
+            or self.cfg.encoder_seq_length,
             parallel_output=True,
-            share_embeddings_and_output_weights=self.cfg.get("share_embeddings_and_output_weights", True),
+            share_embeddings_and_output_weights=self.cfg.get(
+                "share_embeddings_and_output_weights", True
+            ),
             position_embedding_type=position,
             rotary_percent=self.cfg.get("rotary_percentage", 1.0),
             rotary_base=self.cfg.get("rotary_base", 10000),
             seq_len_interpolation_factor=self.cfg.get("seq_len_interpolation_factor", None),
         )
 
-    def module_provider(self, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
+    def module_provider(
+        self, pre_process: bool, post_process: bool, vp_stage: int | None = None
+    ) -> torch.nn.Module:
         """The bare Megatron module of one chunk; roles with a head override it."""
         return GPTModel(
             transformer_layer_spec=build_layer_spec(self.transformer_config, vp_stage),
@@ -200,7 +218,9 @@ class MegatronGPTModel(ModelPT):
         self.model = wrap_with_ddp(self.model, self.cfg.optim)
         for chunk in self.model:
             chunk.broadcast_params()  # replicas start equal whatever they were loaded from
-        optimizer = build_optimizer(self.model, self.cfg.optim, torch_dtype(self.cfg.get("precision", 32)))
+        optimizer = build_optimizer(
+            self.model, self.cfg.optim, torch_dtype(self.cfg.get("precision", 32))
+        )
         if self.transformer_config.bf16:
             for chunk in self.model:
                 chunk.config.grad_scale_func = optimizer.scale_loss
@@ -211,8 +231,12 @@ class MegatronGPTModel(ModelPT):
         # Not the optimizer's weights: where they are fp32 they are the model's own, which inference needs in place.
         for part in chained_optimizers(self._optimizer):
             for state in part.optimizer.state.values() if part.optimizer is not None else ():
-                tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-                state.update({name: value.to(device) for name, value in tensors.items() if value.dim() > 0})
+                tensors = {
+                    name: value for name, value in state.items() if isinstance(value, torch.Tensor)
+                }
+                state.update(
+                    {name: value.to(device) for name, value in tensors.items() if value.dim() > 0}
+                )
 
     def offload_optimizer(self, wanted: bool = True) -> None:
         """Move Adam's states to host memory until `onload_optimizer`; nothing without CUDA."""
@@ -251,11 +275,16 @@ class MegatronGPTModel(ModelPT):
                     yield f"{index}.{name}", tensor
 
     @torch.no_grad()
-    def weights_to_cpu(self, into: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    def weights_to_cpu(
+        self, into: dict[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
         """Copy of this rank's weights in host memory (pinned with CUDA); `into` is a former copy to write over."""
         if into is None:
             pin = torch.cuda.is_available()
-            into = {n: torch.empty_like(t, device="cpu", pin_memory=pin) for n, t in self._named_weights()}
+            into = {
+                n: torch.empty_like(t, device="cpu", pin_memory=pin)
+                for n, t in self._named_weights()
+            }
         for name, tensor in self._named_weights():
             into[name].copy_(tensor, non_blocking=True)
         if torch.cuda.is_available():
@@ -291,17 +320,26 @@ class MegatronGPTModel(ModelPT):
     def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
         """Put what `dist_checkpointing.load` made of `sharded_weights()` into the modules."""
         for index, chunk in enumerate(self.unwrapped()):
-            weights = {name.removeprefix("model."): value for name, value in loaded[f"model{index}"].items()}
+            weights = {
+                name.removeprefix("model."): value
+                for name, value in loaded[f"model{index}"].items()
+            }
             chunk.load_state_dict(weights, strict=strict)
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo`; all ranks call it. A path that ends in "/" or in no suffix becomes a directory."""
         as_directory = str(save_path).endswith("/") or not Path(save_path).suffix
         config = OmegaConf.create(OmegaConf.to_container(self.cfg, resolve=True))
-        nemo_archive.write_nemo(save_path, config, self.sharded_weights(), as_directory=as_directory)
+        nemo_archive.write_nemo(
+            save_path, config, self.sharded_weights(), as_directory=as_directory
+        )
 
     def load_nemo_weights(
-        self, restore_path, strict: bool = True, missing_ok: tuple[str, ...] = (), skip: tuple[str, ...] = ()
+        self,
+        restore_path,
+        strict: bool = True,
+        missing_ok: tuple[str, ...] = (),
+        skip: tuple[str, ...] = (),
     ) -> None:
         """Load the weights of a `.nemo` at whatever split this job runs; all ranks call it.
 
@@ -324,7 +362,10 @@ class MegatronGPTModel(ModelPT):
                     ):
                         del chunk[name]
             wanted = [
-                t for c in sharded.values() for t in c.values() if isinstance(t, dist_checkpointing.ShardedTensor)
+                t
+                for c in sharded.values()
+                for t in c.values()
+                if isinstance(t, dist_checkpointing.ShardedTensor)
             ]
             missing = sorted({t.key for t in wanted} - set(stored))
             if strict and missing:
@@ -335,7 +376,10 @@ class MegatronGPTModel(ModelPT):
             for tensor in wanted:
                 have = tuple(stored[tensor.key].global_shape) if tensor.key in stored else None
                 # Embedding tables may differ in their padding rows, which depend on the split.
-                if have not in (None, tuple(tensor.global_shape)) and not tensor.allow_shape_mismatch:
+                if (
+                    have not in (None, tuple(tensor.global_shape))
+                    and not tensor.allow_shape_mismatch
+                ):
                     raise UserError(
                         f"{restore_path} holds {tensor.key} of shape {have}, but this model's is "
                         f"{tuple(tensor.global_shape)}. Set the model's keys as in its model_config.yaml (a learned "
@@ -368,7 +412,11 @@ class MegatronGPTModel(ModelPT):
         restore_path = nemo_archive.check_restore_path(restore_path, key="restore_path")
         if return_config:
             return nemo_archive.read_config(restore_path)
-        cfg = override_config_path if override_config_path is not None else nemo_archive.read_config(restore_path)
+        cfg = (
+            override_config_path
+            if override_config_path is not None
+            else nemo_archive.read_config(restore_path)
+        )
         with open_dict(cfg):
             cfg.pop("target", None)
         model = cls(cfg, trainer=trainer)

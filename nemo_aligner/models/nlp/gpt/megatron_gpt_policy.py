@@ -16,7 +16,10 @@ from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs, logprobs_and_entropy
+from nemo_aligner.parallel.vocab_parallel import (
+    from_parallel_logits_to_logprobs,
+    logprobs_and_entropy,
+)
 from nemo_aligner.training.megatron_steps import forward_collect
 
 
@@ -44,9 +47,13 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         self.loss_reduction = settings.get("loss_reduction", "token")
         self.forward_micro_batch_size = settings.forward_micro_batch_size
         self.to_offload_adam_states = settings.get("offload_adam_states", False)
-        self.generation_params = GenerationParams.from_config(settings.length_params, settings.sampling_params)
+        self.generation_params = GenerationParams.from_config(
+            settings.length_params, settings.sampling_params
+        )
         self.temperature = 1.0
-        self.generator = MegatronGenerator(self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length)
+        self.generator = MegatronGenerator(
+            self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length
+        )
 
     # --- turns of generation and training -------------------------------------------------------------------------
 
@@ -84,7 +91,10 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         Raises:
             UserError: a prompt that leaves no room for a response.
         """
-        prompts, lengths = inference_batch["text"].to(get_device()), inference_batch["length"].to(get_device())
+        prompts, lengths = (
+            inference_batch["text"].to(get_device()),
+            inference_batch["length"].to(get_device()),
+        )
         seeds = inference_batch.get("sample_seeds")
         if seeds is None:
             seeds = self._seeds_of_prompts(prompts, lengths)
@@ -111,13 +121,19 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
 
     # --- log-probs ------------------------------------------------------------------------------------------------
 
-    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, inference_only: bool) -> torch.Tensor:
+    def logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, inference_only: bool
+    ) -> torch.Tensor:
         """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits.
 
         A backward pass writes the gradient over the logits; nothing else may need them.
         """
         return from_parallel_logits_to_logprobs(
-            logits, tokens, inference_only=inference_only, overwrite_logits=True, **self._distribution()
+            logits,
+            tokens,
+            inference_only=inference_only,
+            overwrite_logits=True,
+            **self._distribution(),
         )
 
     def logprobs_and_entropy(
@@ -125,13 +141,19 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs`, the same bits, and the entropy `[b, S-1]` of the same distributions, at little cost."""
         return logprobs_and_entropy(
-            logits, tokens, inference_only=inference_only, overwrite_logits=True, **self._distribution()
+            logits,
+            tokens,
+            inference_only=inference_only,
+            overwrite_logits=True,
+            **self._distribution(),
         )
 
     def _distribution(self) -> dict:
         return {"temperature": self.temperature, "vocab_size": self.tokenizer.vocab_size}
 
-    def get_inference_log_probs(self, response_tokens, forward_micro_batch_size: int | None = None) -> torch.Tensor:
+    def get_inference_log_probs(
+        self, response_tokens, forward_micro_batch_size: int | None = None
+    ) -> torch.Tensor:
         """Log-prob of each token given those before it; a TP x PP x CP group calls it with the same rows.
 
         Args:
@@ -145,5 +167,7 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
             self.model,
             {"tokens": response_tokens},
             micro_batch_size=forward_micro_batch_size or self.forward_micro_batch_size,
-            output_fn=lambda logits, batch: self.logprobs(logits, batch["tokens"], inference_only=True),
+            output_fn=lambda logits, batch: self.logprobs(
+                logits, batch["tokens"], inference_only=True
+            ),
         )

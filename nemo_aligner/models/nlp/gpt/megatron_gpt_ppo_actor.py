@@ -52,7 +52,9 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
                 "the policy to the reference; k2 and k3 do."
             )
         # Greedy decoding ignores the temperature, so the log-probs do too.
-        self.temperature = 1.0 if self.generation_params.use_greedy else self.generation_params.temperature
+        self.temperature = (
+            1.0 if self.generation_params.use_greedy else self.generation_params.temperature
+        )
 
     # --- reference policy -----------------------------------------------------------------------------------------
 
@@ -67,13 +69,17 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
             RuntimeError: `set_reference_policy` was not called.
         """
         if self.init_policy_state_dict is None:
-            raise RuntimeError("there is no reference policy; call set_reference_policy() before training.")
+            raise RuntimeError(
+                "there is no reference policy; call set_reference_policy() before training."
+            )
         with self.swapped_weights(self.init_policy_state_dict):
             return self.get_inference_log_probs(response_tokens)
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
+    def get_loss_and_metrics(
+        self, batch: dict, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
         """PPO loss (`nemo_aligner.core.losses.ppo_actor_loss`) of a global batch, with its gradient unless `forward_only`.
 
         Only samples that ended properly (`is_end`) count, unless `train_on_truncated`. All ranks call it, each with
@@ -86,7 +92,11 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
         Returns:
             The loss and its metrics over the global batch, equal on every rank.
         """
-        mask = batch["mask"] if self.train_on_truncated else batch["mask"] * batch["is_end"].unsqueeze(-1)
+        mask = (
+            batch["mask"]
+            if self.train_on_truncated
+            else batch["mask"] * batch["is_end"].unsqueeze(-1)
+        )
         micro_batch_size = self.cfg.micro_batch_size
         rows = {
             "tokens": batch["response_tokens"],
@@ -98,7 +108,9 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
             rows["ref_logprobs"] = batch["init_logprobs"]
 
         def loss_fn(logits, rows):
-            logprobs, entropy = self.logprobs_and_entropy(logits, rows["tokens"], inference_only=forward_only)
+            logprobs, entropy = self.logprobs_and_entropy(
+                logits, rows["tokens"], inference_only=forward_only
+            )
             return ppo_actor_loss(
                 logprobs=logprobs,
                 prev_logprobs=rows["prev_logprobs"],
@@ -114,6 +126,10 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
             )
 
         metrics = forward_backward(
-            self.model, rows, micro_batch_size=micro_batch_size, loss_fn=loss_fn, forward_only=forward_only
+            self.model,
+            rows,
+            micro_batch_size=micro_batch_size,
+            loss_fn=loss_fn,
+            forward_only=forward_only,
         )
         return metrics["loss"], metrics

@@ -52,7 +52,9 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
                 "labels; set it to False for training, and to True where the rewards are served."
             )
 
-    def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
+    def get_loss_and_metrics(
+        self, batch: dict, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
         """Squared error of a global batch, and its gradient unless `forward_only`; all ranks call it.
 
         Args:

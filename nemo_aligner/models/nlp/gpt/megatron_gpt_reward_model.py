@@ -21,7 +21,11 @@ from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.megatron_steps import broadcast_from_last_stage, forward_backward, forward_collect
+from nemo_aligner.training.megatron_steps import (
+    broadcast_from_last_stage,
+    forward_backward,
+    forward_collect,
+)
 
 HEAD_DTYPES = {
     "float32": torch.float32,
@@ -65,9 +69,9 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         check_attribute_weights(cfg)
         super().__init__(cfg, trainer=trainer)
         self.has_trained_head = False
-        self.forward_micro_batch_size = self.cfg.get("forward_micro_batch_size", None) or self.cfg.get(
-            "micro_batch_size", 1
-        )
+        self.forward_micro_batch_size = self.cfg.get(
+            "forward_micro_batch_size", None
+        ) or self.cfg.get("micro_batch_size", 1)
         standardization = self.cfg.get("reward_standardization") or {}
         self.reward_mean_std = None
         if standardization.get("enable", False):
@@ -94,7 +98,9 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
 
     @classmethod
     def _check_attributes(cls, cfg: DictConfig) -> None:
-        if num_attributes(cfg) > 1 and not (cfg.get("regression") or {}).get("merge_attributes", False):
+        if num_attributes(cfg) > 1 and not (cfg.get("regression") or {}).get(
+            "merge_attributes", False
+        ):
             raise ConfigError(
                 f"model.regression.num_attributes={num_attributes(cfg)}, but pairs are compared by one number; set it "
                 "to 1, or model.regression.merge_attributes=True, or model.reward_model_type=regression."
@@ -110,18 +116,26 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         super().load_nemo_weights(restore_path, *args, **kwargs)
         has_head = broadcast_from_last_stage(self.has_trained_head)
         if not has_head:
-            logging.info(f"the head is new: its weights come from model.seed={self.cfg.get('seed', 1234)}")
+            logging.info(
+                f"the head is new: its weights come from model.seed={self.cfg.get('seed', 1234)}"
+            )
         gives_values = bool(nemo_archive.read_config(restore_path).get("output_sequence", False))
         self.has_trained_head = has_head and not gives_values
 
     def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
         super().load_sharded_weights(loaded, strict=strict)
-        self.has_trained_head = any(name.startswith("model.rm_head.") for chunk in loaded.values() for name in chunk)
+        self.has_trained_head = any(
+            name.startswith("model.rm_head.") for chunk in loaded.values() for name in chunk
+        )
 
-    def module_provider(self, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> GPTRewardModel:
+    def module_provider(
+        self, pre_process: bool, post_process: bool, vp_stage: int | None = None
+    ) -> GPTRewardModel:
         name = str(self.cfg.get("force_head_dtype", None) or "float32")
         if name not in HEAD_DTYPES:
-            raise ConfigError(f"model.force_head_dtype={name!r} is not supported; use float32 or bfloat16.")
+            raise ConfigError(
+                f"model.force_head_dtype={name!r} is not supported; use float32 or bfloat16."
+            )
         regression = self.cfg.get("regression") or {}
         attributes_weights = regression.get("attribute_weights", None)
         return GPTRewardModel(
@@ -131,17 +145,23 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
             vp_stage=vp_stage,
             output_sequence=self.cfg.get("output_sequence", False),
             use_avg_pool=self.cfg.get("use_avg_pool", False),
-            head_dtype=torch.promote_types(HEAD_DTYPES[name], self.transformer_config.params_dtype),
+            head_dtype=torch.promote_types(
+                HEAD_DTYPES[name], self.transformer_config.params_dtype
+            ),
             head_seed=self.cfg.get("seed", 1234),
             num_attributes=num_attributes(self.cfg),
             merge_attributes=bool(regression.get("merge_attributes", False)),
-            attributes_weights=list(attributes_weights) if attributes_weights is not None else None,
+            attributes_weights=list(attributes_weights)
+            if attributes_weights is not None
+            else None,
             **self.module_args(),
         )
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
+    def get_loss_and_metrics(
+        self, batch: dict, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
         """Bradley-Terry loss of a global batch of pairs, and its gradient unless `forward_only`; all ranks call it.
 
         Args:
@@ -159,17 +179,25 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
             "tokens": _interleave(batch["chosen"], batch["rejected"])[:, :width],
             "lengths": lengths,
             # The same weight for both texts of a pair.
-            "weights": loss_weights(valid.to(get_device()), sum_over_dp=sum_over_dp).repeat_interleave(2),
+            "weights": loss_weights(
+                valid.to(get_device()), sum_over_dp=sum_over_dp
+            ).repeat_interleave(2),
         }
 
         def loss_fn(rewards, rows):
             chosen, rejected = rewards.reshape(-1, 2).unbind(-1)
             weights = rows["weights"][0::2]
-            loss, metrics = preference_loss(rewards_chosen=chosen, rewards_rejected=rejected, weights=weights)
-            chosen, rejected = (torch.where(weights != 0, x.detach(), 0.0) for x in (chosen, rejected))
+            loss, metrics = preference_loss(
+                rewards_chosen=chosen, rewards_rejected=rejected, weights=weights
+            )
+            chosen, rejected = (
+                torch.where(weights != 0, x.detach(), 0.0) for x in (chosen, rejected)
+            )
             metrics["rewards_chosen_mean"] = (weights * chosen).sum()
             metrics["rewards_rejected_mean"] = (weights * rejected).sum()
-            metrics["rewards_square_mean"] = (weights * (chosen.square() + rejected.square())).sum() / 2
+            metrics["rewards_square_mean"] = (
+                weights * (chosen.square() + rejected.square())
+            ).sum() / 2
             return loss, metrics
 
         metrics = forward_backward(
@@ -182,7 +210,9 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         )
         mean = (metrics["rewards_chosen_mean"] + metrics["rewards_rejected_mean"]) / 2
         metrics["rewards_all_mean"] = mean
-        metrics["rewards_all_std"] = math.sqrt(max(metrics.pop("rewards_square_mean") - mean**2, 0.0))
+        metrics["rewards_all_std"] = math.sqrt(
+            max(metrics.pop("rewards_square_mean") - mean**2, 0.0)
+        )
         metrics["weights"] = float(sum_over_dp(valid.sum().to(get_device())))
         return metrics["loss"], metrics
 
@@ -208,7 +238,9 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         Raises:
             UserError: a text without tokens or longer than `encoder_seq_length`, or a length out of range.
         """
-        tokens, lengths = inputs if isinstance(inputs, tuple) else self.tokenize(inputs, add_BOS, add_EOS)
+        tokens, lengths = (
+            inputs if isinstance(inputs, tuple) else self.tokenize(inputs, add_BOS, add_EOS)
+        )
         tokens, lengths = tokens.to(get_device()), lengths.to(get_device()).reshape(-1)
         shortest, longest = int(lengths.min()), int(lengths.max())
         if shortest < 1 or longest > tokens.size(1):
@@ -231,7 +263,9 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         mean, std = self.reward_mean_std
         return (rewards - mean) / std
 
-    def tokenize(self, sentences: list[str], add_BOS: bool = False, add_EOS: bool = False) -> tuple[Tensor, Tensor]:
+    def tokenize(
+        self, sentences: list[str], add_BOS: bool = False, add_EOS: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Tokens int64 [N, longest], padded with eos, and lengths int64 [N], of N texts; nothing is cut off.
 
         Raises:
@@ -240,14 +274,20 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         tokenizer, limit = self.tokenizer, self.cfg.encoder_seq_length
         rows = []
         for number, sentence in enumerate(sentences):
-            row = [tokenizer.bos_id] * add_BOS + tokenizer.text_to_ids(sentence) + [tokenizer.eos_id] * add_EOS
+            row = (
+                [tokenizer.bos_id] * add_BOS
+                + tokenizer.text_to_ids(sentence)
+                + [tokenizer.eos_id] * add_EOS
+            )
             if not 1 <= len(row) <= limit:
                 raise UserError(
                     f"text {number} has {len(row)} tokens; a reward model reads 1 to model.encoder_seq_length={limit}."
                 )
             rows.append(row)
         width = max(map(len, rows))
-        tokens = torch.tensor([row + [tokenizer.eos_id] * (width - len(row)) for row in rows], dtype=torch.int64)
+        tokens = torch.tensor(
+            [row + [tokenizer.eos_id] * (width - len(row)) for row in rows], dtype=torch.int64
+        )
         return tokens, torch.tensor([len(row) for row in rows], dtype=torch.int64)
 
 

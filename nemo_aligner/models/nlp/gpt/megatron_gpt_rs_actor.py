@@ -21,7 +21,9 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
 
     SECTION = "rs"
 
-    def get_loss_and_metrics(self, batch: dict, forward_only: bool = False) -> tuple[float, dict[str, float]]:
+    def get_loss_and_metrics(
+        self, batch: dict, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
         """Negative log-likelihood (`nemo_aligner.core.losses.sft_loss`) of the answers in a global batch, with its gradient
         unless `forward_only`. All ranks call it, each with its share of the rows.
 
@@ -34,7 +36,9 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
         micro_batch_size = self.cfg.micro_batch_size
         rows = {
             "tokens": batch["response_tokens"],
-            "weights": loss_weights(batch["mask"], self.loss_reduction, micro_batch_size, sum_over_dp),
+            "weights": loss_weights(
+                batch["mask"], self.loss_reduction, micro_batch_size, sum_over_dp
+            ),
         }
 
         def loss_fn(logits, rows):
@@ -42,6 +46,10 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
             return sft_loss(logprobs=logprobs, weights=rows["weights"])
 
         metrics = forward_backward(
-            self.model, rows, micro_batch_size=micro_batch_size, loss_fn=loss_fn, forward_only=forward_only
+            self.model,
+            rows,
+            micro_batch_size=micro_batch_size,
+            loss_fn=loss_fn,
+            forward_only=forward_only,
         )
         return metrics["loss"], metrics

@@ -5,7 +5,9 @@
 from enum import Enum
 
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import MegatronGPTRegressionRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+    MegatronGPTRegressionRewardModel,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 
 
@@ -30,7 +32,9 @@ def reward_model_type(name: str | None) -> RewardModelType:
         return RewardModelType.BINARY_RANKING if name is None else RewardModelType(name)
     except ValueError:
         available = ", ".join(kind.value for kind in RewardModelType)
-        raise ConfigError(f"model.reward_model_type={name!r} is not supported; use {available}.") from None
+        raise ConfigError(
+            f"model.reward_model_type={name!r} is not supported; use {available}."
+        ) from None
 
 
 def reward_model_class(name: str | None) -> type[MegatronGPTRewardModel]:
@@ -49,6 +53,10 @@ def held_out_text(kind: RewardModelType, metrics: dict[str, float], samples: flo
         RewardModelType.REGRESSION: ("correlation", "correlation", "labels"),
     }[kind]
     value = f"{metrics[key]:.3f}" if key in metrics else "undefined"
-    by_attribute = [f"{k.partition('_')[2]}: {v:.3f}" for k, v in metrics.items() if k.startswith("correlation_")]
+    by_attribute = [
+        f"{k.partition('_')[2]}: {v:.3f}"
+        for k, v in metrics.items()
+        if k.startswith("correlation_")
+    ]
     details = f" (by attribute {', '.join(by_attribute)})" if by_attribute else ""
     return f"held-out {name} {value} on {samples:.0f} {unit}{details}"
