@@ -12,14 +12,17 @@ ROOT = Path(__file__).parent
 INSTALL_REQUIRES = [
     "torch>=2.6,<2.14",  # 2.6: needed by NeMo and Megatron Core; 2.13 is what the tests ran with
     "nemo_toolkit[common]>=3.0.0,<3.1",  # exp_manager, hydra_runner, .nemo; [core] lacks einops
-    "megatron-core>=0.16.1,<0.17",  # 0.17 needs Python 3.12; parallel/device.py adapts names of exactly this series
+    # 0.17 needs Python 3.12; parallel/device.py adapts names of exactly this series
+    "megatron-core>=0.16.1,<0.17",
     "nvidia-pytriton>=0.7.0,<0.8",  # 0.6 lets a remote client execute code
     "tritonclient[http]>=2.50,<3",  # requests to reward servers; PyTriton brings it
     "numpy>=1.24,<2",  # with numpy 2 Triton's Python backend hands corrupted tensors to the server
-    "lightning>=2.4,<2.5",  # the series NeMo 3.0 accepts; imported as lightning.pytorch, never pytorch_lightning
+    # the series NeMo 3.0 accepts; imported as lightning.pytorch, never pytorch_lightning
+    "lightning>=2.4,<2.5",
     "hydra-core>=1.3.2,<1.4",  # hydra_runner and the YAML files
     "omegaconf>=2.3,<2.4",  # hydra's configuration objects
-    "psutil>=5.9",  # Megatron Core needs it without saying so: saving a checkpoint hangs for ever without
+    # Megatron Core needs it without saying so: saving a checkpoint hangs for ever without
+    "psutil>=5.9",
     "transformers>=4.50,<6",  # Hugging Face tokenizers
     "sentencepiece>=0.2,<1",  # SentencePiece tokenizers
     "tokenizers>=0.20",  # the quickstart trains a byte-level BPE
@@ -34,14 +37,17 @@ INSTALL_REQUIRES = [
 EXTRAS_REQUIRE = {
     # apex is built from source, see the Dockerfile; without it everything runs, a little slower.
     "gpu": [
-        "transformer-engine[core_cu13,pytorch]>=2.9,<2.12",  # the range megatron-core 0.16 supports
+        # the range megatron-core 0.16 supports
+        "transformer-engine[core_cu13,pytorch]>=2.9,<2.12",
         "flash-attn>=2.7,<2.9",  # compiled on install: pip install --no-build-isolation
     ],
     "test": [
         "pytest>=8,<10",  # the test runner
         "pytest-timeout>=2.3,<3",  # a rank that waits for a dead one must not hang the run
         "pytest-xdist>=3.6,<4",  # one file of tests per core
-        "trl==0.11.4",  # an oracle for GAE and losses, pinned: a changed one proves nothing (more: tests/oracles.txt)
+        # an oracle for GAE and losses, pinned: a changed one proves nothing (more:
+        # tests/oracles.txt)
+        "trl==0.11.4",
     ],
     "dev": [
         "ruff==0.17.5",  # pinned: other versions format differently

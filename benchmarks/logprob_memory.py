@@ -1,16 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory and time of log-probs and entropy over the vocabulary: `vocab_parallel` beside the naive way.
+"""Peak memory and time of log-probs and entropy over the vocabulary: `vocab_parallel` beside the
+naive way.
 
     OMP_NUM_THREADS=1 python benchmarks/logprob_memory.py
 
-The naive way is `log_softmax` of the whole `[B, S, V]` in float32 and a gather; with tensor parallelism the slices of
-the vocabulary are gathered first. Both ways compute the same numbers, which is checked, in the same process, in turns.
+The naive way is `log_softmax` of the whole `[B, S, V]` in float32 and a gather; with tensor
+parallelism the slices of the vocabulary are gathered first. Both ways compute the same numbers,
+which is checked, in the same process, in turns.
 
-Counted is every allocation of tensor memory, temporaries inside of operations too: on a CPU as PyTorch's allocator
-reports it to the profiler, on a GPU by `torch.cuda.max_memory_allocated`. "Beyond" is the peak beside the logits,
-which are there before; the gradient of the logits, where there is one, is part of it. "With" is the sum of both. Time
-is the best of a few runs, without the profiler.
+Counted is every allocation of tensor memory, temporaries inside of operations too: on a CPU as
+PyTorch's allocator reports it to the profiler, on a GPU by `torch.cuda.max_memory_allocated`.
+"Beyond" is the peak beside the logits, which are there before; the gradient of the logits, where
+there is one, is part of it. "With" is the sum of both. Time is the best of a few runs, without the
+profiler.
 """
 
 import argparse
@@ -40,13 +43,16 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402  isort:
 CASES = ("log-probs, inference", "log-probs, training", "log-probs and entropy, training")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEADER = (
-    "| case | V | logits | TP | naive, beyond | ours, beyond | ratio | naive, with | ours, with | ratio "
+    "| case | V | logits | TP | naive, beyond | ours, beyond | ratio | naive, with | ours, with | "
+    "ratio "
     "| naive, s | ours, s | ratio |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """Most tensor memory in use at one time while `function` runs, beyond what was in use before."""
+    """Most tensor memory in use at one time while `function` runs, beyond what was in use
+    before.
+    """
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -67,11 +73,14 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 
 def naive(logits: torch.Tensor, tokens: torch.Tensor, case: str) -> list[torch.Tensor]:
-    """What `case` needs, from logits `[B, S, V/TP]` and tokens `[B, S]`: `[B, S-1]` log-probs, entropy."""
+    """What `case` needs, from logits `[B, S, V/TP]` and tokens `[B, S]`: `[B, S-1]` log-probs,
+    entropy.
+    """
     several_ranks = parallel_state.get_tensor_model_parallel_world_size() > 1
     whole = gather_from_tensor_model_parallel_region(logits) if several_ranks else logits
     logprobs = whole.float().log_softmax(-1)
-    # The last column, which predicts nothing, is dropped at the end: a slice of the logits would be one more copy.
+    # The last column, which predicts nothing, is dropped at the end: a slice of the logits would
+    # be one more copy.
     results = [logprobs.gather(-1, tokens.roll(-1, 1).unsqueeze(-1)).squeeze(-1)]
     if "entropy" in case:
         results.append(-(logprobs.exp() * logprobs).sum(-1))
@@ -91,7 +100,9 @@ def ours(logits: torch.Tensor, tokens: torch.Tensor, case: str) -> list[torch.Te
 
 
 def run(way, logits: torch.Tensor, tokens: torch.Tensor, case: str) -> list[torch.Tensor]:
-    """Results of `case`, and with training the gradient of the logits for one output gradient of all ones."""
+    """Results of `case`, and with training the gradient of the logits for one output gradient of
+    all ones.
+    """
     with torch.set_grad_enabled("training" in case):
         results = way(logits, tokens, case)
         if "training" in case:
@@ -108,7 +119,9 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def measure(case: str, vocab: int, dtype: str, elements: int, repeats: int) -> dict[str, float]:
-    """Bytes and seconds (of `repeats` runs) of both ways on logits of about `elements` elements over all ranks."""
+    """Bytes and seconds (of `repeats` runs) of both ways on logits of about `elements` elements
+    over all ranks.
+    """
     size, rank = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),
@@ -150,7 +163,9 @@ def table_row(case: str, vocab: int, dtype: str, tp: int, f: dict[str, float]) -
 
 
 def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
-    """A tiny bf16 GPT, forward and (training) backward: float32 logits, `Float16Module`'s default, or bf16 logits."""
+    """A tiny bf16 GPT, forward and (training) backward: float32 logits, `Float16Module`'s default,
+    or bf16 logits.
+    """
     rows, columns = 2, max(2, elements // vocab // 2)
     transformer_config = build_transformer_config(
         OmegaConf.create(
@@ -248,7 +263,8 @@ def main() -> None:
             "\nA bf16 model of one narrow layer, both with our log-probs: peak memory of a pass\n"
         )
         print(
-            "| pass | bf16 logits | with Float16Module's float32 copy | without | ratio |\n|---|---|---|---|---|"
+            "| pass | bf16 logits | with Float16Module's float32 copy | without | ratio "
+            "|\n|---|---|---|---|---|"
         )
         print("\n".join(arguments.results))
 

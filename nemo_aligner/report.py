@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One self-contained HTML page about a run: `python -m nemo_aligner.report RUN_DIR [--out FILE]`.
 
-Every folder below RUN_DIR with a `metrics.jsonl` is a job (see `training/loggers.py` for the files). Of each, the page
-shows curves, time per phase, and sampled texts. It works on a job that is still running, and needs no script, font or
-picture from elsewhere. The curves are drawn by the few lines of SVG below rather than by a plotting library: they then
-follow the reader's light or dark theme, stay small, and the report starts at once.
+Every folder below RUN_DIR with a `metrics.jsonl` is a job (see `training/loggers.py` for the
+files). Of each, the page shows curves, time per phase, and sampled texts. It works on a job that
+is still running, and needs no script, font or picture from elsewhere. The curves are drawn by the
+few lines of SVG below rather than by a plotting library: they then follow the reader's light or
+dark theme, stay small, and the report starts at once.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from pathlib import Path
 
 from nemo_aligner.core.errors import UserError
 
-# Families whose metrics of the same name belong into one chart, as their steps count the same thing.
+# Families whose metrics of the same name belong into one chart, as their steps count the same
+# thing.
 PAIRED_FAMILIES = {"val_rollouts": "train_rollouts", "validation": "train", "test": "train"}
 TIMERS = "timers"
 # Title, and step -> value by label.
@@ -28,7 +30,7 @@ MAX_SAMPLES = 20
 MAX_POINTS = 400  # per curve; more would be invisible and only make the file large
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+# ----------------------------------------------------------------------------------------- reading
 
 
 @dataclass
@@ -53,7 +55,8 @@ def read_run(run_dir: Path) -> list[JobRecord]:
     """
     if not run_dir.is_dir():
         raise UserError(
-            f"{run_dir} is not a folder; give the folder of a run (exp_manager.explicit_log_dir or one above it)."
+            f"{run_dir} is not a folder; give the folder of a run (exp_manager.explicit_log_dir "
+            "or one above it)."
         )
     jobs = [_read_job(path, run_dir) for path in sorted(run_dir.rglob("metrics.jsonl"))]
     jobs = [job for job in jobs if job.series]
@@ -94,7 +97,9 @@ def _read_job(metrics_path: Path, run_dir: Path) -> JobRecord:
 
 
 def _read_jsonl(path: Path, job: JobRecord) -> list[dict]:
-    """The records of a file that may be missing; lines that are not JSON objects (a job was killed) are counted."""
+    """The records of a file that may be missing; lines that are not JSON objects (a job was
+    killed) are counted.
+    """
     if not path.exists():
         return []
     records = []
@@ -116,11 +121,13 @@ def _is_number(value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-# ------------------------------------------------------------------------------------------------------------- drawing
+# ----------------------------------------------------------------------------------------- drawing
 
 
 def chart_svg(title: str, curves: dict[str, dict[float, float]]) -> str:
-    """A line chart; `curves` maps a label to step -> value. Labels are shown when there is more than one curve."""
+    """A line chart; `curves` maps a label to step -> value. Labels are shown when there is more
+    than one curve.
+    """
     width, height, left, right, top, bottom = 380, 210, 58, 12, 30, 26
     steps = [step for curve in curves.values() for step in curve]
     values = [value for curve in curves.values() for value in curve.values()]
@@ -140,12 +147,14 @@ def chart_svg(title: str, curves: dict[str, dict[float, float]]) -> str:
             f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
         parts.append(
-            f'<text class="tick" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{format_number(tick)}</text>'
+            f'<text class="tick" x="{left - 6}" y="{y + 4:.1f}" '
+            f'text-anchor="end">{format_number(tick)}</text>'
         )
     for tick in ticks(x_low, x_high):
         x, y = x_of(tick), height - 8
         parts.append(
-            f'<text class="tick" x="{x:.1f}" y="{y}" text-anchor="middle">{format_number(tick)}</text>'
+            f'<text class="tick" x="{x:.1f}" y="{y}" '
+            f'text-anchor="middle">{format_number(tick)}</text>'
         )
     for number, (label, curve) in enumerate(curves.items()):
         points = _thin(sorted(curve.items()))
@@ -164,7 +173,9 @@ def chart_svg(title: str, curves: dict[str, dict[float, float]]) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About `count` round numbers from `low` to `high`, in steps of 1, 2 or 5 times a power of ten."""
+    """About `count` round numbers from `low` to `high`, in steps of 1, 2 or 5 times a power of
+    ten.
+    """
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -179,7 +190,9 @@ def format_number(value) -> str:
 
 
 def _widen(low: float, high: float) -> tuple[float, float]:
-    """A range of more than zero width (relative to the size of its ends, or rounding would undo it)."""
+    """A range of more than zero width (relative to the size of its ends, or rounding would undo
+    it).
+    """
     least = max(abs(low), abs(high), 1e-30) * 1e-6
     if high - low > least:
         return low, high
@@ -193,7 +206,7 @@ def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return points[::-stride][::-1]
 
 
-# --------------------------------------------------------------------------------------------------------------- pages
+# ------------------------------------------------------------------------------------------- pages
 
 
 def render(run_dir: Path) -> str:
@@ -206,8 +219,10 @@ def render(run_dir: Path) -> str:
     sections = "".join(_job_section(job, f"job{number}") for number, job in enumerate(jobs))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n'
-        f"<body><h1>{title}</h1><p>Written {_when(time.time())}.</p><nav>{links}</nav>\n{sections}</body></html>\n"
+        '<meta name="viewport" content="width=device-width, '
+        f'initial-scale=1"><style>{STYLE}</style></head>\n'
+        f"<body><h1>{title}</h1><p>Written "
+        f"{_when(time.time())}.</p><nav>{links}</nav>\n{sections}</body></html>\n"
     )
 
 
@@ -225,7 +240,8 @@ def _job_section(job: JobRecord, anchor: str) -> str:
     if job.started is not None:
         minutes = (job.updated - job.started) / 60
         notes.append(
-            f"First metric {_when(job.started)}, last {_when(job.updated)} ({minutes:.1f} minutes)."
+            f"First metric {_when(job.started)}, last {_when(job.updated)} ({minutes:.1f} "
+            "minutes)."
         )
     if job.broken_lines:
         notes.append(f"{job.broken_lines} unreadable line(s) were left out.")
@@ -249,7 +265,9 @@ def _chart_grid(charts: list[Chart]) -> str:
 
 
 def group_curves(series: dict[str, dict[float, float]]) -> tuple[list[Chart], list[Chart]]:
-    """Charts with training and validation of one metric together; second, those whose value never changes."""
+    """Charts with training and validation of one metric together; second, those whose value never
+    changes.
+    """
     charts: dict[tuple[str, str], dict[str, dict[float, float]]] = {}
     for key, curve in series.items():
         family, _, metric = key.rpartition("/")

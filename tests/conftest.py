@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that many tests share: two tiny tokenizers, trained on the spot in milliseconds, with no download."""
+"""Fixtures that many tests share: two tiny tokenizers, trained on the spot in milliseconds, with
+no download.
+"""
 
 import io
 import json
@@ -34,7 +36,8 @@ def no_process_group_is_left_behind():
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer_dir(tmp_path_factory) -> str:
-    """Folder with a Hugging Face fast tokenizer: byte-level BPE of 300 ids, any text round-trips, eos is the last id.
+    """Folder with a Hugging Face fast tokenizer: byte-level BPE of 300 ids, any text round-trips,
+    eos is the last id.
 
     Load it with `nemo.collections.common.tokenizers.AutoTokenizer(pretrained_model_name=...)`.
     """
@@ -69,7 +72,9 @@ def tiny_tokenizer(tiny_tokenizer_dir):
 
 @pytest.fixture(scope="session")
 def reversed_tokenizer_dir(tiny_tokenizer_dir, tmp_path_factory) -> str:
-    """`tiny_tokenizer_dir` with all ids but that of the end in reverse order: the same size and end, other texts."""
+    """`tiny_tokenizer_dir` with all ids but that of the end in reverse order: the same size and
+    end, other texts.
+    """
     folder = tmp_path_factory.mktemp("reversed") / "tokenizer"
     shutil.copytree(tiny_tokenizer_dir, folder)
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -81,7 +86,9 @@ def reversed_tokenizer_dir(tiny_tokenizer_dir, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_sentencepiece_model(tmp_path_factory) -> str:
-    """Path of a SentencePiece model (BPE with byte fallback, 330 ids, eos 2), for NeMo's `SentencePieceTokenizer`."""
+    """Path of a SentencePiece model (BPE with byte fallback, 330 ids, eos 2), for NeMo's
+    `SentencePieceTokenizer`.
+    """
     import sentencepiece
 
     path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin for `tests.mutants`: how each test ended, and which package it tested, as JSON in $MUTANT_REPORT."""
+"""A pytest plugin for `tests.mutants`: how each test ended, and which package it tested, as JSON
+in $MUTANT_REPORT.
+"""
 
 import json
 import os
@@ -13,7 +15,9 @@ _outcomes: dict[str, str] = {}
 
 
 def _is_assertion(error: BaseException) -> bool:
-    """Whether a test said so: an assertion of its own, or of a rank that `run_ranks` tells about."""
+    """Whether a test said so: an assertion of its own, or of a rank that `run_ranks` tells
+    about.
+    """
     if isinstance(error, (AssertionError, pytest.fail.Exception)):
         return True
     return (

@@ -1,10 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Planted faults, and the tests that must notice them: `python -m tests.mutants [NAME ...]`, or `make mutants`.
+"""Planted faults, and the tests that must notice them: `python -m tests.mutants [NAME ...]`, or
+`make mutants`.
 
-Each fault is put into a copy of the repository, alone, and the tests that should notice it run there. It is caught if
-one of them fails by an assertion; a fault that merely crashes would have been noticed without a test. Before, the same
-tests must pass in the untouched copy. Exit code 1: a fault was not caught, or its text is no longer in its file.
+Each fault is put into a copy of the repository, alone, and the tests that should notice it run
+there. It is caught if one of them fails by an assertion; a fault that merely crashes would have
+been noticed without a test. Before, the same
+tests must pass in the untouched copy. Exit code 1: a fault was not caught, or its text is no
+longer in its file.
 """
 
 import argparse
@@ -192,7 +195,8 @@ MUTANTS = [
     Mutant(
         "padding of the vocabulary gets probability",
         "parallel/vocab_parallel.py",
-        "self._width = width if vocab_size is None else min(max(vocab_size - self._start, 0), width)",
+        "self._width = width if vocab_size is None else min(max(vocab_size - self._start, 0), "
+        "width)",
         "self._width = width",
         _unit("test_vocab_parallel.py", "test_logprobs_and_gradient_against_dense_softmax"),
     ),
@@ -205,7 +209,8 @@ MUTANTS = [
     ),
     # --- several ranks
     Mutant(
-        "the gradient is averaged over data-parallel ranks: the loss is not scaled by their number",
+        "the gradient is averaged over data-parallel ranks: the loss is not scaled by their "
+        "number",
         "training/megatron_steps.py",
         "scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()",
         "scale = rows // micro_batch_size",
@@ -228,7 +233,8 @@ MUTANTS = [
     Mutant(
         "gradients of keys and values stay on the rank of the query (context parallelism)",
         "parallel/context_parallel.py",
-        "gradient = _reduce_scatter(grad_output, ctx.dim) if ctx.sum_gradients else take_share(grad_output, ctx.dim)",
+        "gradient = _reduce_scatter(grad_output, ctx.dim) if ctx.sum_gradients else "
+        "take_share(grad_output, ctx.dim)",
         "gradient = take_share(grad_output, ctx.dim)",
         _two_ranks("CP2"),
     ),
@@ -274,25 +280,24 @@ def copy_repository(folder: Path) -> Path:
 
 
 def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[dict[str, str], str]:
-    """({test: "passed", "assertion" or "error"}, output) of a selection in a copy of the repository.
+    """({test: "passed", "assertion" or "error"}, output) of a selection in a copy of the
+    repository.
 
-    The package is installed in place, so that elsewhere it is the original that is imported. A copy is imported only
-    because its folder comes first on the path; the report says which it was.
+    The package is installed in place, so that elsewhere it is the original that is imported. A
+    copy is imported only because its folder comes first on the path; the report says which it was.
 
     Raises:
         RuntimeError: it was not the copy that was tested.
     """
     report = copy / "mutant_report.json"
     report.unlink(missing_ok=True)
-    environment = (
-        os.environ
-        | {
-            "PYTHONPATH": str(copy),
-            "PYTHONDONTWRITEBYTECODE": "1",  # a file that changes twice in a second may have stale byte code
-            "OMP_NUM_THREADS": "1",
-            "MUTANT_REPORT": str(report),
-        }
-    )
+    environment = os.environ | {
+        "PYTHONPATH": str(copy),
+        # a file that changes twice in a second may have stale byte code
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "MUTANT_REPORT": str(report),
+    }
     command = [
         sys.executable,
         "-m",
@@ -407,11 +412,13 @@ def main() -> int:
         for mutant, caught, seen, seconds in pool.map(one, mutants):
             survivors += not caught
             print(
-                f"{'caught' if caught else 'MISSED'} {seconds:5.0f} s  {mutant.name}\n{'':14}{seen}",
+                f"{'caught' if caught else 'MISSED'} {seconds:5.0f} s  "
+                f"{mutant.name}\n{'':14}{seen}",
                 flush=True,
             )
     print(
-        f"{len(mutants) - survivors} of {len(mutants)} faults are caught, in {time.monotonic() - start:.0f} s"
+        f"{len(mutants) - survivors} of {len(mutants)} faults are caught, in "
+        f"{time.monotonic() - start:.0f} s"
     )
     return 1 if survivors else 0
 

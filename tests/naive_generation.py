@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text generation spelled out, as an oracle: one row at a time, the whole text through the model for each token.
+"""Text generation spelled out, as an oracle: one row at a time, the whole text through the model
+for each token.
 
-It shares nothing with `nemo_aligner.generation` but the definition of the random stream, which it computes on its own.
+It shares nothing with `nemo_aligner.generation` but the definition of the random stream, which it
+computes on its own.
 """
 
 import math
@@ -13,7 +15,9 @@ MASK = 2**64 - 1
 
 
 def splitmix64(state: int) -> int:
-    """Output of SplitMix64 at `state`, in Python's integers (constants of Steele, Lea and Flood, 2014)."""
+    """Output of SplitMix64 at `state`, in Python's integers (constants of Steele, Lea and Flood,
+    2014).
+    """
     z = (state + 0x9E3779B97F4A7C15) & MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
@@ -68,7 +72,8 @@ def naive_generate(
 
     Args:
         model: `MegatronGPTModel` of one rank.
-        params: `GenerationParams`. An end string of one token means that token; others are sought in the whole text.
+        params: `GenerationParams`. An end string of one token means that token; others are sought
+            in the whole text.
         limit: longest text.
     """
     eos, vocab = model.tokenizer.eos_id, model.tokenizer.vocab_size

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the comparisons with other libraries share: random ragged batches, and a table of quantity by library."""
+"""What the comparisons with other libraries share: random ragged batches, and a table of quantity
+by library.
+"""
 
 from collections import defaultdict
 
@@ -12,14 +14,18 @@ GROUPS, GROUP_SIZE = 3, 4
 
 
 class Comparisons(dict):
-    """{(quantity, library): function}; a function takes a `Case` and yields pairs (ours, theirs) that must agree.
+    """{(quantity, library): function}; a function takes a `Case` and yields pairs (ours, theirs)
+    that must agree.
 
-    Where a convention of theirs differs from ours, the function converts it, and says so. Ours always get NaN in the
-    slots outside the mask (`Case.planted`), theirs 0: they multiply by the mask, and could not stand it.
+    Where a convention of theirs differs from ours, the function converts it, and says so. Ours
+    always get NaN in the slots outside the mask (`Case.planted`), theirs 0: they multiply by the
+    mask, and could not stand it.
     """
 
     def of(self, quantity: str, *libraries: str):
-        """Register a function; with several libraries it is called with the name of each as well."""
+        """Register a function; with several libraries it is called with the name of each as
+        well.
+        """
 
         def register(function):
             for library in libraries:
@@ -50,7 +56,9 @@ class Comparisons(dict):
 
 
 class Case:
-    """A random rollout of GROUPS prompts with GROUP_SIZE answers each, rows in random order, answers of any length."""
+    """A random rollout of GROUPS prompts with GROUP_SIZE answers each, rows in random order,
+    answers of any length.
+    """
 
     def __init__(self, seed: int):
         random = torch.Generator().manual_seed(seed)
@@ -78,12 +86,16 @@ class Case:
         return torch.where(self.keep, x, torch.nan)
 
     def bessel(self) -> Tensor:
-        """Factor from our whitening, with the variance of the sample, to that with Bessel's correction."""
+        """Factor from our whitening, with the variance of the sample, to that with Bessel's
+        correction.
+        """
         n = self.keep.sum()
         return ((n - 1) / n).sqrt()
 
     def token_scores(self) -> Tensor:
-        """Token rewards whose sum over each row is `scores`: what the critic-free estimators of verl read."""
+        """Token rewards whose sum over each row is `scores`: what the critic-free estimators of
+        verl read.
+        """
         shares = (
             torch.rand(self.mask.shape, generator=torch.Generator().manual_seed(0)) * self.mask
         )

@@ -1,10 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Import of other libraries' PPO mathematics, to compare ours with. See tests/oracles.txt for what and why.
+"""Import of other libraries' PPO mathematics, to compare ours with. See tests/oracles.txt for what
+and why.
 
-They lie in a folder that is on `sys.path` only while they are imported, last. What of them needs a cluster or a GPU
-(ray, vLLM) is not installed: inside their own modules, and only there, an absent package is an inert stand-in. None of
-the functions that the tests call touches one.
+They lie in a folder that is on `sys.path` only while they are imported, last. What of them needs a
+cluster or a GPU (ray, vLLM) is not installed: inside their own modules, and only there, an absent
+package is an inert stand-in. None of the functions that the tests call touches one.
 """
 
 import functools
@@ -38,7 +39,9 @@ UNRUN = (
 
 @functools.cache
 def oracle(name: str) -> types.ModuleType:
-    """The module `name` of one of LIBRARIES, the way `importlib.import_module` gives it; skips where there is none."""
+    """The module `name` of one of LIBRARIES, the way `importlib.import_module` gives it; skips
+    where there is none.
+    """
     if not FOLDER.exists():
         pytest.skip(f"{FOLDER} does not exist; `make test` installs tests/oracles.txt there")
     for library in ("transformers", "accelerate", "trl.core"):
@@ -51,7 +54,8 @@ def oracle(name: str) -> types.ModuleType:
 
 @functools.cache
 def nemo_aligner_ppo_utils() -> types.ModuleType:
-    """`nemo_aligner/core/rollout_math.py` of NeMo-Aligner 0.7.0, by its file: the package has our name.
+    """`nemo_aligner/core/rollout_math.py` of NeMo-Aligner 0.7.0, by its file: the package has our
+    name.
 
     Its one import from there, `masked_mean`, is taken out: `calculate_entropy` must not be called.
     """
@@ -67,7 +71,9 @@ def nemo_aligner_ppo_utils() -> types.ModuleType:
 
 
 class _Inert(type):
-    """A class each of whose attributes is itself, and which, called as a decorator, gives back what it decorates."""
+    """A class each of whose attributes is itself, and which, called as a decorator, gives back
+    what it decorates.
+    """
 
     def __getattr__(cls, name):
         if name.startswith("__"):
@@ -86,7 +92,9 @@ class _StandIn(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stand-ins for ABSENT, and empty packages for UNRUN, to be seen by modules of LIBRARIES alone."""
+    """Stand-ins for ABSENT, and empty packages for UNRUN, to be seen by modules of LIBRARIES
+    alone.
+    """
 
     def find_spec(self, name, path=None, target=None):
         absent = any(name == package or name.startswith(package + ".") for package in ABSENT)
@@ -115,7 +123,9 @@ def _asked_by_oracle() -> bool:
 
 @contextmanager
 def _import_path() -> Iterator[None]:
-    """The oracles' folder at the end of the import path; afterwards neither it nor a stand-in is left."""
+    """The oracles' folder at the end of the import path; afterwards neither it nor a stand-in is
+    left.
+    """
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     sys.path.append(str(FOLDER))

@@ -1,9 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A policy, a critic and their surroundings in a few lines each: enough to run a whole `PPOTrainer` in milliseconds.
+"""A policy, a critic and their surroundings in a few lines each: enough to run a whole
+`PPOTrainer` in milliseconds.
 
-The policy has one weight. Its text depends on the sample seeds alone, its log-probs on tokens and weight. Everything
-that the trainer calls is appended to `events`, so a test can check the order of calls.
+The policy has one weight. Its text depends on the sample seeds alone, its log-probs on tokens and
+weight. Everything that the trainer calls is appended to `events`, so a test can check the order of
+calls.
 """
 
 import functools
@@ -45,7 +47,9 @@ def collate(items):
 
 
 class SequentialSampler:
-    """Micro-batches of this data-parallel rank, rollout after rollout, from `consumed_samples` on."""
+    """Micro-batches of this data-parallel rank, rollout after rollout, from `consumed_samples`
+    on.
+    """
 
     is_random = False
 
@@ -317,7 +321,9 @@ def make_trainer(
     kl_loss_coef=0.0,
     **changes,
 ):
-    """A trainer among fakes, `events` its record of calls; 24 prompts, rollouts of 8, global batches of 4."""
+    """A trainer among fakes, `events` its record of calls; 24 prompts, rollouts of 8, global
+    batches of 4.
+    """
     events = []
     policy = FakePolicy(events)
     critic_cls = FakeCritic if changes.get("advantage_estimator", "gae") == "gae" else FakeRewards

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as threads of one process, for functions that are given their reduction: no process group, no launch."""
+"""Ranks as threads of one process, for functions that are given their reduction: no process group,
+no launch.
+"""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +16,8 @@ TIME_LIMIT = 30  # seconds that a rank waits for the others
 def run_rank_threads(num_ranks: int, function: Callable) -> list:
     """`function(rank, sum_over_ranks)` on every rank at once; returns the results in rank order.
 
-    A rank that reduces more or less often than the others fails after `TIME_LIMIT`, as does everybody with it.
+    A rank that reduces more or less often than the others fails after `TIME_LIMIT`, as does
+    everybody with it.
     """
     barrier = threading.Barrier(num_ranks, timeout=TIME_LIMIT)
     sent: list = [None] * num_ranks

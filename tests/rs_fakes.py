@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A reward model and data loaders that, with the policy of `ppo_fakes`, run a whole `RSTrainer` in milliseconds."""
+"""A reward model and data loaders that, with the policy of `ppo_fakes`, run a whole `RSTrainer` in
+milliseconds.
+"""
 
 import torch
 
@@ -93,8 +95,8 @@ def make_rs_trainer(
     dataset=None,
     **changes,
 ):
-    """A trainer among fakes, `events` its record of calls; 24 prompts, 8 per step, 3 answers each of which 2 are kept,
-    global batches of 4."""
+    """A trainer among fakes, `events` its record of calls; 24 prompts, 8 per step, 3 answers each
+    of which 2 are kept, global batches of 4."""
     events = []
     policy = FakeRSPolicy(events)
     loaders = {"random": random, "num_workers": num_workers, "dataset": dataset}

@@ -1,13 +1,14 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Write the data set and tokenizer of two-digit sums: `python arithmetic_data.py --out DIR [--seed 0]`, no download.
+"""Write the data set and tokenizer of two-digit sums: `python arithmetic_data.py --out DIR [--seed
+0]`, no download.
 
     DIR/sft_{train,validation}.jsonl       {"input": "12+34=", "output": "46"}
     DIR/prompts_{train,validation}.jsonl   {"text": "12+34="}
     DIR/tokenizer/                         one token per character, a Hugging Face fast tokenizer, end = <|endoftext|>
 
-All 8100 sums of two numbers from 10 to 99, split once: a sum of a validation file occurs in no training file, nor does
-the same sum with its numbers swapped. The same seed writes the same bytes.
+All 8100 sums of two numbers from 10 to 99, split once: a sum of a validation file occurs in no
+training file, nor does the same sum with its numbers swapped. The same seed writes the same bytes.
 """
 
 import argparse
@@ -45,7 +46,9 @@ def make_data(out: Path, seed: int) -> None:
 
 
 def split_sums(rng: random.Random) -> dict[str, list[tuple[int, int]]]:
-    """`train` and `validation`, each in shuffled order; a sum and its swapped twin are always on the same side."""
+    """`train` and `validation`, each in shuffled order; a sum and its swapped twin are always on
+    the same side.
+    """
     pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a <= b]
     rng.shuffle(pairs)
     splits: dict[str, list[tuple[int, int]]] = {"validation": [], "train": []}
@@ -59,7 +62,9 @@ def split_sums(rng: random.Random) -> dict[str, list[tuple[int, int]]]:
 
 
 def character_tokenizer():
-    """A `tokenizers.Tokenizer` that knows `CHARACTERS` and the end of text; any other character is `UNKNOWN`."""
+    """A `tokenizers.Tokenizer` that knows `CHARACTERS` and the end of text; any other character is
+    `UNKNOWN`.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {

@@ -11,7 +11,9 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "nlp" / "gpt"
 
 
 def script_job(name: str, script: str, folder: Path, overrides: dict, threads: int = 1) -> Job:
-    """One of the project's scripts with Hydra overrides. Actor and critic work at once: a core for each is enough."""
+    """One of the project's scripts with Hydra overrides. Actor and critic work at once: a core for
+    each is enough.
+    """
     command = [
         sys.executable,
         str(SCRIPTS / script),
@@ -78,7 +80,9 @@ def from_scratch(data: Path, architecture: dict, batch_size: int, steps: int) ->
 
 
 def schedule(section: str, steps: int, val_check_interval: int) -> dict:
-    """Run for `steps` steps, however many passes over the data that makes; save at the end only."""
+    """Run for `steps` steps, however many passes over the data that makes; save at the end
+    only.
+    """
     return {
         f"{section}.max_steps": steps,
         f"{section}.max_epochs": steps,  # a step takes less than the whole data
@@ -88,7 +92,9 @@ def schedule(section: str, steps: int, val_check_interval: int) -> dict:
 
 
 def policy_training(section: str, steps: int) -> dict:
-    """`schedule` of PPO or RS: one validation before the first step, some in between, one at the end."""
+    """`schedule` of PPO or RS: one validation before the first step, some in between, one at the
+    end.
+    """
     return {**schedule(section, steps, max(steps // 5, 1)), f"{section}.run_init_validation": True}
 
 

@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The toy language of the quickstart: prompts that name a film, and reviews of two to four short sentences.
+"""The toy language of the quickstart: prompts that name a film, and reviews of two to four short
+sentences.
 
-Every opinion sentence is good or bad, so the sentiment of a review is known exactly (see `gold.py`).
+Every opinion sentence is good or bad, so the sentiment of a review is known exactly (see
+`gold.py`).
 """
 
 import itertools
@@ -24,7 +26,8 @@ PLACES = "Paris Lagos Lima Oslo".split()
 GOOD_WORDS = frozenset(GOOD_ADJECTIVES + GOOD_VERBS)
 BAD_WORDS = frozenset(BAD_ADJECTIVES + BAD_VERBS)
 
-# How often an opinion sentence agrees with the mood of its review; the rest makes mixed reviews, as people write them.
+# How often an opinion sentence agrees with the mood of its review; the rest makes mixed reviews,
+# as people write them.
 MOOD_STRENGTH = 0.8
 
 

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's child processes: started, followed through their metrics file, and never left behind."""
+"""The quickstart's child processes: started, followed through their metrics file, and never left
+behind.
+"""
 
 import ctypes
 import json
@@ -13,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-# A served critic ends its own job (Triton, shared memory, ports) within 15 s of SIGTERM; only then may we kill.
+# A served critic ends its own job (Triton, shared memory, ports) within 15 s of SIGTERM; only then
+# may we kill.
 STOP_SECONDS = 20.0
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LIBC = ctypes.CDLL(None)  # loaded now: after a fork only the simplest of calls is safe
@@ -39,7 +42,9 @@ class Interrupted(BaseException):
 
 
 class Job:
-    """One script of the project in its own process, with its own folder, log file and metrics file."""
+    """One script of the project in its own process, with its own folder, log file and metrics
+    file.
+    """
 
     def __init__(
         self, name: str, command: list[str], folder: Path, env: dict[str, str] | None = None
@@ -84,7 +89,9 @@ class Job:
         return text.replace("\r", "\n").splitlines()[-count:]
 
     def stop(self) -> None:
-        """SIGTERM to the process, which ends its own children; what is left of its group afterwards is killed."""
+        """SIGTERM to the process, which ends its own children; what is left of its group
+        afterwards is killed.
+        """
         if self.process is None:
             return
         if self.is_running():
@@ -101,7 +108,9 @@ class Job:
 
 
 class Jobs:
-    """Context in which jobs run: signals become `Interrupted`, and whatever way it is left, every child is stopped."""
+    """Context in which jobs run: signals become `Interrupted`, and whatever way it is left, every
+    child is stopped.
+    """
 
     def __init__(self):
         self.started: list[Job] = []
@@ -130,7 +139,8 @@ class Jobs:
     def follow(
         self, job: Job, on_records, companions: tuple[Job, ...] = (), poll_seconds: float = 0.5
     ) -> None:
-        """Wait for `job`, handing new metrics records to `on_records(records)` (an empty list as a heartbeat).
+        """Wait for `job`, handing new metrics records to `on_records(records)` (an empty list as a
+        heartbeat).
 
         Raises:
             JobFailed: the job failed, or one of the `companions` that it needs ended before it.
@@ -155,7 +165,9 @@ class Jobs:
 
 
 class MetricsTail:
-    """Reads the complete lines that a `metrics.jsonl` has gained since the last call; the file may not exist yet."""
+    """Reads the complete lines that a `metrics.jsonl` has gained since the last call; the file may
+    not exist yet.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -174,7 +186,9 @@ class MetricsTail:
 
 
 def tree_memory() -> int:
-    """Bytes of memory of this process and all below it; shared pages are counted once (PSS) where the system tells."""
+    """Bytes of memory of this process and all below it; shared pages are counted once (PSS) where
+    the system tells.
+    """
     total = 0
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
@@ -191,5 +205,7 @@ def _interrupt(signum, frame) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the child, before exec: ask Linux for SIGTERM when the parent dies, even if it is killed outright."""
+    """In the child, before exec: ask Linux for SIGTERM when the parent dies, even if it is killed
+    outright.
+    """
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Write the quickstart's data set and tokenizer: `python make_data.py --out DIR [--seed 0]`, a second, no download.
+"""Write the quickstart's data set and tokenizer: `python make_data.py --out DIR [--seed 0]`, a
+second, no download.
 
     DIR/sft_{train,validation}.jsonl       {"input": prompt, "output": review}, half good and half bad reviews
     DIR/pairs_{train,validation}.jsonl     neighbouring lines: {"text": prompt + better}, {"text": prompt + worse}
@@ -10,8 +11,9 @@
 
 No film of a validation file occurs in any training file. The same seed writes the same bytes.
 
-A prompt never ends with a space; the review follows after one. The tokenizer splits words before spaces, so prompt and
-answer always have the same tokens, whether they are tokenized together or apart: `prompt` + ` answer`.
+A prompt never ends with a space; the review follows after one. The tokenizer splits words before
+spaces, so prompt and answer always have the same tokens, whether they are tokenized together or
+apart: `prompt` + ` answer`.
 """
 
 import argparse
@@ -75,7 +77,9 @@ def sft_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
 
 
 def pair_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
-    """Two reviews per film, the more positive one first. Moods are free, so many pairs differ by a shade only."""
+    """Two reviews per film, the more positive one first. Moods are free, so many pairs differ by a
+    shade only.
+    """
     lines = []
     for prompt in prompts:
         better = worse = ""
@@ -110,7 +114,9 @@ def read_texts(sft_path: Path) -> list[str]:
 
 
 def train_tokenizer(texts: Iterable[str], out: Path) -> None:
-    """Train a byte-level BPE (any text round-trips) and save it as a Hugging Face fast tokenizer folder."""
+    """Train a byte-level BPE (any text round-trips) and save it as a Hugging Face fast tokenizer
+    folder.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -128,7 +134,9 @@ def train_tokenizer(texts: Iterable[str], out: Path) -> None:
 
 
 def save_tokenizer(tokenizer, out: Path) -> None:
-    """Save a `tokenizers.Tokenizer` that knows `END_OF_TEXT` as a Hugging Face fast tokenizer folder."""
+    """Save a `tokenizers.Tokenizer` that knows `END_OF_TEXT` as a Hugging Face fast tokenizer
+    folder.
+    """
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
     config = {

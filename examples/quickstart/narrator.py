@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the story of a quickstart run: progress bars on a terminal, plain lines everywhere else."""
+"""Tells the story of a quickstart run: progress bars on a terminal, plain lines everywhere
+else.
+"""
 
 import time
 from dataclasses import dataclass, field
@@ -37,7 +39,9 @@ class Phase:
             )
 
     def seconds_left(self, now: float) -> float:
-        """From the speed since the first step (start-up is not speed); before that, from the plan."""
+        """From the speed since the first step (start-up is not speed); before that, from the
+        plan.
+        """
         if self.finished is not None:
             return 0.0
         done = len(self.steps)
@@ -59,8 +63,9 @@ class Phase:
 class Narrator:
     """Shows a list of phases that run one after another.
 
-    On a terminal there is one bar per phase, redrawn in place. Otherwise a line is printed when a phase starts, about
-    `lines_per_phase` times in between, and when it ends, so that a log file stays readable.
+    On a terminal there is one bar per phase, redrawn in place. Otherwise a line is printed when a
+    phase starts, about `lines_per_phase` times in between, and when it ends, so that a log file
+    stays readable.
     """
 
     def __init__(
@@ -143,7 +148,8 @@ class Narrator:
             self._printed_steps = done
             left = clock_text(phase.seconds_left(now))
             self.say(
-                f"{self._name(phase)}: {done}/{phase.total}, {phase.describe()}, {left} left, run {self._run_left()}"
+                f"{self._name(phase)}: {done}/{phase.total}, {phase.describe()}, {left} left, run "
+                f"{self._run_left()}"
             )
 
     def finish(self, phase: Phase, detail: str = "") -> None:

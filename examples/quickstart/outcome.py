@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Did the policy learn? Reads what the actor wrote and compares its validation samples before and after training."""
+"""Did the policy learn? Reads what the actor wrote and compares its validation samples before and
+after training.
+"""
 
 import json
 import math
@@ -9,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# Each score must rise by at least this many standard errors of the difference of the two means (by chance alone, one
-# run in thirty thousand would)...
+# Each score must rise by at least this many standard errors of the difference of the two means (by
+# chance alone, one run in thirty thousand would)...
 MIN_STANDARD_ERRORS = 4.0
-# ...and by at least `Score.min_rise`. For the reward, whose scale is the reward model's own, it is in standard
-# deviations before training: 0.5 is what statisticians call a medium effect, a reader sees it in the samples.
+# ...and by at least `Score.min_rise`. For the reward, whose scale is the reward model's own, it is
+# in standard deviations before training: 0.5 is what statisticians call a medium effect, a reader
+# sees it in the samples.
 MIN_REWARD_RISE_IN_STD = 0.5
 
 
@@ -23,7 +26,9 @@ class NoOutcome(Exception):
 
 @dataclass(frozen=True)
 class Score:
-    """A number of every validation sample (a line of `val_samples.jsonl`), and which rise of its mean is clear."""
+    """A number of every validation sample (a line of `val_samples.jsonl`), and which rise of its
+    mean is clear.
+    """
 
     key: str  # in summary.json
     name: str
@@ -83,7 +88,8 @@ class Outcome:
 
 
 def read_outcome(actor_dir: Path, scores: Sequence[Score]) -> Outcome:
-    """Compare the first and the last validation in an actor's folder: `val_samples.jsonl` has every sample of both.
+    """Compare the first and the last validation in an actor's folder: `val_samples.jsonl` has
+    every sample of both.
 
     Raises:
         NoOutcome: fewer than two validations, or fewer than two samples in one of them.
@@ -95,13 +101,15 @@ def read_outcome(actor_dir: Path, scores: Sequence[Score]) -> Outcome:
     steps = sorted({sample["step"] for sample in samples})
     if len(steps) < 2:
         raise NoOutcome(
-            f"{path} holds validations of steps {steps}; one before and one after training are needed"
+            f"{path} holds validations of steps {steps}; one before and one after training are "
+            "needed"
         )
     before = [sample for sample in samples if sample["step"] == steps[0]]
     after = [sample for sample in samples if sample["step"] == steps[-1]]
     if min(len(before), len(after)) < 2:
         raise NoOutcome(
-            f"{path} holds {len(before)} and {len(after)} samples; at least 2 per validation are needed"
+            f"{path} holds {len(before)} and {len(after)} samples; at least 2 per validation are "
+            "needed"
         )
 
     kl_first, kl_last = first_and_last(actor_dir, "train_rollouts/init_policy_kl")
@@ -149,7 +157,9 @@ def _pairs(before: list[dict], after: list[dict], scores: Sequence[Score]) -> li
 
 
 def first_and_last(job_dir: Path, key: str) -> tuple[float | None, float | None]:
-    """The first and the last value of a metric in a job's `metrics.jsonl`; None if it was never logged."""
+    """The first and the last value of a metric in a job's `metrics.jsonl`; None if it was never
+    logged.
+    """
     path = job_dir / "metrics.jsonl"
     records = read_jsonl(path) if path.exists() else []
     values = [record[key] for record in records if record.get(key) is not None]

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Kinder film reviews: what `run.py` (PPO) and `run_rs.py` (rejection sampling) share, up to the reward model."""
+"""Kinder film reviews: what `run.py` (PPO) and `run_rs.py` (rejection sampling) share, up to the
+reward model.
+"""
 
 from pathlib import Path
 
@@ -97,7 +99,9 @@ def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
 
 
 def reward_model_job(run_dir: Path, seed: int, steps: int) -> Job:
-    """The SFT model with a new head learns from pairs which review is kinder; it never sees the gold score."""
+    """The SFT model with a new head learns from pairs which review is kinder; it never sees the
+    gold score.
+    """
     overrides = {
         **training(run_dir / "rm", seed, SEQ_LENGTH),
         **optimizer(lr=1e-3),
@@ -106,7 +110,8 @@ def reward_model_job(run_dir: Path, seed: int, steps: int) -> Job:
         "model.micro_batch_size": BATCH_SIZE // 2,
         "model.force_head_dtype": "float32",
         "model.data.data_prefix": data_prefix(run_dir / "data", "pairs"),
-        # The policy's answers are rewarded at their end, which is the end-of-text token: train it there too.
+        # The policy's answers are rewarded at their end, which is the end-of-text token: train it
+        # there too.
         "++model.data.append_eod": True,
         **schedule("trainer.rm", steps, steps),
     }

@@ -1,14 +1,17 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO from nothing on a laptop: `python run.py` (or `make quickstart`), a few minutes on two cores, no download.
+"""PPO from nothing on a laptop: `python run.py` (or `make quickstart`), a few minutes on two
+cores, no download.
 
     data and tokenizer -> SFT of a tiny GPT -> reward model -> critic server + PPO actor -> what changed
 
-Every phase after the first is one of the project's own scripts in its own process, as on a cluster. What a job wrote
-is in `RUN_DIR/<job>.log` and `RUN_DIR/<job>/`. This file only chooses sizes, starts the jobs, and tells what happens.
+Every phase after the first is one of the project's own scripts in its own process, as on a
+cluster. What a job wrote is in `RUN_DIR/<job>.log` and `RUN_DIR/<job>/`. This file only chooses
+sizes, starts the jobs, and tells what happens.
 
-Exit code: 0 if the validation reward and the gold score rose clearly (`outcome.py` says what is clear), 1 if not, 2 if
-a job failed or the arguments make no sense, 128 + signal number if it was stopped.
+Exit code: 0 if the validation reward and the gold score rose clearly (`outcome.py` says what is
+clear), 1 if not, 2 if a job failed or the arguments make no sense, 128 + signal number if it was
+stopped.
 """
 
 import argparse
@@ -59,7 +62,9 @@ def story(walk: Walk) -> None:
 
 
 def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
-    """The server that gives rewards and values and trains the critic; it starts from the reward model."""
+    """The server that gives rewards and values and trains the critic; it starts from the reward
+    model.
+    """
     overrides = {
         **training(run_dir / "critic", seed, SEQ_LENGTH),
         **optimizer(lr=1e-3),
@@ -86,7 +91,8 @@ def actor_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
         "remote_critic_rm.reward_model.port": port,
         "remote_critic_rm.critic.port": port,
         "remote_critic_rm.init_timeout_s": 120,
-        # Strong, for the reward model is easy to fool: without it the grammar of the answers falls apart.
+        # Strong, for the reward model is easy to fool: without it the grammar of the answers falls
+        # apart.
         "trainer.ppo.initial_policy_kl_penalty": 0.15,
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,

@@ -1,19 +1,21 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO with Python code as reward: `python run_arithmetic.py` (or `make arithmetic`), a few minutes on two cores.
+"""PPO with Python code as reward: `python run_arithmetic.py` (or `make arithmetic`), a few minutes
+on two cores.
 
     two-digit sums -> short SFT of a tiny GPT -> code-reward server + critic server + PPO actor -> what changed
 
-SFT ends early, when the policy gets some of the sums right. From then on it is shown no answer: the reward, computed
-by `examples/rewards/arithmetic.py` in a server of its own, only says right (1) or wrong (0). The measure is the share
-of exact answers to 512 sums that no training file holds, sampled at temperature 1 as the policy is trained. Every
-phase after the first is one of the project's own scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
+SFT ends early, when the policy gets some of the sums right. From then on it is shown no answer:
+the reward, computed by `examples/rewards/arithmetic.py` in a server of its own, only says right
+(1) or wrong (0). The measure is the share of exact answers to 512 sums that no training file
+holds, sampled at temperature 1 as the policy is trained. Every phase after the first is one of the
+project's own scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
 
-With `--estimator grpo` (or rloo) there is no critic: each sum is answered several times, and an answer's advantage is
-what its reward is above those of the others.
+With `--estimator grpo` (or rloo) there is no critic: each sum is answered several times, and an
+answer's advantage is what its reward is above those of the others.
 
-Exit code: 0 if the share of exact answers rose clearly (`outcome.py` says what is clear), 1 if not, 2 if a job failed
-or the arguments make no sense, 128 + signal number if it was stopped.
+Exit code: 0 if the share of exact answers rose clearly (`outcome.py` says what is clear), 1 if
+not, 2 if a job failed or the arguments make no sense, 128 + signal number if it was stopped.
 """
 
 import argparse
@@ -43,14 +45,16 @@ REWARD_FUNCTION = Path(__file__).resolve().parents[1] / "rewards" / "arithmetic.
 SEQ_LENGTH = 16
 MAX_ANSWER = 5  # the longest sum has 3 digits and the end token
 SFT_BATCH_SIZE = 128
-# With a reward of 0 or 1 an answer tells little, so many are needed for an update that is more than noise.
+# With a reward of 0 or 1 an answer tells little, so many are needed for an update that is more
+# than noise.
 ROLLOUT_SIZE = 512
 BATCH_SIZE = 256
 PPO_EPOCHS = 2
 CRITIC_WARMUP = 4  # rollouts that train only the critic, whose head is fresh
 ANSWERS = 8  # to each sum, where they are compared with each other
 
-ARCHITECTURE = {  # 0.3 million parameters; every digit has its fixed place, so absolute positions suit best
+# 0.3 million parameters; every digit has its fixed place, so absolute positions suit best
+ARCHITECTURE = {
     "num_layers": 2,
     "hidden_size": 96,
     "ffn_hidden_size": 384,
@@ -103,7 +107,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def exact_answers(data: Path) -> Score:
-    """1 for the answer that the data set has, digit by digit, else 0. It does not ask the reward function."""
+    """1 for the answer that the data set has, digit by digit, else 0. It does not ask the reward
+    function.
+    """
     right = {line["input"]: line["output"] for line in read_jsonl(data / "sft_validation.jsonl")}
 
     def is_exact(sample: dict) -> float:
@@ -165,7 +171,9 @@ def reward_server_job(run_dir: Path, port: int) -> Job:
 
 
 def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
-    """The server that gives values and trains the critic; it starts from the SFT model with a fresh head."""
+    """The server that gives values and trains the critic; it starts from the SFT model with a
+    fresh head.
+    """
     overrides = {
         **training(run_dir / "critic", seed, SEQ_LENGTH),
         **optimizer(lr=1e-3),
@@ -185,7 +193,8 @@ def with_critic(port: int) -> dict:
     """The actor's settings for PPO with a critic server at `port`."""
     return {
         "remote_critic_rm.critic.port": port,
-        "trainer.ppo.gae_lambda": 1.0,  # answers of 3 or 4 tokens: the whole reward may count for each
+        # answers of 3 or 4 tokens: the whole reward may count for each
+        "trainer.ppo.gae_lambda": 1.0,
         "trainer.ppo.critic_warmup_steps": CRITIC_WARMUP,
         "model.ppo.num_rollout_samples": ROLLOUT_SIZE,
     }
@@ -201,7 +210,9 @@ def without_critic(estimator: str) -> dict:
 
 
 def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, advantages: dict) -> Job:
-    """PPO from the SFT model, with a reward server; `advantages`: how its rewards become advantages."""
+    """PPO from the SFT model, with a reward server; `advantages`: how its rewards become
+    advantages.
+    """
     overrides = {
         **training(run_dir / "ppo_actor", seed, SEQ_LENGTH),
         **policy_training("trainer.ppo", steps),
@@ -212,9 +223,9 @@ def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, advantages
         "remote_critic_rm.reward_model.port": reward_port,
         "remote_critic_rm.init_timeout_s": 120,
         "trainer.ppo.ppo_epochs": PPO_EPOCHS,
-        # Answers that do not end are not trained on, so nothing but the distance to the SFT model keeps the end token
-        # likely after a wrong number. It must be the signed log-ratio: the absolute one would make what has become
-        # unlikely rarer still.
+        # Answers that do not end are not trained on, so nothing but the distance to the SFT model
+        # keeps the end token likely after a wrong number. It must be the signed log-ratio: the
+        # absolute one would make what has become unlikely rarer still.
         "trainer.ppo.initial_policy_kl_penalty": 0.05,
         "trainer.ppo.use_absolute_kl": False,
         "model.global_batch_size": BATCH_SIZE,

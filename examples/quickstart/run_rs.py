@@ -1,15 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rejection sampling on the quickstart's data: `python run_rs.py` (or `make rs`), a few minutes on two cores.
+"""Rejection sampling on the quickstart's data: `python run_rs.py` (or `make rs`), a few minutes on
+two cores.
 
     data and tokenizer -> SFT of a tiny GPT -> reward model -> reward-model server + RS actor -> what changed
 
-The first three phases are those of `run.py`. Then the policy answers every prompt several times, the server's reward
-model scores the answers, and the policy is trained on the best one with the likelihood loss: there is no critic. Every
-phase after the first is one of the project's own scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
+The first three phases are those of `run.py`. Then the policy answers every prompt several times,
+the server's reward model scores the answers, and the policy is trained on the best one with the
+likelihood loss: there is no critic. Every phase after the first is one of the project's own
+scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
 
-Exit code: 0 if the validation reward and the gold score rose clearly (`outcome.py` says what is clear), 1 if not, 2 if
-a job failed or the arguments make no sense, 128 + signal number if it was stopped.
+Exit code: 0 if the validation reward and the gold score rose clearly (`outcome.py` says what is
+clear), 1 if not, 2 if a job failed or the arguments make no sense, 128 + signal number if it was
+stopped.
 """
 
 import argparse

@@ -1,9 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the walk-throughs have in common: arguments, the course of a run, and the verdict at its end.
+"""What the walk-throughs have in common: arguments, the course of a run, and the verdict at its
+end.
 
-Exit codes: 0 if every score rose clearly (`outcome.py` says what is clear), 1 if not, 2 if a job failed or the
-arguments make no sense, 128 + signal number if the run was stopped.
+Exit codes: 0 if every score rose clearly (`outcome.py` says what is clear), 1 if not, 2 if a job
+failed or the arguments make no sense, 128 + signal number if the run was stopped.
 """
 
 import argparse
@@ -44,8 +45,8 @@ def parse_args(
     choices: Sequence[Steps],
     variants: Sequence[Variant] = (),
 ) -> argparse.Namespace:
-    """`run_dir` (made if missing), `seed`, one number per `choices` and one name per `variants`; exits with 2 if they
-    make no sense."""
+    """`run_dir` (made if missing), `seed`, one number per `choices` and one name per `variants`;
+    exits with 2 if they make no sense."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -140,7 +141,8 @@ def run(
     story: Callable[[Walk], None],
     ending: Callable[[], Ending],
 ) -> int:
-    """Tell the whole story and judge it; returns the exit code. Whatever happens, no child process is left behind.
+    """Tell the whole story and judge it; returns the exit code. Whatever happens, no child process
+    is left behind.
 
     Args:
         ending: called after the story, when all files are written.
@@ -159,7 +161,8 @@ def run(
         return 2
     except Interrupted as interruption:
         narrator.say(
-            f"\n{interruption}; all jobs have been stopped. What was written stays in {args.run_dir}."
+            f"\n{interruption}; all jobs have been stopped. What was written stays in "
+            f"{args.run_dir}."
         )
         return 128 + interruption.signum
     return conclude(walk, ending(), time.monotonic() - started)
@@ -198,7 +201,8 @@ def conclude(walk: Walk, ending: Ending, seconds: float) -> int:
         rise = outcome.rises[score.key]
         if not rise.clear:
             narrator.say(
-                f"Not learned: the {score.name} rose by {rise.after - rise.before:.3f}, clear is {rise.needed:.3f}."
+                f"Not learned: the {score.name} rose by {rise.after - rise.before:.3f}, clear is "
+                f"{rise.needed:.3f}."
             )
     return 1
 

@@ -5,7 +5,8 @@
     python examples/nlp/gpt/serve_reward_model.py rm_model_file=policy.nemo \\
         inference.reward_fn=examples/rewards/arithmetic.py:exact_answer
 
-Prompts end with a task such as `12+34=`; text before it (an instruction, examples) does not matter.
+Prompts end with a task such as `12+34=`; text before it (an instruction, examples) does not
+matter.
 """
 
 import re

@@ -5,8 +5,8 @@
     python examples/nlp/gpt/serve_reward_model.py rm_model_file=policy.nemo \\
         inference.reward_fn=examples/rewards/length_format.py:concise_sentences
 
-Alone it teaches a policy to write short sentences about nothing: weigh it against a reward for content
-(`remote_rm.reward_models`, docs/config.md).
+Alone it teaches a policy to write short sentences about nothing: weigh it against a reward for
+content (`remote_rm.reward_models`, docs/config.md).
 """
 
 import re
@@ -22,11 +22,13 @@ def concise_sentences(
     target: int = 32,
     weight_of_length: float = 0.5,
 ) -> list[float]:
-    """From 0 to 1: how much of the response is whole sentences, and how near it stays to `target` tokens.
+    """From 0 to 1: how much of the response is whole sentences, and how near it stays to `target`
+    tokens.
 
     Args:
         lengths: tokens of each response, its end token included.
-        target: a response of up to this many tokens has the full score for its length, one of twice as many none.
+        target: a response of up to this many tokens has the full score for its length, one of
+            twice as many none.
         weight_of_length: share of the score that the length decides.
     """
     scores = []
@@ -39,7 +41,9 @@ def concise_sentences(
 
 
 def share_of_sentences(text: str) -> float:
-    """Share of the words that stand in whole sentences: a capital or a digit first, a full stop last."""
+    """Share of the words that stand in whole sentences: a capital or a digit first, a full stop
+    last.
+    """
     words = len(text.split())
     inside = sum(
         len(part.split()) for part in BETWEEN_SENTENCES.split(text.strip()) if is_sentence(part)

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alarms: what goes wrong in silence in this field, seen at run time.
 
-Every alarm watches a metric. Some end the run, on all ranks together, because no number after them can be trusted: a
-policy that is not the reference at step 0, rewards, losses and gradients that are not finite (`training/finite.py`),
-replicas that drift apart (`parallel/replicas.py`). The others are warnings past a threshold of the section `alarms`
-(null: off), said when a state begins and not again until it has ended. docs/metrics.md has the table of all.
+Every alarm watches a metric. Some end the run, on all ranks together, because no number after them
+can be trusted: a policy that is not the reference at step 0, rewards, losses and gradients that
+are not finite (`training/finite.py`), replicas that drift apart (`parallel/replicas.py`). The
+others are warnings past a threshold of the section `alarms` (null: off), said when a state begins
+and not again until it has ended. docs/metrics.md has the table of all.
 
-Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length. Tensors per
-transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment.
+Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length.
+Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment.
 """
 
 import math
@@ -28,7 +29,7 @@ from nemo_aligner.training.timers import ScopedTimer
 PROMPT_CHARACTERS = 80  # of a prompt that an error quotes
 
 
-# ------------------------------------------------------------------------------------------------ warnings
+# ---------------------------------------------------------------------------------------- warnings
 
 
 @dataclass(frozen=True)
@@ -55,25 +56,32 @@ WARNINGS = (
         "sampling_mismatch",
         lambda metrics: metrics.get("sampling_ratio_mean_error"),
         True,
-        "The sampler gave the tokens other probabilities than the trainer computes for them, so every update is "
-        "off-policy from its start. Usual causes: a temperature that one of them does not apply, dropout left on, "
-        "another precision or kernel in decoding, or stale weights in the sampler. See sampling_ratio_max for the "
+        "The sampler gave the tokens other probabilities than the trainer computes for them, so "
+        "every update is "
+        "off-policy from its start. Usual causes: a temperature that one of them does not apply, "
+        "dropout left on, "
+        "another precision or kernel in decoding, or stale weights in the sampler. See "
+        "sampling_ratio_max for the "
         "worst token.",
     ),
     Watched(
         "clip_fraction",
         lambda metrics: metrics.get("ppo_clip_fraction"),
         True,
-        "The ratios of so many tokens are outside the clip range that they no longer train the policy: it moves too "
-        "far within one rollout. Lower model.optim.lr or trainer.ppo.ppo_epochs, use larger global batches, or set "
+        "The ratios of so many tokens are outside the clip range that they no longer train the "
+        "policy: it moves too "
+        "far within one rollout. Lower model.optim.lr or trainer.ppo.ppo_epochs, use larger "
+        "global batches, or set "
         "trainer.ppo.target_kl.",
     ),
     Watched(
         "explained_variance",
         lambda metrics: metrics.get("explained_variance"),
         False,
-        "The critic's values predict the returns worse than their mean would: the advantages are mostly its noise. "
-        "Raise trainer.ppo.critic_warmup_steps or the critic's learning rate, start the critic from the reward model, "
+        "The critic's values predict the returns worse than their mean would: the advantages are "
+        "mostly its noise. "
+        "Raise trainer.ppo.critic_warmup_steps or the critic's learning rate, start the critic "
+        "from the reward model, "
         "and look at critic_loss.",
         first_step=10,  # a new critic has to learn
     ),
@@ -85,8 +93,10 @@ WARNINGS = (
             else None
         ),
         True,
-        "Almost no answer ends by itself; answers that are cut off do not train the policy (unless "
-        "model.ppo.train_on_truncated), and their rewards are of halves. Raise length_params.max_length, check that "
+        "Almost no answer ends by itself; answers that are cut off do not train the policy "
+        "(unless "
+        "model.ppo.train_on_truncated), and their rewards are of halves. Raise "
+        "length_params.max_length, check that "
         "the SFT data end with the eos token, or set sampling_params.end_strings.",
     ),
 )
@@ -122,12 +132,15 @@ class Alarms:
         return "sampling_mismatch" in self.thresholds
 
     def watch(self, metrics: Mapping, step: int) -> dict[str, int]:
-        """Warn of the quantities in `metrics` that have gone past their thresholds; equal metrics on all ranks.
+        """Warn of the quantities in `metrics` that have gone past their thresholds; equal metrics
+        on all ranks.
 
-        A quantity that is absent leaves its warning as it is; one that is NaN is not defined, and no reason to warn.
+        A quantity that is absent leaves its warning as it is; one that is NaN is not defined, and
+        no reason to warn.
 
         Returns:
-            `alarms_active`, the number of warnings whose state lasts, to be logged with the metrics.
+            `alarms_active`, the number of warnings whose state lasts, to be logged with the
+            metrics.
         """
         for watched in WARNINGS:
             value = watched.quantity(metrics)
@@ -151,12 +164,14 @@ class Alarms:
         if parallel_state.get_rank() == 0:
             side = "above" if watched.bad_above else "below"
             self._warn(
-                f"alarm: {watched.key} is {value:.4g} at step {step}, {side} {self.section}.{watched.key}="
+                f"alarm: {watched.key} is {value:.4g} at step {step}, {side} "
+                f"{self.section}.{watched.key}="
                 f"{threshold:g}. {watched.meaning} (Said once until it has ended.)"
             )
 
     def check_replicas(self, model, step: int, timer: ScopedTimer | None = None) -> None:
-        """Every `replica_check_interval` steps, compare the weights of the replicas; all ranks call it.
+        """Every `replica_check_interval` steps, compare the weights of the replicas; all ranks
+        call it.
 
         Args:
             model: has `unwrapped()`, its bare model chunks.
@@ -173,22 +188,24 @@ class Alarms:
             check_replicas(model.unwrapped())
 
 
-# ------------------------------------------------------------------------------------------------ quantities
+# -------------------------------------------------------------------------------------- quantities
 
 
 def sampling_ratio_metrics(
     logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """How far the sampler's probabilities of the tokens are from the trainer's, over all DP ranks, which all call.
+    """How far the sampler's probabilities of the tokens are from the trainer's, over all DP ranks,
+    which all call.
 
     Args:
         logprobs: f32 `[B, S-1]`, the trainer's; slots outside the mask may hold anything.
-        sampling_logprobs: f32 `[B, S-1]`, the sampler's, in the same convention (`GenerationOutput.logprobs`).
+        sampling_logprobs: f32 `[B, S-1]`, the sampler's, in the same convention
+            (`GenerationOutput.logprobs`).
         mask: `[B, S-1]`, non-zero on the tokens that count.
 
     Returns:
-        `sampling_ratio_mean_error`, the mean of |rho - 1| with rho = exp(logprobs - sampling_logprobs), and
-        `sampling_ratio_max`, the largest of rho and 1 / rho.
+        `sampling_ratio_mean_error`, the mean of |rho - 1| with rho = exp(logprobs -
+        sampling_logprobs), and `sampling_ratio_max`, the largest of rho and 1 / rho.
     """
     mask = mask.bool()
     difference = torch.where(mask, logprobs - sampling_logprobs, 0).nan_to_num(nan=torch.inf)
@@ -202,7 +219,8 @@ def sampling_ratio_metrics(
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over the tokens of all DP ranks, which all call.
 
-    1 is a perfect critic, 0 one that knows the mean at best. NaN if the returns do not vary. Args are `[B, S-1]`.
+    1 is a perfect critic, 0 one that knows the mean at best. NaN if the returns do not vary. Args
+    are `[B, S-1]`.
     """
     group = parallel_state.get_data_parallel_group()
     error = torch.where(mask.bool(), returns - values, 0)
@@ -213,7 +231,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def rollout_health(rollout_batch: Mapping, data: Mapping) -> dict[str, float]:
-    """The quantities above of this rank's rows, as far as these tensors are there; all DP ranks call it.
+    """The quantities above of this rank's rows, as far as these tensors are there; all DP ranks
+    call it.
 
     Args:
         rollout_batch: may hold `sampling_logprobs`, then also `logprobs`.
@@ -231,16 +250,17 @@ def rollout_health(rollout_batch: Mapping, data: Mapping) -> dict[str, float]:
     return metrics
 
 
-# ------------------------------------------------------------------------------------------------ errors
+# ------------------------------------------------------------------------------------------ errors
 
 
 def check_policy_equals_reference(
     logprobs: Tensor, init_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """Before the first update policy and reference are the same weights, so their log-probs must be the same bits.
+    """Before the first update policy and reference are the same weights, so their log-probs must
+    be the same bits.
 
-    A difference is a defect that training would hide: the KL penalty would be off by it for the whole run. Args are
-    `[B, S-1]`. All ranks call it, and all raise together.
+    A difference is a defect that training would hide: the KL penalty would be off by it for the
+    whole run. Args are `[B, S-1]`. All ranks call it, and all raise together.
 
     Returns:
         `policy_reference_difference`: 0.
@@ -253,19 +273,22 @@ def check_policy_equals_reference(
     )
     if largest > 0:
         raise PolicyReferenceError(
-            f"before the first update, log-probs of the policy and of the reference differ by up to {largest:.3e}; "
-            "they must be equal. Check that the reference was copied from the weights that are trained, that dropout "
+            "before the first update, log-probs of the policy and of the reference differ by up "
+            f"to {largest:.3e}; "
+            "they must be equal. Check that the reference was copied from the weights that are "
+            "trained, that dropout "
             "is off during inference, and that no kernel in use is non-deterministic."
         )
     return {"policy_reference_difference": largest}
 
 
 def check_rewards(rollout: Mapping, tokenizer) -> None:
-    """Refuse rewards that are NaN or infinite. The rollout is that of all ranks, so all raise together.
+    """Refuse rewards that are NaN or infinite. The rollout is that of all ranks, so all raise
+    together.
 
     Args:
-        rollout: `rewards` (and `rewards_<name>` of an ensemble) f32 `[N]`; `idx`, `prompt_lengths` int64 `[N]`;
-            `response_tokens` int64 `[N, S]`.
+        rollout: `rewards` (and `rewards_<name>` of an ensemble) f32 `[N]`; `idx`, `prompt_lengths`
+            int64 `[N]`; `response_tokens` int64 `[N, S]`.
 
     Raises:
         NonFiniteError: names the first such sample by its dataset index and prompt.
@@ -282,9 +305,12 @@ def check_rewards(rollout: Mapping, tokenizer) -> None:
                 else prompt[: PROMPT_CHARACTERS - 3] + "..."
             )
             raise NonFiniteError(
-                f"{name} of sample {int(rollout['idx'][row])} (index in the data set; prompt {prompt!r}) is "
-                f"{float(rollout[name][row])}; {len(bad)} of {len(rollout[name])} are not finite. Nothing was trained "
-                "on them. Check the reward model's weights or the reward function on this prompt, and the weights of "
+                f"{name} of sample {int(rollout['idx'][row])} (index in the data set; prompt "
+                f"{prompt!r}) is "
+                f"{float(rollout[name][row])}; {len(bad)} of {len(rollout[name])} are not finite. "
+                "Nothing was trained "
+                "on them. Check the reward model's weights or the reward function on this prompt, "
+                "and the weights of "
                 "an ensemble."
             )
 

@@ -1,11 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The critic job: a critic model (and, combined with it, a reward model) that remote actors use, train and save.
+"""The critic job: a critic model (and, combined with it, a reward model) that remote actors use,
+train and save.
 
-A request goes: Triton thread (decode, check) -> queue -> main thread of rank 0 -> all ranks compute -> answer. See
-`servers/server_loop.py` for the threads and for how the job ends, `servers/scoring.py` for the way of an infer
-request, `servers/schema.py` for each endpoint's tensors. N is the number of rows of a request, n that of one
-data-parallel rank's share, S the padded token length; column t of a [N, S-1] tensor belongs to token t+1.
+A request goes: Triton thread (decode, check) -> queue -> main thread of rank 0 -> all ranks
+compute -> answer. See `servers/server_loop.py` for the threads and for how the job ends,
+`servers/scoring.py` for the way of an infer request, `servers/schema.py` for each endpoint's
+tensors. N is the number of rows of a request, n that of one data-parallel rank's share, S the
+padded token length; column t of a [N, S-1] tensor belongs to token t+1.
 """
 
 import collections
@@ -36,14 +38,16 @@ REMEMBERED_REQUESTS = 64
 
 
 class CriticServerTrainer:
-    """Serves `critic_infer`, `critic_train`, `critic_save` and `critic_status`, and trains the critic.
+    """Serves `critic_infer`, `critic_train`, `critic_save` and `critic_status`, and trains the
+    critic.
 
     Args:
         cfg: `trainer.ppo` of the critic's configuration.
         model: a `CriticModelInterface`.
         optimizer, scheduler: of the model.
         logger: has `log_metrics(metrics, step, prefix)`.
-        ckpt_callback: has `custom_save(monitor_candidates, is_train_end, trainer_state)` and `saved_at(counter)`.
+        ckpt_callback: has `custom_save(monitor_candidates, is_train_end, trainer_state)` and
+            `saved_at(counter)`.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         gbs: rows of one optimizer step, over all data-parallel ranks.
         model_forward_micro_batch_size: rows of one forward pass per data-parallel rank.
@@ -82,7 +86,8 @@ class CriticServerTrainer:
         dp_size = parallel_state.get_data_parallel_world_size()
         if gbs % dp_size:
             raise ConfigError(
-                f"model.global_batch_size={gbs} does not divide over the critic's {dp_size} data-parallel ranks. "
+                f"model.global_batch_size={gbs} does not divide over the critic's {dp_size} "
+                "data-parallel ranks. "
                 "Change it, trainer.devices, or the tensor and pipeline parallel sizes."
             )
         self.vocab_size, self.max_length = model_limits(model)
@@ -148,7 +153,9 @@ class CriticServerTrainer:
         return self._scorer.answer(self._loop, inputs)
 
     def server_train(self, **inputs) -> dict[str, np.ndarray]:
-        """Handler of `critic_train`. A `request_id` seen before gets its first answer; nothing is applied twice."""
+        """Handler of `critic_train`. A `request_id` seen before gets its first answer; nothing is
+        applied twice.
+        """
         request_id = inputs.pop("request_id", None)
         arrays = self._prepare_training(inputs)
         if request_id is None:
@@ -156,7 +163,8 @@ class CriticServerTrainer:
         request_id = bytes(np.asarray(request_id).reshape(-1)[0]).decode()
         if request_id in self._answers:
             logging.warning(
-                f"critic_train: request {request_id} came again; answering it without another update"
+                f"critic_train: request {request_id} came again; answering it without another "
+                "update"
             )
         else:
             step = self.step
@@ -210,7 +218,9 @@ class CriticServerTrainer:
 
     @contextlib.contextmanager
     def _prepared(self, prepare: Callable, finish: Callable):
-        """`prepare()` now, `finish()` at the end; after an error `finish` waits until all ranks are known to agree."""
+        """`prepare()` now, `finish()` at the end; after an error `finish` waits until all ranks
+        are known to agree.
+        """
         prepare()
         self._finish = finish
         yield
@@ -220,8 +230,8 @@ class CriticServerTrainer:
     def run_inference(self, **inputs) -> dict[str, np.ndarray]:
         """Score a batch: values float32 [N, S] and, when combined, rewards float32 [N, 1].
 
-        Every rank calls it, rank 0 with `tokens` int64 [N, S] and `sequence_lengths` int64 [N] or [N, 1] (or
-        `sentences`); rank 0 gets the arrays, the others an empty dict.
+        Every rank calls it, rank 0 with `tokens` int64 [N, S] and `sequence_lengths` int64 [N] or
+        [N, 1] (or `sentences`); rank 0 gets the arrays, the others an empty dict.
         """
         return self._scorer.run(inputs)
 
@@ -236,7 +246,9 @@ class CriticServerTrainer:
             return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
 
     def _prepare_training(self, inputs: dict) -> dict:
-        """Checked arrays of a train request, with empty rows (mask 0) up to a multiple of the global batch size."""
+        """Checked arrays of a train request, with empty rows (mask 0) up to a multiple of the
+        global batch size.
+        """
         names = ("tokens", "returns", "prev_values", "mask")
         missing = [name for name in names if inputs.get(name) is None]
         if missing:
@@ -250,9 +262,11 @@ class CriticServerTrainer:
         return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
 
     def run_training(self, **inputs) -> dict[str, np.ndarray]:
-        """One optimizer step per `gbs` rows, in order; returns {"loss_mean": float32 [1]}, the mean of their losses.
+        """One optimizer step per `gbs` rows, in order; returns {"loss_mean": float32 [1]}, the
+        mean of their losses.
 
-        Every rank calls it, rank 0 with `tokens` int64 [N, S] and `returns`, `prev_values`, `mask` float32 [N, S-1].
+        Every rank calls it, rank 0 with `tokens` int64 [N, S] and `returns`, `prev_values`, `mask`
+        float32 [N, S-1].
         Rows that fill up the last global batch have mask 0: they have no weight in the loss.
         """
         arrays = self.control.from_rank_zero(lambda: self._prepare_training(inputs))
@@ -267,7 +281,9 @@ class CriticServerTrainer:
         return {"loss_mean": np.array([np.mean(losses)], dtype=np.float32)}
 
     def _train_step(self, batch: dict) -> float:
-        """One optimizer step on this rank's rows of a global batch; returns the loss over all of it."""
+        """One optimizer step on this rank's rows of a global batch; returns the loss over all of
+        it.
+        """
         start = time.monotonic()
         batch = {name: tensor.to(get_device()) for name, tensor in batch.items()}
         self.optimizer.zero_grad()
@@ -298,7 +314,8 @@ class CriticServerTrainer:
     ) -> None:
         """Write a checkpoint that belongs to `actor_step`; every rank calls it.
 
-        `save_top_only` is accepted for old callers: which checkpoints are kept is the callback's decision.
+        `save_top_only` is accepted for old callers: which checkpoints are kept is the callback's
+        decision.
         """
         previous, self.actor_step = self.actor_step, actor_step
         try:

@@ -1,26 +1,30 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Proximal policy optimization of a Megatron policy against a critic and reward model in other processes.
+"""Proximal policy optimization of a Megatron policy against a critic and reward model in other
+processes.
 
-`PPOTrainer.fit` is the algorithm. It speaks to the policy only through `AlignableGenerativeInterface`, to the critic
-only through futures (`infer_rm_critic`, `train`, `save`), and knows nothing of tensor or pipeline parallelism: the
-ranks of one data-parallel (DP) replica hold equal batches and all call the same methods. How rewards become
-advantages is in `ppo_data.py`; some ways need no critic, whose part an object then plays that has rewards only.
+`PPOTrainer.fit` is the algorithm. It speaks to the policy only through
+`AlignableGenerativeInterface`, to the critic only through futures (`infer_rm_critic`, `train`,
+`save`), and knows nothing of tensor or pipeline parallelism: the ranks of one data-parallel (DP)
+replica hold equal batches and all call the same methods. How rewards become advantages is in
+`ppo_data.py`; some ways need no critic, whose part an object then plays that has rewards only.
 
-Shapes: N samples of a rollout over all DP ranks (prompts x answers to each), B of them on this rank, S padded length
-(prompt + response), G the global batch of one optimizer update. Tensors per transition are `[B, S-1]`;
-`nemo_aligner.core.types` has their alignment.
+Shapes: N samples of a rollout over all DP ranks (prompts x answers to each), B of them on this
+rank, S padded length (prompt + response), G the global batch of one optimizer update. Tensors per
+transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment.
 
 The split of the work does not change the numbers:
 
-* a sample's random stream depends on (seed, step, dataset index, number of the answer), not on the rank or
-  micro-batch that generates it;
-* a gathered rollout is put in the order of dataset index and answer before it is shuffled, whoever generated what;
-* one seeded permutation of the N rows is cut into global batches of G consecutive rows, and each global batch into one
-  share per DP rank. So update k sees the same G samples with any number of ranks (`deal`).
+* a sample's random stream depends on (seed, step, dataset index, number of the answer), not on the
+  rank or micro-batch that generates it;
+* a gathered rollout is put in the order of dataset index and answer before it is shuffled, whoever
+  generated what;
+* one seeded permutation of the N rows is cut into global batches of G consecutive rows, and each
+  global batch into one share per DP rank. So update k sees the same G samples with any number of
+  ranks (`deal`).
 
-References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss, eq. 11 for the advantages;
-Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL term in the reward.
+References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss, eq. 11 for the
+advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL term in the reward.
 """
 
 from collections.abc import Iterator
@@ -90,7 +94,8 @@ def compute_num_optimizer_steps(
     ppo_epochs: int,
     num_rollouts_per_prompt: int = 1,
 ) -> int:
-    """Optimizer updates in `ppo_steps` PPO steps: the horizon of the learning-rate schedule, which counts updates.
+    """Optimizer updates in `ppo_steps` PPO steps: the horizon of the learning-rate schedule, which
+    counts updates.
 
     Updates that `target_kl` leaves out are counted; the schedule then does not come to its end.
     """
@@ -134,15 +139,18 @@ class PPOTrainer:
             cfg: `trainer.ppo`.
             model: an `AlignableGenerativeInterface` with `cfg.seed` and `tokenizer`.
             optimizer, scheduler: what `training.update.optimizer_step` takes.
-            train_dataloader_builder, val_dataloader_builder: `builder(consumed_samples=...)` gives a data loader whose
-                batch sampler yields this rank's micro-batches of one rollout after the other.
-            collate_fn: list of samples of the dataset to an inference batch; must carry `idx`, the dataset index.
-            rm_critic: critic and reward model; its methods return futures and are called by all ranks. With an
-                `advantage_estimator` that needs no critic, the reward model alone with the same methods.
-            batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to an iterable of inference
-                batches.
-            logger: `log_metrics(metrics, step, prefix)`, `log_table(key, dataframe, step)`, `log_samples(name, rows,
-                step)`, `finalize()`.
+            train_dataloader_builder, val_dataloader_builder: `builder(consumed_samples=...)` gives
+                a data loader whose batch sampler yields this rank's micro-batches of one rollout
+                after the other.
+            collate_fn: list of samples of the dataset to an inference batch; must carry `idx`, the
+            dataset index.
+            rm_critic: critic and reward model; its methods return futures and are called by all
+                ranks. With an `advantage_estimator` that needs no critic, the reward model alone
+                with the same methods.
+            batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to an
+                iterable of inference batches.
+            logger: `log_metrics(metrics, step, prefix)`, `log_table(key, dataframe, step)`,
+                `log_samples(name, rows, step)`, `finalize()`.
             ckpt_callback: `custom_save(monitor_candidates, is_train_end, trainer_state)`.
             run_timer: `start_time()`, `is_finished()`: the wall-clock limit of this run.
             num_rollouts_per_prompt: answers to each training prompt.
@@ -208,13 +216,14 @@ class PPOTrainer:
             self.num_steps_per_epoch, self.cfg.max_epochs, self.cfg.max_steps
         )
 
-    # ---------------------------------------------------------------------------------------------- the algorithm
+    # ------------------------------------------------------------------------------- the algorithm
 
     def fit(self) -> None:
         """Train until the last step or the end of the time limit; all ranks call it.
 
-        The critic learns from a rollout while the actor does. Its future is awaited after the actor's updates, so that
-        a failed critic update ends the run with the server's error, and no later request can overtake it.
+        The critic learns from a rollout while the actor does. Its future is awaited after the
+        actor's updates, so that a failed critic update ends the run with the server's error, and
+        no later request can overtake it.
         """
         self.run_timer.start_time()
         is_complete(self.step, self.max_steps, "trainer.ppo.max_steps or max_epochs")
@@ -267,8 +276,8 @@ class PPOTrainer:
             sampling_step: selects the random streams of the samples; `self.step` if not given.
 
         Returns:
-            data: that of `generate_ppo_data` for this rank's rows, and `sample_order` (int64 `[B]`): the row's place
-                in the shuffled rollout of all ranks.
+            data: that of `generate_ppo_data` for this rank's rows, and `sample_order` (int64
+                `[B]`): the row's place in the shuffled rollout of all ranks.
         """
         sampling_step = self.step if sampling_step is None else sampling_step
         with inference_mode(self.model, self.timer):
@@ -302,10 +311,11 @@ class PPOTrainer:
     ):
         """Generate and score one rollout: `(rows of this rank or None, metrics of all rows)`.
 
-        The rows of this rank: `response_tokens` int64 `[B, S]`; `response_lengths`, `prompt_lengths`, `idx`,
-        `sample_key`, `sample_order` int64 `[B]`; `is_end` bool `[B]`; `rewards` f32 `[B]`; `logprobs`, with a critic
-        `values` and with a KL to measure `init_logprobs` f32 `[B, S-1]`. A validation needs one answer to a prompt and
-        its reward only, so nothing else is computed for it.
+        The rows of this rank: `response_tokens` int64 `[B, S]`; `response_lengths`,
+        `prompt_lengths`, `idx`, `sample_key`, `sample_order` int64 `[B]`; `is_end` bool `[B]`;
+        `rewards` f32 `[B]`; `logprobs`, with a critic `values` and with a KL to measure
+        `init_logprobs` f32 `[B, S-1]`. A validation needs one answer to a prompt and its reward
+        only, so nothing else is computed for it.
         """
         answers = 1 if is_validation else self.num_rollouts_per_prompt
         rollouts, futures = self._generate(
@@ -316,8 +326,9 @@ class PPOTrainer:
         rollout = PPORolloutBatch.from_rollout_batches(
             rollouts, eos_id, min_width
         ).gather_and_balance_globally()
-        # The order in which ranks delivered depends on their number; the order of the dataset does not. Rows with the
-        # same key have the same prompt and random stream, so their order is of no matter.
+        # The order in which ranks delivered depends on their number; the order of the dataset does
+        # not. Rows with the same key have the same prompt and random stream, so their order is of
+        # no matter.
         order = rollout["sample_key"].argsort(stable=True)
         rollout = rollout.select(order)
 
@@ -353,7 +364,9 @@ class PPOTrainer:
     def _generate(
         self, dataloader_builder, consumed_samples: int, sampling_step: int, answers: int
     ) -> tuple[list, list]:
-        """This rank's rollouts by micro-batch, and the futures of their scores: the critic works while we generate."""
+        """This rank's rollouts by micro-batch, and the futures of their scores: the critic works
+        while we generate.
+        """
         dataloader = dataloader_builder(consumed_samples=consumed_samples)
         num_microbatches = compute_num_rollout_microbatches(dataloader)
         with self.timer("batch_iterator_init"):
@@ -373,7 +386,9 @@ class PPOTrainer:
         return rollouts, futures
 
     def _compute_logprobs(self, rollout: PPORolloutBatch) -> PPORolloutBatch:
-        """This rank's rows of a gathered rollout, with the log-probs of the policy and of the reference."""
+        """This rank's rows of a gathered rollout, with the log-probs of the policy and of the
+        reference.
+        """
         local = self._local_rows(rollout)
         local["sample_order"] = local_places(len(rollout["idx"]), self.cfg.model_gbs)
         with self.timer("logprobs"):
@@ -386,15 +401,17 @@ class PPOTrainer:
         return local
 
     def generate_ppo_data(self, rollout_batch) -> tuple[dict, dict]:
-        """Rewards with KL, advantages and returns of this rank's rows: `(data, metrics)`; all ranks call it.
+        """Rewards with KL, advantages and returns of this rank's rows: `(data, metrics)`; all
+        ranks call it.
 
         Args:
-            rollout_batch: what `_run_inference` describes. Slots outside the response may hold anything, NaN included.
+            rollout_batch: what `_run_inference` describes. Slots outside the response may hold
+                anything, NaN included.
 
         Returns:
-            data: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`, and f32 `[B, S-1]`: `mask` (1 on response
-                tokens), `advantages`, `prev_logprobs`; with a critic `returns` and `values`; with a KL to measure
-                `init_logprobs`.
+            data: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`, and f32 `[B, S-1]`: `mask`
+                (1 on response tokens), `advantages`, `prev_logprobs`; with a critic `returns` and
+                `values`; with a KL to measure `init_logprobs`.
             metrics: of all ranks, before advantages are normalized.
         """
         kl_penalty = self.kl_controller.value
@@ -402,10 +419,11 @@ class PPOTrainer:
         return data, metrics | {"kl_penalty": kl_penalty}
 
     def run_training(self, dataloader_iter) -> tuple[float, dict]:
-        """One optimizer update per global batch (each rank has its share of it); all ranks call it.
+        """One optimizer update per global batch (each rank has its share of it); all ranks call
+        it.
 
-        With `target_kl`, those after an update that found the policy farther than that from the one that generated
-        the rollout are skipped.
+        With `target_kl`, those after an update that found the policy farther than that from the
+        one that generated the rollout are skipped.
 
         Returns:
             Loss and metrics of the last update.
@@ -436,14 +454,16 @@ class PPOTrainer:
 
     @torch.no_grad()
     def run_validation(self) -> dict:
-        """Rewards and lengths of one answer to each validation prompt, always from the same random streams."""
+        """Rewards and lengths of one answer to each validation prompt, always from the same random
+        streams.
+        """
         with inference_mode(self.model, self.timer):
             _, metrics = self._run_inference(
                 self.val_dataloader_builder, 0, is_validation=True, sampling_step=VALIDATION_STEP
             )
         return metrics
 
-    # --------------------------------------------------------------------------------------- checkpoint and resume
+    # ----------------------------------------------------------------------- checkpoint and resume
 
     def save(self, extra_candidates: Optional[dict] = None, is_train_end: bool = False) -> None:
         """Save actor and critic side by side; all ranks call it.
@@ -485,10 +505,12 @@ class PPOTrainer:
         self.resumed = True
         self.set_max_steps()
 
-    # ------------------------------------------------------------------------------------------ steps of the above
+    # -------------------------------------------------------------------------- steps of the above
 
     def _warm_up_critic(self) -> None:
-        """Rollouts that train the critic only. Their prompts are given back: the actor starts at the first one."""
+        """Rollouts that train the critic only. Their prompts are given back: the actor starts at
+        the first one.
+        """
         for i in range(self.critic_warmup_steps):
             self.consumed_samples = (i % self.num_steps_per_epoch) * self.num_rollout_samples
             with naming_step(f"critic warm-up {i}"):
@@ -501,7 +523,9 @@ class PPOTrainer:
         self.consumed_samples = 0
 
     def _finish_critic_update(self, critic_update) -> dict:
-        """Wait for the critic's update; log its loss beside the actor's, at the last optimizer update of this step."""
+        """Wait for the critic's update; log its loss beside the actor's, at the last optimizer
+        update of this step.
+        """
         critic_loss = critic_update.result()
         metrics = (
             {} if critic_loss is None else {"critic_loss": float(critic_loss)}
@@ -514,7 +538,9 @@ class PPOTrainer:
         return local_rows(rollout, self.seed, self.step, self.cfg.model_gbs, passed)
 
     def _global_batches(self, data: dict) -> Iterator[dict]:
-        """This rank's share of each global batch, in `ppo_epochs` passes over the rollout, each in its own order."""
+        """This rank's share of each global batch, in `ppo_epochs` passes over the rollout, each in
+        its own order.
+        """
         data = PPORolloutBatch(data)
         for passed in range(self.ppo_epochs):
             if passed == 1:  # later passes deal all rows anew, so every rank needs all of them

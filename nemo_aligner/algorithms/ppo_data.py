@@ -1,9 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From a scored rollout to the data of the updates: rewards with KL, advantages, returns, and their metrics.
+"""From a scored rollout to the data of the updates: rewards with KL, advantages, returns, and
+their metrics.
 
-Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length (prompt + response).
-Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment. All DP ranks call these functions.
+Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length
+(prompt + response). Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their
+alignment. All DP ranks call these functions.
 """
 
 from dataclasses import dataclass
@@ -32,7 +34,8 @@ from nemo_aligner.core.rollout_math import (
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import masked_global_mean_var, normalize_tensor
 
-# Of the answers to one prompt, each with one score: [N] scores, groups and validity to [N] advantages.
+# Of the answers to one prompt, each with one score: [N] scores, groups and validity to [N]
+# advantages.
 GROUP_ESTIMATORS = {"rloo": calculate_rloo_advantages, "grpo": calculate_grpo_advantages}
 
 
@@ -60,7 +63,9 @@ class DataSettings:
 
     @classmethod
     def from_config(cls, cfg, max_response_length: Optional[int] = None) -> "DataSettings":
-        """Of `trainer.ppo`. A configuration written before a variant existed does not have its keys."""
+        """Of `trainer.ppo`. A configuration written before a variant existed does not have its
+        keys.
+        """
         names = [name for name in cls.__dataclass_fields__ if name in cfg]
         return cls(**{name: cfg[name] for name in names}, max_response_length=max_response_length)
 
@@ -80,11 +85,13 @@ def make_kl_controller(cfg) -> FixedKLController | AdaptiveKLController:
 
 
 def make_ppo_data(rollout_batch, settings: DataSettings, kl_penalty: float) -> tuple[dict, dict]:
-    """Training data of this rank's rows of a scored rollout: `(data, metrics)`; see `PPOTrainer.generate_ppo_data`.
+    """Training data of this rank's rows of a scored rollout: `(data, metrics)`; see
+    `PPOTrainer.generate_ppo_data`.
 
     Args:
-        rollout_batch: what `PPOTrainer._run_inference` describes; with `values` if the estimator uses a critic, and
-            with `init_logprobs` if there is a KL to measure. Slots outside the response may hold anything.
+        rollout_batch: what `PPOTrainer._run_inference` describes; with `values` if the estimator
+            uses a critic, and with `init_logprobs` if there is a KL to measure. Slots outside the
+            response may hold anything.
         kl_penalty: beta, the weight of the KL in the reward.
     """
     mask = answer_mask(rollout_batch)
@@ -133,13 +140,15 @@ def make_ppo_data(rollout_batch, settings: DataSettings, kl_penalty: float) -> t
     return data, metrics | clip_metrics
 
 
-# ------------------------------------------------------------------------------------------------ rewards
+# ----------------------------------------------------------------------------------------- rewards
 
 
 def shape_rewards(
     rollout_batch, mask: torch.Tensor, settings: DataSettings
 ) -> tuple[torch.Tensor, dict]:
-    """Rewards `[B]` of the whole answers, clipped and less the penalty of overlong ones; and metrics of that."""
+    """Rewards `[B]` of the whole answers, clipped and less the penalty of overlong ones; and
+    metrics of that.
+    """
     counts, metrics = mask.bool().any(-1), {}
     rewards = clip_rewards(rollout_batch["rewards"], settings.reward_clip)
     if settings.reward_clip is not None:
@@ -156,7 +165,7 @@ def shape_rewards(
     return rewards, metrics
 
 
-# ------------------------------------------------------------------------------------------------ advantages
+# -------------------------------------------------------------------------------------- advantages
 
 
 def estimate_advantages(
@@ -199,11 +208,13 @@ def estimate_advantages(
 def compare_answers(
     scores: torch.Tensor, idx: torch.Tensor, mask: torch.Tensor, estimator: str
 ) -> tuple[dict, dict]:
-    """Advantages of answers over the others to the same prompt, which may be on other DP ranks; see above.
+    """Advantages of answers over the others to the same prompt, which may be on other DP ranks;
+    see above.
 
     Args:
         scores: `[B]`, of whole answers.
-        idx: int64 `[B]`, dataset index: what the answers to one prompt have in common, as texts may occur twice.
+        idx: int64 `[B]`, dataset index: what the answers to one prompt have in common, as texts
+            may occur twice.
         estimator: a key of `GROUP_ESTIMATORS`.
     """
     rows = PPORolloutBatch(
@@ -242,11 +253,12 @@ def shape_advantages(
     return clipped, {"fraction_of_advantages_clipped": _mean(clipped != advantages, mask)}
 
 
-# ------------------------------------------------------------------------------------------------ metrics
+# ----------------------------------------------------------------------------------------- metrics
 
 
 def mean_of_sample_means(values: torch.Tensor, mask: torch.Tensor) -> float:
-    """Mean over the samples of all DP ranks of each sample's masked mean; samples without a masked slot do not count.
+    """Mean over the samples of all DP ranks of each sample's masked mean; samples without a masked
+    slot do not count.
 
     Args:
         values: `[B, S-1]`; slots outside the mask may hold anything, NaN included.

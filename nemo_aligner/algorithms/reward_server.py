@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reward-model job: a reward model, or a function, behind one endpoint.
 
-See `servers/server_loop.py` for the threads and for how the job ends, `servers/scoring.py` for the way of a request,
-`servers/schema.py` for the endpoint's tensors. N is the number of rows of a request, n that of one data-parallel
-rank's share, S the padded token length.
+See `servers/server_loop.py` for the threads and for how the job ends, `servers/scoring.py` for the
+way of a request, `servers/schema.py` for the endpoint's tensors. N is the number of rows of a
+request, n that of one data-parallel rank's share, S the padded token length.
 """
 
 import dataclasses
@@ -22,25 +22,32 @@ from nemo_aligner.servers.server_loop import ServerLoop
 
 @dataclasses.dataclass
 class RewardModelServer:
-    """Serves one endpoint, `model_name`: sentences or tokens in, the reward [N, 1] of each row out.
+    """Serves one endpoint, `model_name`: sentences or tokens in, the reward [N, 1] of each row
+    out.
 
-    Every rank of the job constructs it, with a model that is ready for inference, and calls `run_server`.
+    Every rank of the job constructs it, with a model that is ready for inference, and calls
+    `run_server`.
 
     Attributes:
-        infer_fn: (tokens int64 [n, S], lengths int64 [n]) as one tuple -> rewards [n, 1] or [n]; every rank calls it
-            with its data-parallel share of the rows.
+        infer_fn: (tokens int64 [n, S], lengths int64 [n]) as one tuple -> rewards [n, 1] or [n];
+            every rank calls it with its data-parallel share of the rows.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         model_name: name of the endpoint.
         port: of the endpoint.
-        inference_micro_batch_size: rows per data-parallel rank that are worth waiting for, a number or several.
+        inference_micro_batch_size: rows per data-parallel rank that are worth waiting for, a
+        number or several.
         model_forward_micro_batch_size: rows of one forward pass per data-parallel rank.
-        strip_sequence_length_to_multiple: columns that no row uses are cut, down to this multiple; None keeps them.
+        strip_sequence_length_to_multiple: columns that no row uses are cut, down to this multiple;
+        None keeps them.
         max_queue_delay_microseconds: how long a request waits for others to be scored with it.
         host: address to listen on.
-        vocab_size, max_length: bounds of the model for token ids and S; requests beyond are refused.
-        needs_prompt_lengths: `infer_fn` is called as (tokens, lengths, prompt_lengths int64 [n]), and a request that
-            does not say where its answers begin is refused. Models score whole texts and do without.
-        tokenizer: of the model or function; a request that names another one is refused. None refuses none.
+        vocab_size, max_length: bounds of the model for token ids and S; requests beyond are
+        refused.
+        needs_prompt_lengths: `infer_fn` is called as (tokens, lengths, prompt_lengths int64 [n]),
+            and a request that does not say where its answers begin is refused. Models score whole
+            texts and do without.
+        tokenizer: of the model or function; a request that names another one is refused. None
+        refuses none.
     """
 
     infer_fn: Callable
@@ -92,18 +99,20 @@ class RewardModelServer:
         self._loop.run()
 
     def run_subscriber_loop(self) -> None:
-        """What ranks above 0 do in `run_server`, under its own name: follow rank 0 until the job ends."""
+        """What ranks above 0 do in `run_server`, under its own name: follow rank 0 until the job
+        ends.
+        """
         self.run_server()
 
     def infer(self, **inputs) -> dict[str, np.ndarray]:
         """Score a request: {"rewards": float32 [N, 1]}.
 
-        In a running server it is the endpoint's handler. Without one every rank calls it, rank 0 with the inputs; rank
-        0 gets the rewards, the others an empty dict.
+        In a running server it is the endpoint's handler. Without one every rank calls it, rank 0
+        with the inputs; rank 0 gets the rewards, the others an empty dict.
 
         Args:
-            inputs: `tokens` int64 [N, S] and `sequence_lengths` int64 [N, 1], or `sentences` bytes [N, 1]; optionally
-                `prompt_lengths` int64 [N, 1] and `tokenizer` bytes [N, 1].
+            inputs: `tokens` int64 [N, S] and `sequence_lengths` int64 [N, 1], or `sentences` bytes
+                [N, 1]; optionally `prompt_lengths` int64 [N, 1] and `tokenizer` bytes [N, 1].
 
         Raises:
             UserError: on rank 0, naming the tensor that does not fit.
@@ -121,7 +130,8 @@ class RewardModelServer:
         rewards = torch.as_tensor(rewards)
         if rewards.numel() != tokens.shape[0]:
             raise RuntimeError(
-                f"the served reward gave numbers of shape {list(rewards.shape)} for {tokens.shape[0]} row(s); it must "
+                f"the served reward gave numbers of shape {list(rewards.shape)} for "
+                f"{tokens.shape[0]} row(s); it must "
                 "give one number per row. A model with several attributes must merge them: "
                 "model.regression.merge_attributes=True."
             )

@@ -1,9 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainers that learn from their own rollouts (PPO, rejection sampling) share: dealing rollouts to updates,
-the updates themselves, saving, the check of a resumed state, and logging. The algorithms are in `ppo.py` and `rs.py`.
+"""What the trainers that learn from their own rollouts (PPO, rejection sampling) share: dealing
+rollouts to updates, the updates themselves, saving, the check of a resumed state, and logging. The
+algorithms are in `ppo.py` and `rs.py`.
 
-Shapes: N samples of a rollout over all DP ranks, B of them on this rank, G the global batch of one optimizer update.
+Shapes: N samples of a rollout over all DP ranks, B of them on this rank, G the global batch of one
+optimizer update.
 """
 
 import contextlib
@@ -24,14 +26,14 @@ from nemo_aligner.training.schedule import check_progress
 from nemo_aligner.training.timers import ScopedTimer
 from nemo_aligner.training.update import learning_rate, optimizer_step
 
-# "Step" of the random streams of every validation: always the same, so that validations can be compared. Rollouts of
-# critic warm-up have the steps -critic_warmup_steps .. -1.
+# "Step" of the random streams of every validation: always the same, so that validations can be
+# compared. Rollouts of critic warm-up have the steps -critic_warmup_steps .. -1.
 VALIDATION_STEP = -(2**31)
 TABLE_COLUMNS = ["step", "prompt", "response", "reward"]
 TRAIN_TABLE_ROWS, VAL_TABLE_ROWS = 1, 5
 
 
-# ------------------------------------------------------------------------------------------------ rows and batches
+# -------------------------------------------------------------------------------- rows and batches
 
 
 def check_sizes(trainer_section: str, cfg, sampler, rows_per_step: int, rows_name: str) -> None:
@@ -41,7 +43,8 @@ def check_sizes(trainer_section: str, cfg, sampler, rows_per_step: int, rows_nam
         trainer_section: of `cfg`, for messages: "trainer.ppo".
         cfg: `model_gbs` and `max_epochs` are read.
         sampler: of the training prompts.
-        rows_per_step: N, the rows of one step that are trained on; `rows_name` is what the user calls them.
+        rows_per_step: N, the rows of one step that are trained on; `rows_name` is what the user
+            calls them.
 
     Raises:
         ConfigError: with the keys and a remedy.
@@ -49,15 +52,18 @@ def check_sizes(trainer_section: str, cfg, sampler, rows_per_step: int, rows_nam
     gbs, dp_size = cfg.model_gbs, parallel_state.get_data_parallel_world_size()
     if gbs % dp_size:
         raise ConfigError(
-            f"model.global_batch_size={gbs} is not divisible by the {dp_size} data-parallel ranks; change one."
+            f"model.global_batch_size={gbs} is not divisible by the {dp_size} data-parallel "
+            "ranks; change one."
         )
     if rows_per_step % gbs:
         raise ConfigError(
-            f"{rows_name}={rows_per_step} is not a multiple of model.global_batch_size={gbs}; change one of them."
+            f"{rows_name}={rows_per_step} is not a multiple of model.global_batch_size={gbs}; "
+            "change one of them."
         )
     if cfg.max_epochs > 1 and not getattr(sampler, "is_random", False):
         raise ConfigError(
-            f"{trainer_section}.max_epochs={cfg.max_epochs} needs a random sampler, which starts over after an "
+            f"{trainer_section}.max_epochs={cfg.max_epochs} needs a random sampler, which starts "
+            "over after an "
             f"epoch, but the data loader has a {type(sampler).__name__}."
         )
 
@@ -74,7 +80,9 @@ def local_places(num_rows: int, global_batch_size: int) -> torch.Tensor:
 def local_rows(
     rollout: PPORolloutBatch, seed: int, step: int, global_batch_size: int, passed: int = 0
 ) -> PPORolloutBatch:
-    """This rank's rows of a gathered rollout, shuffled anew for each step and each pass over the rollout."""
+    """This rank's rows of a gathered rollout, shuffled anew for each step and each pass over the
+    rollout.
+    """
     # Prompts use streams of index >= 0 of this step, so negative ones are free for shuffling.
     shuffle_seed = int(sample_seeds(seed, step, torch.tensor([-2 - passed]))[0])
     rank, size = (
@@ -85,13 +93,15 @@ def local_rows(
 
 
 def shares_of_global_batches(rows: dict, global_batch_size: int) -> Iterator[dict]:
-    """This rank's share of one global batch after the other, from the rows that `local_rows` gave it."""
+    """This rank's share of one global batch after the other, from the rows that `local_rows` gave
+    it.
+    """
     per_rank = global_batch_size // parallel_state.get_data_parallel_world_size()
     for start in range(0, len(rows["mask"]), per_rank):
         yield {key: tensor[start : start + per_rank] for key, tensor in rows.items()}
 
 
-# ------------------------------------------------------------------------------------------------ phases of a step
+# -------------------------------------------------------------------------------- phases of a step
 
 
 @contextlib.contextmanager
@@ -112,7 +122,8 @@ def optimizer_updates(
     clip_val: float | None,
     timer: ScopedTimer,
 ) -> Iterator[dict]:
-    """One optimizer update per global batch (each rank has its share of it), between the model's hooks of training.
+    """One optimizer update per global batch (each rank has its share of it), between the model's
+    hooks of training.
 
     All ranks iterate to the end.
 
@@ -120,7 +131,8 @@ def optimizer_updates(
         timer: collects the `train_step_time` of all updates (`buffer_size=-1`).
 
     Yields:
-        The metrics of each update: the model's own, `loss`, `lr` (that of this update) and `grad_norm`.
+        The metrics of each update: the model's own, `loss`, `lr` (that of this update) and
+        `grad_norm`.
 
     Raises:
         NonFiniteError: a loss or a gradient is NaN or infinite; names the update.
@@ -158,9 +170,11 @@ class EarlyStop:
                 yield batch
 
     def look_at(self, metrics: dict) -> None:
-        """Look at an update's `approx_kl`: of the rollout's policy to that before the update; all ranks call it.
+        """Look at an update's `approx_kl`: of the rollout's policy to that before the update; all
+        ranks call it.
 
-        The largest of all ranks decides: should a bit differ between them, they must still stop together.
+        The largest of all ranks decides: should a bit differ between them, they must still stop
+        together.
         """
         if self.target_kl is None:
             return
@@ -178,7 +192,9 @@ class EarlyStop:
 def what_is_due(
     cfg, step: int, max_steps: int, run_time_exceeded: bool
 ) -> tuple[bool, bool, bool]:
-    """(validate, save, training has reached its end) after `step` finished steps, by the intervals in `cfg`."""
+    """(validate, save, training has reached its end) after `step` finished steps, by the intervals
+    in `cfg`.
+    """
     return check_progress(
         step, max_steps, cfg.val_check_interval, cfg.save_interval, 1.0, run_time_exceeded
     )
@@ -186,7 +202,9 @@ def what_is_due(
 
 @contextlib.contextmanager
 def ready_to_save(model):
-    """Inside, a checkpoint can be written: optimizer states are back from host memory, and every rank is here."""
+    """Inside, a checkpoint can be written: optimizer states are back from host memory, and every
+    rank is here.
+    """
     model.prepare_for_training()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -199,15 +217,18 @@ def ready_to_save(model):
 def agreed_counters(
     state_dict: dict, names: Iterable[str], section: str, num_rollout_samples: int
 ) -> dict[str, int]:
-    """The counters `names` of a resumed state, which all ranks must have read alike; all ranks call it.
+    """The counters `names` of a resumed state, which all ranks must have read alike; all ranks
+    call it.
 
     Args:
-        state_dict: may hold `num_rollout_samples` of the job that it is from, and `kl_coef` (`AdaptiveKLController`).
+        state_dict: may hold `num_rollout_samples` of the job that it is from, and `kl_coef`
+            (`AdaptiveKLController`).
         section: of this job's `num_rollout_samples`, for messages: "model.ppo".
 
     Raises:
         RuntimeError: a rank read another state than the first.
-        UserError: steps of that job had another number of prompts, so that `step` counts something else.
+        UserError: steps of that job had another number of prompts, so that `step` counts something
+        else.
     """
     state = {name: int(state_dict[name]) for name in names}
     state |= {
@@ -219,20 +240,24 @@ def agreed_counters(
         for rank, other in enumerate(states):
             if other != states[0]:
                 raise RuntimeError(
-                    f"rank {rank} resumes from {other}, but rank 0 from {states[0]}: give all one checkpoint."
+                    f"rank {rank} resumes from {other}, but rank 0 from {states[0]}: give all one "
+                    "checkpoint."
                 )
     before = state.get("num_rollout_samples", num_rollout_samples)
     if before != num_rollout_samples:
         raise UserError(
-            f"{section}.num_rollout_samples={num_rollout_samples}, but the checkpoint to resume is of a job with"
-            f" {before}: its steps, and with them epochs and max_steps, count rounds of {before} prompts. Set"
-            f" {section}.num_rollout_samples={before}, or start anew from the checkpoint's .nemo file"
+            f"{section}.num_rollout_samples={num_rollout_samples}, but the checkpoint to resume "
+            "is of a job with"
+            f" {before}: its steps, and with them epochs and max_steps, count rounds of {before} "
+            "prompts. Set"
+            f" {section}.num_rollout_samples={before}, or start anew from the checkpoint's .nemo "
+            "file"
             " (pretrained_checkpoint.restore_from_path) in another exp_manager.explicit_log_dir."
         )
     return state
 
 
-# ------------------------------------------------------------------------------------------------ logging
+# ----------------------------------------------------------------------------------------- logging
 
 
 def consume_timings(*timers: ScopedTimer) -> dict[str, float]:
@@ -305,7 +330,9 @@ def progress_bar(name: str, step: int, max_steps: int) -> tqdm:
 def show_progress(
     progress: tqdm, train_metrics: dict, val_metrics: dict, postfix_keys: tuple[str, ...]
 ) -> dict[str, float]:
-    """Advance the bar; returns all metrics of the step as `train_*` and `val_*`, to rank checkpoints by."""
+    """Advance the bar; returns all metrics of the step as `train_*` and `val_*`, to rank
+    checkpoints by.
+    """
     shown = {f"train_{key}": float(value) for key, value in train_metrics.items()}
     shown |= {f"val_{key}": float(value) for key, value in val_metrics.items()}
     progress.set_postfix(

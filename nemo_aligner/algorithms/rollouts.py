@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts: joining the micro-batches of all ranks, dealing them out to the ranks again, and measuring them.
+"""Rollouts: joining the micro-batches of all ranks, dealing them out to the ranks again, and
+measuring them.
 
-Shapes: N samples of a rollout over all DP ranks, B of them on this rank, S padded length (prompt + response).
+Shapes: N samples of a rollout over all DP ranks, B of them on this rank, S padded length (prompt +
+response).
 """
 
 from collections import UserDict
@@ -25,13 +27,15 @@ class PPORolloutBatch(UserDict):
     def from_rollout_batches(
         cls, rollout_batches: list[dict], eos_id: int, rollout_batch_seq_length: Optional[int]
     ) -> "PPORolloutBatch":
-        """Join this rank's micro-batches, padded on the right to one width over all ranks; all ranks call it.
+        """Join this rank's micro-batches, padded on the right to one width over all ranks; all
+        ranks call it.
 
         Args:
-            rollout_batches: dicts with equal keys; values `[b]` or `[b, width]`. Empty on a rank that drew no prompt.
+            rollout_batches: dicts with equal keys; values `[b]` or `[b, width]`. Empty on a rank
+                that drew no prompt.
             eos_id: fills `response_tokens`; everything else is filled with 0.
-            rollout_batch_seq_length: least width of `response_tokens` (and, less 1, of other 2-D tensors); None: the
-                width of the widest.
+            rollout_batch_seq_length: least width of `response_tokens` (and, less 1, of other 2-D
+                tensors); None: the width of the widest.
         """
         batch = cls()
         for key, (dtype, width) in sorted(_common_layout(rollout_batches).items()):
@@ -59,7 +63,9 @@ class PPORolloutBatch(UserDict):
         return batch
 
     def gather_and_balance_globally(self) -> "PPORolloutBatch":
-        """The rows of all DP ranks, in the order of the ranks, on every rank; all ranks call it."""
+        """The rows of all DP ranks, in the order of the ranks, on every rank; all ranks call
+        it.
+        """
         gathered = type(self)()
         for key, tensor in sorted(self.data.items()):
             gathered[key] = rebalance_nd_tensor(
@@ -76,13 +82,14 @@ class PPORolloutBatch(UserDict):
     def chunk(
         self, rank: int, split_size: int, seed: int, global_batch_size: Optional[int] = None
     ) -> "PPORolloutBatch":
-        """This rank's share of the shuffled rows; needs no communication, every rank holds all rows.
+        """This rank's share of the shuffled rows; needs no communication, every rank holds all
+        rows.
 
         Args:
             rank, split_size: which share, of how many.
             seed: of the permutation, the same on every rank.
-            global_batch_size: deal the permutation in global batches of this many rows (see `deal`); None: as
-                `split_size` consecutive pieces.
+            global_batch_size: deal the permutation in global batches of this many rows (see
+                `deal`); None: as `split_size` consecutive pieces.
         """
         sizes = {key: len(tensor) for key, tensor in self.data.items()}
         num_rows = next(iter(sizes.values()))
@@ -94,7 +101,9 @@ class PPORolloutBatch(UserDict):
 
 
 def _common_layout(rollout_batches: list[dict]) -> dict:
-    """`{key: (dtype, width or None for 1-D)}` over all ranks, one exchange for all keys; all ranks call it."""
+    """`{key: (dtype, width or None for 1-D)}` over all ranks, one exchange for all keys; all ranks
+    call it.
+    """
     layout = {}
     for rollout in rollout_batches:
         for key, tensor in rollout.items():
@@ -119,10 +128,12 @@ def _common_layout(rollout_batches: list[dict]) -> dict:
 def deal(
     num_rows: int, rank: int, split_size: int, global_batch_size: Optional[int] = None
 ) -> torch.Tensor:
-    """Places in a shuffled rollout, int64 `[num_rows / split_size]`, that belong to one of `split_size` ranks.
+    """Places in a shuffled rollout, int64 `[num_rows / split_size]`, that belong to one of
+    `split_size` ranks.
 
-    With `global_batch_size` G, rows k*G .. (k+1)*G-1 are global batch k whatever `split_size` is; a rank gets a
-    consecutive share of each. 8 rows, G = 4, 2 ranks: rank 0 gets 0 1 4 5, rank 1 gets 2 3 6 7.
+    With `global_batch_size` G, rows k*G .. (k+1)*G-1 are global batch k whatever `split_size` is;
+    a rank gets a consecutive share of each. 8 rows, G = 4, 2 ranks: rank 0 gets 0 1 4 5, rank 1
+    gets 2 3 6 7.
     """
     places = torch.arange(num_rows)
     if global_batch_size is None:
@@ -141,14 +152,17 @@ def compute_num_rollout_microbatches(dataloader) -> int:
     dp_size = parallel_state.get_data_parallel_world_size()
     if num_samples % (micro_batch_size * dp_size):
         raise ConfigError(
-            f"a rollout of {num_samples} samples (num_rollout_samples or num_val_samples) is not divisible "
-            f"by the rollout micro-batch size {micro_batch_size} x {dp_size} data-parallel rank(s); change one."
+            f"a rollout of {num_samples} samples (num_rollout_samples or num_val_samples) is not "
+            "divisible "
+            f"by the rollout micro-batch size {micro_batch_size} x {dp_size} data-parallel "
+            "rank(s); change one."
         )
     return num_samples // (micro_batch_size * dp_size)
 
 
 def answers_to(batches: Iterable[dict], answers: int, seed: int, step: int) -> Iterator[dict]:
-    """Each batch of prompts `answers` times, for one answer to each of its prompts after the other.
+    """Each batch of prompts `answers` times, for one answer to each of its prompts after the
+    other.
 
     Args:
         batches: must carry `idx`, int64 `[b]`, the dataset indices.
@@ -156,9 +170,9 @@ def answers_to(batches: Iterable[dict], answers: int, seed: int, step: int) -> I
         step: of training, so that a prompt that comes back is answered anew.
 
     Yields:
-        The batch with `sample_seeds` int64 `[b]`, which depend on (seed, step, index, number of the answer) alone, so
-        that with more answers the first ones stay what they were; and `sample_key` int64 `[b]`, unique and in the
-        order of index and answer.
+        The batch with `sample_seeds` int64 `[b]`, which depend on (seed, step, index, number of
+        the answer) alone, so that with more answers the first ones stay what they were; and
+        `sample_key` int64 `[b]`, unique and in the order of index and answer.
     """
     for batch in batches:
         first = sample_seeds(seed, step, batch["idx"])
@@ -174,7 +188,8 @@ def with_prompt_columns(rollout: dict, batch: dict) -> dict:
 
 
 def reward_columns(rewards: torch.Tensor, future) -> dict[str, torch.Tensor]:
-    """Columns f32 `[b]` of a scored micro-batch: `rewards`, and `rewards_<name>` for each model of an ensemble.
+    """Columns f32 `[b]` of a scored micro-batch: `rewards`, and `rewards_<name>` for each model of
+    an ensemble.
 
     Args:
         rewards: `[b]` or `[b, 1]`, from `future.result()`; `future.reward_parts` is known by then.
@@ -184,8 +199,9 @@ def reward_columns(rewards: torch.Tensor, future) -> dict[str, torch.Tensor]:
 
 
 def answer_mask(rollout) -> torch.Tensor:
-    """f32 `[B, S-1]`: 1 on the transitions of the answers, their end tokens included; never on padding, nor in the row
-    of a stand-in for a prompt that could not be used (`loss_multiplier` 0).
+    """f32 `[B, S-1]`: 1 on the transitions of the answers, their end tokens included; never on
+    padding, nor in the row of a stand-in for a prompt that could not be used (`loss_multiplier`
+    0).
     """
     tokens = rollout["response_tokens"]
     mask = create_mask(
@@ -199,7 +215,9 @@ def answer_mask(rollout) -> torch.Tensor:
 
 
 def sample_rows(rollout_batch, tokenizer, num_rows: int) -> list[dict]:
-    """Prompt and response of the first samples as text, with reward and whether the response ended by itself."""
+    """Prompt and response of the first samples as text, with reward and whether the response ended
+    by itself.
+    """
     rows = []
     for i in range(min(num_rows, len(rollout_batch["rewards"]))):
         tokens = rollout_batch["response_tokens"][i].tolist()
@@ -218,9 +236,11 @@ def sample_rows(rollout_batch, tokenizer, num_rows: int) -> list[dict]:
 
 
 def compute_rollout_metrics(rollout_batch) -> dict[str, float]:
-    """Means over the samples of a gathered rollout (lengths in tokens), with those of an ensemble's `rewards_<name>`.
+    """Means over the samples of a gathered rollout (lengths in tokens), with those of an
+    ensemble's `rewards_<name>`.
 
-    Stand-ins for prompts that could not be used (`loss_multiplier` 0) train nothing and are left out of the means.
+    Stand-ins for prompts that could not be used (`loss_multiplier` 0) train nothing and are left
+    out of the means.
     """
     lengths, prompt_lengths = (
         rollout_batch["response_lengths"].float(),

@@ -2,18 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rejection sampling of a Megatron policy against a reward model in another process.
 
-`RSTrainer.fit` is the algorithm: answer each prompt several times, score the answers, keep the best of each prompt,
-and train on them with the likelihood loss. (Llama 2, arXiv:2307.09288, section 3.2.3, calls it rejection sampling
-fine-tuning; RAFT, arXiv:2304.06767, is the same with one answer kept.) It speaks to the policy only through
-`AlignableGenerativeInterface` and to the reward model only through futures (`infer_rm`).
+`RSTrainer.fit` is the algorithm: answer each prompt several times, score the answers, keep the
+best of each prompt, and train on them with the likelihood loss. (Llama 2, arXiv:2307.09288,
+section 3.2.3, calls it rejection sampling fine-tuning; RAFT, arXiv:2304.06767, is the same with
+one answer kept.) It speaks to the policy only through `AlignableGenerativeInterface` and to the
+reward model only through futures (`infer_rm`).
 
-Shapes: N rollouts of a step over all DP ranks (prompts x answers to each), M of them selected, B of these on this
-rank, S padded length (prompt + response). Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their
-alignment.
+Shapes: N rollouts of a step over all DP ranks (prompts x answers to each), M of them selected, B
+of these on this rank, S padded length (prompt + response). Tensors per transition are `[B, S-1]`;
+`nemo_aligner.core.types` has their alignment.
 
-As in PPO, the split of the work does not change the numbers: an answer's random stream depends on (seed, step, dataset
-index, number of the answer), the gathered rollouts are put in the order of (dataset index, number of the answer), and
-one seeded permutation of the selected rows is dealt to the updates and ranks.
+As in PPO, the split of the work does not change the numbers: an answer's random stream depends on
+(seed, step, dataset index, number of the answer), the gathered rollouts are put in the order of
+(dataset index, number of the answer), and one seeded permutation of the selected rows is dealt to
+the updates and ranks.
 """
 
 from collections.abc import Iterable
@@ -74,14 +76,17 @@ POSTFIX_KEYS = (
 def compute_num_optimizer_steps(
     rs_steps: int, num_rollout_samples: int, top_n_rollouts: int, global_batch_size: int
 ) -> int:
-    """Optimizer updates in `rs_steps` steps: the horizon of the learning-rate schedule, which counts updates."""
+    """Optimizer updates in `rs_steps` steps: the horizon of the learning-rate schedule, which
+    counts updates.
+    """
     return rs_steps * (num_rollout_samples * top_n_rollouts // global_batch_size)
 
 
 def compute_global_rollout_metrics(rollout) -> dict[str, float]:
     """Means over all rollouts of a step, gathered from all ranks; lengths in tokens.
 
-    `global_response_lengths_mean` is that of the answers alone, `response_lengths` counts the prompt too.
+    `global_response_lengths_mean` is that of the answers alone, `response_lengths` counts the
+    prompt too.
     """
     metrics = compute_rollout_metrics(rollout)
     return {
@@ -96,7 +101,8 @@ class RSTrainer:
 
     Attributes:
         step: finished steps (one round of rollouts each).
-        consumed_samples: prompts that rollouts have used; it alone says where in the data a resumed job goes on.
+        consumed_samples: prompts that rollouts have used; it alone says where in the data a
+            resumed job goes on.
         rs_optimization_step: finished optimizer updates.
     """
 
@@ -121,10 +127,11 @@ class RSTrainer:
             cfg: `trainer.rs`.
             model: an `AlignableGenerativeInterface` with `cfg.seed` and `tokenizer`.
             optimizer, scheduler: what `training.update.optimizer_step` takes.
-            train_dataloader, val_dataloader: data loaders of inference batches (they must carry `idx`, the dataset
-                index) whose batch samplers yield this rank's micro-batches of one round of prompts after the other.
-            logger: `log_metrics(metrics, step, prefix)`, `log_table(key, dataframe, step)`, `log_samples(name, rows,
-                step)`, `finalize()`.
+            train_dataloader, val_dataloader: data loaders of inference batches (they must carry
+                `idx`, the dataset index) whose batch samplers yield this rank's micro-batches of
+                one round of prompts after the other.
+            logger: `log_metrics(metrics, step, prefix)`, `log_table(key, dataframe, step)`,
+                `log_samples(name, rows, step)`, `finalize()`.
             ckpt_callback: `custom_save(monitor_candidates, is_train_end, trainer_state)`.
             run_timer: `start_time()`, `is_finished()`: the wall-clock limit of this run.
             num_rollouts_per_prompt: answers to each prompt.
@@ -173,7 +180,8 @@ class RSTrainer:
             raise ConfigError(f"model.rs.top_n_rollouts={kept} must be at least 1.")
         if kept > answers:
             raise ConfigError(
-                f"model.rs.top_n_rollouts={kept} is more than model.rs.num_rollouts_per_prompt={answers}: of each "
+                f"model.rs.top_n_rollouts={kept} is more than "
+                f"model.rs.num_rollouts_per_prompt={answers}: of each "
                 "prompt's answers that many are to be kept. Lower the one or raise the other."
             )
         check_sizes(
@@ -181,7 +189,8 @@ class RSTrainer:
             self.cfg,
             sampler,
             self.num_rollout_samples * kept,
-            f"model.rs.num_rollout_samples={self.num_rollout_samples} x model.rs.top_n_rollouts={kept}",
+            f"model.rs.num_rollout_samples={self.num_rollout_samples} x "
+            f"model.rs.top_n_rollouts={kept}",
         )
 
     @property
@@ -194,7 +203,7 @@ class RSTrainer:
             self.num_steps_per_epoch, self.cfg.max_epochs, self.cfg.max_steps
         )
 
-    # ---------------------------------------------------------------------------------------------- the algorithm
+    # ------------------------------------------------------------------------------- the algorithm
 
     def fit(self) -> None:
         """Train until the last step or the end of the time limit; all ranks call it."""
@@ -237,7 +246,8 @@ class RSTrainer:
 
     @torch.no_grad()
     def generate_rollouts(self) -> tuple[dict, dict, dict]:
-        """Answers to the next prompts, and the best of them: `(data, metrics, timings)`; all ranks call it.
+        """Answers to the next prompts, and the best of them: `(data, metrics, timings)`; all ranks
+        call it.
 
         Returns:
             data: that of `generate_rs_data` for this rank's share of the selected rollouts.
@@ -246,8 +256,8 @@ class RSTrainer:
             batches = islice(self.train_batches, self.num_train_microbatches)
             rollout = self._run_inference(batches, self.num_rollouts_per_prompt, self.step)
             self.consumed_samples += self.num_rollout_samples
-            # The answers were put in order, so that of equal rewards the same are kept for any number of ranks; and
-            # equal texts are no reason to take two prompts for one.
+            # The answers were put in order, so that of equal rewards the same are kept for any
+            # number of ranks; and equal texts are no reason to take two prompts for one.
             selected = PPORolloutBatch(
                 select_topk(rollout.data, self.top_n_rollouts, group_by="idx")
             )
@@ -270,9 +280,10 @@ class RSTrainer:
         """Generate and score `answers` rollouts of each prompt in this rank's micro-batches.
 
         Returns:
-            The rollouts of all ranks on every rank, in the order of `sample_key` (dataset index, then number of the
-            answer): `response_tokens` int64 `[N, S]`; `response_lengths`, `prompt_lengths`, `idx`, `sample_key` int64
-            `[N]`; `is_end` bool `[N]`; `rewards` (and `rewards_<name>` of an ensemble's models) f32 `[N]`.
+            The rollouts of all ranks on every rank, in the order of `sample_key` (dataset index,
+            then number of the answer): `response_tokens` int64 `[N, S]`; `response_lengths`,
+            `prompt_lengths`, `idx`, `sample_key` int64 `[N]`; `is_end` bool `[N]`; `rewards` (and
+            `rewards_<name>` of an ensemble's models) f32 `[N]`.
         """
         rollouts, futures = [], []
         with self.timer("generate"):
@@ -292,8 +303,8 @@ class RSTrainer:
         return rollout.select(rollout["sample_key"].argsort())
 
     def generate_rs_data(self, rollout_batch) -> dict:
-        """What the updates consume, of selected rollouts: `response_tokens` int64 `[B, S]`; `mask` f32 `[B, S-1]`, 1
-        exactly on the answers' tokens (`answer_mask`).
+        """What the updates consume, of selected rollouts: `response_tokens` int64 `[B, S]`; `mask`
+        f32 `[B, S-1]`, 1 exactly on the answers' tokens (`answer_mask`).
         """
         return {
             "response_tokens": rollout_batch["response_tokens"],
@@ -301,7 +312,8 @@ class RSTrainer:
         }
 
     def run_training(self, dataloader_iter) -> tuple[float, dict]:
-        """One optimizer update per global batch (each rank has its share of it); all ranks call it.
+        """One optimizer update per global batch (each rank has its share of it); all ranks call
+        it.
 
         Returns:
             Loss and metrics of the last update.
@@ -322,7 +334,9 @@ class RSTrainer:
 
     @torch.no_grad()
     def run_validation(self) -> dict:
-        """Rewards and lengths of one answer to each validation prompt, always from the same random streams."""
+        """Rewards and lengths of one answer to each validation prompt, always from the same random
+        streams.
+        """
         with inference_mode(self.model, self.timer):
             self.val_dataloader.batch_sampler.consumed_samples = 0
             batches = islice(self.val_dataloader, self.num_val_microbatches)
@@ -331,7 +345,7 @@ class RSTrainer:
         metrics["table"] = sample_rows(rollout, self.model.tokenizer, len(rollout["idx"]))
         return metrics
 
-    # --------------------------------------------------------------------------------------- checkpoint and resume
+    # ----------------------------------------------------------------------- checkpoint and resume
 
     def save(self, extra_candidates: Optional[dict] = None, is_train_end: bool = False) -> None:
         """Save a checkpoint; all ranks call it.
@@ -368,7 +382,7 @@ class RSTrainer:
         self.rs_optimization_step = state["rs_optimization_step"]
         self.set_max_steps()
 
-    # ------------------------------------------------------------------------------------------ steps of the above
+    # -------------------------------------------------------------------------- steps of the above
 
     def _log_validation(self) -> dict:
         with self.timer("validation_time"), naming_step(f"validation after {self.step} RS steps"):

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on labelled data: supervised fine-tuning and reward models.
 
-`SupervisedTrainer.fit` is the loop; what the loss is, the model knows (`SupervisedInterface`). One step is one
-optimizer update on one global batch. Metrics at step k describe the weights after k updates, so the training loss at k
-and a validation at k belong to the same weights.
+`SupervisedTrainer.fit` is the loop; what the loss is, the model knows (`SupervisedInterface`). One
+step is one optimizer update on one global batch. Metrics at step k describe the weights after k
+updates, so the training loss at k and a validation at k belong to the same weights.
 """
 
 from nemo.utils import logging
@@ -32,14 +32,15 @@ class SupervisedTrainer:
     """Runs the steps, validates, logs and saves.
 
     Args:
-        cfg: `trainer.sft` or `trainer.rm`: `max_epochs`, `max_steps` (below 0: no limit), `val_check_interval` (steps;
-            a float is a fraction of an epoch), `save_interval`, `limit_train_batches`, `limit_val_batches`,
-            `gradient_clip_val`, `alarms`.
+        cfg: `trainer.sft` or `trainer.rm`: `max_epochs`, `max_steps` (below 0: no limit),
+            `val_check_interval` (steps; a float is a fraction of an epoch), `save_interval`,
+            `limit_train_batches`, `limit_val_batches`, `gradient_clip_val`, `alarms`.
         model: a `SupervisedInterface`; `model.cfg.global_batch_size` is read.
         optimizer, scheduler: see `train_utils.optimizer_step`.
-        train_dataloader: yields this rank's share of each global batch (`builders.build_dataloader`).
-        val_dataloader: the same for validation; or a dict of them by key, of which `validation` is the one that
-            checkpoints are ranked by; or None.
+        train_dataloader: yields this rank's share of each global batch
+        (`builders.build_dataloader`).
+        val_dataloader: the same for validation; or a dict of them by key, of which `validation` is
+            the one that checkpoints are ranked by; or None.
         test_dataloader: is run through once at the end of training, under `test/`; or None.
         logger: `CustomLoggerWrapper`.
         ckpt_callback: `CheckpointCallback`.
@@ -48,9 +49,10 @@ class SupervisedTrainer:
 
     Attributes:
         step: optimizer updates done.
-        consumed_samples: samples of all ranks that they used; it alone says where in the data a resumed job goes on.
-        held_out: latest metrics of each validation set, and of the test set as `test`, with the number of samples that
-            they are over (the sum of the model's metric `weights`).
+        consumed_samples: samples of all ranks that they used; it alone says where in the data a
+        resumed job goes on.
+        held_out: latest metrics of each validation set, and of the test set as `test`, with the
+            number of samples that they are over (the sum of the model's metric `weights`).
     """
 
     def __init__(
@@ -95,7 +97,8 @@ class SupervisedTrainer:
         )
         if self.num_steps_per_epoch == 0:
             raise ConfigError(
-                f"limit_train_batches={cfg.get('limit_train_batches')} leaves no batch to train on."
+                f"limit_train_batches={cfg.get('limit_train_batches')} leaves no batch to train "
+                "on."
             )
         self.limit_val_batches = cfg.get("limit_val_batches", 1.0) if self.val_dataloaders else 0
         self.val_check_interval = cfg.get("val_check_interval", -1)
@@ -111,8 +114,10 @@ class SupervisedTrainer:
         epochs = -(-self.max_steps // self.num_steps_per_epoch)
         if epochs > 1 and not isinstance(sampler, MegatronPretrainingRandomBatchSampler):
             raise ConfigError(
-                f"{epochs} epochs need a random sampler (trainer.rm.train_random_sampler=True, or shuffle=True in the"
-                f" SFT data section): the sampler in use, {type(sampler).__name__}, makes one pass. Or set"
+                f"{epochs} epochs need a random sampler (trainer.rm.train_random_sampler=True, or "
+                "shuffle=True in the"
+                f" SFT data section): the sampler in use, {type(sampler).__name__}, makes one "
+                "pass. Or set"
                 " max_epochs=1."
             )
 
@@ -132,7 +137,7 @@ class SupervisedTrainer:
         limits = [] if max_epochs is None else [self.num_steps_per_epoch * max_epochs]
         self.max_steps = min(limits + ([max_steps] if max_steps >= 0 else []))
 
-    # ------------------------------------------------------------------------------------------------ the loop
+    # ------------------------------------------------------------------------------------ the loop
 
     def fit(self) -> None:
         """Train until `max_steps` or until the time is over; all ranks call it together."""
@@ -166,7 +171,8 @@ class SupervisedTrainer:
                     self.save(candidates, is_train_end=is_train_end)
                 if run_time_exceeded:
                     logging.info(
-                        f"time limit reached at step {self.step} of {self.max_steps}; run it again to go on."
+                        f"time limit reached at step {self.step} of {self.max_steps}; run it "
+                        "again to go on."
                     )
                     break
             else:
@@ -195,7 +201,9 @@ class SupervisedTrainer:
         return metrics if grad_norm is None else metrics | {"grad_norm": grad_norm}
 
     def run_validation(self) -> dict[str, float]:
-        """Validate on every validation set and log; returns the metrics of the one that checkpoints are ranked by."""
+        """Validate on every validation set and log; returns the metrics of the one that
+        checkpoints are ranked by.
+        """
         with self.timer("validation_time"):
             for key, dataloader in self.val_dataloaders.items():
                 self._score(key, dataloader, self.limit_val_batches)
@@ -208,8 +216,9 @@ class SupervisedTrainer:
         self.logger.log_metrics(self.held_out[key][0], step=self.step, prefix=f"{key}/")
 
     def _validate(self, dataloader, limit_batches) -> tuple[dict[str, float], float]:
-        """Means over the batches, weighted by their metric `weights` (valid samples; a batch counts 1 where the model
-        does not give it), as the model summarizes them; and the sum of the weights.
+        """Means over the batches, weighted by their metric `weights` (valid samples; a batch
+        counts 1 where the model does not give it), as the model summarizes them; and the sum of
+        the weights.
         """
         sums, total = {}, 0.0
         limit = compute_limit_batches(len(dataloader), limit_batches)
@@ -244,10 +253,12 @@ class SupervisedTrainer:
             dynamic_ncols=True,
         )
 
-    # ---------------------------------------------------------------------------------------- checkpoint, resume
+    # -------------------------------------------------------------------------- checkpoint, resume
 
     def save(self, extra_candidates=None, is_train_end=False) -> None:
-        """Save a checkpoint; all ranks call it. `extra_candidates`: metrics that checkpoints may be ranked by."""
+        """Save a checkpoint; all ranks call it. `extra_candidates`: metrics that checkpoints may
+        be ranked by.
+        """
         self.ckpt_callback.custom_save(
             monitor_candidates=(extra_candidates or {}) | self.state_dict(),
             is_train_end=is_train_end,
@@ -258,7 +269,9 @@ class SupervisedTrainer:
         return {"step": self.step, "consumed_samples": self.consumed_samples, "epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from `state_dict()` of an earlier job: the next batch is the one that it would have had next."""
+        """Go on from `state_dict()` of an earlier job: the next batch is the one that it would
+        have had next.
+        """
         self.step = int(state_dict["step"])
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.set_max_steps()

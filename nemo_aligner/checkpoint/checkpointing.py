@@ -8,8 +8,8 @@
         state.json           counters of the trainer, monitored metrics, number of the save
         COMPLETE             written last; a directory without it is ignored and removed
 
-A checkpoint is written under a temporary name and renamed when it is complete, and only then are old ones removed.
-Nothing is ever read out of a file name.
+A checkpoint is written under a temporary name and renamed when it is complete, and only then are
+old ones removed. Nothing is ever read out of a file name.
 """
 
 import contextlib
@@ -36,7 +36,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # is
 MARKER = "COMPLETE"
 STATE_FILE = "state.json"
 WRITING_SUFFIX = ".writing"
-MAIN_WEIGHTS = "fp32_from_fp16_params"  # in Megatron Core's optimizer states, where a bf16 model's fp32 weights are
+# in Megatron Core's optimizer states, where a bf16 model's fp32 weights are
+MAIN_WEIGHTS = "fp32_from_fp16_params"
 FULLY_RESHARDABLE = (
     "fully_reshardable"  # Megatron Core's name of a form of the distributed optimizer's state
 )
@@ -48,7 +49,9 @@ def _barrier() -> None:
 
 
 def format_name(template: str, metrics: dict[str, float]) -> str:
-    """`"gpt-{step}-{val:.3f}"` -> `"gpt-step=10-val=0.812"`; a metric that is not there reads `nan`."""
+    """`"gpt-{step}-{val:.3f}"` -> `"gpt-step=10-val=0.812"`; a metric that is not there reads
+    `nan`.
+    """
 
     def fill(match):
         key, spec = match.group(1), match.group(2) or ""
@@ -102,13 +105,16 @@ def _set_rng_state(state: dict) -> None:
 
 
 def _optimizer_settings(optimizer) -> list[dict]:
-    """What the configuration says for each parameter group; the rate and weight decay come from the schedule."""
+    """What the configuration says for each parameter group; the rate and weight decay come from
+    the schedule.
+    """
     keys = ("max_lr", "min_lr", "betas", "eps")
     return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
 
 
 def _with_step(state: dict) -> dict:
-    """Optimizer state with a step count: Megatron Core writes none before the first step, and needs one to load.
+    """Optimizer state with a step count: Megatron Core writes none before the first step, and
+    needs one to load.
 
     With experts there are two optimizers, and `state` holds theirs under 0 and 1.
     """
@@ -124,7 +130,8 @@ def _with_step(state: dict) -> dict:
 def _all_weights_named(optimizer):
     """Inside, the optimizer of a bf16 model finds the names of its fp32 weights (a head) too.
 
-    Megatron Core numbers the bf16 weights alone, and would take one weight's state for that of another.
+    Megatron Core numbers the bf16 weights alone, and would take one weight's state for that of
+    another.
     """
     mixed = [
         part for part in chained_optimizers(optimizer) if hasattr(part, "fp32_from_fp32_groups")
@@ -162,7 +169,9 @@ def _groups_in_order(optimizer):
 
 
 def _parts(state: dict) -> list[dict]:
-    """The states of the optimizers that are chained (experts have one of their own), or that of the only one."""
+    """The states of the optimizers that are chained (experts have one of their own), or that of
+    the only one.
+    """
     return (
         [state[key] for key in sorted(state)]
         if state and all(isinstance(key, int) for key in state)
@@ -170,13 +179,15 @@ def _parts(state: dict) -> list[dict]:
     )
 
 
-# Where the fp32 copies of the weights are: the distributed optimizer's, and that of a bf16 model without it. Without
-# either the weights are fp32 themselves.
+# Where the fp32 copies of the weights are: the distributed optimizer's, and that of a bf16 model
+# without it. Without either the weights are fp32 themselves.
 _MAIN_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
 
 
 def _read_main_weights(state: dict, stored: set[str]) -> None:
-    """Let `state`, about to be loaded, read the fp32 weights under the names that the checkpoint has for them."""
+    """Let `state`, about to be loaded, read the fp32 weights under the names that the checkpoint
+    has for them.
+    """
     for tensor in nested_values(state):
         prefix = next(
             (p for p in _MAIN_PREFIXES[:2] if str(getattr(tensor, "key", "")).startswith(p)), None
@@ -189,11 +200,14 @@ def _read_main_weights(state: dict, stored: set[str]) -> None:
 
 
 def _in_form_of(optimizer, loaded: dict) -> dict:
-    """What was loaded for `optimizer`, in its own form; another kind of optimizer may have saved it.
+    """What was loaded for `optimizer`, in its own form; another kind of optimizer may have saved
+    it.
 
-    A distributed optimizer keeps its step count with the settings of the parameter groups, PyTorch's Adam with the
-    parameters. Of the stored settings only that count is needed, the rest comes from the configuration. And without
-    the distributed optimizer they could not be used: they list the parameters of the first pipeline stage.
+    A distributed optimizer keeps its step count with the settings of the parameter groups,
+    PyTorch's Adam with the parameters. Of the stored settings only that count is needed, the rest
+    comes from the configuration. And without
+    the distributed optimizer they could not be used: they list the parameters of the first
+    pipeline stage.
     """
     was_distributed = "param_state_sharding_type" in loaded
     is_distributed = isinstance(optimizer, DistributedOptimizer)
@@ -232,14 +246,16 @@ class CheckpointCallback:
     """Saves and loads the training state of one job.
 
     Args:
-        log_dir: directory of the job; checkpoints go to `<log_dir>/checkpoints`. All ranks must share it.
+        log_dir: directory of the job; checkpoints go to `<log_dir>/checkpoints`. All ranks must
+            share it.
         model: `MegatronGPTModel`, set up for training.
         optimizer, scheduler: from `model.setup_megatron_optimization`.
         name: name of the final `.nemo`.
         filename: template of the directory names (`{metric}` or `{metric:format}`).
-        monitor, mode, save_top_k: keep the `save_top_k` checkpoints with the best `monitor` ("max" or "min") beside
-            the last two; -1 keeps all, 0 keeps the last two alone.
-        save_nemo_on_train_end, always_save_nemo: write `<name>.nemo` at the end of training, or with every checkpoint.
+        monitor, mode, save_top_k: keep the `save_top_k` checkpoints with the best `monitor` ("max"
+            or "min") beside the last two; -1 keeps all, 0 keeps the last two alone.
+        save_nemo_on_train_end, always_save_nemo: write `<name>.nemo` at the end of training, or
+        with every checkpoint.
         enabled: False writes nothing (`exp_manager.create_checkpoint_callback`).
     """
 
@@ -293,7 +309,9 @@ class CheckpointCallback:
         return state
 
     def _in_own_form(self, loaded: dict) -> dict:
-        """The loaded optimizer state for this job's optimizer, which may be another than the one that was saved."""
+        """The loaded optimizer state for this job's optimizer, which may be another than the one
+        that was saved.
+        """
         own = chained_optimizers(self.optimizer)
         parts = [
             _in_form_of(optimizer, part)
@@ -311,10 +329,12 @@ class CheckpointCallback:
         is_train_end: bool = False,
         trainer_state: dict | None = None,
     ) -> Path | None:
-        """Write a checkpoint, then remove those that are neither among the best nor the last two; all ranks call it.
+        """Write a checkpoint, then remove those that are neither among the best nor the last two;
+        all ranks call it.
 
         Args:
-            monitor_candidates: metrics (numbers or 0-d tensors) for the directory name and the monitor.
+            monitor_candidates: metrics (numbers or 0-d tensors) for the directory name and the
+                monitor.
             is_train_end: the last save of the job: the `.nemo` is written too, if asked for.
             trainer_state: counters that `load_latest` gives back, JSON values.
 
@@ -359,12 +379,15 @@ class CheckpointCallback:
         sign = 1 if self.mode == "min" else -1
 
         def rank(item) -> tuple:
-            """A monitor that was not measured, or is NaN, is behind all others; among equals the newer one wins."""
+            """A monitor that was not measured, or is NaN, is behind all others; among equals the
+            newer one wins.
+            """
             value = sign * item[1]["metrics"].get(self.monitor, math.nan)
             return (math.inf if math.isnan(value) else value, -item[1]["save_number"])
 
         ranked = sorted(checkpoints, key=rank)
-        # Two of the newest: if a job dies between the critic's save and the actor's, the older ones match.
+        # Two of the newest: if a job dies between the critic's save and the actor's, the older
+        # ones match.
         keep = {path for path, _ in ranked[: self.save_top_k]} | {
             path for path, _ in checkpoints[-2:]
         }
@@ -373,7 +396,9 @@ class CheckpointCallback:
                 shutil.rmtree(path)
 
     def saved_at(self, counter: str) -> dict[int, str]:
-        """Absolute folder of each complete checkpoint, by the trainer's counter `counter`; of two the newer one."""
+        """Absolute folder of each complete checkpoint, by the trainer's counter `counter`; of two
+        the newer one.
+        """
         found = complete_checkpoints(self.root)
         return {
             int(s["trainer"][counter]): str(path.resolve())
@@ -382,18 +407,21 @@ class CheckpointCallback:
         }
 
     def latest(self, resume_from=None) -> Path | None:
-        """The checkpoint to resume from: `resume_from` if given, else the newest complete one, else None."""
+        """The checkpoint to resume from: `resume_from` if given, else the newest complete one,
+        else None.
+        """
         if resume_from is not None:
             return Path(resume_from)
         found = complete_checkpoints(self.root)
         return found[-1][0] if found else None
 
     def load_latest(self, resume_from=None) -> dict | None:
-        """Load the checkpoint to resume from into model, optimizer, schedule and random-number generators; all ranks
-        call it.
+        """Load the checkpoint to resume from into model, optimizer, schedule and random-number
+        generators; all ranks call it.
 
         Args:
-            resume_from: a checkpoint directory (`exp_manager.resume_from_checkpoint`); default the newest complete
+            resume_from: a checkpoint directory (`exp_manager.resume_from_checkpoint`); default the
+                newest complete
             one.
 
         Returns:
@@ -426,7 +454,8 @@ class CheckpointCallback:
         self.model.load_sharded_weights(loaded["weights"])
         with _groups_in_order(self.optimizer):
             self.optimizer.load_state_dict(_with_step(self._in_own_form(optimizer["optimizer"])))
-        # The job's configuration wins over the checkpoint's: a user may resume with another learning rate.
+        # The job's configuration wins over the checkpoint's: a user may resume with another
+        # learning rate.
         for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(setting)
         self.scheduler.num_steps = 0  # Megatron Core adds the stored number to it
@@ -436,7 +465,8 @@ class CheckpointCallback:
             _set_rng_state(torch.load(rng_files[parallel_state.get_rank()], weights_only=False))
         else:
             logging.warning(
-                f"{folder} was saved by {len(rng_files)} rank(s), this job has {parallel_state.get_world_size()}: "
+                f"{folder} was saved by {len(rng_files)} rank(s), this job has "
+                f"{parallel_state.get_world_size()}: "
                 "dropout will draw other numbers than in an uninterrupted run."
             )
         logging.info(f"resumed from {folder}")

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing Megatron Core distributed checkpoints in this process.
 
-Megatron Core's own writer starts a manager process (which imports the user's script once more: seconds) and forks
-workers (unsafe beside the threads of an inference server). The planning is Megatron Core's; the files are written by
-PyTorch's synchronous writer. The format is the same (`torch_dist`), and reading is Megatron Core's throughout.
+Megatron Core's own writer starts a manager process (which imports the user's script once more:
+seconds) and forks workers (unsafe beside the threads of an inference server). The planning is
+Megatron Core's; the files are written by PyTorch's synchronous writer. The format is the same
+(`torch_dist`), and reading is Megatron Core's throughout.
 """
 
 from pathlib import Path
@@ -35,7 +36,9 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
 
 
 def save(sharded_state_dict: dict, folder) -> None:
-    """Write a sharded state dict into the existing, empty `folder`; all ranks call it and share the file system."""
+    """Write a sharded state dict into the existing, empty `folder`; all ranks call it and share
+    the file system.
+    """
     dist_checkpointing.save(
         sharded_state_dict, str(folder), sharded_strategy=_InProcessSave("torch_dist", 1)
     )

@@ -6,8 +6,8 @@
     <tokenizer files>     SentencePiece model, or a directory of a Hugging Face tokenizer
     model_weights/        weights as a Megatron Core distributed checkpoint, loadable at any TP / PP / DP
 
-Weights are never unpacked where they are not needed: reading the configuration or the tokenizer touches those members
-only.
+Weights are never unpacked where they are not needed: reading the configuration or the tokenizer
+touches those members only.
 """
 
 import atexit
@@ -49,7 +49,8 @@ def check_restore_path(path, key: str = "pretrained_checkpoint.restore_from_path
     """`path` as an existing `.nemo` file or directory.
 
     Raises:
-        UserError: nothing there, or not a `.nemo`; the message names the path and the configuration key.
+        UserError: nothing there, or not a `.nemo`; the message names the path and the
+            configuration key.
     """
     if path is None:
         raise UserError(f"{key} is not set; give the path of a .nemo file or directory.")
@@ -83,7 +84,9 @@ def _member_name(member: tarfile.TarInfo) -> str:
 
 
 def _unpack_small_members(path: Path) -> Path:
-    """Folder with everything but the weights; a file is unpacked once per process, and again when it was replaced."""
+    """Folder with everything but the weights; a file is unpacked once per process, and again when
+    it was replaced.
+    """
     return path if path.is_dir() else _unpack_file(path, path.stat().st_mtime_ns)
 
 
@@ -127,7 +130,8 @@ def weights_folder(path):
     if path.is_dir():
         if not (path / WEIGHTS_FOLDER).is_dir():
             raise UserError(
-                f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it first."
+                f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it "
+                "first."
             )
         yield path / WEIGHTS_FOLDER
         return
@@ -147,7 +151,8 @@ def weights_folder(path):
         _barrier()
         if not (folder / WEIGHTS_FOLDER).is_dir():
             raise UserError(
-                f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it first."
+                f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it "
+                "first."
             )
         yield folder / WEIGHTS_FOLDER
         _barrier()
@@ -157,7 +162,9 @@ def weights_folder(path):
 
 
 def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
-    """Copy the files that `config` names into `folder`; returns a configuration that refers to the copies."""
+    """Copy the files that `config` names into `folder`; returns a configuration that refers to the
+    copies.
+    """
     config = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     for key in ARTIFACT_KEYS:
         value = OmegaConf.select(config, key)
@@ -176,7 +183,8 @@ def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
 def write_nemo(
     path, config: DictConfig, sharded_weights: dict, *, as_directory: bool = False
 ) -> None:
-    """Write a `.nemo`; all ranks call it, and the path must be on a file system that all of them share.
+    """Write a `.nemo`; all ranks call it, and the path must be on a file system that all of them
+    share.
 
     It is written beside its final place and renamed, so that a reader never sees half of it.
 

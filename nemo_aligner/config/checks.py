@@ -3,9 +3,9 @@
 """Configuration: OmegaConf resolvers, and the checks that run before anything expensive does.
 
 A script calls `check_config(cfg, name)` with the user's configuration first, and
-`check_values(cfg, name, complete=True)` once `cfg.model` also holds what the checkpoint says: only then TP, PP and CP
-are known for sure. The rules themselves are in `config_rules.py`. Which keys exist stands in
-`config_schema.py`; defaults stand in `conf/*.yaml`.
+`check_values(cfg, name, complete=True)` once `cfg.model` also holds what the checkpoint says: only
+then TP, PP and CP are known for sure. The rules themselves are in `config_rules.py`. Which keys
+exist stands in `config_schema.py`; defaults stand in `conf/*.yaml`.
 """
 
 import difflib
@@ -24,7 +24,9 @@ from nemo_aligner.training.loggers import is_rank_zero
 
 
 def register_resolvers() -> None:
-    """Register `${multiply:a,b}`, `${int_div:a,b}` and `${subtract:a,b}`; may be called any number of times."""
+    """Register `${multiply:a,b}`, `${int_div:a,b}` and `${subtract:a,b}`; may be called any number
+    of times.
+    """
     resolvers = {
         "multiply": lambda a, b: a * b,
         "int_div": lambda a, b: a // b,
@@ -38,10 +40,11 @@ register_resolvers()
 
 
 def drop_unset(model_cfg: DictConfig) -> DictConfig:
-    """Copy of `model_cfg` without the architecture keys that are null: they must not override a checkpoint's values.
+    """Copy of `model_cfg` without the architecture keys that are null: they must not override a
+    checkpoint's values.
 
-    Keys that say how the weights look (`num_layers`, `tokenizer.*`, parallel sizes, ...) are null in the YAML files to
-    mean "as in the checkpoint". Other keys keep their null.
+    Keys that say how the weights look (`num_layers`, `tokenizer.*`, parallel sizes, ...) are null
+    in the YAML files to mean "as in the checkpoint". Other keys keep their null.
     """
     tree = OmegaConf.to_container(model_cfg, resolve=False)
     for key in ARCHITECTURE_KEYS:
@@ -76,7 +79,8 @@ def _known_prefixes(config_name: str) -> set[str]:
 def nearest_key(key: str, candidates) -> str | None:
     """The candidate that `key` was probably meant to be.
 
-    In this order: the same name elsewhere, a sibling of similar name, a similar name elsewhere, the closest spelling.
+    In this order: the same name elsewhere, a sibling of similar name, a similar name elsewhere,
+    the closest spelling.
     """
     parent, _, leaf = key.rpartition(".")
     parts = [(*c.rpartition(".")[::2], c) for c in sorted(candidates)]  # (parent, name, whole key)
@@ -111,13 +115,16 @@ def check_keys(tree: Mapping, config_name: str) -> None:
             unknown.append(key + (f" (did you mean {suggestion}?)" if suggestion else ""))
     if unknown:
         raise ConfigError(
-            f"Unknown configuration key{'s' if len(unknown) > 1 else ''} for {config_name}: {'; '.join(unknown)}. "
+            f"Unknown configuration key{'s' if len(unknown) > 1 else ''} for {config_name}: "
+            f"{'; '.join(unknown)}. "
             "Correct or remove it; docs/config.md lists every key."
         )
 
 
 def check_sections(tree: Mapping, config_name: str) -> None:
-    """Refuse a number, text or list in the place of a section of `tree`, a plain nested dict without references."""
+    """Refuse a number, text or list in the place of a section of `tree`, a plain nested dict
+    without references.
+    """
     for key, value in _walk(tree, config_name).items():
         if isinstance(value, Mapping) or value is None or key in FREE or key in LIVE[config_name]:
             continue
@@ -137,7 +144,9 @@ def inert_notes(tree: Mapping, config_name: str) -> list[str]:
 
 
 def _walk(tree: Mapping, config_name: str, prefix: str = "") -> dict:
-    """Dotted key -> value for every key of `tree`, but nothing below free, inert and unknown keys."""
+    """Dotted key -> value for every key of `tree`, but nothing below free, inert and unknown
+    keys.
+    """
     found, known = {}, _known_prefixes(config_name)
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -190,7 +199,8 @@ def check_config(
     notes = inert_notes(tree, config_name)
     if Values(tree).get("trainer.ppo.trt_llm.enable"):
         notes.append(
-            "trainer.ppo.trt_llm.enable=True: TensorRT-LLM is gone; the built-in engine serves instead"
+            "trainer.ppo.trt_llm.enable=True: TensorRT-LLM is gone; the built-in engine serves "
+            "instead"
         )
     if notes and is_rank_zero():
         from nemo.utils import logging  # here: importing NeMo takes seconds

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which devices, ranks, parallel sizes and architectures cannot work together; called by `config_rules.py`."""
+"""Which devices, ranks, parallel sizes and architectures cannot work together; called by
+`config_rules.py`.
+"""
 
 import os
 from collections.abc import Mapping
@@ -27,9 +29,12 @@ def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
     product = tp * pp * cp
     if world_size % product:
         raise ConfigError(
-            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x context_parallel_size={cp} = "
-            f"{product} does not divide the {world_size} rank{'s' if world_size > 1 else ''} of this job; set "
-            f"trainer.devices x trainer.num_nodes to a multiple of {product}, or smaller parallel sizes."
+            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
+            f"context_parallel_size={cp} = "
+            f"{product} does not divide the {world_size} rank{'s' if world_size > 1 else ''} of "
+            "this job; set "
+            f"trainer.devices x trainer.num_nodes to a multiple of {product}, or smaller parallel "
+            "sizes."
         )
     return world_size // product
 
@@ -37,11 +42,12 @@ def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
 def count_ranks(
     devices, num_nodes: int, visible_devices: int = 0, env: Mapping[str, str] | None = None
 ) -> int:
-    """World size of the job: what the launcher says (torchrun and Lightning's children set RANK and WORLD_SIZE), else
-    devices x num_nodes.
+    """World size of the job: what the launcher says (torchrun and Lightning's children set RANK
+    and WORLD_SIZE), else devices x num_nodes.
 
     Args:
-        devices: `trainer.devices`: int, list of device indices, or a string of one of these, "auto" or -1.
+        devices: `trainer.devices`: int, list of device indices, or a string of one of these,
+            "auto" or -1.
         visible_devices: GPUs of this machine; "auto" and -1 mean this number, at least 1.
     """
     env = os.environ if env is None else env
@@ -65,7 +71,8 @@ def count_devices(devices, visible_devices: int = 0) -> int:
         count = 0
     if count < 1:
         raise ConfigError(
-            f"trainer.devices={devices!r} must be a positive number, a list of device indices or 'auto'."
+            f"trainer.devices={devices!r} must be a positive number, a list of device indices or "
+            "'auto'."
         )
     return count
 
@@ -80,17 +87,21 @@ def check_accelerator(accelerator: str, devices, visible_devices: int) -> None:
     """Raise when a GPU is asked for that is not there. `visible_devices`: GPUs of this machine."""
     if accelerator not in ACCELERATORS:
         raise ConfigError(
-            f"trainer.accelerator={accelerator!r} is not supported; use one of {', '.join(ACCELERATORS)}."
+            f"trainer.accelerator={accelerator!r} is not supported; use one of "
+            f"{', '.join(ACCELERATORS)}."
         )
     if accelerator in ("gpu", "cuda") and visible_devices == 0:
         raise ConfigError(
-            f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine; use "
-            "trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check that nvidia-smi lists the "
+            f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine; "
+            "use "
+            "trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check that "
+            "nvidia-smi lists the "
             "GPUs."
         )
     if accelerator != "cpu" and 0 < visible_devices < count_devices(devices, visible_devices):
         raise ConfigError(
-            f"trainer.devices={devices}, but the number of GPUs on this machine is {visible_devices}; "
+            f"trainer.devices={devices}, but the number of GPUs on this machine is "
+            f"{visible_devices}; "
             f"set trainer.devices={visible_devices}."
         )
 
@@ -109,7 +120,8 @@ def parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int
     if ep > 1:
         if not experts:
             raise ConfigError(
-                f"model.expert_model_parallel_size={ep} spreads experts over ranks, but this model has none; set it "
+                f"model.expert_model_parallel_size={ep} spreads experts over ranks, but this "
+                "model has none; set it "
                 f"to 1 ({EP_REMEDY})."
             )
         require_multiple(
@@ -122,7 +134,9 @@ def parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int
 
 
 def virtual_pipeline_group(values: Values) -> dict[str, int]:
-    """Virtual pipelining needs as many micro-batches as there are stages, or a multiple: that factor of a batch."""
+    """Virtual pipelining needs as many micro-batches as there are stages, or a multiple: that
+    factor of a batch.
+    """
     pp, vpp = (
         values.whole(f"model.{name}pipeline_model_parallel_size", 1) or 1
         for name in ("", "virtual_")
@@ -131,7 +145,9 @@ def virtual_pipeline_group(values: Values) -> dict[str, int]:
 
 
 def _require_split(name: str, value: int, sizes: Mapping[str, int], fixed: bool) -> None:
-    """Raise unless the parallel `sizes` divide `value`, which is `fixed` where a checkpoint says it."""
+    """Raise unless the parallel `sizes` divide `value`, which is `fixed` where a checkpoint says
+    it.
+    """
     product = " x ".join(sizes)
     remedy = (
         f"the checkpoint fixes {name}, so set {product} to a divisor of {value}" if fixed else None
@@ -174,7 +190,8 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
     _check_experts(v, fixed)
     if vpp > 1 and pp == 1:
         raise ConfigError(
-            f"model.virtual_pipeline_model_parallel_size={vpp} needs model.pipeline_model_parallel_size of 2 or more; "
+            f"model.virtual_pipeline_model_parallel_size={vpp} needs "
+            "model.pipeline_model_parallel_size of 2 or more; "
             "set it to null."
         )
     if layers:
@@ -203,7 +220,8 @@ def _check_experts(v: Values, fixed: bool) -> None:
     ]
     if keys:
         raise ConfigError(
-            f"{keys[0]}={v.get(keys[0])} is of a mixture of experts, but model.num_moe_experts is not set; set it, or "
+            f"{keys[0]}={v.get(keys[0])} is of a mixture of experts, but model.num_moe_experts is "
+            "not set; set it, or "
             f"{keys[0]} to null."
         )
 
@@ -211,8 +229,8 @@ def _check_experts(v: Values, fixed: bool) -> None:
 def check_recomputation(v: Values, complete: bool) -> None:
     """`model.activations_checkpoint_*`; `complete` as in `config_rules.check_values`.
 
-    A user may say a part of it and leave the rest to the checkpoint; and a checkpoint may have been trained with
-    a method that its user has switched off since.
+    A user may say a part of it and leave the rest to the checkpoint; and a checkpoint may have
+    been trained with a method that its user has switched off since.
     """
     v.choice(RECOMPUTE + "granularity", ("selective", "full"))
     v.choice(RECOMPUTE + "method", ("uniform", "block"))
@@ -230,14 +248,16 @@ def check_recomputation(v: Values, complete: bool) -> None:
                 )
     if granularity == "selective" and complete and layers is not None:
         raise ConfigError(
-            f"{RECOMPUTE}num_layers={layers} is only for granularity=full, but it is selective, which recomputes the "
+            f"{RECOMPUTE}num_layers={layers} is only for granularity=full, but it is selective, "
+            "which recomputes the "
             "attention of every layer; set num_layers to null."
         )
     off = granularity == "selective" or v.is_null(RECOMPUTE + "granularity")
     for key in ("method", "num_layers"):
         if off and not complete and v.get(RECOMPUTE + key) is not None:
             raise ConfigError(
-                f"{RECOMPUTE}{key}={v.get(RECOMPUTE + key)} has no effect unless {RECOMPUTE}granularity=full; set "
+                f"{RECOMPUTE}{key}={v.get(RECOMPUTE + key)} has no effect unless "
+                f"{RECOMPUTE}granularity=full; set "
                 "that, or this to null."
             )
 
@@ -246,6 +266,7 @@ def _check_recomputed_layers(v: Values, stage: int) -> None:
     layers = v.whole(RECOMPUTE + "num_layers", 1)
     if v.get(RECOMPUTE + "granularity") == "full" and layers and layers > stage:
         raise ConfigError(
-            f"{RECOMPUTE}num_layers={layers} is more than the {stage} layers of a pipeline stage; set it to at most "
+            f"{RECOMPUTE}num_layers={layers} is more than the {stage} layers of a pipeline stage; "
+            "set it to at most "
             f"{stage}."
         )

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which values of PPO's variants (docs/ppo.md) cannot work, alone or together; called by `config_rules.py`."""
+"""Which values of PPO's variants (docs/ppo.md) cannot work, alone or together; called by
+`config_rules.py`.
+"""
 
 from nemo_aligner.core.errors import ConfigError
 
@@ -28,7 +30,8 @@ def check_ppo_variants(values) -> None:
     for key in ("ip", "port"):
         if values.is_null(f"remote_critic_rm.critic.{key}"):
             raise ConfigError(
-                f"remote_critic_rm.critic.{key} is not set, but trainer.ppo.advantage_estimator=gae needs a critic; "
+                f"remote_critic_rm.critic.{key} is not set, but "
+                "trainer.ppo.advantage_estimator=gae needs a critic; "
                 "give the address of its server."
             )
 
@@ -55,7 +58,8 @@ def _check_ranges(v) -> None:
     )
     if buffer and longest and buffer > longest:
         raise ConfigError(
-            f"trainer.ppo.overlong_buffer_len={buffer} is more than the {longest} tokens an answer can have "
+            f"trainer.ppo.overlong_buffer_len={buffer} is more than the {longest} tokens an "
+            "answer can have "
             f"(model.ppo.length_params.max_length); set it to at most {longest}."
         )
 
@@ -66,19 +70,23 @@ def _check_adaptive_kl(v) -> None:
     for key in ("target", "horizon"):
         if v.get(f"{PPO}adaptive_kl.{key}") is None:
             raise ConfigError(
-                f"trainer.ppo.adaptive_kl.{key} is not set, but adaptive_kl.enable=True needs it; give a number, or "
+                f"trainer.ppo.adaptive_kl.{key} is not set, but adaptive_kl.enable=True needs it; "
+                "give a number, or "
                 "switch adaptive_kl off."
             )
     if not v.get(PPO + "initial_policy_kl_penalty", 0):
         raise ConfigError(
-            "trainer.ppo.adaptive_kl.enable=True multiplies trainer.ppo.initial_policy_kl_penalty=0, which stays 0; "
+            "trainer.ppo.adaptive_kl.enable=True multiplies "
+            "trainer.ppo.initial_policy_kl_penalty=0, which stays 0; "
             "set a small penalty to start from, for example 0.01, or switch adaptive_kl off."
         )
     rows, horizon = _rows(v), v.get(PPO + "adaptive_kl.horizon")
     if rows and horizon and horizon <= 0.2 * rows:
         raise ConfigError(
-            f"trainer.ppo.adaptive_kl.horizon={horizon} is too short for {rows} answers per PPO step: one step could "
-            f"make the penalty negative; set it above {0.2 * rows:g}, better to {10 * rows} or more."
+            f"trainer.ppo.adaptive_kl.horizon={horizon} is too short for {rows} answers per PPO "
+            "step: one step could "
+            f"make the penalty negative; set it above {0.2 * rows:g}, better to {10 * rows} or "
+            "more."
         )
 
 
@@ -92,7 +100,8 @@ def _check_answers(v) -> None:
         )
     if answers > 1 and (v.get(sampling + "use_greedy") or v.get(sampling + "top_k") == 1):
         raise ConfigError(
-            f"model.ppo.num_rollouts_per_prompt={answers} answers to a prompt would be the same with "
+            f"model.ppo.num_rollouts_per_prompt={answers} answers to a prompt would be the same "
+            "with "
             "sampling_params.use_greedy=True or top_k=1; sample, or draw one answer."
         )
 
@@ -101,8 +110,10 @@ def _check_target_kl(v) -> None:
     rows, batch, epochs = _rows(v), v.get("model.global_batch_size"), v.get(PPO + "ppo_epochs", 1)
     if v.get(PPO + "target_kl") is not None and rows and batch and rows // batch * epochs == 1:
         raise ConfigError(
-            f"trainer.ppo.target_kl={v.get(PPO + 'target_kl')} ends the updates on a rollout early, but there is only "
-            f"one: {rows} answers per PPO step are one model.global_batch_size={batch}, in one pass. Set target_kl to "
+            f"trainer.ppo.target_kl={v.get(PPO + 'target_kl')} ends the updates on a rollout "
+            "early, but there is only "
+            f"one: {rows} answers per PPO step are one model.global_batch_size={batch}, in one "
+            "pass. Set target_kl to "
             "null, or a smaller global_batch_size or more ppo_epochs."
         )
 
@@ -112,27 +123,34 @@ def _check_critic_free(v, estimator: str) -> None:
     remote = "remote_critic_rm.combine_rm_and_critic_server"
     if v.get(remote, True):
         raise ConfigError(
-            f"{name} needs no critic, so the rewards cannot come from its server ({remote}=True); set {remote}=False "
-            "and the address of a reward server in remote_critic_rm.reward_model (or reward_models)."
+            f"{name} needs no critic, so the rewards cannot come from its server ({remote}=True); "
+            f"set {remote}=False "
+            "and the address of a reward server in remote_critic_rm.reward_model (or "
+            "reward_models)."
         )
     if v.get(PPO + "critic_warmup_steps", 0):
         raise ConfigError(
-            f"trainer.ppo.critic_warmup_steps={v.get(PPO + 'critic_warmup_steps')} would train a critic, but {name} "
+            f"trainer.ppo.critic_warmup_steps={v.get(PPO + 'critic_warmup_steps')} would train a "
+            f"critic, but {name} "
             "has none; set it to 0."
         )
     if v.get(PPO + "critic_gae_lambda") is not None:
         raise ConfigError(
-            f"trainer.ppo.critic_gae_lambda={v.get(PPO + 'critic_gae_lambda')} is of what a critic learns, but {name} "
+            f"trainer.ppo.critic_gae_lambda={v.get(PPO + 'critic_gae_lambda')} is of what a "
+            f"critic learns, but {name} "
             "has none; set it to null."
         )
     if v.get(PPO + "whiten_rewards", False):
         raise ConfigError(
-            "trainer.ppo.whiten_rewards=True rescales the rewards of single tokens, whose sum would then depend on "
-            f"the length of an answer, and {name} compares sums; set it to False (its advantages are scaled anyway)."
+            "trainer.ppo.whiten_rewards=True rescales the rewards of single tokens, whose sum "
+            "would then depend on "
+            f"the length of an answer, and {name} compares sums; set it to False (its advantages "
+            "are scaled anyway)."
         )
     if estimator in ("rloo", "grpo") and v.get(PPO + "discount_factor", 1.0) != 1.0:
         raise ConfigError(
-            f"trainer.ppo.discount_factor={v.get(PPO + 'discount_factor')} has no part in {name}, which "
+            f"trainer.ppo.discount_factor={v.get(PPO + 'discount_factor')} has no part in {name}, "
+            "which "
             "compares whole answers; set it to 1.0."
         )
 

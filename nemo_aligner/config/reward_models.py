@@ -1,10 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which reward models a job uses and where they are served, read from `remote_rm` or `remote_critic_rm`.
+"""Which reward models a job uses and where they are served, read from `remote_rm` or
+`remote_critic_rm`.
 
-One reward model (`reward_model: {name, ip, port}`), or several named ones whose weighted rewards are added
-(`reward_models: {helpful: {ip, port, weight}, terse: {...}}`). Each may be served by a fleet: `ip`, `port` or both are
-then lists. Nothing here talks to a server (see servers/fleet.py).
+One reward model (`reward_model: {name, ip, port}`), or several named ones whose weighted rewards
+are added (`reward_models: {helpful: {ip, port, weight}, terse: {...}}`). Each may be served by a
+fleet: `ip`, `port` or both are then lists. Nothing here talks to a server (see servers/fleet.py).
 """
 
 import math
@@ -39,7 +40,8 @@ class RewardModelSpec:
 
 
 def read_reward_models(cfg, setting: str) -> list[RewardModelSpec]:
-    """The reward models of `cfg`, the section called `setting`; `host` and `port` in it win over `reward_model`'s.
+    """The reward models of `cfg`, the section called `setting`; `host` and `port` in it win over
+    `reward_model`'s.
 
     Raises:
         ConfigError: naming the key, its value and what it should be.
@@ -53,12 +55,15 @@ def read_reward_models(cfg, setting: str) -> list[RewardModelSpec]:
     if not isinstance(ensemble, Mapping) or not ensemble:
         raise ConfigError(
             f"{setting}.reward_models={ensemble!r} must map names to servers, for example "
-            "{helpful: {ip: localhost, port: 5555, weight: 0.7}, terse: {ip: localhost, port: 5556, weight: 0.3}}."
+            "{helpful: {ip: localhost, port: 5555, weight: 0.7}, terse: {ip: localhost, port: "
+            "5556, weight: 0.3}}."
         )
     if host is not None or port is not None:
         raise ConfigError(
-            f"{setting}.host={host} and {setting}.port={port} are the address of one reward model, but "
-            f"{setting}.reward_models names {len(ensemble)}; give the addresses there and leave host and port null."
+            f"{setting}.host={host} and {setting}.port={port} are the address of one reward "
+            "model, but "
+            f"{setting}.reward_models names {len(ensemble)}; give the addresses there and leave "
+            "host and port null."
         )
     for name, member in ensemble.items():
         _check_member(f"{setting}.reward_models", name, member)
@@ -68,7 +73,8 @@ def read_reward_models(cfg, setting: str) -> list[RewardModelSpec]:
     ]
     if all(spec.weight == 0 for spec in specs):
         raise ConfigError(
-            f"every weight in {setting}.reward_models is 0: all rewards would be 0. Set at least one."
+            f"every weight in {setting}.reward_models is 0: all rewards would be 0. Set at least "
+            "one."
         )
     return specs
 
@@ -77,22 +83,26 @@ def _check_member(setting: str, name, member) -> None:
     """A member's name, and its keys: one that is misspelt would leave its default in force."""
     if not str(name).isidentifier() or name == "with_kl":
         raise ConfigError(
-            f"{setting} has the name {name!r}, which becomes part of a metric's name, rewards_<name>: use letters, "
+            f"{setting} has the name {name!r}, which becomes part of a metric's name, "
+            "rewards_<name>: use letters, "
             "digits and underscores, and not with_kl, which is a metric already."
         )
     if not isinstance(member, Mapping):
         raise ConfigError(
-            f"{setting}.{name}={member!r} must be a section with ip, port and optionally name and weight."
+            f"{setting}.{name}={member!r} must be a section with ip, port and optionally name and "
+            "weight."
         )
     for key in member:
         if key not in _MEMBER_KEYS:
             raise ConfigError(
-                f"{setting}.{name} has the unknown key {key}; a member has {', '.join(_MEMBER_KEYS)}."
+                f"{setting}.{name} has the unknown key {key}; a member has "
+                f"{', '.join(_MEMBER_KEYS)}."
             )
     for key in ("ip", "port"):
         if member.get(key, None) is None:
             raise ConfigError(
-                f"{setting}.{name}.{key} is not set; every member of an ensemble needs ip and port."
+                f"{setting}.{name}.{key} is not set; every member of an ensemble needs ip and "
+                "port."
             )
 
 
@@ -101,7 +111,8 @@ def _read_one(
 ) -> RewardModelSpec:
     if not isinstance(section, Mapping):
         raise ConfigError(
-            f"{setting}={section!r} must be a section with ip, port and optionally name and weight."
+            f"{setting}={section!r} must be a section with ip, port and optionally name and "
+            "weight."
         )
     weight = section.get("weight", 1.0)
     if (
@@ -126,7 +137,9 @@ def _read_one(
 
 
 def _read_addresses(ip, port, setting: str) -> tuple:
-    """((host, port), ...): lists of equal length are paired, a single value goes with each item of the other list."""
+    """((host, port), ...): lists of equal length are paired, a single value goes with each item of
+    the other list.
+    """
     ips, ports = _as_list(ip), _as_list(port)
     for value in ips:
         if not isinstance(value, str) or not value.strip():
@@ -135,12 +148,14 @@ def _read_addresses(ip, port, setting: str) -> tuple:
             "/" in value or value.count(":") == 1 or any(map(str.isspace, value))
         ):  # IPv6 addresses have more colons
             raise ConfigError(
-                f"{setting}.ip={ip!r}: give the host name or IP address alone; the port goes to {setting}.port."
+                f"{setting}.ip={ip!r}: give the host name or IP address alone; the port goes to "
+                f"{setting}.port."
             )
     for value in ports:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
             raise ConfigError(
-                f"{setting}.port={port!r}: {value!r} is not a TCP port; use numbers from 1 to 65535."
+                f"{setting}.port={port!r}: {value!r} is not a TCP port; use numbers from 1 to "
+                "65535."
             )
     if not ips or not ports:
         raise ConfigError(f"{setting}.ip={ips} with {setting}.port={ports} names no server.")
@@ -150,14 +165,16 @@ def _read_addresses(ip, port, setting: str) -> tuple:
         ports = ports * len(ips)
     if len(ips) != len(ports):
         raise ConfigError(
-            f"{setting}.ip={ips} names {len(ips)} servers, but {setting}.port={ports} has {len(ports)} ports; give "
+            f"{setting}.ip={ips} names {len(ips)} servers, but {setting}.port={ports} has "
+            f"{len(ports)} ports; give "
             "one port for all of them, or one for each."
         )
     addresses = tuple(zip(ips, ports))
     for address in addresses:
         if addresses.count(address) > 1:
             raise ConfigError(
-                f"{setting} names {address[0]}:{address[1]} more than once; list each server of the fleet once."
+                f"{setting} names {address[0]}:{address[1]} more than once; list each server of "
+                "the fleet once."
             )
     return addresses
 

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which values of a configuration cannot work, alone or together: plain functions over plain values.
+"""Which values of a configuration cannot work, alone or together: plain functions over plain
+values.
 
 `check_values` knows the rules of each job; which keys exist stands in `config_schema.py`.
 """
@@ -24,7 +25,8 @@ from nemo_aligner.config.values import Values, require_multiple, resolved
 from nemo_aligner.core.errors import ConfigError
 
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
-# Section of `trainer` that holds a job's own settings, and the key that names the weights it starts from.
+# Section of `trainer` that holds a job's own settings, and the key that names the weights it
+# starts from.
 SECTIONS = {
     "gpt_ppo_actor": "ppo",
     "gpt_ppo_critic": "ppo",
@@ -37,7 +39,9 @@ RESTORE_KEY = "pretrained_checkpoint.restore_from_path"  # of all others
 
 
 def check_flags(values: Values, config_name: str) -> None:
-    """Raise unless each switch is True or False; null only where it means "as in the checkpoint"."""
+    """Raise unless each switch is True or False; null only where it means "as in the
+    checkpoint".
+    """
     for key in sorted(FLAGS & LIVE[config_name]):
         value = values.get(key)
         leaves_it = key.removeprefix("model.") in ARCHITECTURE_KEYS or values.is_null(
@@ -50,7 +54,9 @@ def check_flags(values: Values, config_name: str) -> None:
 
 
 def check_required(values: Values, config_name: str) -> None:
-    """Raise where a key that needs a value was set to null. One that is absent has the default of the code."""
+    """Raise where a key that needs a value was set to null. One that is absent has the default of
+    the code.
+    """
     for key in sorted(REQUIRED[config_name]):
         if values.is_null(key):
             raise ConfigError(
@@ -59,7 +65,9 @@ def check_required(values: Values, config_name: str) -> None:
 
 
 def check_intervals(section: str, val_check_interval, save_interval) -> None:
-    """Raise unless checkpoints fall on validations (their file name and ranking hold a validation score)."""
+    """Raise unless checkpoints fall on validations (their file name and ranking hold a validation
+    score).
+    """
     both = (val_check_interval, save_interval)
     if all(isinstance(x, int) and x > 0 for x in both) and save_interval % val_check_interval:
         raise ConfigError(
@@ -69,7 +77,9 @@ def check_intervals(section: str, val_check_interval, save_interval) -> None:
 
 
 def _divides(values: Values, whole: str, *parts: str, dp: dict[str, int]) -> None:
-    """The batch size at key `whole` must be a multiple of those at `parts` x DP; keys not set are left out."""
+    """The batch size at key `whole` must be a multiple of those at `parts` x DP; keys not set are
+    left out.
+    """
     total = values.whole(whole, minimum=1)
     factors = {part: values.whole(part, minimum=1) for part in parts}
     if total is not None and all(factors.values()):
@@ -90,13 +100,16 @@ def _check_sequence_lengths(values: Values) -> None:
     learned = values.get("model.position_embedding_type", "learned_absolute") == "learned_absolute"
     if length and positions and learned and positions < length:
         raise ConfigError(
-            f"model.max_position_embeddings={positions} is smaller than model.encoder_seq_length={length}; "
+            f"model.max_position_embeddings={positions} is smaller than "
+            f"model.encoder_seq_length={length}; "
             f"set it to {length}."
         )
 
 
 def _check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> None:
-    """What PPO and RS actors have in common; `kind` is "ppo" or "rs", `remote` the section of its servers."""
+    """What PPO and RS actors have in common; `kind` is "ppo" or "rs", `remote` the section of its
+    servers.
+    """
     v, section, model = values, f"trainer.{kind}.", f"model.{kind}."
     _check_same(v, section + "model_gbs", "model.global_batch_size")
     _check_same(v, section + "model_mbs", "model.micro_batch_size")
@@ -113,8 +126,10 @@ def _check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) ->
     experts = v.whole("model.expert_model_parallel_size", 1) or 1
     if experts > 1 and v.get(f"{section}batch_iterator.use_flask", False):
         raise ConfigError(
-            f"{section}batch_iterator.use_flask=True does not work with model.expert_model_parallel_size={experts}: "
-            "these ranks hold each other's experts, so none may generate more often than another. Set it to False "
+            f"{section}batch_iterator.use_flask=True does not work with "
+            f"model.expert_model_parallel_size={experts}: "
+            "these ranks hold each other's experts, so none may generate more often than another. "
+            "Set it to False "
             f"({EP_REMEDY})."
         )
     v.number(f"{remote}.init_timeout_s", 0, above=True)
@@ -134,7 +149,8 @@ def _check_generation(values: Values, model: str, remote: str) -> None:
         )
     if longest and shortest and shortest > longest:
         raise ConfigError(
-            f"{model}length_params.min_length={shortest} is above max_length={longest}; lower min_length."
+            f"{model}length_params.min_length={shortest} is above max_length={longest}; lower "
+            "min_length."
         )
     pad = v.whole(f"{remote}.pad_to_length", 1)
     if pad and longest and pad <= longest:
@@ -180,7 +196,8 @@ def _check_actor(values: Values, dp: dict[str, int]) -> None:
     ):
         raise ConfigError(
             "remote_critic_rm.reward_models names servers of their own, but "
-            "remote_critic_rm.combine_rm_and_critic_server=True has the critic server score rewards; set it to False."
+            "remote_critic_rm.combine_rm_and_critic_server=True has the critic server score "
+            "rewards; set it to False."
         )
 
 
@@ -193,7 +210,8 @@ def _check_rs(values: Values, dp: dict[str, int]) -> None:
     )
     if answers and kept and kept > answers:
         raise ConfigError(
-            f"model.rs.top_n_rollouts={kept} is above model.rs.num_rollouts_per_prompt={answers}: no more can be kept "
+            f"model.rs.top_n_rollouts={kept} is above model.rs.num_rollouts_per_prompt={answers}: "
+            "no more can be kept "
             "than were drawn; lower the first or raise the second."
         )
     sampling = "model.rs.sampling_params."
@@ -203,13 +221,15 @@ def _check_rs(values: Values, dp: dict[str, int]) -> None:
         and (v.get(sampling + "use_greedy") or v.get(sampling + "top_k") == 1)
     ):
         raise ConfigError(
-            f"model.rs.num_rollouts_per_prompt={answers} answers to a prompt would be the same with "
+            f"model.rs.num_rollouts_per_prompt={answers} answers to a prompt would be the same "
+            "with "
             "sampling_params.use_greedy=True or top_k=1; sample, or draw one answer."
         )
     batch = v.whole("model.global_batch_size", 1)
     if prompts and kept and batch and prompts * kept % batch:
         raise ConfigError(
-            f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={kept} = {prompts * kept} kept answers "
+            f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={kept} = "
+            f"{prompts * kept} kept answers "
             f"are not a multiple of model.global_batch_size={batch}; change one of them."
         )
 
@@ -223,14 +243,16 @@ def _check_serving(values: Values, section: str) -> None:
         for key in ("mean", "std"):
             if values.get(f"model.reward_standardization.{key}") is None:
                 raise ConfigError(
-                    f"model.reward_standardization.enable=True needs model.reward_standardization.{key}; set it."
+                    "model.reward_standardization.enable=True needs "
+                    f"model.reward_standardization.{key}; set it."
                 )
         values.number("model.reward_standardization.std", 0, above=True)
     sizes = values.get(f"{section}.inference_micro_batch_size", 1)
     for size in sizes if isinstance(sizes, (list, tuple)) else [sizes]:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(
-                f"{section}.inference_micro_batch_size={sizes!r} must be a positive whole number or a list of them."
+                f"{section}.inference_micro_batch_size={sizes!r} must be a positive whole number "
+                "or a list of them."
             )
 
 
@@ -251,13 +273,16 @@ def _check_reward_server(values: Values, ranks: int) -> None:
         return
     if v.get("rm_model_file") is None and v.get("model.tokenizer.library") is None:
         raise ConfigError(
-            f"inference.reward_fn={function} reads text, so it needs the tokenizer of the policy that it judges: set "
+            f"inference.reward_fn={function} reads text, so it needs the tokenizer of the policy "
+            "that it judges: set "
             "rm_model_file to the policy's .nemo, or model.tokenizer."
         )
     if ranks > 1:
         raise ConfigError(
-            f"inference.reward_fn={function} is served by one process with inference.reward_fn_workers="
-            f"{v.get('inference.reward_fn_workers')} workers, but the job has {ranks} ranks; set trainer.devices=1, "
+            f"inference.reward_fn={function} is served by one process with "
+            "inference.reward_fn_workers="
+            f"{v.get('inference.reward_fn_workers')} workers, but the job has {ranks} ranks; set "
+            "trainer.devices=1, "
             "and more workers if they are needed."
         )
 
@@ -273,8 +298,10 @@ def _check_from_scratch(values: Values, restore_key: str) -> None:
     missing = [key for key in needed if values.get(key) is None]
     if missing:
         raise ConfigError(
-            f"{restore_key} is not set, so the model starts from random weights, but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set either; name a checkpoint or give the architecture."
+            f"{restore_key} is not set, so the model starts from random weights, but "
+            f"{', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set either; name a checkpoint or give "
+            "the architecture."
         )
 
 
@@ -285,8 +312,8 @@ def check_values(
 
     Args:
         cfg: `DictConfig`, or a dict without references.
-        complete: True once `cfg.model` holds the checkpoint's values too. Before that, checks that need the data
-            parallel size run only if the parallel sizes are given.
+        complete: True once `cfg.model` holds the checkpoint's values too. Before that, checks that
+            need the data parallel size run only if the parallel sizes are given.
         visible_devices: GPUs of this machine; None asks PyTorch.
 
     Raises:
@@ -364,7 +391,8 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
     )
     if data_length and length and data_length > length:
         raise ConfigError(
-            f"model.data.seq_length={data_length} is above model.encoder_seq_length={length}; set it to {length} or "
+            f"model.data.seq_length={data_length} is above model.encoder_seq_length={length}; set "
+            f"it to {length} or "
             "less."
         )
     section = f"trainer.{SECTIONS[config_name]}"
@@ -381,7 +409,8 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
     if reads_prefix and not values.get("model.data.data_prefix"):
         raise ConfigError(
             "model.data.data_prefix is not set; give the data files, for example "
-            "'model.data.data_prefix={train: [train.jsonl], validation: [val.jsonl], test: [val.jsonl]}'."
+            "'model.data.data_prefix={train: [train.jsonl], validation: [val.jsonl], test: "
+            "[val.jsonl]}'."
         )
 
 
@@ -397,6 +426,7 @@ def _check_sft(values: Values, dp: dict[str, int]) -> None:
         )
         if limit and length and limit > length:
             raise ConfigError(
-                f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower it."
+                f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower "
+                "it."
             )
         values.choice(f"{name}.truncation_method", ("left", "right"))

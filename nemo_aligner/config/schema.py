@@ -1,16 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which configuration keys exist: the ones that act, and the ones of NeMo and NeMo-Aligner that no longer do.
+"""Which configuration keys exist: the ones that act, and the ones of NeMo and NeMo-Aligner that no
+longer do.
 
-Defaults are not here: they stand once, in `conf/*.yaml`. The checks that use these tables are in `config_utils.py`,
-`config_rules.py`, `parallel_rules.py` and `ppo_rules.py`.
+Defaults are not here: they stand once, in `conf/*.yaml`. The checks that use these tables are in
+`config_utils.py`, `config_rules.py`, `parallel_rules.py` and `ppo_rules.py`.
 
 Three tables per configuration name:
 
 * `LIVE[name]`: dotted keys that have an effect.
-* `FREE`: prefixes below which any key goes (names that the user chooses, arguments of a third-party logger).
-* `INERT[name]`: dotted key -> `Inert(reason, neutral)`. Accepted, without effect; a value other than a neutral one is
-  worth a warning. An inert key covers everything below it.
+* `FREE`: prefixes below which any key goes (names that the user chooses, arguments of a
+  third-party logger).
+* `INERT[name]`: dotted key -> `Inert(reason, neutral)`. Accepted, without effect; a value other
+  than a neutral one is worth a warning. An inert key covers everything below it.
 """
 
 from dataclasses import dataclass
@@ -27,7 +29,9 @@ CONFIG_NAMES = (
 
 @dataclass(frozen=True)
 class Inert:
-    """A key that is accepted and does nothing: why, and the values for which nobody needs to be told."""
+    """A key that is accepted and does nothing: why, and the values for which nobody needs to be
+    told.
+    """
 
     reason: str
     neutral: tuple = ()  # (...,) means every value
@@ -51,17 +55,19 @@ def _inert(prefix: str, names: str, reason: str, *neutral) -> dict[str, Inert]:
 
 _TRAINER = _keys(
     "trainer",
-    """num_nodes devices accelerator precision logger enable_checkpointing use_distributed_sampler max_time
-    max_epochs max_steps""",
+    """num_nodes devices accelerator precision logger enable_checkpointing use_distributed_sampler
+    max_time max_epochs max_steps""",
 )
 _EXP_MANAGER = (
     _keys(  # the fields of nemo.utils.exp_manager.ExpManagerConfig and its CallbackParams
         "exp_manager",
-        """explicit_log_dir exp_dir name version use_datetime_version resume_if_exists resume_past_end
-    resume_ignore_no_checkpoint resume_from_checkpoint create_tensorboard_logger summary_writer_kwargs
-    create_wandb_logger wandb_logger_kwargs create_mlflow_logger mlflow_logger_kwargs create_dllogger_logger
-    dllogger_logger_kwargs create_clearml_logger clearml_logger_kwargs create_neptune_logger
-    neptune_logger_kwargs create_checkpoint_callback files_to_copy max_time_per_run seconds_to_sleep""",
+        """explicit_log_dir exp_dir name version use_datetime_version resume_if_exists
+        resume_past_end
+    resume_ignore_no_checkpoint resume_from_checkpoint create_tensorboard_logger
+    summary_writer_kwargs create_wandb_logger wandb_logger_kwargs create_mlflow_logger
+    mlflow_logger_kwargs create_dllogger_logger dllogger_logger_kwargs create_clearml_logger
+    clearml_logger_kwargs create_neptune_logger neptune_logger_kwargs create_checkpoint_callback
+    files_to_copy max_time_per_run seconds_to_sleep""",
     )
     | _keys(
         "exp_manager.checkpoint_callback_params",
@@ -70,29 +76,32 @@ _EXP_MANAGER = (
 )
 _ARCHITECTURE = _keys(
     "model",
-    """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization
-    layernorm_epsilon layernorm_zero_centered_gamma activation position_embedding_type rotary_base
-    rotary_percentage rotary_interleaved seq_len_interpolation_factor bias add_qkv_bias
-    share_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std hidden_dropout
-    attention_dropout qkv_bias apply_query_key_layer_scaling attention_softmax_in_fp32 num_moe_experts
-    moe_router_topk moe_ffn_hidden_size moe_router_pre_softmax moe_router_load_balancing_type""",
+    """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
+    normalization layernorm_epsilon layernorm_zero_centered_gamma activation
+    position_embedding_type rotary_base rotary_percentage rotary_interleaved
+    seq_len_interpolation_factor bias add_qkv_bias share_embeddings_and_output_weights
+    make_vocab_size_divisible_by init_method_std hidden_dropout attention_dropout qkv_bias
+    apply_query_key_layer_scaling attention_softmax_in_fp32 num_moe_experts moe_router_topk
+    moe_ffn_hidden_size moe_router_pre_softmax moe_router_load_balancing_type""",
 ) | _keys(
     "model.tokenizer",
-    """library type model vocab_file merge_file use_fast delimiter sentencepiece_legacy additional_special_tokens
-    special_tokens trust_remote_code chat_template""",
+    """library type model vocab_file merge_file use_fast delimiter sentencepiece_legacy
+    additional_special_tokens special_tokens trust_remote_code chat_template""",
 )
 _PARALLEL = _keys(
     "model",
     """tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-    context_parallel_size expert_model_parallel_size sequence_parallel activations_checkpoint_granularity
-    activations_checkpoint_method activations_checkpoint_num_layers""",
+    context_parallel_size expert_model_parallel_size sequence_parallel
+    activations_checkpoint_granularity activations_checkpoint_method
+    activations_checkpoint_num_layers""",
 )
 _MODEL = _keys(
     "model",
-    """micro_batch_size global_batch_size megatron_amp_O2 encoder_seq_length max_position_embeddings seed
-    precision overwrite_base_config target nemo_version use_cpu_initialization persist_layer_norm
-    masked_softmax_fusion bias_dropout_add_fusion apply_rope_fusion gradient_accumulation_fusion
-    moe_aux_loss_coeff moe_z_loss_coeff moe_token_dispatcher_type""",
+    """micro_batch_size global_batch_size megatron_amp_O2 encoder_seq_length
+    max_position_embeddings seed precision overwrite_base_config target nemo_version
+    use_cpu_initialization persist_layer_norm masked_softmax_fusion bias_dropout_add_fusion
+    apply_rope_fusion gradient_accumulation_fusion moe_aux_loss_coeff moe_z_loss_coeff
+    moe_token_dispatcher_type""",
 )
 _OPTIM = _keys(
     "model.optim",
@@ -101,10 +110,11 @@ _OPTIM = _keys(
 )
 _PEFT = _keys(
     "model.peft",
-    """peft_scheme restore_from_path restore_from_ckpt.checkpoint_dir restore_from_ckpt.checkpoint_name
-    lora_tuning.target_modules lora_tuning.adapter_dim lora_tuning.alpha lora_tuning.adapter_dropout
-    lora_tuning.dropout_position lora_tuning.column_init_method lora_tuning.row_init_method
-    lora_tuning.layer_selection lora_tuning.weight_tying lora_tuning.position_embedding_strategy""",
+    """peft_scheme restore_from_path restore_from_ckpt.checkpoint_dir
+    restore_from_ckpt.checkpoint_name lora_tuning.target_modules lora_tuning.adapter_dim
+    lora_tuning.alpha lora_tuning.adapter_dropout lora_tuning.dropout_position
+    lora_tuning.column_init_method lora_tuning.row_init_method lora_tuning.layer_selection
+    lora_tuning.weight_tying lora_tuning.position_embedding_strategy""",
 )
 _SAMPLING = "sampling_params." + " sampling_params.".join(
     "use_greedy temperature top_k top_p repetition_penalty end_strings".split()
@@ -120,7 +130,8 @@ _REWARD_MODEL = _keys(
     reward_standardization.enable reward_standardization.mean reward_standardization.std""",
 ) | _keys(
     "model.regression",
-    """num_attributes merge_attributes attribute_weights loss_mask_val loss_func load_rm_head_weights""",
+    """num_attributes merge_attributes attribute_weights loss_mask_val loss_func
+    load_rm_head_weights""",
 )
 _COMMON = _TRAINER | _EXP_MANAGER | _ARCHITECTURE | _PARALLEL | _MODEL | _OPTIM
 _CHECKPOINT = {"pretrained_checkpoint.restore_from_path"}
@@ -131,18 +142,20 @@ _POLICY = f"""rollout_micro_batch_size num_rollout_samples forward_micro_batch_s
 _ACTOR = (
     _keys(
         "trainer.ppo",
-        """critic_warmup_steps max_epochs max_steps ppo_epochs run_init_validation val_check_interval save_interval
-        gradient_clip_val initial_policy_kl_penalty use_absolute_kl discount_factor gae_lambda
-        normalize_advantages ratio_eps entropy_bonus rollout_batch_seq_length model_gbs model_mbs trt_llm.enable
-        trt_llm.reshard batch_iterator.use_flask advantage_estimator kl_estimator adaptive_kl.enable
-        adaptive_kl.target adaptive_kl.horizon target_kl critic_gae_lambda advantage_clip reward_clip
-        whiten_rewards overlong_buffer_len overlong_penalty_factor alarms.sampling_mismatch
-        alarms.clip_fraction alarms.explained_variance alarms.truncated_fraction
-        alarms.replica_check_interval""",
+        """critic_warmup_steps max_epochs max_steps ppo_epochs run_init_validation
+        val_check_interval save_interval gradient_clip_val initial_policy_kl_penalty
+        use_absolute_kl discount_factor gae_lambda normalize_advantages ratio_eps entropy_bonus
+        rollout_batch_seq_length model_gbs model_mbs trt_llm.enable trt_llm.reshard
+        batch_iterator.use_flask advantage_estimator kl_estimator adaptive_kl.enable
+        adaptive_kl.target adaptive_kl.horizon target_kl critic_gae_lambda advantage_clip
+        reward_clip whiten_rewards overlong_buffer_len overlong_penalty_factor
+        alarms.sampling_mismatch alarms.clip_fraction alarms.explained_variance
+        alarms.truncated_fraction alarms.replica_check_interval""",
     )
     | _keys(
         "remote_critic_rm",
-        "pad_to_length combine_rm_and_critic_server init_timeout_s inference_timeout_s reward_models",
+        "pad_to_length combine_rm_and_critic_server init_timeout_s inference_timeout_s "
+        "reward_models",
     )
     | _keys("remote_critic_rm.reward_model", _REWARD_ADDRESS)
     | _keys("remote_critic_rm.critic", "name.train name.infer name.save name.status ip port")
@@ -155,8 +168,9 @@ _ACTOR = (
 _RS = (
     _keys(
         "trainer.rs",
-        """max_epochs max_steps run_init_validation val_check_interval save_interval gradient_clip_val
-        rollout_batch_seq_length model_gbs model_mbs alarms.truncated_fraction alarms.replica_check_interval""",
+        """max_epochs max_steps run_init_validation val_check_interval save_interval
+        gradient_clip_val rollout_batch_seq_length model_gbs model_mbs alarms.truncated_fraction
+        alarms.replica_check_interval""",
     )
     | _keys(
         "remote_rm", "pad_to_length init_timeout_s inference_timeout_s host port reward_models"
@@ -166,18 +180,21 @@ _RS = (
 )
 _REWARD_SERVER = {"rm_model_file"} | _keys(
     "inference",
-    """host port model_name max_queue_delay_microseconds inference_micro_batch_size strip_sequence_length_to_multiple
-    reward_fn reward_fn_workers reward_fn_timeout_s reward_fn_fallback""",
+    """host port model_name max_queue_delay_microseconds inference_micro_batch_size
+    strip_sequence_length_to_multiple reward_fn reward_fn_workers reward_fn_timeout_s
+    reward_fn_fallback""",
 )
 _CRITIC = _keys(
     "trainer.ppo",
-    """host port combine_rm_and_critic_server max_steps gradient_clip_val max_queue_delay_microseconds
-    strip_sequence_length_to_multiple inference_micro_batch_size alarms.replica_check_interval""",
+    """host port combine_rm_and_critic_server max_steps gradient_clip_val
+    max_queue_delay_microseconds strip_sequence_length_to_multiple inference_micro_batch_size
+    alarms.replica_check_interval""",
 ) | _keys("model", "loss_clip_val loss_reduction offload_adam_states")
 _RM = _keys(
     "trainer.rm",
-    """max_epochs max_steps val_check_interval save_interval train_random_sampler val_random_sampler
-    limit_train_batches limit_val_batches gradient_clip_val alarms.replica_check_interval""",
+    """max_epochs max_steps val_check_interval save_interval train_random_sampler
+    val_random_sampler limit_train_batches limit_val_batches gradient_clip_val
+    alarms.replica_check_interval""",
 )
 _SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length drop_last label_key
     add_eos add_sep add_bos truncation_field truncation_method prompt_template hf_dataset pad_to_max_length"""
@@ -185,8 +202,8 @@ _SFT = (
     {"name"}
     | _keys(
         "trainer.sft",
-        """max_epochs max_steps val_check_interval save_interval limit_train_batches limit_val_batches
-        gradient_clip_val alarms.replica_check_interval""",
+        """max_epochs max_steps val_check_interval save_interval limit_train_batches
+        limit_val_batches gradient_clip_val alarms.replica_check_interval""",
     )
     | _keys("model", "restore_from_path answer_only_loss loss_reduction")
     | _keys("model.data", "chat num_workers sample")
@@ -236,7 +253,8 @@ FREE = (
     "remote_critic_rm.reward_models",
 )
 
-# Keys that say how the weights look. A null here means "as in the checkpoint" (see config_utils.drop_unset).
+# Keys that say how the weights look. A null here means "as in the checkpoint" (see
+# config_utils.drop_unset).
 ARCHITECTURE_KEYS = tuple(sorted(key.removeprefix("model.") for key in _ARCHITECTURE)) + (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -251,14 +269,15 @@ ARCHITECTURE_KEYS = tuple(sorted(key.removeprefix("model.") for key in _ARCHITEC
 
 # ---- kinds of values (config_rules.py checks them) ----
 
-# Keys of ours and of a checkpoint that hold True or False. Where they are live, nothing else is accepted: Hydra reads
-# `off`, `no` and `None` as texts, which Python takes for true.
+# Keys of ours and of a checkpoint that hold True or False. Where they are live, nothing else is
+# accepted: Hydra reads `off`, `no` and `None` as texts, which Python takes for true.
 FLAGS = (
     _keys("trainer", "logger enable_checkpointing use_distributed_sampler")
     | _keys(
         "trainer.ppo",
-        """run_init_validation use_absolute_kl normalize_advantages whiten_rewards adaptive_kl.enable
-        batch_iterator.use_flask trt_llm.enable trt_llm.reshard combine_rm_and_critic_server""",
+        """run_init_validation use_absolute_kl normalize_advantages whiten_rewards
+        adaptive_kl.enable batch_iterator.use_flask trt_llm.enable trt_llm.reshard
+        combine_rm_and_critic_server""",
     )
     | _keys("trainer", "rs.run_init_validation rm.train_random_sampler rm.val_random_sampler")
     | {"remote_critic_rm.combine_rm_and_critic_server"}
@@ -267,18 +286,20 @@ FLAGS = (
         """use_datetime_version resume_if_exists resume_past_end resume_ignore_no_checkpoint
         create_tensorboard_logger create_wandb_logger create_mlflow_logger create_dllogger_logger
         create_clearml_logger create_neptune_logger create_checkpoint_callback
-        checkpoint_callback_params.always_save_nemo checkpoint_callback_params.save_nemo_on_train_end""",
+        checkpoint_callback_params.always_save_nemo
+        checkpoint_callback_params.save_nemo_on_train_end""",
     )
     | _keys(
         "model",
         """layernorm_zero_centered_gamma rotary_interleaved bias add_qkv_bias qkv_bias
         share_embeddings_and_output_weights apply_query_key_layer_scaling attention_softmax_in_fp32
-        moe_router_pre_softmax tokenizer.use_fast tokenizer.sentencepiece_legacy tokenizer.trust_remote_code
-        sequence_parallel megatron_amp_O2 use_cpu_initialization persist_layer_norm masked_softmax_fusion
-        bias_dropout_add_fusion apply_rope_fusion gradient_accumulation_fusion optim.overlap_grad_sync
-        output_sequence use_avg_pool reward_standardization.enable regression.merge_attributes
-        regression.load_rm_head_weights offload_adam_states answer_only_loss peft.lora_tuning.weight_tying
-        ppo.offload_adam_states ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
+        moe_router_pre_softmax tokenizer.use_fast tokenizer.sentencepiece_legacy
+        tokenizer.trust_remote_code sequence_parallel megatron_amp_O2 use_cpu_initialization
+        persist_layer_norm masked_softmax_fusion bias_dropout_add_fusion apply_rope_fusion
+        gradient_accumulation_fusion optim.overlap_grad_sync output_sequence use_avg_pool
+        reward_standardization.enable regression.merge_attributes regression.load_rm_head_weights
+        offload_adam_states answer_only_loss peft.lora_tuning.weight_tying ppo.offload_adam_states
+        ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
         ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy""",
     )
     | _keys("model.data", "validation_drop_last apply_ftfy append_eod chat sample")
@@ -289,11 +310,12 @@ FLAGS = (
     }
 )
 
-# Keys that must not be null: null would not mean "off" or "as in the checkpoint" there. Flags need no line here.
+# Keys that must not be null: null would not mean "off" or "as in the checkpoint" there. Flags need
+# no line here.
 _REQUIRED_TRAINING = _keys("trainer", "num_nodes devices accelerator") | _keys(
     "model",
-    """micro_batch_size global_batch_size encoder_seq_length seed optim.name optim.lr optim.weight_decay optim.betas
-    optim.eps""",
+    """micro_batch_size global_batch_size encoder_seq_length seed optim.name optim.lr
+    optim.weight_decay optim.betas optim.eps""",
 )
 _REQUIRED_POLICY = """rollout_micro_batch_size num_rollout_samples num_rollouts_per_prompt forward_micro_batch_size
     val_rollout_micro_batch_size num_val_samples loss_reduction sampling_params.use_greedy
@@ -326,8 +348,8 @@ REQUIRED = {
     "inference_rm": _keys("trainer", "num_nodes devices accelerator")
     | _keys(
         "inference",
-        """host port model_name max_queue_delay_microseconds inference_micro_batch_size reward_fn_workers
-        reward_fn_timeout_s""",
+        """host port model_name max_queue_delay_microseconds inference_micro_batch_size
+        reward_fn_workers reward_fn_timeout_s""",
     ),
     "gpt_sft": _REQUIRED_TRAINING
     | _keys("trainer.sft", "max_steps val_check_interval save_interval")
@@ -353,20 +375,23 @@ _DEAD = "an old flag of NeMo-Aligner's scripts that had no effect there either"
 _INERT_COMMON = (
     _inert(
         "trainer",
-        """replace_sampler_ddp strategy callbacks fast_dev_run min_epochs min_steps limit_train_batches
-        limit_val_batches limit_test_batches limit_predict_batches overfit_batches val_check_interval
-        check_val_every_n_epoch num_sanity_val_steps log_every_n_steps enable_progress_bar enable_model_summary
-        accumulate_grad_batches gradient_clip_val gradient_clip_algorithm deterministic benchmark
-        inference_mode profiler detect_anomaly barebones plugins sync_batchnorm
-        reload_dataloaders_every_n_epochs default_root_dir""",
+        """replace_sampler_ddp strategy callbacks fast_dev_run min_epochs min_steps
+        limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
+        overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps
+        log_every_n_steps enable_progress_bar enable_model_summary accumulate_grad_batches
+        gradient_clip_val gradient_clip_algorithm deterministic benchmark inference_mode profiler
+        detect_anomaly barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs
+        default_root_dir""",
         _LIGHTNING,
     )
     | _inert(
         "exp_manager",
-        """create_early_stopping_callback early_stopping_callback_params create_ipl_epoch_stopper_callback
-        ipl_epoch_stopper_callback_params create_preemption_callback log_step_timing log_delta_step_timing
-        step_timing_kwargs disable_validation_on_resume ema create_straggler_detection_callback
-        straggler_detection_params create_fault_tolerance_callback fault_tolerance log_tflops_per_sec_per_gpu""",
+        """create_early_stopping_callback early_stopping_callback_params
+        create_ipl_epoch_stopper_callback ipl_epoch_stopper_callback_params
+        create_preemption_callback log_step_timing log_delta_step_timing step_timing_kwargs
+        disable_validation_on_resume ema create_straggler_detection_callback
+        straggler_detection_params create_fault_tolerance_callback fault_tolerance
+        log_tflops_per_sec_per_gpu""",
         _LIGHTNING,
     )
     | _inert(
@@ -392,9 +417,10 @@ _INERT_COMMON = (
     )
     | _inert(
         "model",
-        """transformer_engine use_flash_attention fp8_e4m3 fp8_hybrid fp8_margin fp8_interval fp8_amax_history_len
-        fp8_amax_compute_algo fp8_params reduce_amax use_emha te_rng_tracker use_te_rng_tracker
-        inference_rng_tracker name mcore_customization_config attention_backend cp_comm_type""",
+        """transformer_engine use_flash_attention fp8_e4m3 fp8_hybrid fp8_margin fp8_interval
+        fp8_amax_history_len fp8_amax_compute_algo fp8_params reduce_amax use_emha te_rng_tracker
+        use_te_rng_tracker inference_rng_tracker name mcore_customization_config attention_backend
+        cp_comm_type""",
         _TE,
     )
     | _inert(
@@ -403,33 +429,36 @@ _INERT_COMMON = (
         grad_allreduce_chunk_size_mb grad_div_ar_fusion bias_activation_fusion bias_dropout_fusion
         cross_entropy_loss_fusion get_attention_mask_from_fusion batch_p2p_comm overlap_p2p_comm
         deallocate_pipeline_outputs native_amp_init_scale native_amp_growth_interval hysteresis
-        fp16_lm_cross_entropy async_grad_allreduce sync_batch_comm no_async_tensor_model_parallel_allreduce
-        num_micro_batches_with_partial_activation_checkpoints activations_checkpoint_layers_per_pipeline sharp
-        use_tp_pp_dp_mapping cpu_offloading cpu_offloading_num_layers cpu_offloading_activations
-        cpu_offloading_weights defer_embedding_wgrad_compute wgrad_deferral_limit""",
+        fp16_lm_cross_entropy async_grad_allreduce sync_batch_comm
+        no_async_tensor_model_parallel_allreduce
+        num_micro_batches_with_partial_activation_checkpoints
+        activations_checkpoint_layers_per_pipeline sharp use_tp_pp_dp_mapping cpu_offloading
+        cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
+        defer_embedding_wgrad_compute wgrad_deferral_limit""",
         _APEX,
     )
     | _inert(
         "model",
-        """pre_process post_process onnx_safe nsys_profile memory_profile gc_interval rampup_batch_size
-        resume_from_checkpoint resume_from_path save_nemo_on_validation_end enable_nge tokens_to_generate
-        inference scale_positional_embedding fp32_residual_connection ffn_dropout use_scaled_init_method
-        init_method hidden_steps num_trainable_params log_token_counts dist_ckpt_format
-        dist_ckpt_load_strictness dist_ckpt_torch_dist_multiproc dist_ckpt_assume_constant_structure
-        dist_ckpt_parallel_save dist_ckpt_parallel_save_within_dp dist_ckpt_parallel_load
-        dist_ckpt_parallel_dist_opt tp_comm_bootstrap_backend nccl_communicator_config_path
-        distributed_timeout_minutes steerlm steerable_attributes chunk_size fsdp fsdp_sharding_strategy
-        fsdp_grad_reduce_dtype fsdp_sharded_checkpoint fsdp_use_orig_params share_embeddings data_prefix
-        chat_template use_loss_mask""",
+        """pre_process post_process onnx_safe nsys_profile memory_profile gc_interval
+        rampup_batch_size resume_from_checkpoint resume_from_path save_nemo_on_validation_end
+        enable_nge tokens_to_generate inference scale_positional_embedding fp32_residual_connection
+        ffn_dropout use_scaled_init_method init_method hidden_steps num_trainable_params
+        log_token_counts dist_ckpt_format dist_ckpt_load_strictness dist_ckpt_torch_dist_multiproc
+        dist_ckpt_assume_constant_structure dist_ckpt_parallel_save
+        dist_ckpt_parallel_save_within_dp dist_ckpt_parallel_load dist_ckpt_parallel_dist_opt
+        tp_comm_bootstrap_backend nccl_communicator_config_path distributed_timeout_minutes steerlm
+        steerable_attributes chunk_size fsdp fsdp_sharding_strategy fsdp_grad_reduce_dtype
+        fsdp_sharded_checkpoint fsdp_use_orig_params share_embeddings data_prefix chat_template
+        use_loss_mask""",
         _NEMO,
     )
     | _inert("model.optim", "contiguous_grad_buffer", _APEX, True)
     | _inert(
         "model.optim",
-        """contiguous_param_buffer grad_sync_on_finish average_in_collective overlap_param_sync grad_sync_dtype
-        store_params store_param_remainders with_scaled_states param_sync_dtype dtype process_group capturable
-        master_weights foreach fused amsgrad d_coef delay_param_gather delay_grad_reduce align_param_gather
-        ddp_bucket_size""",
+        """contiguous_param_buffer grad_sync_on_finish average_in_collective overlap_param_sync
+        grad_sync_dtype store_params store_param_remainders with_scaled_states param_sync_dtype
+        dtype process_group capturable master_weights foreach fused amsgrad d_coef
+        delay_param_gather delay_grad_reduce align_param_gather ddp_bucket_size""",
         _APEX,
     )
     | _inert(
@@ -449,9 +478,9 @@ _INERT_COMMON = (
     | _inert(
         "model.data",
         """no_seqlen_plus_one_input_tokens pad_samples_to_global_batch_size shuffle_documents
-        exchange_indices_distributed mock_dataset legacy_dataset validation_drop_last_batch pin_memory
-        delay_data_init delay_data_mmap delay_data_init data_cache_generation_only num_dataset_builder_threads
-        ceil_to_power_2 get_attention_mask_from_fusion""",
+        exchange_indices_distributed mock_dataset legacy_dataset validation_drop_last_batch
+        pin_memory delay_data_init delay_data_mmap delay_data_init data_cache_generation_only
+        num_dataset_builder_threads ceil_to_power_2 get_attention_mask_from_fusion""",
         _DATASET,
     )
 )

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a configuration's values: a tree by dotted keys, with the checks that every rule needs."""
+"""Reading a configuration's values: a tree by dotted keys, with the checks that every rule
+needs.
+"""
 
 import math
 from collections.abc import Mapping
@@ -66,7 +68,9 @@ class Values:
     def number(
         self, key: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False
     ) -> None:
-        """Raise unless the value, where set, is a number in [low, high] (in (low, high] with `above`)."""
+        """Raise unless the value, where set, is a number in [low, high] (in (low, high] with
+        `above`).
+        """
         value = self.get(key)
         if value is None:
             return

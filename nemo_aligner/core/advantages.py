@@ -1,10 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators: GAE with a critic; REINFORCE returns, RLOO and GRPO without one. Torch only, no ranks.
+"""Advantage estimators: GAE with a critic; REINFORCE returns, RLOO and GRPO without one. Torch
+only, no ranks.
 
-Shapes: [B, S-1] is per transition, see `nemo_aligner.core.types`. N is the number of rows that are compared with each other
-within their groups; where ranks hold the rows of one group, gather their scores first. A mask is non-zero (or True)
-where a slot, or a row, counts; elsewhere a tensor may hold anything, NaN included.
+Shapes: [B, S-1] is per transition, see `nemo_aligner.core.types`. N is the number of rows that are
+compared with each other within their groups; where ranks hold the rows of one group, gather their
+scores first. A mask is non-zero (or True) where a slot, or a row, counts; elsewhere a tensor may
+hold anything, NaN included.
 """
 
 import torch
@@ -23,9 +25,9 @@ def calculate_advantages_and_returns(
 
         delta_t = r_t + gamma * v_{t+1} - v_t,    A_t = delta_t + gamma * lambda * A_{t+1},    return_t = A_t + v_t
 
-    Values and rewards outside the mask are replaced by 0 *before* the recursion: a critic's value after the end token
-    would otherwise be bootstrapped into every advantage of the row. Prompt columns receive an advantage too; only the
-    loss mask removes it.
+    Values and rewards outside the mask are replaced by 0 *before* the recursion: a critic's value
+    after the end token would otherwise be bootstrapped into every advantage of the row. Prompt
+    columns receive an advantage too; only the loss mask removes it.
 
     Args:
         values: [B, S-1].
@@ -33,8 +35,9 @@ def calculate_advantages_and_returns(
         discount_factor: gamma.
         gae_lambda: lambda.
         mask: [B, S-1] from `create_mask`, or None: every slot counts.
-        critic_gae_lambda: lambda of the returns, which the critic learns; None: the same (decoupled GAE, Yuan et al.
-            2025, arXiv:2503.01491: with 1.0 the critic's targets are not biased by its own values).
+        critic_gae_lambda: lambda of the returns, which the critic learns; None: the same
+            (decoupled GAE, Yuan et al. 2025, arXiv:2503.01491: with 1.0 the critic's targets are
+            not biased by its own values).
 
     Returns:
         Advantages and returns, each [B, S-1].
@@ -65,8 +68,9 @@ def calculate_reinforce_returns(
 ) -> Tensor:
     """Discounted sum of the rewards to come: G_t = sum over k >= t of gamma^(k-t) r_k.
 
-    Of token rewards with a KL penalty, and normalised over the global batch (`distributed.normalize_tensor`), these
-    are the advantages of REINFORCE++ (Hu et al. 2025, arXiv:2501.03262).
+    Of token rewards with a KL penalty, and normalised over the global batch
+    (`distributed.normalize_tensor`), these are the advantages of REINFORCE++ (Hu et al. 2025,
+    arXiv:2501.03262).
 
     Args:
         rewards: [B, S-1], from `calculate_ppo_rewards`.
@@ -83,7 +87,8 @@ def calculate_reinforce_returns(
 
 
 def calculate_rloo_baseline(prompts: Tensor, reward: Tensor, mask: Tensor) -> Tensor:
-    """Leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740): mean reward of the prompt's *other* valid rows.
+    """Leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740): mean reward of the prompt's
+    *other* valid rows.
 
     Args:
         prompts: int [N] or [N, P]; identical rows belong together.
@@ -104,7 +109,8 @@ def calculate_rloo_baseline(prompts: Tensor, reward: Tensor, mask: Tensor) -> Te
 def calculate_rloo_advantages(
     scores: Tensor, prompts: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740): score minus `calculate_rloo_baseline`.
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740): score minus
+    `calculate_rloo_baseline`.
 
     Args:
         scores: [N], of a whole answer: the sum of its token rewards, KL penalty included.
@@ -128,7 +134,8 @@ def calculate_grpo_advantages(
     normalize_std: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300, section 4.1.2): (score - mean) / (std + eps).
+    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300, section 4.1.2): (score -
+    mean) / (std + eps).
 
     Mean and standard deviation (Bessel-corrected) are those of the prompt's valid rows.
 
@@ -136,11 +143,13 @@ def calculate_grpo_advantages(
         scores: [N], of a whole answer: the sum of its token rewards, KL penalty included.
         prompts: int [N] or [N, P]; identical rows belong together.
         mask: [N], non-zero where a row is valid; None: all are.
-        normalize_std: False leaves the division out (Liu et al. 2025, arXiv:2503.20783, "Dr. GRPO").
+        normalize_std: False leaves the division out (Liu et al. 2025, arXiv:2503.20783, "Dr.
+            GRPO").
         eps: added to the deviation.
 
     Returns:
-        [N], dtype of `scores`; 0 for rows that are not valid, have no valid companion, or are all equal.
+        [N], dtype of `scores`; 0 for rows that are not valid, have no valid companion, or are all
+        equal.
     """
     valid = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask != 0
     group, size = group_rows(prompts)
@@ -148,7 +157,8 @@ def calculate_grpo_advantages(
     def group_sum(x: Tensor) -> Tensor:
         return torch.zeros_like(size, dtype=torch.float64).index_add_(0, group, x)[group]
 
-    # float64: the mean of equal float32 scores must be that score, or eps would blow its rounding up.
+    # float64: the mean of equal float32 scores must be that score, or eps would blow its rounding
+    # up.
     count = group_sum(valid.double())
     kept = torch.where(valid, scores, 0).double()
     deviation = torch.where(valid, kept - group_sum(kept) / count.clamp(min=1), 0)
@@ -172,11 +182,15 @@ def spread_over_response(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def clip_advantages(advantages: Tensor, limit: float | None) -> Tensor:
-    """`advantages` [B, S-1] kept within [-limit, limit]; as they are if `limit` is None. Normalise them first."""
+    """`advantages` [B, S-1] kept within [-limit, limit]; as they are if `limit` is None. Normalise
+    them first.
+    """
     return advantages if limit is None else advantages.clamp(-limit, limit)
 
 
 def group_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(group of each row int64 [N], size of each group): equal rows share a group; groups are in sorted order."""
+    """(group of each row int64 [N], size of each group): equal rows share a group; groups are in
+    sorted order.
+    """
     _, group, size = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
     return group, size

@@ -1,7 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that a job ends with, each with one message and no traceback of its own: those that a user caused and can
-mend (the message names the offending value and the remedy), those that came from a server, and those of alarms.
+"""Errors that a job ends with, each with one message and no traceback of its own: those that a
+user caused and can mend (the message names the offending value and the remedy), those that came
+from a server, and those of alarms.
 """
 
 
@@ -14,7 +15,9 @@ class ConfigError(UserError):
 
 
 class ServerRequestError(RuntimeError):
-    """A request failed on the server, or its answer never came; the message carries the remote traceback."""
+    """A request failed on the server, or its answer never came; the message carries the remote
+    traceback.
+    """
 
 
 class AlarmError(RuntimeError):

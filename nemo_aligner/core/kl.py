@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""KL divergence between two policies from the log-probs of sampled tokens, and the controllers of its coefficient.
+"""KL divergence between two policies from the log-probs of sampled tokens, and the controllers of
+its coefficient.
 
 Torch only, no ranks. Shapes: [B, S-1] is per transition, see `nemo_aligner.core.types`.
 """
@@ -13,7 +14,8 @@ from torch import Tensor
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 # Ziegler et al. 2019 move beta by at most this share (times n / horizon) in one update.
 _MAX_RELATIVE_ERROR = 0.2
-# exp of more says nothing of a divergence any more, and would overflow float32 in the next square or sum.
+# exp of more says nothing of a divergence any more, and would overflow float32 in the next square
+# or sum.
 _MAX_K3_EXPONENT = 20.0
 
 
@@ -32,9 +34,10 @@ def calculate_kl_penalty(
         "k2"   k1^2 / 2              biased (little where a is close to b), never negative
         "k3"   exp(-k1) - 1 + k1     unbiased, never negative; the exponent is cut at 20
 
-    As a term of a loss, with a the policy in training, it is the gradient that counts. Its expectation over tokens
-    drawn from a is, for "k1": 0, so that the term adds nothing but noise; "abs": the gradient of sum |a - b| over the
-    vocabulary, twice the total variation; "k2": the gradient of KL(a || b); "k3": the gradient of KL(b || a).
+    As a term of a loss, with a the policy in training, it is the gradient that counts. Its
+    expectation over tokens drawn from a is, for "k1": 0, so that the term adds nothing but noise;
+    "abs": the gradient of sum |a - b| over the vocabulary, twice the total variation; "k2": the
+    gradient of KL(a || b); "k3": the gradient of KL(b || a).
 
     Args:
         log_probs_a: [B, S-1].
@@ -76,7 +79,9 @@ class FixedKLController:
         return self.value
 
     def state_dict(self) -> dict[str, float]:
-        """Empty: the coefficient is the configuration's, also when a run is resumed with another one."""
+        """Empty: the coefficient is the configuration's, also when a run is resumed with another
+        one.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -84,7 +89,8 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """Steers the coefficient beta of the KL penalty towards a target KL (Ziegler et al. 2019, arXiv:1909.08593, 2.2).
+    """Steers the coefficient beta of the KL penalty towards a target KL (Ziegler et al. 2019,
+    arXiv:1909.08593, 2.2).
 
         e = clip(KL / target - 1, -0.2, 0.2),    beta <- beta * (1 + e * n / horizon)
 
@@ -120,7 +126,8 @@ class AdaptiveKLController:
         """Adapt to the KL of a rollout; returns the new `value`.
 
         Args:
-            kl: mean over the rollout's samples, of all ranks, of the KL summed over a sample's tokens.
+            kl: mean over the rollout's samples, of all ranks, of the KL summed over a sample's
+                tokens.
             num_samples: n, samples of the rollout, of all ranks.
 
         Raises:
@@ -128,11 +135,13 @@ class AdaptiveKLController:
         """
         if not math.isfinite(kl):
             raise ValueError(
-                f"the KL to the reference policy is {kl}; its coefficient cannot be adapted to that"
+                f"the KL to the reference policy is {kl}; its coefficient cannot be adapted to "
+                "that"
             )
         if not _MAX_RELATIVE_ERROR * num_samples < self.horizon:
             raise ValueError(
-                f"horizon={self.horizon:g} is too short for rollouts of {num_samples} samples: the KL coefficient "
+                f"horizon={self.horizon:g} is too short for rollouts of {num_samples} samples: "
+                "the KL coefficient "
                 f"could turn negative; it must be above {_MAX_RELATIVE_ERROR * num_samples:g}"
             )
         error = min(max(kl / self.target - 1.0, -_MAX_RELATIVE_ERROR), _MAX_RELATIVE_ERROR)
@@ -144,5 +153,7 @@ class AdaptiveKLController:
         return {"kl_coef": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue with the coefficient of `state_dict()`; the empty state of a fixed controller changes nothing."""
+        """Continue with the coefficient of `state_dict()`; the empty state of a fixed controller
+        changes nothing.
+        """
         self.value = float(state.get("kl_coef", self.value))

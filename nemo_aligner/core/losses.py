@@ -6,12 +6,14 @@
 
     loss = sum over all rows and slots of  weights * per_slot_loss
 
-with `weights` computed once per global batch by `loss_weights`, before anything is split. A loss function sees a
-micro-batch with its rows of `weights` and returns a *partial sum*; so do its metrics. Summed over micro-batches and
-data-parallel ranks they give the value, and the gradient, of the global batch, whatever the split was.
+with `weights` computed once per global batch by `loss_weights`, before anything is split. A loss
+function sees a micro-batch with its rows of `weights` and returns a *partial sum*; so do its
+metrics. Summed over micro-batches and data-parallel ranks they give the value, and the gradient,
+of the global batch, whatever the split was.
 
-Shapes: per-transition tensors are [B, S-1] (see `nemo_aligner.core.types`), pairs are [B], attributes of a regression
-reward model [B, A]. A slot of weight 0 may hold NaN: it changes neither values nor gradients.
+Shapes: per-transition tensors are [B, S-1] (see `nemo_aligner.core.types`), pairs are [B],
+attributes of a regression reward model [B, A]. A slot of weight 0 may hold NaN: it changes neither
+values nor gradients.
 """
 
 from collections.abc import Callable
@@ -34,13 +36,15 @@ def loss_weights(
     """Weights that turn a sum over slots into the named mean over the global batch.
 
     Args:
-        mask: [B, S-1], [B, A] or [B], non-zero where a slot counts; this data-parallel rank's whole share of the
-            global batch.
-        reduction: "token": mean over all counting slots of the global batch. "sequence": mean over rows of their own
-            means; rows without a counting slot are left out. "microbatch": mean over micro-batches of their means (0
-            for an empty one), which depends on the split; kept to compare with NeMo-Aligner.
+        mask: [B, S-1], [B, A] or [B], non-zero where a slot counts; this data-parallel rank's
+            whole share of the global batch.
+        reduction: "token": mean over all counting slots of the global batch. "sequence": mean over
+            rows of their own means; rows without a counting slot are left out. "microbatch": mean
+            over micro-batches of their means (0 for an empty one), which depends on the split;
+            kept to compare with NeMo-Aligner.
         micro_batch_size: rows per micro-batch; used by "microbatch" only.
-        sum_over_dp: sums a tensor over the data-parallel ranks; every one of them must call this function.
+        sum_over_dp: sums a tensor over the data-parallel ranks; every one of them must call this
+        function.
 
     Returns:
         float32, shape of `mask`; all zero if no slot counts on any rank.
@@ -57,7 +61,8 @@ def loss_weights(
     elif reduction == "microbatch":
         if not micro_batch_size or rows.shape[0] % micro_batch_size:
             raise ValueError(
-                f"micro_batch_size={micro_batch_size} does not divide the {rows.shape[0]} rows of the batch"
+                f"micro_batch_size={micro_batch_size} does not divide the {rows.shape[0]} rows of "
+                "the batch"
             )
         splits = rows.reshape(rows.shape[0] // micro_batch_size, -1)
         dp_size = sum_over_dp(torch.ones((), dtype=torch.float64, device=mask.device))
@@ -74,9 +79,11 @@ def loss_weights(
 def loss_count(
     mask: Tensor, reduction: str = "token", micro_batch_size: int | None = None
 ) -> float:
-    """How many things `loss_weights` takes the mean over, on this rank: slots, rows or micro-batches.
+    """How many things `loss_weights` takes the mean over, on this rank: slots, rows or
+    micro-batches.
 
-    Means of several global batches are combined with these weights. Arguments as for `loss_weights`.
+    Means of several global batches are combined with these weights. Arguments as for
+    `loss_weights`.
     """
     keep = mask != 0
     if reduction == "token":
@@ -100,17 +107,18 @@ def ppo_actor_loss(
     entropy: Tensor | None = None,
     entropy_bonus: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7), minus an entropy bonus (eq. 9).
+    """Clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7), minus an entropy
+    bonus (eq. 9).
 
     With rho = exp(logprobs - prev_logprobs), per slot:
 
         surrogate = max(-A rho, -A clamp(rho, 1-eps, 1+eps)),  and with dual_clip where A < 0: min(surrogate, -A c)
         loss = surrogate + kl_loss_coef * KL(logprobs, ref_logprobs) - entropy_bonus * H
 
-    The dual clip (Ye et al. 2020, arXiv:1912.09729, eq. 5) bounds what a token can cost that the policy has come to
-    like although it is bad, where the first clip does not bound it. The KL in the loss (Shao et al. 2024,
-    arXiv:2402.03300, eq. 3 and 4) is differentiated through its estimator: `kl.calculate_kl_penalty` says what that
-    gives.
+    The dual clip (Ye et al. 2020, arXiv:1912.09729, eq. 5) bounds what a token can cost that the
+    policy has come to like although it is bad, where the first clip does not bound it. The KL in
+    the loss (Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4) is differentiated through its
+    estimator: `kl.calculate_kl_penalty` says what that gives.
 
     Args:
         logprobs: [B, S-1], of the policy in training; carries the gradient.
@@ -127,19 +135,23 @@ def ppo_actor_loss(
 
     Returns:
         Partial sums: the loss, and the metrics, which are weighted means:
-        `loss`; `ppo_ratio`, `ppo_ratio_clamped` (rho); `ppo_clip_fraction` (share of slots whose gradient the clip
-        cuts: the ratio is outside the range on the side that the advantage pushes to); `approx_kl` (KL of the policy
-        that generated to the one in training, estimator k3); `scaled_entropy` (bonus times mean entropy);
-        with `dual_clip`, `dual_clip_fraction` (share of slots whose gradient that cuts); with `kl_loss_coef`,
-        `kl_loss` (the mean estimate, without the coefficient); with `entropy`, `entropy`.
+        `loss`; `ppo_ratio`, `ppo_ratio_clamped` (rho); `ppo_clip_fraction` (share of slots whose
+        gradient the clip
+        cuts: the ratio is outside the range on the side that the advantage pushes to); `approx_kl`
+        (KL of the policy that generated to the one in training, estimator k3); `scaled_entropy`
+        (bonus times mean entropy); with `dual_clip`, `dual_clip_fraction` (share of slots whose
+        gradient that cuts); with `kl_loss_coef`, `kl_loss` (the mean estimate, without the
+        coefficient); with `entropy`, `entropy`.
 
     Raises:
-        ValueError: a tensor that a coefficient needs is missing, `dual_clip` is not above 1, or an unknown estimator.
+        ValueError: a tensor that a coefficient needs is missing, `dual_clip` is not above 1, or an
+        unknown estimator.
     """
     logprobs, prev_logprobs, advantages = (
         _kept(x, weights) for x in (logprobs, prev_logprobs, advantages)
     )
-    # Beyond e^80 a float32 ratio would overflow, and 0 * inf make a NaN gradient of a slot that the clip has cut.
+    # Beyond e^80 a float32 ratio would overflow, and 0 * inf make a NaN gradient of a slot that
+    # the clip has cut.
     ratio = (logprobs - prev_logprobs).clamp(max=80.0).exp()
     clamped = ratio.clamp(1.0 - ratio_eps, 1.0 + ratio_eps)
     unclipped, clipped = -advantages * ratio, -advantages * clamped
@@ -191,9 +203,11 @@ def ppo_critic_loss(
     weights: Tensor,
     loss_clip_val: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half squared error to the returns, the values kept within `loss_clip_val` of those at rollout time.
+    """Half squared error to the returns, the values kept within `loss_clip_val` of those at
+    rollout time.
 
-    Per slot: 0.5 * max((v_clipped - ret)^2, (v - ret)^2), v_clipped = prev + clamp(v - prev, -clip, clip).
+    Per slot: 0.5 * max((v_clipped - ret)^2, (v - ret)^2), v_clipped = prev + clamp(v - prev,
+    -clip, clip).
 
     Args:
         values: [B, S-1], of the critic in training; carries the gradient.
@@ -203,9 +217,10 @@ def ppo_critic_loss(
         loss_clip_val: None or <= 0 switches clipping off.
 
     Returns:
-        Partial sums: the loss, and metrics `loss` and `value_clip_fraction` (share of slots whose gradient the clip
-        cuts: the clipped value is the worse one; 0 if clipping is off). `metrics.explained_variance_moments` has
-        those of the explained variance.
+        Partial sums: the loss, and metrics `loss` and `value_clip_fraction` (share of slots whose
+        gradient the clip
+        cuts: the clipped value is the worse one; 0 if clipping is off).
+        `metrics.explained_variance_moments` has those of the explained variance.
     """
     values, prev_values, returns = (_kept(x, weights) for x in (values, prev_values, returns))
     error = (values - returns).square()
@@ -221,7 +236,8 @@ def ppo_critic_loss(
 
 
 def sft_loss(*, logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood of the weighted tokens (supervised fine-tuning, and the selected rollouts of RS).
+    """Negative log-likelihood of the weighted tokens (supervised fine-tuning, and the selected
+    rollouts of RS).
 
     Args:
         logprobs: [B, S-1], carries the gradient.
@@ -237,7 +253,8 @@ def sft_loss(*, logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Te
 def preference_loss(
     *, rewards_chosen: Tensor, rewards_rejected: Tensor, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Bradley-Terry loss of pairs: -log sigmoid(chosen - rejected) (Ouyang et al. 2022, arXiv:2203.02155, eq. 1).
+    """Bradley-Terry loss of pairs: -log sigmoid(chosen - rejected) (Ouyang et al. 2022,
+    arXiv:2203.02155, eq. 1).
 
     Args:
         rewards_chosen: [B] or [B, 1], carries the gradient.
@@ -245,7 +262,8 @@ def preference_loss(
         weights: [B], from `loss_weights`.
 
     Returns:
-        Partial sums: the loss, and metrics `loss` and `acc` (share of pairs in the right order; a tie is not).
+        Partial sums: the loss, and metrics `loss` and `acc` (share of pairs in the right order; a
+        tie is not).
     """
     margin = _kept(rewards_chosen.reshape(-1), weights) - _kept(
         rewards_rejected.reshape(-1), weights
@@ -257,7 +275,8 @@ def preference_loss(
 def regression_loss(
     *, predictions: Tensor, labels: Tensor, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean squared error of the attributes (Wang et al. 2024, arXiv:2406.08673), over the labels that count.
+    """Mean squared error of the attributes (Wang et al. 2024, arXiv:2406.08673), over the labels
+    that count.
 
     Args:
         predictions: [B, A], carries the gradient.
@@ -272,7 +291,8 @@ def regression_loss(
     """
     if not predictions.shape == labels.shape == weights.shape:
         raise ValueError(
-            f"predictions, labels and weights of shapes {tuple(predictions.shape)}, {tuple(labels.shape)} and "
+            f"predictions, labels and weights of shapes {tuple(predictions.shape)}, "
+            f"{tuple(labels.shape)} and "
             f"{tuple(weights.shape)}: they must be equal"
         )
     loss = (weights * (_kept(predictions, weights) - _kept(labels, weights)).square()).sum()
@@ -280,7 +300,9 @@ def regression_loss(
 
 
 def _kept(values: Tensor, weights: Tensor) -> Tensor:
-    """float32 `values` where the weight is not 0, else 0: a selection, since 0 * NaN would stay NaN, backward too."""
+    """float32 `values` where the weight is not 0, else 0: a selection, since 0 * NaN would stay
+    NaN, backward too.
+    """
     return torch.where(weights != 0, values.float(), 0.0)
 
 

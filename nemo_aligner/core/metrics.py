@@ -1,9 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics that are no means, from means that are: correlation of predictions and labels, explained variance.
+"""Metrics that are no means, from means that are: correlation of predictions and labels, explained
+variance.
 
-A correlation over a whole data set is not the mean of the correlations of its batches. Its moments are means, and
-combine over micro-batches, ranks and batches like the loss does; the correlation is made of them at the very end.
+A correlation over a whole data set is not the mean of the correlations of its batches. Its moments
+are means, and combine over micro-batches, ranks and batches like the loss does; the correlation is
+made of them at the very end.
 
 Notation: B rows, A attributes (numbers that are predicted for a row), S padded length.
 """
@@ -21,7 +23,8 @@ _NO_VARIANCE = 1e-12
 def correlation_moments(
     *, predictions: Tensor, labels: Tensor, weights: Tensor
 ) -> dict[str, Tensor]:
-    """Weighted sums of 1, x, y, x^2, y^2 and x y for each attribute; x are the predictions, y the labels.
+    """Weighted sums of 1, x, y, x^2, y^2 and x y for each attribute; x are the predictions, y the
+    labels.
 
     Args:
         predictions: [B, A].
@@ -29,8 +32,8 @@ def correlation_moments(
         weights: [B, A], from `losses.loss_weights`; where they are 0 the others may hold NaN.
 
     Returns:
-        Partial sums, float64 scalars, `moment_<which>_<attribute>`: float32 would lose the small variance of large
-        numbers.
+        Partial sums, float64 scalars, `moment_<which>_<attribute>`: float32 would lose the small
+        variance of large numbers.
     """
     keep = weights != 0
     x, y = (torch.where(keep, values.detach().double(), 0.0) for values in (predictions, labels))
@@ -49,9 +52,9 @@ def correlations_from_moments(metrics: dict[str, float]) -> dict[str, float]:
     """`metrics` with their moments replaced by Pearson's correlation.
 
     Returns:
-        The other metrics and `correlation`: of the one attribute, or the mean over several, which are then reported
-        as `correlation_<attribute>` too. Where predictions or labels do not vary there is no correlation, and no such
-        key; NaN where a prediction is not finite.
+        The other metrics and `correlation`: of the one attribute, or the mean over several, which
+        are then reported as `correlation_<attribute>` too. Where predictions or labels do not vary
+        there is no correlation, and no such key; NaN where a prediction is not finite.
     """
     rest = {key: value for key, value in metrics.items() if not key.startswith("moment_")}
     num_attributes = sum(key.startswith("moment_n_") for key in metrics)
@@ -80,7 +83,8 @@ def _pearson(n: float, x: float, y: float, xx: float, yy: float, xy: float) -> f
 def explained_variance_moments(
     *, values: Tensor, returns: Tensor, weights: Tensor
 ) -> dict[str, Tensor]:
-    """Weighted sums of 1, r, r^2, e and e^2, where r are the returns and e = returns - values the critic's errors.
+    """Weighted sums of 1, r, r^2, e and e^2, where r are the returns and e = returns - values the
+    critic's errors.
 
     Args:
         values: [B, S-1], of the critic.
@@ -98,10 +102,12 @@ def explained_variance_moments(
 
 
 def explained_variance_from_moments(metrics: dict[str, float]) -> dict[str, float]:
-    """`metrics` with the moments replaced by `explained_variance` = 1 - Var(returns - values) / Var(returns).
+    """`metrics` with the moments replaced by `explained_variance` = 1 - Var(returns - values) /
+    Var(returns).
 
-    1: the critic knows the returns up to a constant; 0: no better than a constant; below 0: worse than that. Where
-    the returns do not vary there is nothing to explain, and no such key; NaN where a number is not finite.
+    1: the critic knows the returns up to a constant; 0: no better than a constant; below 0: worse
+    than that. Where the returns do not vary there is nothing to explain, and no such key; NaN
+    where a number is not finite.
     """
     rest = {key: value for key, value in metrics.items() if not key.startswith("ev_moment_")}
     n = metrics["ev_moment_n"]

@@ -1,12 +1,14 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of PPO rollouts: masks, rewards per transition, statistics, selection, seeds. No ranks.
+"""The mathematics of PPO rollouts: masks, rewards per transition, statistics, selection, seeds. No
+ranks.
 
 The estimators of advantages are in `nemo_aligner.core.advantages`, those of the KL divergence in
 `nemo_aligner.core.kl`; both can be imported from here too.
 
-Shapes: [B, S-1] is per transition, column t predicting token t+1; see `nemo_aligner.core.types` for a worked picture. A
-mask is non-zero (or True) where a slot belongs to the response; elsewhere a tensor may hold anything, NaN included.
+Shapes: [B, S-1] is per transition, column t predicting token t+1; see `nemo_aligner.core.types`
+for a worked picture. A mask is non-zero (or True) where a slot belongs to the response; elsewhere
+a tensor may hold anything, NaN included.
 """
 
 from collections.abc import Callable
@@ -56,7 +58,8 @@ def calculate_ppo_rewards(
     init_policy_kl: Tensor | float,
     penalty_factor: float = 0.0,
 ) -> Tensor:
-    """Reward per transition: the scalar reward at column R-2, minus the KL penalty at every column.
+    """Reward per transition: the scalar reward at column R-2, minus the KL penalty at every
+    column.
 
     Columns outside the response are penalised too; `calculate_advantages_and_returns` masks them.
 
@@ -79,16 +82,20 @@ def calculate_ppo_rewards(
 
 
 def clip_rewards(rewards: Tensor, limit: float | None) -> Tensor:
-    """Scalar `rewards` [B] kept within [-limit, limit]; as they are if `limit` is None. NaN stays NaN."""
+    """Scalar `rewards` [B] kept within [-limit, limit]; as they are if `limit` is None. NaN stays
+    NaN.
+    """
     return rewards if limit is None else rewards.clamp(-limit, limit)
 
 
 def calculate_overlong_penalty(
     response_token_counts: Tensor, max_length: int, buffer_len: int, factor: float = 1.0
 ) -> Tensor:
-    """Soft punishment of answers that come close to the length limit (Yu et al. 2025, DAPO, arXiv:2503.14476, eq. 13).
+    """Soft punishment of answers that come close to the length limit (Yu et al. 2025, DAPO,
+    arXiv:2503.14476, eq. 13).
 
-    With L tokens: 0 up to max_length - buffer_len, then falling evenly to -factor at max_length, -factor beyond:
+    With L tokens: 0 up to max_length - buffer_len, then falling evenly to -factor at max_length,
+    -factor beyond:
 
         factor * clip((max_length - buffer_len - L) / buffer_len, -1, 0)
 
@@ -121,7 +128,9 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `values` where `mask` (same shape) is non-zero, over all of it or along `dim`; 0 where nothing is."""
+    """Mean of `values` where `mask` (same shape) is non-zero, over all of it or along `dim`; 0
+    where nothing is.
+    """
     keep = mask != 0
     kept = torch.where(keep, values, 0)
     if dim is None:
@@ -130,7 +139,9 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_std(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Standard deviation (Bessel-corrected) where `mask` is non-zero, over all or along `dim`; 0 below two values."""
+    """Standard deviation (Bessel-corrected) where `mask` is non-zero, over all or along `dim`; 0
+    below two values.
+    """
     keep = mask != 0
     if dim is None:
         return masked_std(values.flatten(), keep.flatten(), 0)
@@ -142,7 +153,8 @@ def masked_std(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_mean_var(
     values: Tensor, mask: Tensor, sum_over_dp: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance (not Bessel-corrected) over the slots of all ranks where `mask` is non-zero.
+    """Mean and variance (not Bessel-corrected) over the slots of all ranks where `mask` is
+    non-zero.
 
     Args:
         values: any shape; slots outside the mask may hold NaN.
@@ -167,10 +179,12 @@ def whiten(
     shift_mean: bool = True,
     sum_over_dp: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) with `masked_mean_var`, plus the mean again unless `shift_mean`.
+    """(x - mean) / sqrt(var + 1e-8) with `masked_mean_var`, plus the mean again unless
+    `shift_mean`.
 
-    Token rewards are whitened without shifting their mean, as a reward that moves with the others of its batch would
-    no longer say what is good (TRL does the same, with the Bessel-corrected variance).
+    Token rewards are whitened without shifting their mean, as a reward that moves with the others
+    of its batch would no longer say what is good (TRL does the same, with the Bessel-corrected
+    variance).
 
     Args:
         values: any shape; slots outside the mask may hold NaN.
@@ -213,11 +227,13 @@ def select_topk(
     Args:
         batch: every tensor has N rows; `rewards` is [N] or [N, 1].
         num_select: rows to keep for each prompt.
-        group_by: the tensor, [N] or [N, P], that says which rows belong together (equal ones). Texts take a prompt
-            that occurs twice in the data for one; the index in the data set (`idx`) does not.
+        group_by: the tensor, [N] or [N, P], that says which rows belong together (equal ones).
+            Texts take a prompt that occurs twice in the data for one; the index in the data set
+            (`idx`) does not.
 
     Returns:
-        The kept rows of every tensor: prompts in sorted order of `group_by`, rewards ascending inside a prompt.
+        The kept rows of every tensor: prompts in sorted order of `group_by`, rewards ascending
+        inside a prompt.
 
     Raises:
         ValueError: a reward is NaN, or `num_select` below 1.
@@ -227,7 +243,8 @@ def select_topk(
     rewards = batch["rewards"].flatten()
     if rewards.isnan().any():
         raise ValueError(
-            f"the reward of rollout {int(rewards.isnan().nonzero()[0])} is NaN; cannot select the best"
+            f"the reward of rollout {int(rewards.isnan().nonzero()[0])} is NaN; cannot select the "
+            "best"
         )
     group, size = group_rows(batch[group_by])
     order = torch.argsort(rewards, stable=True)
@@ -257,7 +274,9 @@ def sample_seeds(seed: int, step: int, idx: Tensor) -> Tensor:
 
 
 def _splitmix64(x: Tensor) -> Tensor:
-    """One output of SplitMix64 (Steele, Lea, Flood 2014) for each state; int64 arithmetic wraps like uint64's."""
+    """One output of SplitMix64 (Steele, Lea, Flood 2014) for each state; int64 arithmetic wraps
+    like uint64's.
+    """
     x = x - 0x61C8864680B583EB  # + 0x9E3779B97F4A7C15, as a signed number
     x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
     x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB

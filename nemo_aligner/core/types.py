@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the batches hold, and the one alignment convention of the project.
 
-Notation: B rows, S padded number of tokens, P prompt length, R **total** length (prompt + response, with its end
-token). `response_tokens` holds prompt + response, and `response_lengths` is R, everywhere.
+Notation: B rows, S padded number of tokens, P prompt length, R **total** length (prompt +
+response, with its end token). `response_tokens` holds prompt + response, and `response_lengths` is
+R, everywhere.
 
-**Alignment.** A per-transition tensor has width S-1; its column t speaks of the prediction of token t+1 from the
+**Alignment.** A per-transition tensor has width S-1; its column t speaks of the prediction of
+token t+1 from the
 tokens 0..t. So for a row with P=3 prompt tokens, R=6 tokens in all and S=8 columns:
 
     token index       0   1   2   3   4   5   6   7
@@ -17,9 +19,11 @@ tokens 0..t. So for a row with P=3 prompt tokens, R=6 tokens in all and S=8 colu
     values            .   .   p2  a   b   .   .            the critic's value of the state "tokens 0..t"
     reward            .   .   .   .   2.0 .   .            the scalar reward sits at R-2, the last masked column
 
-Where the mask is False a slot may hold anything, NaN included: no loss, gradient or metric depends on it.
+Where the mask is False a slot may hold anything, NaN included: no loss, gradient or metric depends
+on it.
 
-Batches are plain dicts (Megatron's data iterator and the wire want dicts); the classes below say what is in them.
+Batches are plain dicts (Megatron's data iterator and the wire want dicts); the classes below say
+what is in them.
 """
 
 from typing import TypedDict
@@ -34,7 +38,8 @@ class InferenceBatch(TypedDict, total=False):
     length: Tensor  # int64 [B]: P
     loss_multiplier: Tensor  # float32 [B]: 0 for a sample that must not be trained on, else 1
     idx: Tensor  # int64 [B]: index in the data set
-    sample_key: Tensor  # int64 [B]: unique for each answer; in the order of index in the data set and answer
+    # int64 [B]: unique for each answer; in the order of index in the data set and answer
+    sample_key: Tensor
     sample_seeds: Tensor  # int64 [B], optional: seed of each sample's own random stream
 
 
@@ -48,10 +53,13 @@ class Rollout(TypedDict):
 
 
 class RolloutBatch(Rollout, total=False):
-    """One data-parallel rank's share of the rollouts, scored by policy, reference, critic and reward model."""
+    """One data-parallel rank's share of the rollouts, scored by policy, reference, critic and
+    reward model.
+    """
 
     logprobs: Tensor  # float32 [B, S-1]: of the policy that generated, at the sampling temperature
-    init_logprobs: Tensor  # float32 [B, S-1]: of the reference policy; only with a KL in the reward or the loss
+    # float32 [B, S-1]: of the reference policy; only with a KL in the reward or the loss
+    init_logprobs: Tensor
     rewards: Tensor  # float32 [B]: scalar reward of the whole response
     values: Tensor  # float32 [B, S-1]: critic; not there without one
 
@@ -59,7 +67,8 @@ class RolloutBatch(Rollout, total=False):
 class _PolicyTrainBatch(TypedDict):
     response_tokens: Tensor  # int64 [B, S]
     mask: Tensor  # float32 [B, S-1]: 1 on the response's transitions (see above), else 0
-    is_end: Tensor  # bool [B]: False removes the row from the policy loss (not the critic's) by default
+    # bool [B]: False removes the row from the policy loss (not the critic's) by default
+    is_end: Tensor
     prev_logprobs: Tensor  # float32 [B, S-1]: log-probs at rollout time
     advantages: (
         Tensor  # float32 [B, S-1]: normalised over the masked slots of all ranks if configured
@@ -71,7 +80,8 @@ class PPOTrainBatch(_PolicyTrainBatch, total=False):
 
     init_logprobs: Tensor  # float32 [B, S-1]: of the reference policy, as above
     values: Tensor  # float32 [B, S-1]: critic's values at rollout time; not there without a critic
-    returns: Tensor  # float32 [B, S-1]: what the critic learns: advantages (before normalisation) + values
+    # float32 [B, S-1]: what the critic learns: advantages (before normalisation) + values
+    returns: Tensor
 
 
 class RSTrainBatch(TypedDict):
@@ -86,7 +96,8 @@ class CriticTrainBatch(TypedDict):
 
     tokens: Tensor  # int64 [B, S]
     returns: Tensor  # float32 [B, S-1]
-    prev_values: Tensor  # float32 [B, S-1]: the critic's values at rollout time, the centre of value clipping
+    # float32 [B, S-1]: the critic's values at rollout time, the centre of value clipping
+    prev_values: Tensor
     mask: Tensor  # float32 [B, S-1]
 
 

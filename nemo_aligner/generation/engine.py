@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text generation: the interface that every engine has, and the engine that decodes on the Megatron model itself.
+"""Text generation: the interface that every engine has, and the engine that decodes on the
+Megatron model itself.
 
-Shapes: b rows, W width of the prompts, P prompt length, R total length (prompt and response), V vocabulary.
+Shapes: b rows, W width of the prompts, P prompt length, R total length (prompt and response), V
+vocabulary.
 """
 
 import contextlib
@@ -31,9 +33,11 @@ class GenerationOutput:
     Attributes:
         response_tokens: int64 `[b, max R]`, prompt and response, then eos.
         response_lengths: int64 `[b]`, R; the token that ended a response counts.
-        is_end: bool `[b]`, True if the response ended by itself (eos or an end string), False if its room was used up.
-        logprobs: float32 `[b, max R - 1]` or None. Column t scores token t+1, on `[P-1, R-1)`, 0 elsewhere; over the
-            whole vocabulary at the sampling temperature (1 if greedy), before repetition penalty, top-k and top-p.
+        is_end: bool `[b]`, True if the response ended by itself (eos or an end string), False if
+            its room was used up.
+        logprobs: float32 `[b, max R - 1]` or None. Column t scores token t+1, on `[P-1, R-1)`, 0
+            elsewhere; over the whole vocabulary at the sampling temperature (1 if greedy), before
+            repetition penalty, top-k and top-p.
     """
 
     response_tokens: Tensor
@@ -55,12 +59,14 @@ class TextGenerator(ABC):
     ) -> GenerationOutput:
         """Generate one response to each prompt.
 
-        The text of a row depends on its prompt, its seed, `params` and the weights: not on the other rows, their
-        order, the rank or the split (up to rounding: in bf16 two near-equal logits may change places when the shape of
-        a batch does). An engine is free to work on the rows in any order and number.
+        The text of a row depends on its prompt, its seed, `params` and the weights: not on the
+        other rows, their order, the rank or the split (up to rounding: in bf16 two near-equal
+        logits may change places when the shape of a batch does). An engine is free to work on the
+        rows in any order and number.
 
         Args:
-            prompts: int64 `[b, W]`, padded on the right; only the first P columns of a row are read.
+            prompts: int64 `[b, W]`, padded on the right; only the first P columns of a row are
+                read.
             prompt_lengths: int64 `[b]`, P.
             sample_seeds: int64 `[b]`, the random stream of each row.
             params: how to generate.
@@ -69,7 +75,8 @@ class TextGenerator(ABC):
             The responses, on `get_device()`; the same on all ranks of a model.
 
         Raises:
-            UserError: a prompt that is empty, leaves no room for a response, or holds ids outside the vocabulary.
+            UserError: a prompt that is empty, leaves no room for a response, or holds ids outside
+            the vocabulary.
             RuntimeError: the model's logits are not finite.
         """
 
@@ -77,25 +84,28 @@ class TextGenerator(ABC):
 class MegatronGenerator(TextGenerator):
     """Decodes on the Megatron model that is being trained, with a cache of keys and values.
 
-    All rows advance in step, one column at a time after the columns that every prompt has: a longer prompt is fed to
-    the model (not generated) until its end. So each token keeps the position that it has in training. Rows that have
-    ended are taken out of the batch whenever they are half of it.
+    All rows advance in step, one column at a time after the columns that every prompt has: a
+    longer prompt is fed to the model (not generated) until its end. So each token keeps the
+    position that it has in training. Rows that have ended are taken out of the batch whenever they
+    are half of it.
 
-    Every rank of a TP x PP x CP group calls `generate` with the same arguments; the data-parallel ranks are
-    independent of each other. Tokens are chosen on one rank and sent to the others that hold parts of the same copy of
-    the weights (TP x PP), so these cannot disagree.
+    Every rank of a TP x PP x CP group calls `generate` with the same arguments; the data-parallel
+    ranks are independent of each other. Tokens are chosen on one rank and sent to the others that
+    hold parts of the same copy of the weights (TP x PP), so these cannot disagree.
 
-    Sequences are not split while they grow: the context-parallel ranks share out the rows of a batch, each decodes its
-    own as if it were alone, and all get the results.
+    Sequences are not split while they grow: the context-parallel ranks share out the rows of a
+    batch, each decodes its own as if it were alone, and all get the results.
 
-    With expert parallelism the data-parallel ranks of an expert-parallel group hold each other's experts: they must
-    call `generate` equally often, each with rows of its own, and advance in lockstep. A rank whose rows are done goes
-    through the model with a stand-in until the last one is done.
+    With expert parallelism the data-parallel ranks of an expert-parallel group hold each other's
+    experts: they must call `generate` equally often, each with rows of its own, and advance in
+    lockstep. A rank whose rows are done goes through the model with a stand-in until the last one
+    is done.
 
     Args:
         model: model chunks of this pipeline stage, wrapped or not.
         tokenizer: NeMo tokenizer; its eos ends a text and pads it.
-        max_sequence_length: longest prompt with response. A learned position embedding may limit it further.
+        max_sequence_length: longest prompt with response. A learned position embedding may limit
+            it further.
     """
 
     def __init__(self, model: list[torch.nn.Module], tokenizer, max_sequence_length: int):
@@ -168,34 +178,43 @@ class MegatronGenerator(TextGenerator):
         return rows.output()
 
     def _length_limits(self, prompts: Tensor, lengths: Tensor, params: GenerationParams) -> Tensor:
-        """int64 `[b]`: longest R of each row. Raises `UserError` for prompts that cannot be answered."""
+        """int64 `[b]`: longest R of each row. Raises `UserError` for prompts that cannot be
+        answered.
+        """
         shortest, longest = int(lengths.min()), int(lengths.max())
         if shortest < 1:
             raise UserError(
-                f"the prompt in row {int(lengths.argmin())} is empty; a prompt needs at least one token."
+                f"the prompt in row {int(lengths.argmin())} is empty; a prompt needs at least one "
+                "token."
             )
         if longest > prompts.size(1):
             raise UserError(
-                f"a prompt length of {longest} exceeds the width of the prompts, {prompts.size(1)}."
+                f"a prompt length of {longest} exceeds the width of the prompts, "
+                f"{prompts.size(1)}."
             )
         if longest >= self.max_sequence_length:
             raise UserError(
-                f"a prompt of {longest} tokens (row {int(lengths.argmax())}) leaves no room for a response within the "
-                f"{self.max_sequence_length} positions of the model; shorten it or raise model.encoder_seq_length."
+                f"a prompt of {longest} tokens (row {int(lengths.argmax())}) leaves no room for a "
+                "response within the "
+                f"{self.max_sequence_length} positions of the model; shorten it or raise "
+                "model.encoder_seq_length."
             )
         inside = torch.arange(prompts.size(1), device=prompts.device) < lengths.unsqueeze(1)
         wrong = inside & ((prompts < 0) | (prompts >= self.vocab_size))
         if wrong.any():
             raise UserError(
-                f"a prompt holds the id {int(prompts[wrong][0])}, outside the tokenizer's vocabulary of "
+                f"a prompt holds the id {int(prompts[wrong][0])}, outside the tokenizer's "
+                "vocabulary of "
                 f"{self.vocab_size} ids; was it tokenized with another tokenizer?"
             )
         return (lengths + params.max_length).clamp(max=self.max_sequence_length)
 
     def _forward(self, tokens: Tensor, context: StaticInferenceContext) -> Tensor | None:
-        """Feed `tokens` `[b, n]` after those in the cache: float32 logits `[b, V]` of the last one on the last stage.
+        """Feed `tokens` `[b, n]` after those in the cache: float32 logits `[b, V]` of the last one
+        on the last stage.
 
-        All ranks of the pipeline call it; stages above the first take their input from the stage before.
+        All ranks of the pipeline call it; stages above the first take their input from the stage
+        before.
         """
         rows, width = tokens.shape
         start = context.sequence_len_offset
@@ -225,7 +244,9 @@ class MegatronGenerator(TextGenerator):
     def _share(
         self, tokens: Tensor | None, logprobs: Tensor | None, rows: "_Rows"
     ) -> tuple[Tensor, Tensor | None]:
-        """Choices of the first tensor-parallel rank of the last stage, on every rank of the model."""
+        """Choices of the first tensor-parallel rank of the last stage, on every rank of the
+        model.
+        """
         group = parallel_state.get_tensor_and_pipeline_parallel_group()
         ranks = torch.distributed.get_process_group_ranks(group)
         if len(ranks) == 1:
@@ -247,7 +268,8 @@ def _on_all_expert_ranks(done: bool, failure: RuntimeError | None = None) -> boo
     """True if `done` is on all ranks of the expert-parallel group; they call it together.
 
     Raises:
-        RuntimeError: the `failure` of this rank or of another one, on all of them: nobody waits for one that left.
+        RuntimeError: the `failure` of this rank or of another one, on all of them: nobody waits
+            for one that left.
     """
     if parallel_state.get_expert_model_parallel_world_size() > 1:
         state = torch.tensor(-1 if failure else int(done), device=get_device())
@@ -267,7 +289,8 @@ def _on_all_expert_ranks(done: bool, failure: RuntimeError | None = None) -> boo
 
 
 def _share_out_rows(decode, inputs: tuple[Tensor, ...], pad_id: int) -> GenerationOutput:
-    """`decode(*inputs)` with the rows split over the context-parallel ranks, which all call it; the same on each.
+    """`decode(*inputs)` with the rows split over the context-parallel ranks, which all call it;
+    the same on each.
 
     Raises:
         RuntimeError: `decode` raised one on some rank; on all of them.
@@ -279,7 +302,8 @@ def _share_out_rows(decode, inputs: tuple[Tensor, ...], pad_id: int) -> Generati
     mine = torch.arange(len(inputs[0])).tensor_split(size)[
         parallel_state.get_context_parallel_rank()
     ]
-    # A rank with no row of its own decodes a copy of the first: nobody may sit out if experts are spread over ranks.
+    # A rank with no row of its own decodes a copy of the first: nobody may sit out if experts are
+    # spread over ranks.
     rows = mine if len(mine) else torch.zeros(1, dtype=torch.int64)
     output, error = None, None
     try:
@@ -318,8 +342,8 @@ def _share_out_rows(decode, inputs: tuple[Tensor, ...], pad_id: int) -> Generati
 class _Rows:
     """State of the rows in one call of `MegatronGenerator.generate`.
 
-    Tensors have one entry per row that is still in the batch; `index` says which row of the caller it is. `cursor` is
-    the column that is written next.
+    Tensors have one entry per row that is still in the batch; `index` says which row of the caller
+    it is. `cursor` is the column that is written next.
     """
 
     _PER_ROW = (
@@ -368,7 +392,9 @@ class _Rows:
         )
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Next token int64 `[b]` of each row from `logits` `[b, V]`, and its log-prob if wanted."""
+        """Next token int64 `[b]` of each row from `logits` `[b, V]`, and its log-prob if
+        wanted.
+        """
         params = self.params
         generated = (self.cursor - self.prompt_lengths).clamp(min=0, max=params.max_length - 1)
         tokens = choose_tokens(
@@ -391,11 +417,14 @@ class _Rows:
         return tokens, scores.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1)
 
     def append(self, tokens: Tensor, logprobs: Tensor | None) -> None:
-        """Write column `cursor`: the chosen `tokens` `[b]`, or the prompt's where it goes on, or eos after an end."""
+        """Write column `cursor`: the chosen `tokens` `[b]`, or the prompt's where it goes on, or
+        eos after an end.
+        """
         cursor, generated = self.cursor, self.cursor - self.prompt_lengths
         if bool((tokens < 0).any()):
             raise RuntimeError(
-                f"the model's logits at position {cursor - 1} are not finite: its weights hold NaN or infinity, or "
+                f"the model's logits at position {cursor - 1} are not finite: its weights hold "
+                "NaN or infinity, or "
                 "its activations overflow. Was the learning rate too high?"
             )
         active = (generated >= 0) & ~self.done
@@ -417,7 +446,9 @@ class _Rows:
         return bool(self.done.all())
 
     def _store(self, rows: Tensor) -> None:
-        """Put the results of `rows` (bool or index) aside, under their numbers in the caller's batch."""
+        """Put the results of `rows` (bool or index) aside, under their numbers in the caller's
+        batch.
+        """
         index = self.index[rows]
         self._finished.response_tokens[index] = self.tokens[rows]
         self._finished.response_lengths[index] = self.response_lengths[rows]
@@ -452,7 +483,9 @@ class _Rows:
 
 @contextlib.contextmanager
 def decoding_mode(model: list[torch.nn.Module]):
-    """Inside, the chunks are in evaluation mode and do not split the sequence over TP or CP ranks."""
+    """Inside, the chunks are in evaluation mode and do not split the sequence over TP or CP
+    ranks.
+    """
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
     modules = [module for chunk in model for module in chunk.modules()]
     owners = modules + list(
@@ -478,7 +511,8 @@ def decoding_mode(model: list[torch.nn.Module]):
 
 
 def _leave_context_parallelism(modules: list[torch.nn.Module], owners: list):
-    """Let each module compute as if there were one context-parallel rank; returns the function that undoes it.
+    """Let each module compute as if there were one context-parallel rank; returns the function
+    that undoes it.
 
     Args:
         modules: of the model.

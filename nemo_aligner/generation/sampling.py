@@ -1,11 +1,15 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to the next token: pure functions of plain tensors, which know no ranks and no model.
+"""From logits to the next token: pure functions of plain tensors, which know no ranks and no
+model.
 
-b rows, V ids of the vocabulary (padding ids are cut off before). A forbidden id has the logit -inf.
+b rows, V ids of the vocabulary (padding ids are cut off before). A forbidden id has the logit
+-inf.
 
-Randomness is one uniform number for each (sample, position), taken from the sample's own stream, and a token is drawn
-by inverting the cumulative distribution: it depends on the row's logits and on its seed, never on its neighbours.
+Randomness is one uniform number for each (sample, position), taken from the sample's own stream,
+and a token is drawn
+by inverting the cumulative distribution: it depends on the row's logits and on its seed, never on
+its neighbours.
 """
 
 import torch
@@ -19,8 +23,8 @@ _GOLDEN_GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number: Sp
 def sample_uniforms(sample_seeds: Tensor, max_length: int) -> Tensor:
     """The random numbers of each sample's stream, one per generated token.
 
-    SplitMix64, a counter-based generator: all 64 bits of the seed count, a longer stream starts like a shorter one,
-    and every device gives the same numbers.
+    SplitMix64, a counter-based generator: all 64 bits of the seed count, a longer stream starts
+    like a shorter one, and every device gives the same numbers.
 
     Args:
         sample_seeds: int64 `[b]`.
@@ -35,7 +39,9 @@ def sample_uniforms(sample_seeds: Tensor, max_length: int) -> Tensor:
 
 
 def seen_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
-    """bool `[b, vocab_size]`: True where the id is among the first `lengths` `[b]` columns of `tokens` `[b, W]`."""
+    """bool `[b, vocab_size]`: True where the id is among the first `lengths` `[b]` columns of
+    `tokens` `[b, W]`.
+    """
     valid = torch.arange(tokens.size(1), device=tokens.device) < lengths.unsqueeze(1)
     seen = torch.zeros(tokens.size(0), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return seen.scatter_(1, torch.where(valid, tokens, vocab_size), True)[:, :vocab_size]
@@ -53,14 +59,18 @@ def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Te
 
 
 def forbid_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> Tensor:
-    """`logits` `[b, V]` with -inf at `token_ids` `[n]` in those rows where `rows` (bool `[b]`) is True."""
+    """`logits` `[b, V]` with -inf at `token_ids` `[n]` in those rows where `rows` (bool `[b]`) is
+    True.
+    """
     columns = torch.zeros(logits.size(1), dtype=torch.bool, device=logits.device)
     columns[token_ids] = True
     return logits.masked_fill(rows.unsqueeze(1) & columns, float("-inf"))
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
-    """Forbid all but the k likeliest ids of each row of `logits` `[b, V]`; ids that tie with the k-th stay."""
+    """Forbid all but the k likeliest ids of each row of `logits` `[b, V]`; ids that tie with the
+    k-th stay.
+    """
     if top_k >= logits.size(1):
         return logits
     threshold = logits.topk(top_k, dim=1).values[:, -1:]
@@ -68,7 +78,8 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Nucleus sampling (Holtzman et al. 2020): keep the fewest likeliest ids whose probabilities reach `top_p`.
+    """Nucleus sampling (Holtzman et al. 2020): keep the fewest likeliest ids whose probabilities
+    reach `top_p`.
 
     An id stays if the likelier ones together are below `top_p`, so at least one does.
     """
@@ -80,7 +91,9 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 
 
 def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """The id, int64 `[b]`, where the cumulative probability of `logits` `[b, V]` passes `uniforms` (float64 `[b]`)."""
+    """The id, int64 `[b]`, where the cumulative probability of `logits` `[b, V]` passes `uniforms`
+    (float64 `[b]`).
+    """
     cumulative = logits.softmax(dim=1).double().cumsum(dim=1)
     total = cumulative[:, -1:]
     # Below the total even after rounding: an id of probability zero is never reached.
@@ -110,10 +123,12 @@ def choose_tokens(
 
     Args:
         logits: float32 `[b, V]`.
-        uniforms: float64 `[b]` in [0, 1); None takes the likeliest id, whatever temperature, top-k and top-p are.
+        uniforms: float64 `[b]` in [0, 1); None takes the likeliest id, whatever temperature, top-k
+            and top-p are.
         top_k: ids to keep; 0 keeps all.
         top_p: probability to keep; 1 keeps all.
-        seen: bool `[b, V]`, True for ids that the row holds; needed if `repetition_penalty` is not 1.
+        seen: bool `[b, V]`, True for ids that the row holds; needed if `repetition_penalty` is not
+        1.
         end_token_ids: int64 `[n]`, ids that rows with `too_short` (bool `[b]`) must not take.
 
     Returns:

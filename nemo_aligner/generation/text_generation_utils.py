@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a user asks of text generation (`GenerationParams`), when a text has ended (`EndConditions`), batches of texts.
+"""What a user asks of text generation (`GenerationParams`), when a text has ended
+(`EndConditions`), batches of texts.
 
 The decoding itself is in `nemo_aligner.generation`.
 """
@@ -21,11 +22,13 @@ class GenerationParams:
     Attributes:
         max_length: tokens to generate at most, the end token included.
         min_length: tokens to generate before an end may follow.
-        use_greedy: always take the likeliest token; temperature, top_k and top_p are then without effect.
+        use_greedy: always take the likeliest token; temperature, top_k and top_p are then without
+            effect.
         temperature: logits are divided by it.
         top_k: sample from so many likeliest ids; 0 from all.
         top_p: sample from the likeliest ids that together have this probability; 1 from all.
-        repetition_penalty: above 1, ids of the prompt and of the response so far are less likely; 1 is without effect.
+        repetition_penalty: above 1, ids of the prompt and of the response so far are less likely;
+        1 is without effect.
         end_strings: texts that end a response, beside the eos token; the response keeps them.
         return_logprobs: also return the log-probs of the generated tokens.
 
@@ -86,14 +89,16 @@ class GenerationParams:
     def from_config(cls, length_params, sampling_params) -> "GenerationParams":
         """Read the configuration sections `length_params` and `sampling_params` (mappings).
 
-        `add_BOS` has no effect here, because prompts come as tokens; neither have `all_probs` and `compute_logprob`.
+        `add_BOS` has no effect here, because prompts come as tokens; neither have `all_probs` and
+        `compute_logprob`.
 
         Raises:
             ConfigError: a missing or unusable value.
         """
         if length_params.get("max_length") is None:
             raise ConfigError(
-                "length_params.max_length is missing; set the number of tokens to generate at most."
+                "length_params.max_length is missing; set the number of tokens to generate at "
+                "most."
             )
         end_strings = sampling_params.get("end_strings") or ()
         if isinstance(end_strings, str):
@@ -127,10 +132,12 @@ class GenerationParams:
 
 
 class EndConditions:
-    """When a generated text has ended: at the eos token, or where it ends with one of the end strings.
+    """When a generated text has ended: at the eos token, or where it ends with one of the end
+    strings.
 
-    An end string that is one token for the tokenizer (a special token, mostly) ends a text as that token, not as the
-    same characters spelled by others. Any other is looked for in the decoded last tokens.
+    An end string that is one token for the tokenizer (a special token, mostly) ends a text as that
+    token, not as the same characters spelled by others. Any other is looked for in the decoded
+    last tokens.
 
     Args:
         tokenizer: NeMo tokenizer.
@@ -144,7 +151,8 @@ class EndConditions:
     def __init__(self, tokenizer, end_strings=()):
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
-        # Hugging Face tokenizers would leave special tokens out of the text; SentencePiece ones have no such option.
+        # Hugging Face tokenizers would leave special tokens out of the text; SentencePiece ones
+        # have no such option.
         options = inspect.signature(tokenizer.ids_to_text).parameters
         self._decode_options = (
             {"remove_special_tokens": False} if "remove_special_tokens" in options else {}
@@ -157,13 +165,17 @@ class EndConditions:
             if not ids:
                 strings.append(text)
         self.strings = tuple(strings)
-        # A token covers a byte at least; one more, because some tokenizers drop the space before the first one.
+        # A token covers a byte at least; one more, because some tokenizers drop the space before
+        # the first one.
         self._tail = 1 + max((len(text.encode()) for text in self.strings), default=0)
-        # By id: 1 if a text that ends with this token may end with an end string, 0 if not, -1 if not looked at yet.
+        # By id: 1 if a text that ends with this token may end with an end string, 0 if not, -1 if
+        # not looked at yet.
         self._may_end = torch.full((self.vocab_size,), -1, dtype=torch.int8)
 
     def _single_token_ids(self, text: str) -> list[int]:
-        """Ids of `text` if it is one token where it follows other text (and where it stands alone), else nothing."""
+        """Ids of `text` if it is one token where it follows other text (and where it stands
+        alone), else nothing.
+        """
         for prefix in "a1>":  # one of them will not merge with the text into other tokens
             before, both = (
                 self.tokenizer.text_to_ids(prefix),
@@ -172,7 +184,8 @@ class EndConditions:
             if both[:-1] == before:
                 alone = self.tokenizer.text_to_ids(text)
                 ids = [both[-1]] + (alone if len(alone) == 1 else [])
-                # Text unknown to the tokenizer becomes its unknown token, which stands for any other such text, too.
+                # Text unknown to the tokenizer becomes its unknown token, which stands for any
+                # other such text, too.
                 return [token for token in ids if self._decode([token]).strip() == text.strip()]
         return []
 
@@ -180,11 +193,14 @@ class EndConditions:
         return self.tokenizer.ids_to_text(ids, **self._decode_options)
 
     def _candidates(self, ids: Tensor) -> Tensor:
-        """bool `[n]`: whether a text whose last token is `ids` (CPU int64 `[n]`) may end with one of `strings`."""
+        """bool `[n]`: whether a text whose last token is `ids` (CPU int64 `[n]`) may end with one
+        of `strings`.
+        """
         known = self._may_end[ids]
         for token in ids[known < 0].unique().tolist():
             text = self._decode([token]).rstrip()
-            # Alone, a part of a character decodes to U+FFFD and some tokens to nothing: they need the whole tail.
+            # Alone, a part of a character decodes to U+FFFD and some tokens to nothing: they need
+            # the whole tail.
             last = text[-1:]
             may_end = last in ("", "\ufffd") or any(
                 s.rstrip()[-1:] in ("", last) for s in self.strings
@@ -201,7 +217,8 @@ class EndConditions:
             tokens: int64 `[b, S]`.
             last: int64 `[b]`, the position of the row's last token.
             rows: bool `[b]`, True for the rows to look at (all if None).
-            first: int64 `[b]`, where the response begins (0 if None): the end of a prompt is no part of an end string.
+            first: int64 `[b]`, where the response begins (0 if None): the end of a prompt is no
+                part of an end string.
 
         Returns:
             bool `[b]`; False for the rows that were not looked at.
@@ -228,7 +245,8 @@ class EndConditions:
 def verify_is_valid_and_clamp_range_(
     response_tokens: Tensor, response_lengths: Tensor, strategy, tokenizer, end_strings=None
 ) -> Tensor:
-    """Which responses are fit for training, for engines that return raw ids; clamps ids to the vocabulary in place.
+    """Which responses are fit for training, for engines that return raw ids; clamps ids to the
+    vocabulary in place.
 
     Args:
         response_tokens: int64 `[b, S]`, prompt and response.

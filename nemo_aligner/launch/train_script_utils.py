@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the launch scripts share: processes, Lightning trainer, experiment folder, configuration of a loaded model,
-resume.
+"""What the launch scripts share: processes, Lightning trainer, experiment folder, configuration of
+a loaded model, resume.
 """
 
 import contextlib
@@ -44,11 +44,13 @@ _EXIT_GRACE_S = 60.0
 
 
 def user_errors_end_the_job(main):
-    """Decorator of a script's `main`: every process of the job ends with it, in success and in failure.
+    """Decorator of a script's `main`: every process of the job ends with it, in success and in
+    failure.
 
-    An error whose message says what to do (a user's, a server's, what alarms end a run with) is printed as one
-    message, by rank 0 if all ranks have it, without a traceback; the exit code is 1.
-    Any other error keeps its traceback. Either way the processes that `launch_processes` started are not left behind.
+    An error whose message says what to do (a user's, a server's, what alarms end a run with) is
+    printed as one message, by rank 0 if all ranks have it, without a traceback; the exit code is
+    1. Any other error keeps its traceback. Either way the processes that `launch_processes`
+       started are not left behind.
     """
 
     @functools.wraps(main)
@@ -72,7 +74,9 @@ def user_errors_end_the_job(main):
 
 
 def _end_children(grace_s: float) -> bool:
-    """Wait `grace_s` for the children, then kill what is left; True if all of them ended well by themselves."""
+    """Wait `grace_s` for the children, then kill what is left; True if all of them ended well by
+    themselves.
+    """
     deadline = time.monotonic() + grace_s
     for child in _children:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -85,16 +89,19 @@ def _end_children(grace_s: float) -> bool:
 
 
 def _end_with_parent() -> None:
-    """In a process that Lightning's launcher started: end when rank 0 is killed, instead of waiting for it."""
+    """In a process that Lightning's launcher started: end when rank 0 is killed, instead of
+    waiting for it.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = None) -> Trainer:
-    """Resolve `cfg` in place and build the Lightning trainer from `cfg.trainer` without its `pop_trainer_key` section
-    (None for a job that has none).
+    """Resolve `cfg` in place and build the Lightning trainer from `cfg.trainer` without its
+    `pop_trainer_key` section (None for a job that has none).
 
-    The trainer knows devices, nodes and the launch form (plain `python`, torchrun, SLURM); its own loops are not used.
+    The trainer knows devices, nodes and the launch form (plain `python`, torchrun, SLURM); its own
+    loops are not used.
 
     Raises:
         ConfigError: a GPU was asked for on a machine without CUDA.
@@ -106,7 +113,8 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     accelerator = options.pop("accelerator", "auto")
     if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError(
-            f"trainer.accelerator={accelerator}, but this machine has no CUDA; set trainer.accelerator=auto."
+            f"trainer.accelerator={accelerator}, but this machine has no CUDA; set "
+            "trainer.accelerator=auto."
         )
     options["precision"] = (
         "bf16-true" if "bf16" in str(options.get("precision", 32)) else "32-true"
@@ -127,13 +135,15 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
 
 
 def launch_processes(trainer: Trainer | None) -> None:
-    """Start the other processes of this node, if nobody else did, and join the process group; every rank calls it.
+    """Start the other processes of this node, if nobody else did, and join the process group;
+    every rank calls it.
 
-    Under torchrun and SLURM the processes exist already; with plain `python` Lightning's launcher starts this script
-    again, once per further device. Without a trainer, or with the group in place, nothing happens.
+    Under torchrun and SLURM the processes exist already; with plain `python` Lightning's launcher
+    starts this script again, once per further device. Without a trainer, or with the group in
+    place, nothing happens.
 
-    When a process of a node started in this way dies, the others end within seconds: Lightning watches the children,
-    and they end with their parent.
+    When a process of a node started in this way dies, the others end within seconds: Lightning
+    watches the children, and they end with their parent.
     """
     if trainer is None or torch.distributed.is_initialized():
         return
@@ -156,13 +166,14 @@ def launch_processes(trainer: Trainer | None) -> None:
 
 
 def init_distributed(trainer: Trainer, model=None, use_te: bool = False) -> None:
-    """Process group of this job (NeMo-Aligner's name). Models do it themselves on construction; `model` and `use_te`
-    need nothing more."""
+    """Process group of this job (NeMo-Aligner's name). Models do it themselves on construction;
+    `model` and `use_te` need nothing more."""
     launch_processes(trainer)
 
 
 def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
-    """Log folder and loggers through NeMo's `exp_manager`; every rank calls it. Returns the log folder.
+    """Log folder and loggers through NeMo's `exp_manager`; every rank calls it. Returns the log
+    folder.
 
     Checkpoints, resume and time limits are this project's own, so those keys are kept from it.
     """
@@ -178,7 +189,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
         log_dir = Path(nemo_exp_manager(trainer, options))
     except OSError as error:
         raise UserError(
-            f"the log folder exp_manager.explicit_log_dir={options.get('explicit_log_dir')} cannot be written: "
+            f"the log folder exp_manager.explicit_log_dir={options.get('explicit_log_dir')} "
+            "cannot be written: "
             f"{error}; give another one."
         ) from error
     if is_rank_zero():
@@ -187,8 +199,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
 
 
 def _keep_json_lines(log_dir: Path) -> None:
-    """`exp_manager` moves the files of a former run to `run_<n>`; the JSON lines come back, for a resumed job
-    continues them.
+    """`exp_manager` moves the files of a former run to `run_<n>`; the JSON lines come back, for a
+    resumed job continues them.
     """
     runs = sorted(log_dir.glob("run_*"), key=lambda run: int(run.name.removeprefix("run_")))
     for file in runs[-1].glob("*.jsonl") if runs else ():
@@ -226,7 +238,8 @@ def build_checkpoint_callback(
 
 
 def supervised_max_steps(trainer_cfg: DictConfig, train_dataloader) -> int:
-    """Optimizer updates of a job with `trainer.sft` or `trainer.rm`: the horizon of its learning rate.
+    """Optimizer updates of a job with `trainer.sft` or `trainer.rm`: the horizon of its learning
+    rate.
 
     Raises:
         ConfigError: neither epochs nor steps say when training ends.
@@ -246,10 +259,12 @@ def supervised_max_steps(trainer_cfg: DictConfig, train_dataloader) -> int:
 
 
 def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict | None:
-    """Resume as `exp_manager` asks: counters of the checkpoint loaded, or None for a fresh start; all ranks call it.
+    """Resume as `exp_manager` asks: counters of the checkpoint loaded, or None for a fresh start;
+    all ranks call it.
 
     Raises:
-        UserError: `resume_if_exists` without a checkpoint, while `resume_ignore_no_checkpoint` is off.
+        UserError: `resume_if_exists` without a checkpoint, while `resume_ignore_no_checkpoint` is
+            off.
     """
     options = cfg.exp_manager
     if options.get("resume_from_checkpoint"):
@@ -259,7 +274,8 @@ def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> di
     state = ckpt_callback.load_latest()
     if state is None and not options.get("resume_ignore_no_checkpoint", True):
         raise UserError(
-            f"exp_manager.resume_if_exists=True, but {ckpt_callback.root} holds no complete checkpoint; set "
+            f"exp_manager.resume_if_exists=True, but {ckpt_callback.root} holds no complete "
+            "checkpoint; set "
             "exp_manager.resume_ignore_no_checkpoint=True to start afresh."
         )
     return state
@@ -268,10 +284,11 @@ def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> di
 def load_and_override_model_config(
     restore_path, model_cfg_to_overwrite: DictConfig, remove_meta_info: bool = True
 ):
-    """Configuration of the model in a `.nemo`, with the values of `model_cfg_to_overwrite` over it.
+    """Configuration of the model in a `.nemo`, with the values of `model_cfg_to_overwrite` over
+    it.
 
-    `overwrite_base_config.<key>=True` drops the base's section `<key>` before, instead of merging into it. Where the
-    tokenizer is not given, the file's own is used.
+    `overwrite_base_config.<key>=True` drops the base's section `<key>` before, instead of merging
+    into it. Where the tokenizer is not given, the file's own is used.
     """
     base = nemo_archive.read_config(nemo_archive.check_restore_path(restore_path))
     overwrite = model_cfg_to_overwrite
@@ -288,7 +305,8 @@ def load_and_override_model_config(
             base.pop("target", None)
             base.pop("nemo_version", None)
     OmegaConf.set_struct(base, False)
-    # A null in the script's configuration means "as in the checkpoint" for what describes the network.
+    # A null in the script's configuration means "as in the checkpoint" for what describes the
+    # network.
     given = OmegaConf.to_container(drop_unset(overwrite), resolve=True)
     return OmegaConf.merge(base, given)
 
@@ -303,13 +321,14 @@ def load_from_nemo(
     load_base_model_only: bool = False,
     return_updated_cfg: bool = False,
 ):
-    """Build `cls` from `model_cfg` (merged over the file's own by the caller) with the weights of a `.nemo`; all
-    ranks call it.
+    """Build `cls` from `model_cfg` (merged over the file's own by the caller) with the weights of
+    a `.nemo`; all ranks call it.
 
     Args:
-        modify_config_fn: `(file_cfg, model_cfg) -> cfg`, NeMo-Aligner's hook for the last word on the configuration.
-        load_base_model_only: leave weights that `cls.fresh_weights()` names (heads) at their initial values even if
-            the file has them.
+        modify_config_fn: `(file_cfg, model_cfg) -> cfg`, NeMo-Aligner's hook for the last word on
+            the configuration.
+        load_base_model_only: leave weights that `cls.fresh_weights()` names (heads) at their
+            initial values even if the file has them.
         return_updated_cfg: return `(model, cfg)`.
 
     Raises:

@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The roles that a model can play. Trainers and servers know models through these classes only.
 
-Every method is a collective: all ranks of the job call it together, the ranks of one tensor x pipeline parallel group
-with the same rows, each data-parallel rank with its own. Results are on every rank of the group that computed them.
+Every method is a collective: all ranks of the job call it together, the ranks of one tensor x
+pipeline parallel group with the same rows, each data-parallel rank with its own. Results are on
+every rank of the group that computed them.
 """
 
 from abc import ABC, abstractmethod
 
 
 class SupervisedInterface(ABC):
-    """A model that learns from batches: one call of `get_loss_and_metrics` per optimizer update."""
+    """A model that learns from batches: one call of `get_loss_and_metrics` per optimizer
+    update.
+    """
 
     @abstractmethod
     def get_loss_and_metrics(
@@ -19,11 +22,13 @@ class SupervisedInterface(ABC):
         """Loss of a global batch, and its gradient unless `forward_only`.
 
         Args:
-            batch: this data-parallel rank's rows of the global batch; cut into micro-batches by the model.
+            batch: this data-parallel rank's rows of the global batch; cut into micro-batches by
+                the model.
             forward_only: compute no gradient (validation).
 
         Returns:
-            The loss and the metrics over the whole global batch: Python numbers, equal on all ranks.
+            The loss and the metrics over the whole global batch: Python numbers, equal on all
+            ranks.
         """
 
     @abstractmethod
@@ -41,13 +46,17 @@ class SupervisedInterface(ABC):
         """Called after it."""
 
     def unwrapped(self) -> list:
-        """This rank's bare model chunks, whose weights the alarms compare with those of their replicas."""
+        """This rank's bare model chunks, whose weights the alarms compare with those of their
+        replicas.
+        """
         raise NotImplementedError(
-            f"{type(self).__name__} does not show its weights; set alarms.replica_check_interval=0."
+            f"{type(self).__name__} does not show its weights; set "
+            "alarms.replica_check_interval=0."
         )
 
     def summarize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted by `weights`).
+        """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted
+        by `weights`).
 
         For metrics that are not means but can be made of means, such as a correlation.
         """
@@ -98,5 +107,7 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
         """Called after it."""
 
     def get_init_policy_logprobs(self, response_tokens):
-        """Log-probs [B, S-1] of the tokens under the policy that training started from, if the model keeps it."""
+        """Log-probs [B, S-1] of the tokens under the policy that training started from, if the
+        model keeps it.
+        """
         raise NotImplementedError(f"{type(self).__name__} keeps no reference policy.")

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication of tensors and metrics between ranks, for NCCL and gloo alike.
 
-Rules of this module: every function is a no-op for a group of one rank and for a process without a process group;
-tensors go to the device of the process and are made contiguous first (gloo would deliver others wrong, in silence);
-integers travel as integers. Unless said otherwise every rank of the group must call, with the same arguments but for
-the tensor. `src` and `dst` are global ranks. `group=None` means all ranks.
+Rules of this module: every function is a no-op for a group of one rank and for a process without a
+process group; tensors go to the device of the process and are made contiguous first (gloo would
+deliver others wrong, in silence); integers travel as integers. Unless said otherwise every rank of
+the group must call, with the same arguments but for the tensor. `src` and `dst` are global ranks.
+`group=None` means all ranks.
 """
 
 import warnings
@@ -38,7 +39,9 @@ def _ready(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """The same memory in a dtype of the same width that every backend can carry (bool is not one)."""
+    """The same memory in a dtype of the same width that every backend can carry (bool is not
+    one).
+    """
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
@@ -46,10 +49,12 @@ def rebalance_nd_tensor(tensor: Tensor, group) -> Tensor:
     """Concatenate the tensors of all ranks along dimension 0, in rank order, on every rank.
 
     Args:
-        tensor: [n, ...]; n may differ between ranks and be 0, the other sizes and the dtype may not.
+        tensor: [n, ...]; n may differ between ranks and be 0, the other sizes and the dtype may
+            not.
 
     Raises:
-        ValueError: the other sizes differ; raised on all ranks, which would otherwise exchange garbage.
+        ValueError: the other sizes differ; raised on all ranks, which would otherwise exchange
+        garbage.
     """
     if not _several_ranks(group):
         return tensor
@@ -97,14 +102,18 @@ def broadcast_tensor(
 def broadcast_2d_tensor(
     tensor: Tensor | None, src: int, group, dtype: torch.dtype | None = torch.float32
 ) -> Tensor:
-    """`broadcast_tensor` with NeMo-Aligner's default: the result is float32. Prefer `broadcast_tensor`."""
+    """`broadcast_tensor` with NeMo-Aligner's default: the result is float32. Prefer
+    `broadcast_tensor`.
+    """
     return broadcast_tensor(tensor, src, group, dtype)
 
 
 def broadcast_2d_tensor_within_mp(
     tensor: Tensor | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The tensor of the first rank of this TP x PP x CP group, on all of it; the dtype is kept unless given."""
+    """The tensor of the first rank of this TP x PP x CP group, on all of it; the dtype is kept
+    unless given.
+    """
     src, group = (
         parallel_state.get_model_parallel_src_rank(),
         parallel_state.get_model_parallel_group(),
@@ -117,7 +126,9 @@ def broadcast_2d_tensor_within_mp(
 def broadcast_tensor_within_pp(
     tensor: Tensor | None, dtype: torch.dtype | None = None, from_last: bool = True
 ) -> Tensor:
-    """The tensor of the last (or first) pipeline stage, on all stages; the dtype is kept unless one is given."""
+    """The tensor of the last (or first) pipeline stage, on all stages; the dtype is kept unless
+    one is given.
+    """
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return _cast(tensor, dtype)
     if from_last:
@@ -141,7 +152,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def gather_tensor(
     tensor: Tensor, dst: int, group, dtype: torch.dtype | None = None
 ) -> list[Tensor] | None:
-    """The tensors of all ranks, as a list in rank order on `dst`, None elsewhere. All shapes must be equal."""
+    """The tensors of all ranks, as a list in rank order on `dst`, None elsewhere. All shapes must
+    be equal.
+    """
     if not _several_ranks(group):
         return [_cast(tensor, dtype)]
     tensor = _ready(tensor, dtype)
@@ -154,7 +167,9 @@ def gather_tensor(
 
 
 def run_if_model_parallel_src(fn: Callable, *args, **kwargs):
-    """`fn(*args, **kwargs)` on the first rank of each TP x PP x CP group; None on the others. Not a collective."""
+    """`fn(*args, **kwargs)` on the first rank of each TP x PP x CP group; None on the others. Not
+    a collective.
+    """
     if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
         return fn(*args, **kwargs)
     return None
@@ -167,7 +182,9 @@ def _all_reduce(tensor: Tensor, group, op=dist.ReduceOp.SUM) -> Tensor:
 
 
 def sum_over_dp(tensor: Tensor) -> Tensor:
-    """Sum of a tensor over the data-parallel ranks (all of them call it): what `losses.loss_weights` takes."""
+    """Sum of a tensor over the data-parallel ranks (all of them call it): what
+    `losses.loss_weights` takes.
+    """
     return _all_reduce(tensor.clone(), parallel_state.get_data_parallel_group())
 
 
@@ -189,7 +206,9 @@ def masked_global_mean_var(values: Tensor, mask: Tensor, group=None) -> tuple[Te
 
 
 def normalize_tensor(tensor: Tensor, mask: Tensor, group=None, shift_mean: bool = True) -> Tensor:
-    """`ppo_utils.whiten` with the mean and variance of all ranks of `group`; 0 outside the mask."""
+    """`ppo_utils.whiten` with the mean and variance of all ranks of `group`; 0 outside the
+    mask.
+    """
 
     def sum_over_group(sums: Tensor) -> Tensor:
         return _all_reduce(sums.to(get_device()), group).to(sums.device)
@@ -203,7 +222,9 @@ def all_reduce_dict(
     group=None,
     op=dist.ReduceOp.SUM,
 ) -> dict[str, float]:
-    """Reduce the scalars of a dict, each by name, in one collective; every rank must have the same keys."""
+    """Reduce the scalars of a dict, each by name, in one collective; every rank must have the same
+    keys.
+    """
     keys = sorted(dictionary)  # the order of insertion may differ between ranks
     packed = torch.tensor(
         [float(dictionary[key]) for key in keys], dtype=dtype, device=get_device()
@@ -231,7 +252,8 @@ def pad_tensors_to_max_global_seq_len(
     Args:
         list_of_tensors: each [length], at least one.
         pad_value: fills the rest.
-        sequence_length_to_pad_to: pad at least to this width; longer tensors are kept whole, with a warning.
+        sequence_length_to_pad_to: pad at least to this width; longer tensors are kept whole, with
+            a warning.
 
     Returns:
         [len(list), width]; the same width on every rank.
@@ -242,19 +264,23 @@ def pad_tensors_to_max_global_seq_len(
     if sequence_length_to_pad_to is not None:
         if width > sequence_length_to_pad_to:
             warnings.warn(
-                f"a sequence of {width} tokens is longer than the {sequence_length_to_pad_to} to pad to; using {width}"
+                f"a sequence of {width} tokens is longer than the {sequence_length_to_pad_to} to "
+                f"pad to; using {width}"
             )
         width = max(width, sequence_length_to_pad_to)
     return torch.nn.functional.pad(local, (0, width - local.shape[-1]), value=pad_value)
 
 
 def run_distributed_inference(inputs: dict | None = None, infer_fn: Callable | None = None):
-    """Score a batch that rank 0 holds on all data-parallel ranks; every rank of the job calls this.
+    """Score a batch that rank 0 holds on all data-parallel ranks; every rank of the job calls
+    this.
 
     Args:
-        inputs: on rank 0, `inputs` int64 [N, S] and `sequence_length` [N] or [N, 1] (arrays or tensors); else ignored.
-        infer_fn: called as `infer_fn(inputs=(tokens, lengths))` with this rank's rows; returns a tensor, or
-            (rewards, values). Give N a multiple of the data-parallel size, so that no rank gets an empty share.
+        inputs: on rank 0, `inputs` int64 [N, S] and `sequence_length` [N] or [N, 1] (arrays or
+            tensors); else ignored.
+        infer_fn: called as `infer_fn(inputs=(tokens, lengths))` with this rank's rows; returns a
+            tensor, or (rewards, values). Give N a multiple of the data-parallel size, so that no
+            rank gets an empty share.
 
     Returns:
         numpy array with N rows; or (rewards [N], values [N, S]), on every rank.

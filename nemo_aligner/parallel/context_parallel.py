@@ -2,14 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences split over the context-parallel ranks: who holds which positions, and the way back.
 
-The sequence is cut into 2*CP equal chunks; rank r holds chunks r and 2*CP-1-r, in this order: its *share*. With a
-causal mask early positions cost less than late ones, so every rank gets some of both. It is the layout of Megatron
-Core (`get_batch_on_this_cp_rank`) and of Transformer Engine, whose rotary embeddings and causal mask expect it.
+The sequence is cut into 2*CP equal chunks; rank r holds chunks r and 2*CP-1-r, in this order: its
+*share*. With a causal mask early positions cost less than late ones, so every rank gets some of
+both. It is the layout of Megatron Core (`get_batch_on_this_cp_rank`) and of Transformer Engine,
+whose rotary embeddings and causal mask expect it.
 
     S = 8, CP = 2: rank 0 holds positions 0 1 6 7, rank 1 holds 2 3 4 5
 
-Everything here is the identity with one context-parallel rank. Otherwise all ranks of a context-parallel group make
-the same calls, with equal shapes.
+Everything here is the identity with one context-parallel rank. Otherwise all ranks of a
+context-parallel group make the same calls, with equal shapes.
 """
 
 import torch
@@ -27,7 +28,8 @@ def width_multiple() -> int:
 
 
 def take_share(x: Tensor, dim: int) -> Tensor:
-    """This rank's positions of `x` `[.., S, ..]` along `dim`: `[.., S/CP, ..]`, any dtype. No communication.
+    """This rank's positions of `x` `[.., S, ..]` along `dim`: `[.., S/CP, ..]`, any dtype. No
+    communication.
 
     Raises:
         ValueError: S is no multiple of 2*CP.
@@ -37,7 +39,8 @@ def take_share(x: Tensor, dim: int) -> Tensor:
         return x
     if x.size(dim) % (2 * size):
         raise ValueError(
-            f"a width of {x.size(dim)} is no multiple of {2 * size}; it cannot be split over {size} context-parallel "
+            f"a width of {x.size(dim)} is no multiple of {2 * size}; it cannot be split over "
+            f"{size} context-parallel "
             "ranks"
         )
     rank = parallel_state.get_context_parallel_rank()
@@ -46,14 +49,16 @@ def take_share(x: Tensor, dim: int) -> Tensor:
 
 
 def gather_shares(x: Tensor, dim: int, sum_gradients: bool = False) -> Tensor:
-    """The inverse of `take_share`: the shares `[.., S/CP, ..]` of all ranks as `[.., S, ..]`, on every rank.
+    """The inverse of `take_share`: the shares `[.., S/CP, ..]` of all ranks as `[.., S, ..]`, on
+    every rank.
 
     Args:
         x: this rank's share; of a dtype that the backend carries (not bool).
         dim: dimension of the positions.
-        sum_gradients: what the backward pass does. False: every rank goes on to compute the *same* loss, so this
-            rank's part of its gradient is the whole one. True: the ranks compute different things from the result
-            (attention of their own queries), so the gradients are summed over the ranks, a collective.
+        sum_gradients: what the backward pass does. False: every rank goes on to compute the *same*
+            loss, so this rank's part of its gradient is the whole one. True: the ranks compute
+            different things from the result (attention of their own queries), so the gradients are
+            summed over the ranks, a collective.
     """
     if parallel_state.get_context_parallel_world_size() == 1:
         return x

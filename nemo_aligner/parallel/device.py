@@ -1,10 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which device and which communication backend this process uses, and what Megatron Core needs to run without CUDA.
+"""Which device and which communication backend this process uses, and what Megatron Core needs to
+run without CUDA.
 
-On a machine with CUDA `adapt_megatron_core()` does nothing at all. Without CUDA it touches the names listed in
-`TOUCHED`, each with its reason: Megatron Core names the device "cuda" in a few places where it means "the device of
-this process". Nothing else in the project changes Megatron Core's behaviour.
+On a machine with CUDA `adapt_megatron_core()` does nothing at all. Without CUDA it touches the
+names listed in
+`TOUCHED`, each with its reason: Megatron Core names the device "cuda" in a few places where it
+means "the device of this process". Nothing else in the project changes Megatron Core's behaviour.
 """
 
 import functools
@@ -27,7 +29,8 @@ def get_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-# (module, dotted name, reason). The constants of these functions say "cuda" literally; they are rewritten to "cpu".
+# (module, dotted name, reason). The constants of these functions say "cuda" literally; they are
+# rewritten to "cpu".
 REMAPPED_CONSTANTS = [
     (
         "megatron.core.pipeline_parallel.schedules",
@@ -132,12 +135,14 @@ REPLACED = [
     (
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer._set_main_param_and_optimizer_states",
-        "native Adam: loads in place into leaves that need a gradient, and asks for a 'step' the checkpoint lacks",
+        "native Adam: loads in place into leaves that need a gradient, and asks for a 'step' the "
+        "checkpoint lacks",
     ),
     (
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer.load_state_dict",
-        "native Adam: one 'step' tensor shared by all parameters would be advanced once per parameter",
+        "native Adam: one 'step' tensor shared by all parameters would be advanced once per "
+        "parameter",
     ),
     (
         "megatron.core.transformer.moe.token_dispatcher",
@@ -165,7 +170,9 @@ TOUCHED = REMAPPED_CONSTANTS + REPLACED
 
 
 def _cpu_constant(constant):
-    """`constant` of a code object with the device "cuda" and tensor type names replaced by their CPU counterparts."""
+    """`constant` of a code object with the device "cuda" and tensor type names replaced by their
+    CPU counterparts.
+    """
     if isinstance(constant, str):
         if constant == "cuda":
             return "cpu"
@@ -180,7 +187,9 @@ def _cpu_constant(constant):
 
 
 def _resolve(module_name: str, dotted: str):
-    """(owner, attribute name, value) of `dotted` in a module; a clear error if a newer release moved it."""
+    """(owner, attribute name, value) of `dotted` in a module; a clear error if a newer release
+    moved it.
+    """
     try:
         owner = importlib.import_module(module_name)
         *parents, name = dotted.split(".")
@@ -189,7 +198,8 @@ def _resolve(module_name: str, dotted: str):
         return owner, name, getattr(owner, name)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{module_name}.{dotted} is needed to run Megatron Core without CUDA, but this release of megatron-core "
+            f"{module_name}.{dotted} is needed to run Megatron Core without CUDA, but this "
+            "release of megatron-core "
             "does "
             "not have it. Install the megatron-core release that setup.py names."
         ) from error
@@ -206,7 +216,9 @@ def _set_rng_state(new_state, *_args, **_kwargs):
 def _gather_unequal_shares(
     original, input_, group, output_split_sizes=None, use_global_buffer=False
 ):
-    """Megatron Core's `_gather_along_first_dim`; shares of unequal sizes travel padded to the largest."""
+    """Megatron Core's `_gather_along_first_dim`; shares of unequal sizes travel padded to the
+    largest.
+    """
     if output_split_sizes is None or group.size() == 1:
         return original(input_, group, output_split_sizes, use_global_buffer)
     padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
@@ -221,7 +233,9 @@ def _gather_unequal_shares(
 def _reduce_scatter_unequal_shares(
     original, input_, group, input_split_sizes=None, use_global_buffer=False
 ):
-    """Megatron Core's `_reduce_scatter_along_first_dim`; shares of unequal sizes are cut from the whole sum."""
+    """Megatron Core's `_reduce_scatter_along_first_dim`; shares of unequal sizes are cut from the
+    whole sum.
+    """
     if input_split_sizes is None or group.size() == 1:
         return original(input_, group, input_split_sizes, use_global_buffer)
     total = input_.clone(memory_format=torch.contiguous_format)
@@ -298,10 +312,12 @@ def _replacements():
 def adapt_megatron_core() -> None:
     """Make Megatron Core usable in a process without CUDA; does nothing where CUDA is.
 
-    Every rank calls it once, before it builds a Megatron module (`nemo_aligner.parallel.parallel_state` does on import).
+    Every rank calls it once, before it builds a Megatron module
+    (`nemo_aligner.parallel.parallel_state` does on import).
 
     Raises:
-        ImportError: a listed name is missing from the installed megatron-core; the message names it.
+        ImportError: a listed name is missing from the installed megatron-core; the message names
+            it.
     """
     if torch.cuda.is_available():
         return

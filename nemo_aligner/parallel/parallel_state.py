@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks, sizes and groups: a thin face over `megatron.core.parallel_state`.
 
-Without an initialised process group every question has the answer of a single process (rank 0, size 1, group None), so
-trainers and math can run in a plain Python process.
+Without an initialised process group every question has the answer of a single process (rank 0,
+size 1, group None), so trainers and math can run in a plain Python process.
 """
 
 import os
@@ -40,12 +40,15 @@ def initialize(
     seed: int = 1234,
     timeout: timedelta = timedelta(minutes=30),
 ) -> None:
-    """Create Megatron's process groups and seed its random-number tracker; every rank calls it once.
+    """Create Megatron's process groups and seed its random-number tracker; every rank calls it
+    once.
 
-    A process without `torch.distributed` becomes a world of its own (size 1, through an in-process store: no port).
+    A process without `torch.distributed` becomes a world of its own (size 1, through an in-process
+    store: no port).
 
     Raises:
-        ConfigError: TP x PP x CP does not divide the number of ranks, or EP not the ranks that share a model's work.
+        ConfigError: TP x PP x CP does not divide the number of ranks, or EP not the ranks that
+            share a model's work.
     """
     if not torch.distributed.is_initialized():
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -62,17 +65,23 @@ def initialize(
     model_size = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
     if world_size % model_size:
         raise ConfigError(
-            f"tensor_model_parallel_size={tensor_model_parallel_size} x pipeline_model_parallel_size="
-            f"{pipeline_model_parallel_size} x context_parallel_size={context_parallel_size} = {model_size} does not "
+            f"tensor_model_parallel_size={tensor_model_parallel_size} x "
+            "pipeline_model_parallel_size="
+            f"{pipeline_model_parallel_size} x context_parallel_size={context_parallel_size} = "
+            f"{model_size} does not "
             "divide "
-            f"the {world_size} rank(s) of this job. Change trainer.devices / trainer.num_nodes or the parallel sizes."
+            f"the {world_size} rank(s) of this job. Change trainer.devices / trainer.num_nodes or "
+            "the parallel sizes."
         )
     replicas = world_size // (tensor_model_parallel_size * pipeline_model_parallel_size)
     if replicas % expert_model_parallel_size:
         raise ConfigError(
-            f"expert_model_parallel_size={expert_model_parallel_size} does not divide the {replicas} data-parallel x "
-            f"context-parallel rank(s) of this job ({world_size} ranks, TP={tensor_model_parallel_size}, "
-            f"PP={pipeline_model_parallel_size}). Change trainer.devices / trainer.num_nodes or the parallel sizes."
+            f"expert_model_parallel_size={expert_model_parallel_size} does not divide the "
+            f"{replicas} data-parallel x "
+            f"context-parallel rank(s) of this job ({world_size} ranks, "
+            f"TP={tensor_model_parallel_size}, "
+            f"PP={pipeline_model_parallel_size}). Change trainer.devices / trainer.num_nodes or "
+            "the parallel sizes."
         )
     global _replica_group
     if not _mcore.is_initialized():
@@ -112,7 +121,9 @@ def initialize(
 
 
 def _new_replica_group(timeout: timedelta):
-    """The ranks of this rank's TP x PP x CP, for which Megatron Core has no group; every rank of the job calls it."""
+    """The ranks of this rank's TP x PP x CP, for which Megatron Core has no group; every rank of
+    the job calls it.
+    """
     replicas = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(replicas, _mcore.get_data_parallel_rank())
     mine = None
@@ -130,7 +141,8 @@ def seed_generators(seed: int, by_context_rank: bool = False) -> None:
 
     Args:
         seed: of the job.
-        by_context_rank: give the context-parallel ranks different numbers, for dropout: they hold different positions.
+        by_context_rank: give the context-parallel ranks different numbers, for dropout: they hold
+            different positions.
             Without it the same, for initial weights: they hold the same weights.
     """
     # Pipeline stages hold other layers: they must not draw the same weights and dropout masks.
@@ -186,7 +198,9 @@ def get_data_parallel_src_rank() -> int:
 
 
 def get_model_parallel_group():
-    """The ranks of one replica of the model, TP x PP x CP, by global rank: they work on the same rows."""
+    """The ranks of one replica of the model, TP x PP x CP, by global rank: they work on the same
+    rows.
+    """
     if not is_initialized():
         return None
     return (
@@ -197,7 +211,9 @@ def get_model_parallel_group():
 
 
 def get_tensor_and_pipeline_parallel_group():
-    """The ranks that hold one copy of the weights, TP x PP, by global rank: the last TP of them are the last stage."""
+    """The ranks that hold one copy of the weights, TP x PP, by global rank: the last TP of them
+    are the last stage.
+    """
     return _mcore.get_model_parallel_group() if is_initialized() else None
 
 
@@ -274,7 +290,8 @@ def get_expert_model_parallel_rank() -> int:
 
 
 def get_expert_model_parallel_group():
-    """The ranks that hold the experts of one layer between them. They work on different rows of a batch, but must
+    """The ranks that hold the experts of one layer between them. They work on different rows of a
+    batch, but must
     pass through every layer equally often: tokens travel between them."""
     return _mcore.get_expert_model_parallel_group() if is_initialized() else None
 

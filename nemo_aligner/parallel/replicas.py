@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do the replicas of the weights still hold the same bits?
 
-Data-parallel replicas start equal and apply the same reduced gradient, so they stay equal to the bit. Where they do
-not (a rank that missed an update or a broadcast, a defect of memory), training goes on with gradients of different
-models, and nothing else shows it.
+Data-parallel replicas start equal and apply the same reduced gradient, so they stay equal to the
+bit. Where they do not (a rank that missed an update or a broadcast, a defect of memory), training
+goes on with gradients of different models, and nothing else shows it.
 """
 
 import torch
@@ -15,18 +15,22 @@ from nemo_aligner.core.errors import ReplicaError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 
-# Elements that are widened to int64 at a time: few enough for a CPU's cache, enough to be worth a kernel elsewhere.
+# Elements that are widened to int64 at a time: few enough for a CPU's cache, enough to be worth a
+# kernel elsewhere.
 CPU_PIECE, DEVICE_PIECE = 2**16, 2**22
-FACTOR = 6364136223846793005  # odd, so multiplying by it modulo 2**64 loses nothing (Knuth's MMIX generator has it)
+# odd, so multiplying by it modulo 2**64 loses nothing (Knuth's MMIX generator has it)
+FACTOR = 6364136223846793005
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 scalar of the exact bits and their places: a flipped bit or two swapped elements change it.
+    """int64 scalar of the exact bits and their places: a flipped bit or two swapped elements
+    change it.
 
-    Element i, read as an integer, counts 2 i + 1 times within a piece of the tensor, modulo 2**64; the pieces are
-    joined by Horner's rule. Any change of one element changes the sum, for its factor is odd. Sums of a CPU and of
+    Element i, read as an integer, counts 2 i + 1 times within a piece of the tensor, modulo 2**64;
+    the pieces are joined by Horner's rule. Any change of one element changes the sum, for its
+    factor is odd. Sums of a CPU and of
     another device cannot be compared: their pieces differ.
     """
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
@@ -39,7 +43,9 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _replica_groups() -> dict[str, tuple]:
-    """Kind of weight -> the process group over which it is replicated, where that has several ranks."""
+    """Kind of weight -> the process group over which it is replicated, where that has several
+    ranks.
+    """
     groups = {
         "weights": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "expert weights": parallel_state.get_expert_data_parallel_group(),
@@ -58,16 +64,19 @@ def _kind(parameter: torch.nn.Parameter) -> str:
 
 @torch.no_grad()
 def check_replicas(modules: list[torch.nn.Module]) -> None:
-    """Compare every weight with its replicas, bit by bit (by checksums); every rank of the job calls it.
+    """Compare every weight with its replicas, bit by bit (by checksums); every rank of the job
+    calls it.
 
-    Replicas of a weight are its copies on the data-parallel (x context-parallel) ranks of the same tensor-parallel
-    shard and pipeline stage. Shards of the distributed optimizer are no replicas and are not looked at.
+    Replicas of a weight are its copies on the data-parallel (x context-parallel) ranks of the same
+    tensor-parallel shard and pipeline stage. Shards of the distributed optimizer are no replicas
+    and are not looked at.
 
     Args:
         modules: model chunks of this rank, bare.
 
     Raises:
-        ReplicaError: on every rank; names the first weight that differs, and the ranks by what they hold.
+        ReplicaError: on every rank; names the first weight that differs, and the ranks by what
+            they hold.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -96,7 +105,9 @@ def check_replicas(modules: list[torch.nn.Module]) -> None:
 
 
 def _raise(differing: dict, sums: dict) -> None:
-    """Every rank tells which of its weights differ from its replicas'; all raise the same error."""
+    """Every rank tells which of its weights differ from its replicas'; all raise the same
+    error.
+    """
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, (differing, {key: sums[key] for key in differing}))
     first_rank, (theirs, _) = next((rank, entry) for rank, entry in enumerate(told) if entry[0])
@@ -106,9 +117,14 @@ def _raise(differing: dict, sums: dict) -> None:
         holders.setdefault(told[rank][1][chunk, name], []).append(rank)
     by_content = " | ".join(", ".join(map(str, same)) for same in holders.values())
     raise ReplicaError(
-        f"{name} (model chunk {chunk} of rank {first_rank}) differs between its replicas: ranks with equal bits are"
-        f" {by_content}; {max(len(entry[0]) for entry in told)} weight(s) differ in all. Replicas apply the same"
-        " updates, so a rank missed an update, a broadcast or a checkpoint's weights, or its memory or device is"
-        " faulty: gradients since then mix different models. Go back to a checkpoint from before (the check passed"
-        " every alarms.replica_check_interval steps), and take the odd rank's machine out if it happens again."
+        f"{name} (model chunk {chunk} of rank {first_rank}) differs between its replicas: ranks "
+        "with equal bits are"
+        f" {by_content}; {max(len(entry[0]) for entry in told)} weight(s) differ in all. Replicas "
+        "apply the same"
+        " updates, so a rank missed an update, a broadcast or a checkpoint's weights, or its "
+        "memory or device is"
+        " faulty: gradients since then mix different models. Go back to a checkpoint from before "
+        "(the check passed"
+        " every alarms.replica_check_interval steps), and take the odd rank's machine out if it "
+        "happens again."
     )

@@ -2,21 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropy from logits whose vocabulary is split over the tensor-parallel ranks.
 
-The one source of log-probs for policy, reference and training, so that they agree to the bit. All arithmetic is fp32
-(fp64 if the logits are), done on a few tokens at a time: beside the logits nothing of size [B, S, V] exists, but for
-their gradient in their own dtype, and that may take the place of the logits (`overwrite_logits`). Ranks exchange a
-few numbers per token, never the vocabulary.
+The one source of log-probs for policy, reference and training, so that they agree to the bit. All
+arithmetic is fp32 (fp64 if the logits are), done on a few tokens at a time: beside the logits
+nothing of size [B, S, V] exists, but for their gradient in their own dtype, and that may take the
+place of the logits (`overwrite_logits`). Ranks exchange a few numbers per token, never the
+vocabulary.
 
-Notation: V vocabulary with padding, split evenly in rank order; per token M = max x over the vocabulary,
-s = (x - M) / temperature, Z = sum exp(s), p = exp(s) / Z. With them
+Notation: V vocabulary with padding, split evenly in rank order; per token M = max x over the
+vocabulary, s = (x - M) / temperature, Z = sum exp(s), p = exp(s) / Z. With them
 
     log p = s - log Z                   d log p[target] / dx = (onehot - p) / temperature
     H = log Z - m,  m = sum p s         dH / dx = -p (s - m) / temperature
 
-With context parallelism (`nemo_aligner.parallel.context_parallel`) the logits are those of this rank's share of the
-positions; targets and results are of full width. W is the width that the model computed, S or a little more: the
-model pads the sequence so that it can be split. Every rank of a tensor- and context-parallel group must make the same
-calls.
+With context parallelism (`nemo_aligner.parallel.context_parallel`) the logits are those of this
+rank's share of the positions; targets and results are of full width. W is the width that the model
+computed, S or a little more: the model pads the sequence so that it can be split. Every rank of a
+tensor- and context-parallel group must make the same calls.
 """
 
 import torch
@@ -27,8 +28,8 @@ from torch.autograd.function import once_differentiable
 from nemo_aligner.core.rollout_math import masked_mean
 from nemo_aligner.parallel import context_parallel, parallel_state
 
-# Elements of one working buffer. On a CPU the passes over it then stay within the cache (1 MiB in fp32); a GPU wants
-# kernels that are long compared with their launch (64 MiB).
+# Elements of one working buffer. On a CPU the passes over it then stay within the cache (1 MiB in
+# fp32); a GPU wants kernels that are long compared with their launch (64 MiB).
 CHUNK_ELEMENTS = 1 << 18
 CHUNK_ELEMENTS_GPU = 1 << 24
 
@@ -46,21 +47,26 @@ def from_parallel_logits_to_logprobs(
     """Log-prob of each target token.
 
     Args:
-        vocab_parallel_logits: [B, W/CP, V/TP], this rank's slice of the vocabulary and share of the positions.
-        target: int64 [B, S]. With `ignore_last` the tokens themselves: column t is scored on token t+1 (shifted here).
+        vocab_parallel_logits: [B, W/CP, V/TP], this rank's slice of the vocabulary and share of
+            the positions.
+        target: int64 [B, S]. With `ignore_last` the tokens themselves: column t is scored on token
+        t+1 (shifted here).
             Without it they are aligned: column t is scored on target t.
         inference_only: keep nothing for a backward pass.
         higher_stability: accepted for NeMo-Aligner's callers; the stable form is always used.
         ignore_last: drop the last column, which predicts nothing.
         temperature: of the sampling: the result is log softmax(logits / temperature).
-        vocab_size: number of real tokens; the padding above it gets no probability and no gradient. None: all of V is
-            real.
-        overwrite_logits: the backward pass may write the gradient over the logits, which saves their size in memory.
-            Afterwards their values are gone: another backward pass that needs them raises (autograd counts writes),
-            reading them by hand would not. They must not be a leaf of the graph.
+        vocab_size: number of real tokens; the padding above it gets no probability and no
+            gradient. None: all of V is real.
+        overwrite_logits: the backward pass may write the gradient over the logits, which saves
+        their size in memory.
+            Afterwards their values are gone: another backward pass that needs them raises
+            (autograd counts writes), reading them by hand would not. They must not be a leaf of
+            the graph.
 
     Returns:
-        float32 [B, S-1], or [B, S] without `ignore_last`. A target outside the vocabulary gives -inf.
+        float32 [B, S-1], or [B, S] without `ignore_last`. A target outside the vocabulary gives
+        -inf.
     """
     logprobs, _ = _logprobs_and_entropy(
         vocab_parallel_logits,
@@ -83,13 +89,15 @@ def logprobs_and_entropy(
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`from_parallel_logits_to_logprobs` and the entropy of the same distributions, in one pass over the vocabulary.
+    """`from_parallel_logits_to_logprobs` and the entropy of the same distributions, in one pass
+    over the vocabulary.
 
-    The log-probs are the same bits as without the entropy. Use `entropy.detach()` where it is only reported: then the
-    backward pass does nothing for it.
+    The log-probs are the same bits as without the entropy. Use `entropy.detach()` where it is only
+    reported: then the backward pass does nothing for it.
 
     Returns:
-        (log-probs, entropy), both float32 [B, S-1], or [B, S] without `ignore_last`. The logits must be finite.
+        (log-probs, entropy), both float32 [B, S-1], or [B, S] without `ignore_last`. The logits
+        must be finite.
     """
     return _logprobs_and_entropy(
         vocab_parallel_logits,
@@ -109,7 +117,8 @@ def calculate_distributed_entropy(
     temperature: float = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Entropy of the next-token distribution, differentiable; `logprobs_and_entropy` gives it beside log-probs.
+    """Entropy of the next-token distribution, differentiable; `logprobs_and_entropy` gives it
+    beside log-probs.
 
     Args:
         logits: [B, W/CP, V/TP], this rank's slice and share; finite.
@@ -117,7 +126,8 @@ def calculate_distributed_entropy(
         temperature, vocab_size: as in `from_parallel_logits_to_logprobs`.
 
     Returns:
-        float32 [B, S-1], the last column dropped; or a scalar with `mask`. Without a mask S is taken to be W.
+        float32 [B, S-1], the last column dropped; or a scalar with `mask`. Without a mask S is
+        taken to be W.
     """
     width = (
         logits.shape[1] * parallel_state.get_context_parallel_world_size()
@@ -133,7 +143,9 @@ def calculate_distributed_entropy(
 
 
 class DistributedLogprob:
-    """Log-probs of aligned targets under the name and the call of NeMo-Aligner, where it is an autograd function."""
+    """Log-probs of aligned targets under the name and the call of NeMo-Aligner, where it is an
+    autograd function.
+    """
 
     @staticmethod
     def apply(
@@ -155,10 +167,13 @@ def _logprobs_and_entropy(
     overwrite_logits,
     with_entropy=False,
 ):
-    """Shift and share the targets, compute, gather: (log-probs, entropy or None), [B, S-1] or [B, S]."""
+    """Shift and share the targets, compute, gather: (log-probs, entropy or None), [B, S-1] or [B,
+    S].
+    """
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError(
-            "overwrite_logits=True on a leaf would make its values and its gradient share their memory"
+            "overwrite_logits=True on a leaf would make its values and its gradient share their "
+            "memory"
         )
     if ignore_last:
         target = target.roll(shifts=-1, dims=-1)
@@ -181,7 +196,9 @@ def _logprobs_and_entropy(
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """The formulas of this module for the first columns of the logits; what the other columns give is 0, and free."""
+    """The formulas of this module for the first columns of the logits; what the other columns give
+    is 0, and free.
+    """
 
     @staticmethod
     def forward(ctx, logits, target, shard, with_entropy, overwrite_logits):
@@ -204,7 +221,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             if with_entropy:
                 local_product[block] = exp.mul_(s).sum(-1)
         maximum, chosen = shard.all_reduce(torch.stack([local_max, chosen]), dist.ReduceOp.MAX)
-        # From the local maximum to the common one; a slice of padding only has no maximum, and its sums are 0.
+        # From the local maximum to the common one; a slice of padding only has no maximum, and its
+        # sums are 0.
         shift = torch.where(local_sum > 0, (local_max - maximum) / shard.temperature, 0.0)
         sums = (
             [local_sum]
@@ -258,7 +276,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
 
 class _Shard:
-    """What a rank computes of its logits [B, W/CP, V/TP]: `columns` first columns, real tokens; in blocks of those.
+    """What a rank computes of its logits [B, W/CP, V/TP]: `columns` first columns, real tokens; in
+    blocks of those.
 
     Attributes:
         dtype: of the arithmetic.
@@ -268,7 +287,8 @@ class _Shard:
     def __init__(self, logits: Tensor, temperature: float, vocab_size: int | None, columns: int):
         if not temperature > 0:
             raise ValueError(
-                f"temperature={temperature} must be above 0 to score tokens (greedy decoding scores with 1)"
+                f"temperature={temperature} must be above 0 to score tokens (greedy decoding "
+                "scores with 1)"
             )
         self.temperature = temperature
         self.dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -281,7 +301,9 @@ class _Shard:
         self._width = width if vocab_size is None else min(max(vocab_size - self._start, 0), width)
 
     def blocks(self):
-        """Indices (rows, columns) of blocks that fit the working buffer; none if no token of this slice is real."""
+        """Indices (rows, columns) of blocks that fit the working buffer; none if no token of this
+        slice is real.
+        """
         if not self._width:
             return
         tokens = (

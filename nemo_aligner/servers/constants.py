@@ -8,13 +8,17 @@ import torch
 
 
 class ServerSignal(IntEnum):
-    """What every rank of a server job does next. 0 is never used: it is what a rank without an opinion contributes."""
+    """What every rank of a server job does next. 0 is never used: it is what a rank without an
+    opinion contributes.
+    """
 
     FORWARD = 1
     TRAIN = 2
     INVALID = 3
     SAVE = 4
-    HEARTBEAT = 5  # nothing to do; keeps idle ranks out of collective time-outs and shows that every rank is alive
+    # nothing to do; keeps idle ranks out of collective time-outs and shows that every rank is
+    # alive
+    HEARTBEAT = 5
     STOP = 6  # leave the loop; the job ends
 
     def cuda(self) -> torch.Tensor:

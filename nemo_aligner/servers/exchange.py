@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One infer request over one connection of its own, and what became of it.
 
-A connection carries a single request, so an answer cannot belong to another one, and a connection that broke says
-something about the server now, not about a connection that idled for minutes. Triton's library writes and reads the
-bodies; the transport is plain `http.client`, whose socket another thread can shut down: a request to a server that has
-fallen silent can be given up at once (PyTriton's client cannot; it would also wait for the server first).
+A connection carries a single request, so an answer cannot belong to another one, and a connection
+that broke says something about the server now, not about a connection that idled for minutes.
+Triton's library writes and reads the bodies; the transport is plain `http.client`, whose socket
+another thread can shut down: a request to a server that has fallen silent can be given up at once
+(PyTriton's client cannot; it would also wait for the server first).
 """
 
 import errno
@@ -20,8 +21,9 @@ from nemo_aligner.core.errors import ServerRequestError
 
 CONNECT_TIMEOUT_S = 10.0
 
-# What a server says of itself, not of the request: the first two are raised by a server job that ends
-# (server_loop.py), the others come from Triton while it stops or has lost the process behind it.
+# What a server says of itself, not of the request: the first two are raised by a server job that
+# ends (server_loop.py), the others come from Triton while it stops or has lost the process behind
+# it.
 _NOT_SERVING = re.compile(
     r"\b(ServerStoppingError|ServerJobError)\b|Request for unknown model|Server is (stopping|not ready)"
     r"|Stub process .* is not healthy"
@@ -29,7 +31,9 @@ _NOT_SERVING = re.compile(
 
 
 class ConnectionLostError(Exception):
-    """No connection, or it broke before the answer was complete. `sent`: the server may have begun to work on it."""
+    """No connection, or it broke before the answer was complete. `sent`: the server may have begun
+    to work on it.
+    """
 
     def __init__(self, reason: str, sent: bool):
         super().__init__(reason)
@@ -73,7 +77,9 @@ class InferRequest:
 
 
 class Exchange:
-    """One sending of a request to one server. `run` blocks; `abort` may be called from any thread."""
+    """One sending of a request to one server. `run` blocks; `abort` may be called from any
+    thread.
+    """
 
     def __init__(self, host: str, port: int):
         self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
@@ -120,8 +126,8 @@ class Exchange:
 
 
 def _watch_peer(sock: socket.socket) -> None:
-    """Have the kernel ask a silent peer for a sign of life, so that a machine that vanished, or came back and knows
-    nothing of this connection, breaks it within half a minute."""
+    """Have the kernel ask a silent peer for a sign of life, so that a machine that vanished, or
+    came back and knows nothing of this connection, breaks it within half a minute."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):  # not on every system

@@ -1,40 +1,51 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One reward model behind one or several servers: requests are spread, a dead server is left out until it returns.
+"""One reward model behind one or several servers: requests are spread, a dead server is left out
+until it returns.
 
-Every request waits in one queue until a server has room for it; it goes to the available server with the fewest
-requests in flight, and among equals to the one that was used longest ago. Each sending has a thread and a connection
-of its own (exchange.py). A monitor thread per server asks every few seconds whether the model is ready there: one
-"ready" takes the server (back) in. Scoring changes nothing on a server, so a request may be sent again at any time,
-and the answer of a sending that was given up is thrown away: every request ends with exactly one answer or one error.
+Every request waits in one queue until a server has room for it; it goes to the available server
+with the fewest requests in flight, and among equals to the one that was used longest ago. Each
+sending has a thread and a connection of its own (exchange.py). A monitor thread per server asks
+every few seconds whether the model is ready there: one "ready" takes the server (back) in. Scoring
+changes nothing on a server, so a request may be sent again at any time,
+and the answer of a sending that was given up is thrown away: every request ends with exactly one
+answer or one error.
 
 What happens when a server dies, moment by moment:
 
-* Before the client connects: it is waited for. Once another one answers, START_GRACE_S more; then the job goes on with
-  those that are there and a warning names the missing ones, which are taken in when they come. If none answers within
+* Before the client connects: it is waited for. Once another one answers, START_GRACE_S more; then
+  the job goes on with those that are there and a warning names the missing ones, which are taken
+  in when they come. If none answers within
   `init_timeout_s`: `ServerUnreachableError`.
-* Between two requests: the next request finds the connection refused, or the monitor notices first. Left out.
-* While the connection is made (refused, no route, no answer in CONNECT_TIMEOUT_S): left out; the request goes back to
-  the head of the queue and to another server.
-* In the middle of a request, connection reset or closed (the process or its machine was killed): the same. A request
-  that has been lost MAX_LOST times (twice per server in a large fleet) is given up with an error, for it may be what
-  ends the servers.
-* In the middle of a request, silence: (a) The machine is gone, or Triton holds the connection although the process
-  behind it is dead, which it does for ten seconds and more: after MAX_MISSED_PROBES unanswered probes the requests in
-  flight there are taken back and sent elsewhere. (b) Triton answers probes, but the model behind it hangs: only
-  `inference_timeout_s` ends that. The request gets a second chance on another server, and the one that hung is taken
-  back only after it was down, that is, after somebody restarted it. A second time-out is an error.
-* While it ends in an orderly way (SIGTERM): what it still answers counts; "is shutting down" or "not ready" means:
-  left out, and that request goes elsewhere.
-* After it has answered: the answer is complete (its length is checked) and stands. Cut short, it counts as reset.
-* While it returns: it gets requests when Triton says the model is ready, not when the port opens. If it dies again
-  before it has answered anything, it is left out for twice as long as the last time.
-* All are dead: requests wait, a line every few seconds says for whom, and after `init_timeout_s` without any server
-  they fail with one error that names all of them.
-* An answer with an error of the model (it raised; the request does not fit), a wrong shape or NaN is raised at once
+* Between two requests: the next request finds the connection refused, or the monitor notices
+  first. Left out.
+* While the connection is made (refused, no route, no answer in CONNECT_TIMEOUT_S): left out; the
+  request goes back to the head of the queue and to another server.
+* In the middle of a request, connection reset or closed (the process or its machine was killed):
+  the same. A request that has been lost MAX_LOST times (twice per server in a large fleet) is
+  given up with an error, for it may be what ends the servers.
+* In the middle of a request, silence: (a) The machine is gone, or Triton holds the connection
+  although the process
+  behind it is dead, which it does for ten seconds and more: after MAX_MISSED_PROBES unanswered
+  probes the requests in flight there are taken back and sent elsewhere. (b) Triton answers probes,
+  but the model behind it hangs: only `inference_timeout_s` ends that. The request gets a second
+  chance on another server, and the one that hung is taken back only after it was down, that is,
+  after somebody restarted it. A second time-out is an error.
+* While it ends in an orderly way (SIGTERM): what it still answers counts; "is shutting down" or
+  "not ready" means: left out, and that request goes elsewhere.
+* After it has answered: the answer is complete (its length is checked) and stands. Cut short, it
+  counts as reset.
+* While it returns: it gets requests when Triton says the model is ready, not when the port opens.
+  If it dies again before it has answered anything, it is left out for twice as long as the last
+  time.
+* All are dead: requests wait, a line every few seconds says for whom, and after `init_timeout_s`
+  without any server they fail with one error that names all of them.
+* An answer with an error of the model (it raised; the request does not fit), a wrong shape or NaN
+  is raised at once
   and never sent again: another server of the same model would say the same.
 
-Only one rank of each model-parallel group holds a fleet; reward_critic_clients.py brings answers and errors to others.
+Only one rank of each model-parallel group holds a fleet; reward_critic_clients.py brings answers
+and errors to others.
 """
 
 import concurrent.futures
@@ -66,7 +77,8 @@ MAX_MISSED_PROBES = PendingAnswer.MAX_MISSED_PROBES
 MAX_LOST = 5
 # A server that fails again and again is taken back after longer and longer pauses.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
-# Enough to let the server's batcher merge requests; the rest waits here, where any server can take it.
+# Enough to let the server's batcher merge requests; the rest waits here, where any server can take
+# it.
 MAX_IN_FLIGHT = 16
 PROBE_INTERVAL_S = 5.0  # of a server that is well
 RETRY_INTERVAL_S = 1.0  # of one that is left out or has just missed a probe
@@ -127,7 +139,8 @@ class Fleet:
         endpoint: the schema of the endpoint.
         init_timeout_s: how long to wait while no server answers, at the start and later.
         inference_timeout_s: how long one request may take on a server.
-        first: number of the server that gets the first request; clients that start together begin at different ones.
+        first: number of the server that gets the first request; clients that start together begin
+            at different ones.
     """
 
     def __init__(
@@ -169,10 +182,12 @@ class Fleet:
     # ---- the caller's side ----
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """True once all servers have answered, or one and START_GRACE_S have gone by; False after `timeout_s`.
+        """True once all servers have answered, or one and START_GRACE_S have gone by; False after
+        `timeout_s`.
 
         Raises:
-            ServerUnreachableError: none has answered within `init_timeout_s` after the fleet was made.
+            ServerUnreachableError: none has answered within `init_timeout_s` after the fleet was
+                made.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -185,7 +200,8 @@ class Fleet:
                     self._started = True
                     if missing:
                         logging.warning(
-                            f"{self.title}: going on with {len(self.servers) - len(missing)} of {len(self.servers)} "
+                            f"{self.title}: going on with {len(self.servers) - len(missing)} of "
+                            f"{len(self.servers)} "
                             f"servers, without {_list(missing)}. They are taken in when they come."
                         )
                 elif late:
@@ -200,7 +216,8 @@ class Fleet:
         return True
 
     def submit(self, data: dict) -> concurrent.futures.Future:
-        """Queue a request of numpy arrays by wire name; returns at once. The future holds the answer's arrays.
+        """Queue a request of numpy arrays by wire name; returns at once. The future holds the
+        answer's arrays.
 
         Raises:
             RequestError: the request does not fit the endpoint's schema.
@@ -311,8 +328,10 @@ class Fleet:
         section = self.spec.setting.partition(".")[0]
         request.future.set_exception(
             ServerRequestError(
-                f"{self._name(server)} gave {error} ({section}.inference_timeout_s) to a request of "
-                f"{request.wire.rows} row(s), although it answers probes. Raise {section}.inference_timeout_s if the "
+                f"{self._name(server)} gave {error} ({section}.inference_timeout_s) to a request "
+                "of "
+                f"{request.wire.rows} row(s), although it answers probes. Raise "
+                f"{section}.inference_timeout_s if the "
                 "model needs longer, else look into the server's log: it hangs, restart it."
             )
         )
@@ -322,10 +341,13 @@ class Fleet:
         if request.lost >= max(MAX_LOST, 2 * len(self.servers)):
             request.future.set_exception(
                 ServerRequestError(
-                    f"{self.title}: {request.lost} times a server ended while it had the same request of "
-                    f"{request.wire.rows} row(s) ({len(request.wire.body)} bytes) or was about to end: "
+                    f"{self.title}: {request.lost} times a server ended while it had the same "
+                    "request of "
+                    f"{request.wire.rows} row(s) ({len(request.wire.body)} bytes) or was about to "
+                    "end: "
                     f"{_list(self.servers)}. "
-                    "The request itself may be what ends them (memory?): look into the servers' logs, and send "
+                    "The request itself may be what ends them (memory?): look into the servers' "
+                    "logs, and send "
                     "smaller micro-batches or shorter rows."
                 )
             )
@@ -351,7 +373,8 @@ class Fleet:
         server.pause = min(2 * server.pause, LONGEST_PAUSE_S)
         left = sum(s.available for s in self.servers)
         logging.warning(
-            f"{self._name(server)} is left out ({why}); {left} of {len(self.servers)} server(s) go on. "
+            f"{self._name(server)} is left out ({why}); {left} of {len(self.servers)} server(s) "
+            "go on. "
             "It is taken back when it answers again."
         )
         if not left:
@@ -421,7 +444,8 @@ class Fleet:
                 section = self.spec.setting.partition(".")[0]
                 request.future.set_exception(
                     ServerRequestError(
-                        f"{self.title}: no server has answered for {seconds:.0f} s ({section}.init_timeout_s): "
+                        f"{self.title}: no server has answered for {seconds:.0f} s "
+                        f"({section}.init_timeout_s): "
                         f"{_list(self.servers)}. {RESTART_REMEDY}"
                     )
                 )
@@ -436,16 +460,20 @@ class Fleet:
 
     def _say_waiting(self, servers: list, waited: float) -> None:
         logging.info(
-            f"waiting for server {self.title} at {_list(servers)} ({waited:.0f} of {self.init_timeout_s:.0f} s)"
+            f"waiting for server {self.title} at {_list(servers)} ({waited:.0f} of "
+            f"{self.init_timeout_s:.0f} s)"
         )
 
     def _unreachable(self, waited: float) -> str:
         section = self.spec.setting.partition(".")[0]
         addresses = "; ".join(f"ip={s.host}, port={s.port}" for s in self.servers)
         return (
-            f"server '{self.spec.endpoint}' is not reachable at {', '.join(map(str, self.servers))} after "
-            f"{waited:.0f} s ({_list(self.servers)}). Start the server job first and check that host, port and "
-            f"endpoint name are those in {self.spec.setting} ({addresses}; name={self.spec.endpoint}); raise "
+            f"server '{self.spec.endpoint}' is not reachable at "
+            f"{', '.join(map(str, self.servers))} after "
+            f"{waited:.0f} s ({_list(self.servers)}). Start the server job first and check that "
+            "host, port and "
+            f"endpoint name are those in {self.spec.setting} ({addresses}; "
+            f"name={self.spec.endpoint}); raise "
             f"{section}.init_timeout_s if it only needs longer to load."
         )
 
@@ -464,7 +492,9 @@ class PendingRewards:
         self._started = time.monotonic()
 
     def done(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for all rewards or the first error. A wait that ends without is logged."""
+        """Wait up to `timeout_s` for all rewards or the first error. A wait that ends without is
+        logged.
+        """
         done, pending = concurrent.futures.wait(
             self._futures.values(), timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION
         )

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The client's side of the wire: waits for servers, checks requests, sends them and watches for the answers."""
+"""The client's side of the wire: waits for servers, checks requests, sends them and watches for
+the answers.
+"""
 
 import concurrent.futures
 import http.client
@@ -31,7 +33,9 @@ def http_status(host: str, port: int, path: str, timeout_s: float) -> int | None
 
 
 def _futures_client(**kwargs):
-    """A `FuturesModelClient` whose worker threads never keep the process alive (upstream's are not daemons)."""
+    """A `FuturesModelClient` whose worker threads never keep the process alive (upstream's are not
+    daemons).
+    """
     from pytriton.client import FuturesModelClient
 
     class DaemonFuturesModelClient(FuturesModelClient):
@@ -52,12 +56,15 @@ RESTART_REMEDY = "Look into the server job's log and restart both jobs with the 
 
 
 class PendingAnswer:
-    """A future of one request that knows where it was sent; `check(answer)` may raise `ResponseError`.
+    """A future of one request that knows where it was sent; `check(answer)` may raise
+    `ResponseError`.
 
-    It is never cancelled: PyTriton's worker thread would die of it, and the server would go on all the same.
+    It is never cancelled: PyTriton's worker thread would die of it, and the server would go on all
+    the same.
     """
 
-    # Unanswered liveness probes in a row (one per `heartbeat_s`) after which a server counts as dead.
+    # Unanswered liveness probes in a row (one per `heartbeat_s`) after which a server counts as
+    # dead.
     MAX_MISSED_PROBES = 3
 
     def __init__(
@@ -69,7 +76,8 @@ class PendingAnswer:
         self._missed = 0
 
     def done(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`. A wait that ends without an answer is logged, and the server is probed.
+        """Wait up to `timeout_s`. A wait that ends without an answer is logged, and the server is
+        probed.
 
         Raises:
             ServerRequestError: the server has stopped answering probes.
@@ -85,7 +93,8 @@ class PendingAnswer:
         self._missed = 0 if alive else self._missed + 1
         if self._missed >= self.MAX_MISSED_PROBES:
             raise ServerRequestError(
-                f"{self.server_name}: the server at {self.host}:{self.port} no longer answers ({waited:.0f} s after "
+                f"{self.server_name}: the server at {self.host}:{self.port} no longer answers "
+                f"({waited:.0f} s after "
                 f"the request was sent). {RESTART_REMEDY}"
             )
         return False
@@ -104,8 +113,8 @@ class PendingAnswer:
             if http_status(self.host, self.port, "/v2/health/live", timeout_s=10) != 200:
                 remedy = f" The server is gone. {RESTART_REMEDY}"
             raise ServerRequestError(
-                f"request to {self.server_name} at {self.host}:{self.port} failed: {type(error).__name__}: {error}"
-                + remedy
+                f"request to {self.server_name} at {self.host}:{self.port} failed: "
+                f"{type(error).__name__}: {error}" + remedy
             ) from error
         answer = self.future.result()
         if self._check is not None:
@@ -123,7 +132,8 @@ class HTTPCommunicator:
 
     Args:
         init_timeout_s: how long to wait for a server to come up.
-        inference_timeout_s: how long one request may take on the server; the longest is a whole critic update.
+        inference_timeout_s: how long one request may take on the server; the longest is a whole
+            critic update.
         progress_interval_s: time between two progress lines while waiting for a server.
         setting: configuration section named in error messages.
     """
@@ -153,7 +163,9 @@ class HTTPCommunicator:
     def create_http_communicator_from_dict(
         self, servers: dict, endpoints: dict | None = None
     ) -> None:
-        """Connect to all of `servers`, {name: (ip, port)}; `endpoints` {name: Endpoint} gives their schemas."""
+        """Connect to all of `servers`, {name: (ip, port)}; `endpoints` {name: Endpoint} gives
+        their schemas.
+        """
         for name, (ip, port) in servers.items():
             self.add_server_by_name(name, ip=ip, port=port, endpoint=(endpoints or {}).get(name))
 
@@ -208,9 +220,12 @@ class HTTPCommunicator:
             time.sleep(max(0.0, min(pause, self.init_timeout_s - (time.monotonic() - start))))
             pause = min(pause * 1.5, 2.0)
         raise ServerUnreachableError(
-            f"server '{server_name}' is not reachable at {host}:{port} after {self.init_timeout_s:.0f} s ({state}). "
-            f"Start the server job first and check that its host, port and endpoint name are those in {self.setting} "
-            f"(ip={host}, port={port}, name={server_name}); raise {self.setting}.init_timeout_s if it only needs "
+            f"server '{server_name}' is not reachable at {host}:{port} after "
+            f"{self.init_timeout_s:.0f} s ({state}). "
+            "Start the server job first and check that its host, port and endpoint name are "
+            f"those in {self.setting} "
+            f"(ip={host}, port={port}, name={server_name}); raise {self.setting}.init_timeout_s "
+            "if it only needs "
             "longer to load."
         )
 
@@ -222,7 +237,8 @@ class HTTPCommunicator:
     def send_data_to_server(
         self, server_name: str, data: dict, batching: bool = True, check=None
     ) -> PendingAnswer:
-        """Send numpy arrays by wire name; returns at once. `check(answer)` may raise `ResponseError`.
+        """Send numpy arrays by wire name; returns at once. `check(answer)` may raise
+        `ResponseError`.
 
         Raises:
             RequestError: the request does not fit the endpoint's schema (nothing is sent).

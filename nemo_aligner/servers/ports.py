@@ -15,9 +15,9 @@ _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux
 def find_free_port(host: str = "127.0.0.1") -> int:
     """A port on which a server can listen, now and in the seconds that it takes to start.
 
-    Not one that the system picks (`bind` to port 0): such ports come from the range from which outgoing connections
-    take theirs, each of them blocks its port until a minute after its end, and a busy machine makes hundreds. The
-    server would find its port taken once in a while.
+    Not one that the system picks (`bind` to port 0): such ports come from the range from which
+    outgoing connections take theirs, each of them blocks its port until a minute after its end,
+    and a busy machine makes hundreds. The server would find its port taken once in a while.
     """
     first_ephemeral = 32768
     with contextlib.suppress(OSError, ValueError):
@@ -33,10 +33,13 @@ def find_free_port(host: str = "127.0.0.1") -> int:
 
 
 def check_port_is_free(host: str, port: int) -> None:
-    """Raise `UserError` unless a server can listen on `host:port` (Triton itself would only time out)."""
+    """Raise `UserError` unless a server can listen on `host:port` (Triton itself would only time
+    out).
+    """
     if (error := _can_listen(host, port)) is not None:
         raise UserError(
-            f"cannot listen on {host}:{port}: {error}. Set another port (trainer.ppo.port, or inference.port for "
+            f"cannot listen on {host}:{port}: {error}. Set another port (trainer.ppo.port, or "
+            "inference.port for "
             "a reward server), or stop the server that uses it."
         ) from error
 

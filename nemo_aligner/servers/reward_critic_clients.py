@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The remote critic and the remote reward models as objects of the actor job.
 
-Every rank of the actor constructs a client and calls the same methods. Only the rank that owns the data talks to the
-server: the source rank of each model-parallel group for scoring, global rank 0 for training and saving. Every call
-returns a future whose `result()` every rank calls: it brings the answer to all ranks that need it, and a failure,
-with the remote traceback, to all of them.
+Every rank of the actor constructs a client and calls the same methods. Only the rank that owns the
+data talks to the
+server: the source rank of each model-parallel group for scoring, global rank 0 for training and
+saving. Every call returns a future whose `result()` every rank calls: it brings the answer to all
+ranks that need it, and a failure, with the remote traceback, to all of them.
 
-A reward model may be served by several servers (servers/fleet.py: what happens when one dies), and several reward
+A reward model may be served by several servers (servers/fleet.py: what happens when one dies), and
+several reward
 models may be combined: reward = sum of weight * reward of each.
 """
 
@@ -44,13 +46,13 @@ class RMFutureResult(FutureResult):
     """Pending rewards of a rollout micro-batch.
 
     Args:
-        rm_future: `PendingRewards`, or an exception of the attempt to send, on the source rank of the model-parallel
-            group; ignored elsewhere.
+        rm_future: `PendingRewards`, or an exception of the attempt to send, on the source rank of
+            the model-parallel group; ignored elsewhere.
         weights: of each reward model of an ensemble, by name; None for a single reward model.
 
     Attributes:
-        reward_parts: after `result()`, the rewards float32 [b] of each reward model of an ensemble, by name, without
-            their weights; empty for a single one.
+        reward_parts: after `result()`, the rewards float32 [b] of each reward model of an
+            ensemble, by name, without their weights; empty for a single one.
     """
 
     def __init__(self, rm_future, weights: dict | None = None):
@@ -62,8 +64,8 @@ class RMFutureResult(FutureResult):
         """Rewards float32 [b, 1] on this rank's device, on every rank of the model-parallel group.
 
         Raises:
-            ServerRequestError: on every rank: of the model (with the remote traceback), an unusable answer, or no
-                server left.
+            ServerRequestError: on every rank: of the model (with the remote traceback), an
+                unusable answer, or no server left.
         """
         src, group = (
             parallel_state.get_model_parallel_src_rank(),
@@ -85,8 +87,10 @@ class RMCriticFutureResult(FutureResult):
     """Pending rewards [b] and values [b, S-1] of a rollout micro-batch.
 
     Args:
-        critic_future: `PendingAnswer` of the critic, on the source rank of the model-parallel group.
-        rm_future: `RMFutureResult` on every rank if the rewards come from other servers, else None.
+        critic_future: `PendingAnswer` of the critic, on the source rank of the model-parallel
+            group.
+        rm_future: `RMFutureResult` on every rank if the rewards come from other servers, else
+        None.
 
     Attributes:
         reward_parts: as in `RMFutureResult`.
@@ -105,7 +109,9 @@ class RMCriticFutureResult(FutureResult):
         self.reward_parts = {}
 
     def result(self) -> tuple:
-        """(rewards float32 [b], values float32 [b, S-1]) on this rank's device; columns that were not sent are 0."""
+        """(rewards float32 [b], values float32 [b, S-1]) on this rank's device; columns that were
+        not sent are 0.
+        """
         if self.combine_rm_and_critic_server:
             rewards, values = get_future_result(self.critic_future, "rewards", "values")
         else:
@@ -140,7 +146,8 @@ def _scoring_payload(
 
     Args:
         rollout_batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
-        pad_to_length: columns to send, the rest filled with 0; None sends the columns of the longest row.
+        pad_to_length: columns to send, the rest filled with 0; None sends the columns of the
+            longest row.
         fingerprint: of the policy's tokenizer, for the server to compare; None leaves it out.
 
     Raises:
@@ -152,8 +159,10 @@ def _scoring_payload(
         tokens = tokens[:, : int(lengths.max())]
     elif tokens.shape[1] > pad_to_length:
         raise UserError(
-            f"a rollout of {tokens.shape[1]} tokens is longer than {setting}.pad_to_length={pad_to_length}. "
-            f"Raise {setting}.pad_to_length (up to the served model's encoder_seq_length) or set it to null, or "
+            f"a rollout of {tokens.shape[1]} tokens is longer than "
+            f"{setting}.pad_to_length={pad_to_length}. "
+            f"Raise {setting}.pad_to_length (up to the served model's encoder_seq_length) or set "
+            "it to null, or "
             "shorten the prompts or length_params.max_length."
         )
     else:
@@ -184,7 +193,8 @@ class _Connecting:
 
     def done(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        # A list, not a generator: each fleet says what it waits for, and that it has waited too long.
+        # A list, not a generator: each fleet says what it waits for, and that it has waited too
+        # long.
         while not all([fleet.wait_until_ready(0.1) for fleet in self._fleets]):
             if time.monotonic() > deadline:
                 return False
@@ -195,7 +205,8 @@ class _Connecting:
 
 
 class _RewardModels:
-    """The reward models that `cfg` names. Every rank constructs one, together; source ranks hold the connections.
+    """The reward models that `cfg` names. Every rank constructs one, together; source ranks hold
+    the connections.
 
     Args:
         cfg: `remote_rm` or `remote_critic_rm` (see reward_models.py).
@@ -235,7 +246,8 @@ class _RewardModels:
     def score(self, rollout_batch: dict, make_payload) -> RMFutureResult:
         """Send `make_payload()` (see `_scoring_payload`) to every reward model; returns at once.
 
-        A reward that is code needs to know where the response starts: `prompt_lengths` go along when there are any.
+        A reward that is code needs to know where the response starts: `prompt_lengths` go along
+        when there are any.
         """
 
         def send():
@@ -252,8 +264,8 @@ def _gather_rows(tensors: dict) -> dict | None:
     """Rows of all data-parallel ranks, in rank order, on global rank 0; None elsewhere.
 
     Args:
-        tensors: name -> [b, width]; every rank of rank 0's data-parallel group calls it. Widths must be equal, b may
-            differ.
+        tensors: name -> [b, width]; every rank of rank 0's data-parallel group calls it. Widths
+            must be equal, b may differ.
     """
     group = parallel_state.get_data_parallel_group()
     size = parallel_state.get_data_parallel_world_size()
@@ -281,8 +293,8 @@ def _gather_rows(tensors: dict) -> dict | None:
 def _training_payload(data: dict) -> dict | None:
     """Arrays of a train request for all data-parallel ranks on global rank 0; None elsewhere.
 
-    Columns after the last response token of the whole batch are not sent. Data: `response_tokens` [b, S]; `returns`,
-    `values` (of the rollout) and `mask` [b, S-1].
+    Columns after the last response token of the whole batch are not sent. Data: `response_tokens`
+    [b, S]; `returns`, `values` (of the rollout) and `mask` [b, S-1].
     """
     if parallel_state.get_data_parallel_src_rank() != 0:
         return None  # a model-parallel peer of a rank that sends the same rows
@@ -308,7 +320,8 @@ def _training_payload(data: dict) -> dict | None:
     if gathered is None:
         return None
     if "sample_order" in gathered:
-        # The critic cuts its global batches from these rows: their order must not depend on the number of actor ranks.
+        # The critic cuts its global batches from these rows: their order must not depend on the
+        # number of actor ranks.
         order = gathered.pop("sample_order").flatten().argsort()
         gathered = {name: tensor[order] for name, tensor in gathered.items()}
     return {name: tensor.numpy() for name, tensor in gathered.items()}
@@ -319,13 +332,16 @@ class RemoteGPTRMCriticClient:
 
     Args:
         cfg: `remote_critic_rm`: `pad_to_length`, `combine_rm_and_critic_server`,
-            `critic.{name.{train,infer,save,status},ip,port}`; with separate servers `reward_model.{name,ip,port}` or
-            `reward_models`; and optionally `init_timeout_s`, `inference_timeout_s`.
-        tokenizer: of the policy; servers with another one refuse its texts. None has them not compare.
+            `critic.{name.{train,infer,save,status},ip,port}`; with separate servers
+            `reward_model.{name,ip,port}` or `reward_models`; and optionally `init_timeout_s`,
+            `inference_timeout_s`.
+        tokenizer: of the policy; servers with another one refuse its texts. None has them not
+        compare.
 
     Raises:
         ConfigError: the section cannot work.
-        ServerUnreachableError: no server within `init_timeout_s`; progress is logged while waiting.
+        ServerUnreachableError: no server within `init_timeout_s`; progress is logged while
+        waiting.
     """
 
     SETTING = "remote_critic_rm"
@@ -355,7 +371,8 @@ class RemoteGPTRMCriticClient:
         elif cfg.get("reward_models", None):
             raise ConfigError(
                 f"{self.SETTING}.reward_models names servers of their own, but {self.SETTING}."
-                "combine_rm_and_critic_server=True has the critic server score rewards; set it to False."
+                "combine_rm_and_critic_server=True has the critic server score rewards; set it to "
+                "False."
             )
         try:
             self.communicator.create_http_communicator_from_dict(servers, endpoints)
@@ -365,7 +382,8 @@ class RemoteGPTRMCriticClient:
         self.communicator.print_server_dict()
 
     def infer_rm_critic(self, rollout_batch: dict) -> RMCriticFutureResult:
-        """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b]) to be scored; returns at once.
+        """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b]) to be scored;
+        returns at once.
 
         An S above `pad_to_length`, as any error, is raised by the future's `result()`.
         """
@@ -396,11 +414,13 @@ class RemoteGPTRMCriticClient:
         )
 
     def train(self, rollout_batch: dict) -> TrainFuture:
-        """Send this rank's rows, together with those of all data-parallel ranks, for a critic update.
+        """Send this rank's rows, together with those of all data-parallel ranks, for a critic
+        update.
 
         Args:
-            rollout_batch: `response_tokens` int64 [b, S]; `returns`, `values`, `mask` [b, S-1]; optionally
-                `sample_order` int64 [b], each row's place among the rows of all ranks (else they go in rank order).
+            rollout_batch: `response_tokens` int64 [b, S]; `returns`, `values`, `mask` [b, S-1];
+                optionally `sample_order` int64 [b], each row's place among the rows of all ranks
+                (else they go in rank order).
         """
         payload = _training_payload(rollout_batch)
 
@@ -424,8 +444,8 @@ class RemoteGPTRMCriticClient:
         )
 
     def status(self) -> dict:
-        """{"actor_step", "critic_step", "saved_critic_step"} of the server, on every rank; and its "checkpoints", the
-        folder of each by its actor step."""
+        """{"actor_step", "critic_step", "saved_critic_step"} of the server, on every rank; and its
+        "checkpoints", the folder of each by its actor step."""
 
         def ask():
             if self.status_name not in self.communicator.connections:
@@ -447,7 +467,8 @@ class RemoteGPTRMCriticClient:
         }
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
-        """Refuse to go on unless the critic's weights are those saved at `expected_actor_step` (0: a new run).
+        """Refuse to go on unless the critic's weights are those saved at `expected_actor_step` (0:
+        a new run).
 
         Every rank calls it once, before the first rollout.
 
@@ -480,12 +501,15 @@ class RemoteGPTRMCriticClient:
             expected_actor_step, have, step != saved, checkpoints, status["checkpoints"]
         )
         raise UserError(
-            f"actor and critic do not match: this actor is at step {expected_actor_step}, the critic at {where} "
+            f"actor and critic do not match: this actor is at step {expected_actor_step}, the "
+            f"critic at {where} "
             f"is{moved}. {remedy}"
         )
 
     def _on_rank_zero(self, send):
-        """`send()` on global rank 0, None elsewhere; an error is kept for `result()`, which all ranks call."""
+        """`send()` on global rank 0, None elsewhere; an error is kept for `result()`, which all
+        ranks call.
+        """
         return outcome_or_error(send) if parallel_state.get_rank() == 0 else None
 
     def close(self) -> None:
@@ -494,17 +518,21 @@ class RemoteGPTRMCriticClient:
 
 
 class RemoteGPTRMClient:
-    """Remote reward models alone: one or several, each on one or several servers. Every rank constructs it, together.
+    """Remote reward models alone: one or several, each on one or several servers. Every rank
+    constructs it, together.
 
     Args:
-        cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}` or `reward_models`; `host` and `port` beside
-            them win over those of `reward_model`; optionally `init_timeout_s`, `inference_timeout_s`.
-        tokenizer: of the policy; servers with another one refuse its texts. None has them not compare.
+        cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}` or `reward_models`; `host`
+            and `port` beside them win over those of `reward_model`; optionally `init_timeout_s`,
+            `inference_timeout_s`.
+        tokenizer: of the policy; servers with another one refuse its texts. None has them not
+        compare.
         setting: name of the section, for messages.
 
     Raises:
         ConfigError: the section cannot work.
-        ServerUnreachableError: no server within `init_timeout_s`; progress is logged while waiting.
+        ServerUnreachableError: no server within `init_timeout_s`; progress is logged while
+        waiting.
     """
 
     def __init__(self, cfg, tokenizer=None, setting: str = "remote_rm"):
@@ -516,8 +544,9 @@ class RemoteGPTRMClient:
         self.reward_models = _RewardModels(cfg, self.communicator, setting)
 
     def infer_rm(self, rollout_batch: dict) -> RMFutureResult:
-        """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b], optionally `prompt_lengths` [b]) to be
-        scored; returns at once. An S above `pad_to_length`, as any error, is raised by the future's `result()`.
+        """Send a micro-batch (`response_tokens` [b, S], `response_lengths` [b], optionally
+        `prompt_lengths` [b]) to be scored; returns at once. An S above `pad_to_length`, as any
+        error, is raised by the future's `result()`.
         """
         make_payload = functools.partial(
             _scoring_payload, rollout_batch, self.pad_to_length, self.setting, self.fingerprint

@@ -1,15 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A user's Python function as a reward: `function(prompts, responses, lengths) -> scores`, run in worker processes.
+"""A user's Python function as a reward: `function(prompts, responses, lengths) -> scores`, run in
+worker processes.
 
-The server decodes a rollout into text and shares its samples out to the workers (`reward_worker.py`); each sample is
-a call of its own with a time limit of its own. Each worker is driven by one thread, which starts it, feeds it chunks
-of samples, reads the scores as they come, and kills and replaces it when a sample takes too long or brings it down.
-N is the number of rows of a request, S its padded token length, P a prompt's length, R that of prompt and response.
+The server decodes a rollout into text and shares its samples out to the workers
+(`reward_worker.py`); each sample is a call of its own with a time limit of its own. Each worker is
+driven by one thread, which starts it, feeds it chunks of samples, reads the scores as they come,
+and kills and replaces it when a sample takes too long or brings it down. N is the number of rows
+of a request, S its padded token length, P a prompt's length, R that of prompt and response.
 
-Why not a process pool of a library: concurrent.futures has no time limits and breaks as a whole when a worker dies;
-Pebble 5.2 (measured) lost a sample's answer in one of three runs with crashing functions, blocks all workers for three
-seconds behind one that ignores SIGTERM, and starts workers by importing the server's script, seconds with torch in it.
+Why not a process pool of a library: concurrent.futures has no time limits and breaks as a whole
+when a worker dies; Pebble 5.2 (measured) lost a sample's answer in one of three runs with crashing
+functions, blocks all workers for three seconds behind one that ignores SIGTERM, and starts workers
+by importing the server's script, seconds with torch in it.
 """
 
 import collections
@@ -35,26 +38,30 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.servers import reward_worker
 from nemo_aligner.servers.schema import RequestError
 
-# Samples that a worker gets at once: they share the cost of a message, and are stuck together behind a slow one.
+# Samples that a worker gets at once: they share the cost of a message, and are stuck together
+# behind a slow one.
 MAX_CHUNK = 32
 # How long the function's file may take to load.
 LOAD_TIMEOUT_S = 120.0
-# A worker that has died without closing its pipe (a process that it started has it, too) is noticed this fast.
+# A worker that has died without closing its pipe (a process that it started has it, too) is
+# noticed this fast.
 PROBE_INTERVAL_S = 0.5
 # Characters of a prompt or response in a message.
 SHOWN_CHARACTERS = 200
 
 
 class RewardFunctionError(RuntimeError):
-    """The function gave no usable score; the message holds the sample and the function's traceback."""
+    """The function gave no usable score; the message holds the sample and the function's
+    traceback.
+    """
 
 
 class RewardFunction:
     """Scores rollouts with the function `spec`; call `close()` or use it in a `with` block.
 
     Args:
-        spec: "path/to/file.py:function"; a relative path counts from the current folder. The file may import modules
-            that lie beside it.
+        spec: "path/to/file.py:function"; a relative path counts from the current folder. The file
+            may import modules that lie beside it.
         tokenizer: NeMo tokenizer of the policy whose answers are scored.
         workers: processes.
         timeout_s: per sample; a sample that takes longer fails, and its worker is killed.
@@ -62,7 +69,8 @@ class RewardFunction:
 
     Raises:
         ConfigError: a value that cannot work.
-        UserError: no such file or function, it cannot be imported, or it does not take three arguments.
+        UserError: no such file or function, it cannot be imported, or it does not take three
+        arguments.
     """
 
     def __init__(
@@ -134,7 +142,8 @@ class RewardFunction:
         """
         if prompt_lengths is None:
             raise RequestError(
-                "'prompt_lengths' is missing: a reward function is given prompt and response apart; send the number "
+                "'prompt_lengths' is missing: a reward function is given prompt and response "
+                "apart; send the number "
                 "of prompt tokens of each row, [N, 1]."
             )
         tokens, ends, starts = (
@@ -146,8 +155,8 @@ class RewardFunction:
     def decode(self, tokens: np.ndarray, ends: np.ndarray, starts: np.ndarray) -> tuple:
         """Prompts, responses and lengths (R - P, the end token included), lists of N; see `infer`.
 
-        The response's text has no end token; special tokens of a Hugging Face tokenizer are left out as in the
-        tables of samples.
+        The response's text has no end token; special tokens of a Hugging Face tokenizer are left
+        out as in the tables of samples.
         """
         prompts, responses, lengths = [], [], []
         for row, start, end in zip(tokens, starts.tolist(), ends.tolist()):
@@ -170,7 +179,8 @@ class RewardFunction:
             RequestError: always.
         """
         raise RequestError(
-            f"{len(sentences)} 'sentences' came, but the reward function {self.spec} is given prompt and response "
+            f"{len(sentences)} 'sentences' came, but the reward function {self.spec} is given "
+            "prompt and response "
             "apart: send 'tokens', 'sequence_lengths' and 'prompt_lengths'."
         )
 
@@ -178,7 +188,8 @@ class RewardFunction:
         """Scores float32 [N] of N samples, in their order. Several threads may call it at once.
 
         Raises:
-            RewardFunctionError: the function failed on a sample and there is no fallback, or it is shutting down.
+            RewardFunctionError: the function failed on a sample and there is no fallback, or it is
+                shutting down.
         """
         samples = list(zip(prompts, responses, lengths))
         request = _Request(self, samples)
@@ -199,7 +210,9 @@ class RewardFunction:
     # ---- one thread per worker ----
 
     def _drive(self, ready: concurrent.futures.Future) -> None:
-        """Life of a thread. It must outlive its worker: the kernel kills that with the thread that started it."""
+        """Life of a thread. It must outlive its worker: the kernel kills that with the thread that
+        started it.
+        """
         worker = None
         try:
             worker = self._start_worker()
@@ -216,7 +229,9 @@ class RewardFunction:
     def _work_off(
         self, worker: "_Worker | None", request: "_Request", rows: range
     ) -> "_Worker | None":
-        """Score `rows` of a request; returns the worker, a new one where the given one did not survive."""
+        """Score `rows` of a request; returns the worker, a new one where the given one did not
+        survive.
+        """
         left = collections.deque(rows)
         try:
             while left and not request.future.done():
@@ -292,13 +307,15 @@ def _split_spec(spec: str) -> tuple[str, str]:
     path, _, name = str(spec).rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise ConfigError(
-            f"inference.reward_fn={spec} does not name a function; write path/to/file.py:function, such as "
+            f"inference.reward_fn={spec} does not name a function; write "
+            "path/to/file.py:function, such as "
             "examples/rewards/arithmetic.py:exact_answer."
         )
     absolute = Path(path).expanduser().absolute()
     if not absolute.is_file():
         raise UserError(
-            f"inference.reward_fn={spec}: the file {absolute} does not exist; a relative path counts from the folder "
+            f"inference.reward_fn={spec}: the file {absolute} does not exist; a relative path "
+            "counts from the folder "
             "in which the server is started."
         )
     return str(absolute), name
@@ -325,7 +342,9 @@ def _to_numpy(array) -> np.ndarray:
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    """Samples on their way through the workers; `future` gets their scores float32 [N], or an error."""
+    """Samples on their way through the workers; `future` gets their scores float32 [N], or an
+    error.
+    """
 
     owner: RewardFunction
     samples: list[tuple]
@@ -351,7 +370,8 @@ class _Request:
         if kind == "error" and fallback is None:
             self.fail(
                 RewardFunctionError(
-                    f"{self._describe(row, value)}\nMend the function, or set inference.reward_fn_fallback to the "
+                    f"{self._describe(row, value)}\nMend the function, or set "
+                    "inference.reward_fn_fallback to the "
                     "score that such a sample gets."
                 )
             )
@@ -373,8 +393,10 @@ class _Request:
         """One warning for all samples of the request that got the fallback score."""
         if self._failures:
             logging.warning(
-                f"{len(self._failures)} of {len(self.samples)} samples got the fallback score {self.owner.fallback:g}"
-                f" (inference.reward_fn_fallback). The first: {self._describe(*min(self._failures))}"
+                f"{len(self._failures)} of {len(self.samples)} samples got the fallback score "
+                f"{self.owner.fallback:g}"
+                " (inference.reward_fn_fallback). The first: "
+                f"{self._describe(*min(self._failures))}"
             )
 
     def _describe(self, row: int, why: str) -> str:
@@ -401,8 +423,8 @@ class _WorkerEndedError(Exception):
 class _Worker:
     """A worker process and the two pipes to it. One thread uses it; any may kill it.
 
-    It has a process group of its own: what the function starts is killed with it, and a Ctrl-C on the server's
-    terminal does not reach it.
+    It has a process group of its own: what the function starts is killed with it, and a Ctrl-C on
+    the server's terminal does not reach it.
     """
 
     def __init__(self, path: str, name: str):
@@ -455,7 +477,9 @@ class _Worker:
         return json.loads(line)
 
     def _wait(self, poller, deadline: float) -> None:
-        """Return when a pipe is ready. What has arrived counts, even if this thread looks at it after the deadline."""
+        """Return when a pipe is ready. What has arrived counts, even if this thread looks at it
+        after the deadline.
+        """
         while True:
             alive = self.is_alive()  # before the last look: an answer given before the end is read
             left = deadline - time.monotonic()

@@ -4,7 +4,8 @@
 
     python reward_worker.py FILE FUNCTION REQUESTS_FD ANSWERS_FD PARENT_PID
 
-It is started as a script and needs the standard library only, so a worker is there in a moment, also after its
+It is started as a script and needs the standard library only, so a worker is there in a moment,
+also after its
 predecessor had to be killed. Lines of JSON go through the two pipes:
 
     worker -> server    ["ready", null] or ["error", text] once, after loading
@@ -71,7 +72,9 @@ def _answer(answers, kind: str, value) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process with its parent, however that ends and whatever the function is doing."""
+    """Have the kernel kill this process with its parent, however that ends and whatever the
+    function is doing.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it has ended already
@@ -79,7 +82,9 @@ def _end_with(parent: int) -> None:
 
 
 def _be_the_first_to_go() -> None:
-    """When memory runs out, the kernel takes this process, not the server or the training beside it."""
+    """When memory runs out, the kernel takes this process, not the server or the training beside
+    it.
+    """
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
@@ -155,7 +160,8 @@ def load_function(path: str, name: str):
         inspect.signature(function).bind([], [], [])
     except TypeError as error:
         raise LoadError(
-            f"'{name}{inspect.signature(function)}' cannot be called as {name}(prompts, responses, lengths): {error}"
+            f"'{name}{inspect.signature(function)}' cannot be called as {name}(prompts, "
+            f"responses, lengths): {error}"
         ) from None
     except ValueError:
         pass  # some functions written in C do not tell; the first sample will
@@ -192,7 +198,8 @@ def score_sample(function, path: str, prompt: str, response: str, length: int) -
 
 
 def to_score(scores) -> float:
-    """The one score in what a function returned for one sample: any sequence of one real number will do.
+    """The one score in what a function returned for one sample: any sequence of one real number
+    will do.
 
     Raises:
         BadScoreError: it is something else, or not finite in float32.

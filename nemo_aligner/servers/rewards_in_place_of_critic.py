@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remote reward models in the place of a remote critic, for the ways of PPO that need none.
 
-The PPO trainer then stays as it is: it asks for rewards and values, and has the critic train and save.
+The PPO trainer then stays as it is: it asks for rewards and values, and has the critic train and
+save.
 """
 
 from nemo_aligner.servers.reward_critic_clients import (
@@ -36,12 +37,13 @@ class NothingToDo(FutureResult):
 
 
 class RewardsInPlaceOfCritic:
-    """Plays the critic's part for advantage estimators without a critic: remote reward models give the rewards, there
-    are no values, and nothing is to be trained or saved. Every rank constructs one, together.
+    """Plays the critic's part for advantage estimators without a critic: remote reward models give
+    the rewards, there are no values, and nothing is to be trained or saved. Every rank constructs
+    one, together.
 
     Args:
-        cfg: `remote_critic_rm`, of which `critic` is not read; otherwise as for `RemoteGPTRMClient`, which says what
-            is raised.
+        cfg: `remote_critic_rm`, of which `critic` is not read; otherwise as for
+            `RemoteGPTRMClient`, which says what is raised.
         tokenizer: of the policy.
     """
 

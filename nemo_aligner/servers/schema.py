@@ -1,12 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The wire format between an actor job and the critic and reward servers, defined once for both sides.
+"""The wire format between an actor job and the critic and reward servers, defined once for both
+sides.
 
-An `Endpoint` lists its tensors by name, dtype and shape. The client checks a request against it before it sends
-(`validate_request`), the server binds it to Triton (`triton_tensors`) and then checks what Triton cannot know
-(`validate_scoring_inputs`, `validate_training_inputs`), and the client checks the answer (`validate_response`). N is
-the number of samples, S the padded token length; per-transition tensors have width S-1 and column t belongs to the
-prediction of token t+1.
+An `Endpoint` lists its tensors by name, dtype and shape. The client checks a request against it
+before it sends (`validate_request`), the server binds it to Triton (`triton_tensors`) and then
+checks what Triton cannot know (`validate_scoring_inputs`, `validate_training_inputs`), and the
+client checks the answer (`validate_response`). N is the number of samples, S the padded token
+length; per-transition tensors have width S-1 and column t belongs to the prediction of token t+1.
 """
 
 from dataclasses import dataclass
@@ -28,18 +29,24 @@ UNKNOWN_STEP = -1
 
 
 _NOT_COMBINED = (
-    "The critic server gives no rewards: its job has trainer.ppo.combine_rm_and_critic_server=False, this one "
-    "remote_critic_rm.combine_rm_and_critic_server=True. Set both alike; with False the reward model has a server of "
+    "The critic server gives no rewards: its job has "
+    "trainer.ppo.combine_rm_and_critic_server=False, this one "
+    "remote_critic_rm.combine_rm_and_critic_server=True. Set both alike; with False the reward "
+    "model has a server of "
     "its own."
 )
 
 
 class RequestError(UserError):
-    """A request that does not fit its endpoint: the message names the tensor, what was sent and what is expected."""
+    """A request that does not fit its endpoint: the message names the tensor, what was sent and
+    what is expected.
+    """
 
 
 class ResponseError(UserError):
-    """An answer that cannot be used: the message names the tensor, what came, what is expected and the remedy."""
+    """An answer that cannot be used: the message names the tensor, what came, what is expected and
+    the remedy.
+    """
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A served model: its default name, its tensors, and whether Triton merges the requests of several clients."""
+    """A served model: its default name, its tensors, and whether Triton merges the requests of
+    several clients.
+    """
 
     name: str
     inputs: tuple
@@ -84,8 +93,8 @@ _SCORING_INPUTS = (
         "sequence_lengths", np.int64, (-1,), True, "number of real tokens of each row [N, 1]"
     ),
 )
-# A server that has another tokenizer refuses: the same ids would stand for other texts. It comes for each row, as all
-# inputs of requests that Triton may merge.
+# A server that has another tokenizer refuses: the same ids would stand for other texts. It comes
+# for each row, as all inputs of requests that Triton may merge.
 _TOKENIZER = TensorSpec(
     "tokenizer",
     np.bytes_,
@@ -105,7 +114,9 @@ _PROMPT_LENGTHS = TensorSpec(
 
 
 def critic_infer_endpoint(combined: bool) -> Endpoint:
-    """Values [N, S] of each token position; with `combined` also the reward [N, 1] of each sample."""
+    """Values [N, S] of each token position; with `combined` also the reward [N, 1] of each
+    sample.
+    """
     outputs = (
         TensorSpec("values", np.float32, (-1,), meaning="value at each token position [N, S]"),
     )
@@ -119,7 +130,8 @@ def critic_infer_endpoint(combined: bool) -> Endpoint:
 def critic_train_endpoint() -> Endpoint:
     """One pass of critic updates over the rows sent.
 
-    `request_id` (up to 64 characters) makes a repeated request harmless: the same id is applied once.
+    `request_id` (up to 64 characters) makes a repeated request harmless: the same id is applied
+    once.
     """
     return Endpoint(
         CRITIC_TRAIN,
@@ -170,7 +182,9 @@ def critic_save_endpoint() -> Endpoint:
 
 
 def critic_status_endpoint() -> Endpoint:
-    """Which step the critic's weights stand at, their last checkpoint's actor step, and all checkpoints."""
+    """Which step the critic's weights stand at, their last checkpoint's actor step, and all
+    checkpoints.
+    """
     return Endpoint(
         CRITIC_STATUS,
         (TensorSpec("dummy_var", np.int64, (1,), meaning="any number (Triton needs an input)"),),
@@ -241,14 +255,16 @@ def validate_request(endpoint: Endpoint, data: dict) -> None:
         array = data[spec.name]
         if not isinstance(array, np.ndarray):
             raise RequestError(
-                f"input tensor '{spec.name}' is a {type(array).__name__}, not a numpy array. {remedy}"
+                f"input tensor '{spec.name}' is a {type(array).__name__}, not a numpy array. "
+                f"{remedy}"
             )
         right_dtype = (
             array.dtype.kind in "OS" if spec.dtype is np.bytes_ else array.dtype == spec.dtype
         )
         if not right_dtype:
             raise RequestError(
-                f"input tensor '{spec.name}' has dtype {array.dtype}; send {spec.describe(endpoint.batching)}. "
+                f"input tensor '{spec.name}' has dtype {array.dtype}; send "
+                f"{spec.describe(endpoint.batching)}. "
                 f"{remedy}"
             )
         shape = array.shape[1:] if endpoint.batching else array.shape
@@ -256,7 +272,8 @@ def validate_request(endpoint: Endpoint, data: dict) -> None:
             want not in (-1, got) for got, want in zip(shape, spec.shape)
         ):
             raise RequestError(
-                f"input tensor '{spec.name}' has shape {list(array.shape)}; send {spec.describe(endpoint.batching)}. "
+                f"input tensor '{spec.name}' has shape {list(array.shape)}; send "
+                f"{spec.describe(endpoint.batching)}. "
                 f"{remedy}"
             )
     if endpoint.batching and len({array.shape[0] for array in data.values()}) > 1:
@@ -267,18 +284,22 @@ def validate_request(endpoint: Endpoint, data: dict) -> None:
 def _validate_tokens(tokens: np.ndarray, vocab_size, max_length) -> None:
     if tokens.size == 0:
         raise RequestError(
-            f"'tokens' has shape {list(tokens.shape)}: send at least one row of at least one token."
+            f"'tokens' has shape {list(tokens.shape)}: send at least one row of at least one "
+            "token."
         )
     if max_length is not None and tokens.shape[1] > max_length:
         raise RequestError(
-            f"'tokens' has {tokens.shape[1]} columns, but the served model takes at most {max_length} "
-            "(model.encoder_seq_length). Send shorter rows, or serve a model with a longer context."
+            f"'tokens' has {tokens.shape[1]} columns, but the served model takes at most "
+            f"{max_length} "
+            "(model.encoder_seq_length). Send shorter rows, or serve a model with a longer "
+            "context."
         )
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         bad = low if low < 0 else high
         raise RequestError(
-            f"'tokens' holds the id {bad}, outside the served model's vocabulary [0, {vocab_size}). "
+            f"'tokens' holds the id {bad}, outside the served model's vocabulary [0, "
+            f"{vocab_size}). "
             "Actor and server must use the same tokenizer; pad with 0."
         )
 
@@ -286,7 +307,8 @@ def _validate_tokens(tokens: np.ndarray, vocab_size, max_length) -> None:
 def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
     """Refuse an infer request of a policy whose tokenizer is not the server's.
 
-    Requests that Triton merged are refused together, as with any other fault; each row is looked at.
+    Requests that Triton merged are refused together, as with any other fault; each row is looked
+    at.
 
     Args:
         sent: the request's `tokenizer`, bytes [N, 1]; None for a client that does not say.
@@ -301,9 +323,12 @@ def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
     if others:
         theirs = "; ".join(sorted(fingerprint.decode(errors="replace") for fingerprint in others))
         raise RequestError(
-            f"the policy's tokenizer ({theirs}) is not this server's ({own}): token ids do not mean the same to both, "
-            "and training on such scores would be nonsense. Serve a reward model or critic that was trained with the "
-            "policy's tokenizer; for a reward that is a function, name in rm_model_file a .nemo with the policy's "
+            f"the policy's tokenizer ({theirs}) is not this server's ({own}): token ids do not "
+            "mean the same to both, "
+            "and training on such scores would be nonsense. Serve a reward model or critic that "
+            "was trained with the "
+            "policy's tokenizer; for a reward that is a function, name in rm_model_file a .nemo "
+            "with the policy's "
             "tokenizer (the policy's own), or give that tokenizer in model.tokenizer."
         )
 
@@ -315,19 +340,21 @@ def validate_scoring_inputs(
     max_length=None,
     prompt_lengths=None,
 ) -> None:
-    """Check the content of an infer request: tokens int64 [N, S]; sequence_lengths and, if given, prompt_lengths
-    int64 [N] or [N, 1]."""
+    """Check the content of an infer request: tokens int64 [N, S]; sequence_lengths and, if given,
+    prompt_lengths int64 [N] or [N, 1]."""
     _validate_tokens(tokens, vocab_size, max_length)
     lengths = sequence_lengths.reshape(-1)
     if lengths.shape[0] != tokens.shape[0]:
         raise RequestError(
-            f"'sequence_lengths' has shape {list(sequence_lengths.shape)}, but 'tokens' has {tokens.shape[0]} rows: "
+            f"'sequence_lengths' has shape {list(sequence_lengths.shape)}, but 'tokens' has "
+            f"{tokens.shape[0]} rows: "
             "send one length per row, [N, 1]."
         )
     if lengths.min() < 1 or lengths.max() > tokens.shape[1]:
         bad = int(lengths.min()) if lengths.min() < 1 else int(lengths.max())
         raise RequestError(
-            f"'sequence_lengths' holds {bad}, but every length must be in [1, {tokens.shape[1]}], the columns of "
+            f"'sequence_lengths' holds {bad}, but every length must be in [1, {tokens.shape[1]}], "
+            "the columns of "
             "'tokens'."
         )
     if prompt_lengths is None:
@@ -335,13 +362,15 @@ def validate_scoring_inputs(
     prompts = prompt_lengths.reshape(-1)
     if prompts.shape[0] != tokens.shape[0]:
         raise RequestError(
-            f"'prompt_lengths' has shape {list(prompt_lengths.shape)}, but 'tokens' has {tokens.shape[0]} rows: "
+            f"'prompt_lengths' has shape {list(prompt_lengths.shape)}, but 'tokens' has "
+            f"{tokens.shape[0]} rows: "
             "send one length per row, [N, 1]."
         )
     wrong = np.flatnonzero((prompts < 0) | (prompts > lengths))
     if wrong.size:
         raise RequestError(
-            f"'prompt_lengths' holds {prompts[wrong[0]]} in row {wrong[0]}, whose 'sequence_lengths' (prompt + "
+            f"'prompt_lengths' holds {prompts[wrong[0]]} in row {wrong[0]}, whose "
+            "'sequence_lengths' (prompt + "
             f"response) is {lengths[wrong[0]]}: the prompt must lie in [0, {lengths[wrong[0]]}]."
         )
 
@@ -360,19 +389,22 @@ def validate_training_inputs(
     for name, array in (("returns", returns), ("prev_values", prev_values), ("mask", mask)):
         if array.shape != transitions:
             raise RequestError(
-                f"'{name}' has shape {list(array.shape)}, but 'tokens' has shape {list(tokens.shape)}: "
+                f"'{name}' has shape {list(array.shape)}, but 'tokens' has shape "
+                f"{list(tokens.shape)}: "
                 f"send [N, S-1] = {list(transitions)}, column t for the prediction of token t+1."
             )
     if not np.isin(mask, (0.0, 1.0)).all():
         raise RequestError(
-            "'mask' holds values other than 0 and 1: send 1 on transitions into response tokens, else 0."
+            "'mask' holds values other than 0 and 1: send 1 on transitions into response tokens, "
+            "else 0."
         )
     for name, array in (("returns", returns), ("prev_values", prev_values)):
         bad = ~np.isfinite(array) & (mask > 0)
         if bad.any():
             row, column = (int(i[0]) for i in np.nonzero(bad))
             raise RequestError(
-                f"'{name}' is {array[row, column]} at row {row}, column {column}, where 'mask' is 1: "
+                f"'{name}' is {array[row, column]} at row {row}, column {column}, where 'mask' is "
+                "1: "
                 "send finite numbers there (an update with this batch would destroy the critic)."
             )
 
@@ -385,8 +417,8 @@ def validate_response(
     Args:
         endpoint: a scoring endpoint (`critic_infer_endpoint`, `reward_model_endpoint`).
         answer: arrays by wire name.
-        used: bool [rows, columns], True where a value is used; it may be NaN or missing elsewhere. None checks
-            only the number of rows of `values`.
+        used: bool [rows, columns], True where a value is used; it may be NaN or missing elsewhere.
+            None checks only the number of rows of `values`.
 
     Raises:
         ResponseError: naming the tensor, the row, what came, and the remedy.
@@ -418,18 +450,22 @@ def _validate_rewards(endpoint: Endpoint, rewards: np.ndarray, rows: int) -> Non
         remedy = _other_server(endpoint)
         if rewards.ndim == 2 and rewards.shape[0] == rows:
             remedy = (
-                "A reward model with several attributes must merge them into one number per sample "
+                "A reward model with several attributes must merge them into one number per "
+                "sample "
                 "(model.regression.merge_attributes=True with model.regression.attribute_weights)."
             )
         raise ResponseError(
-            f"'rewards' has shape {list(rewards.shape)} for {rows} row(s) sent; [{rows}, 1] is needed, one reward per "
+            f"'rewards' has shape {list(rewards.shape)} for {rows} row(s) sent; [{rows}, 1] is "
+            "needed, one reward per "
             f"sample. {remedy}"
         )
     bad = np.flatnonzero(~np.isfinite(rewards))
     if bad.size:
         raise ResponseError(
-            f"'rewards' is {rewards[bad[0], 0]} in row {bad[0]} ({bad.size} of {rows} row(s) are not finite). "
-            "Training on it would destroy the policy: look for NaN in the weights of the served model (a diverged "
+            f"'rewards' is {rewards[bad[0], 0]} in row {bad[0]} ({bad.size} of {rows} row(s) are "
+            "not finite). "
+            "Training on it would destroy the policy: look for NaN in the weights of the served "
+            "model (a diverged "
             "training, a damaged checkpoint) and serve a good one."
         )
 
@@ -440,7 +476,8 @@ def _validate_values(endpoint: Endpoint, values: np.ndarray, rows: int, used) ->
         columns = int(np.flatnonzero(used.any(axis=0))[-1]) + 1
     if values.ndim != 2 or values.shape[0] != rows or values.shape[1] < columns:
         raise ResponseError(
-            f"'values' has shape {list(values.shape)} for {rows} row(s) sent; [{rows}, at least {columns}] is needed, "
+            f"'values' has shape {list(values.shape)} for {rows} row(s) sent; [{rows}, at least "
+            f"{columns}] is needed, "
             f"one value per token. {_other_server(endpoint)}"
         )
     if not columns:
@@ -449,6 +486,8 @@ def _validate_values(endpoint: Endpoint, values: np.ndarray, rows: int, used) ->
     if bad.size:
         row, column = (int(i) for i in bad[0])
         raise ResponseError(
-            f"'values' is {values[row, column]} in row {row}, column {column}, inside the response. Look for NaN in "
-            "the critic's weights (a diverged training: lower model.optim.lr) and restart it from a good checkpoint."
+            f"'values' is {values[row, column]} in row {row}, column {column}, inside the "
+            "response. Look for NaN in "
+            "the critic's weights (a diverged training: lower model.optim.lr) and restart it from "
+            "a good checkpoint."
         )

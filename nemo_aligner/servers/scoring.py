@@ -1,11 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How a server job scores a request on all its ranks: what the critic server and the reward server share.
+"""How a server job scores a request on all its ranks: what the critic server and the reward server
+share.
 
-A request is checked, tokenized and padded on a Triton thread of rank 0 (`Scorer.answer`), its rows are shared out to
-the data-parallel ranks, scored, and put together again in their order (`Scorer.forward`). Padding, stripping and the
-merging of requests never change a score. N is the number of rows of a request, n that of one data-parallel rank's
-share, S the padded token length.
+A request is checked, tokenized and padded on a Triton thread of rank 0 (`Scorer.answer`), its rows
+are shared out to the data-parallel ranks, scored, and put together again in their order
+(`Scorer.forward`). Padding, stripping and the merging of requests never change a score. N is the
+number of rows of a request, n that of one data-parallel rank's share, S the padded token length.
 """
 
 from collections.abc import Callable
@@ -30,17 +31,20 @@ from nemo_aligner.servers.server_utils import (
 
 
 def local_rows(start: int, count: int) -> slice:
-    """This data-parallel rank's share of `count` rows that begin at `start`; `count` is a multiple of DP."""
+    """This data-parallel rank's share of `count` rows that begin at `start`; `count` is a multiple
+    of DP.
+    """
     share = count // parallel_state.get_data_parallel_world_size()
     rank = parallel_state.get_data_parallel_rank()
     return slice(start + rank * share, start + (rank + 1) * share)
 
 
 def gather_rows(tensor: Tensor) -> np.ndarray | None:
-    """The rows [n, ...] of all data-parallel ranks, float32 [N, ...], on global rank 0; None elsewhere.
+    """The rows [n, ...] of all data-parallel ranks, float32 [N, ...], on global rank 0; None
+    elsewhere.
 
-    Every rank of rank 0's data-parallel group calls it, with equal shapes; the other groups hold the same rows and
-    have nothing to send.
+    Every rank of rank 0's data-parallel group calls it, with equal shapes; the other groups hold
+    the same rows and have nothing to send.
     """
     tensor = tensor.detach().float().contiguous()
     if (
@@ -55,7 +59,8 @@ def gather_rows(tensor: Tensor) -> np.ndarray | None:
 
 
 def batcher_options(max_queue_delay_microseconds: float, inference_micro_batch_size) -> dict:
-    """Arguments of PyTriton's DynamicBatcher: how long to wait for requests to merge, and the sizes worth waiting for.
+    """Arguments of PyTriton's DynamicBatcher: how long to wait for requests to merge, and the
+    sizes worth waiting for.
 
     Args:
         inference_micro_batch_size: rows per data-parallel rank, a number or several.
@@ -80,15 +85,18 @@ class Scorer:
     """Scores requests; every rank of the job holds one.
 
     Args:
-        score_rows: (tokens int64 [n, S], lengths int64 [n], prompt_lengths int64 [n] or None), on this rank's device,
-            -> {"rewards": [n, 1], "values": [n, S]} or one of them. Every rank calls it with its share. A row that
-            only fills up the batch has length 1 and prompt length 0.
+        score_rows: (tokens int64 [n, S], lengths int64 [n], prompt_lengths int64 [n] or None), on
+            this rank's device, -> {"rewards": [n, 1], "values": [n, S]} or one of them. Every rank
+            calls it with its share. A row that only fills up the batch has length 1 and prompt
+            length 0.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         micro_batch_size: rows of one forward pass per data-parallel rank.
-        strip_sequence_length_to_multiple: columns that no row uses are cut, down to this multiple; None keeps them.
+        strip_sequence_length_to_multiple: columns that no row uses are cut, down to this multiple;
+        None keeps them.
         vocab_size, max_length: bounds of the served model for token ids and S; None for no bound.
         needs_prompt_lengths: refuse a request that does not say where its answers begin.
-        tokenizer: of the served model or function; a request that names another one is refused. None refuses none.
+        tokenizer: of the served model or function; a request that names another one is refused.
+        None refuses none.
     """
 
     def __init__(
@@ -124,7 +132,9 @@ class Scorer:
         return finish(loop.submit(ServerSignal.FORWARD, arrays))
 
     def run(self, inputs: dict) -> dict[str, np.ndarray]:
-        """Answer a request without a server; every rank calls it. `inputs` count, and the answer comes, on rank 0."""
+        """Answer a request without a server; every rank calls it. `inputs` count, and the answer
+        comes, on rank 0.
+        """
         finish = None
 
         def prepare():
@@ -136,11 +146,15 @@ class Scorer:
         return finish(outputs) if finish else outputs
 
     def forward(self, **arrays) -> dict[str, np.ndarray]:
-        """The operation behind `ServerSignal.FORWARD`; every rank calls it, rank 0 with the arrays."""
+        """The operation behind `ServerSignal.FORWARD`; every rank calls it, rank 0 with the
+        arrays.
+        """
         return self._score(self.control.from_rank_zero(lambda: arrays))
 
     def _prepare(self, inputs: dict) -> tuple[dict, Callable]:
-        """Checked, stripped and padded arrays of a request, and the function that undoes it on the outputs."""
+        """Checked, stripped and padded arrays of a request, and the function that undoes it on the
+        outputs.
+        """
         schema.validate_tokenizer(inputs.get("tokenizer"), self.fingerprint)
         prompt_lengths = inputs.get("prompt_lengths")
         processed = process_inputs(
@@ -148,8 +162,10 @@ class Scorer:
         )  # refuses sentences where they cannot be scored
         if self.needs_prompt_lengths and prompt_lengths is None:
             raise schema.RequestError(
-                "'prompt_lengths' is missing: this reward looks at the answer alone and must know where it begins. "
-                "Send 'tokens', 'sequence_lengths' and 'prompt_lengths' (number of prompt tokens of each row, [N, 1])."
+                "'prompt_lengths' is missing: this reward looks at the answer alone and must know "
+                "where it begins. "
+                "Send 'tokens', 'sequence_lengths' and 'prompt_lengths' (number of prompt tokens "
+                "of each row, [N, 1])."
             )
         tokens, lengths = processed["inputs"], processed["sequence_length"]
         schema.validate_scoring_inputs(
@@ -180,7 +196,9 @@ class Scorer:
         return arrays, finish
 
     def _score(self, arrays: dict) -> dict[str, np.ndarray]:
-        """Scores of a padded batch on rank 0, {} elsewhere; each data-parallel rank scores its rows."""
+        """Scores of a padded batch on rank 0, {} elsewhere; each data-parallel rank scores its
+        rows.
+        """
         rows = local_rows(0, arrays["tokens"].shape[0])
         share = {
             name: torch.from_numpy(array[rows]).to(get_device()) for name, array in arrays.items()

@@ -1,18 +1,22 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a server job: Triton on rank 0, one loop on every rank, signals and failures that end all of it.
+"""The life of a server job: Triton on rank 0, one loop on every rank, signals and failures that
+end all of it.
 
 Who does what:
 * Triton's threads (rank 0) only check requests and put jobs on a queue (`ServerLoop.submit`).
-* The main thread of every rank runs `ServerLoop.run`. Rank 0 takes a job, announces it, and all ranks compute it
-  together. The main thread alone touches the process groups.
-* Announcements go over a gloo group of their own (`ControlGroup`), once a second even when idle, so that an idle rank
-  never sits in a collective of the model's groups, a lost rank is noticed, and a stop request on any rank reaches all.
-* A watcher thread on every rank sees signals even while the main thread sits in a collective, passes them on through
-  the job's store, and ends the process when the main thread cannot.
+* The main thread of every rank runs `ServerLoop.run`. Rank 0 takes a job, announces it, and all
+  ranks compute it together. The main thread alone touches the process groups.
+* Announcements go over a gloo group of their own (`ControlGroup`), once a second even when idle,
+  so that an idle rank never sits in a collective of the model's groups, a lost rank is noticed,
+  and a stop request on any rank reaches all.
+* A watcher thread on every rank sees signals even while the main thread sits in a collective,
+  passes them on through the job's store, and ends the process when the main thread cannot.
 
-A request that fails in the same way on every rank is answered with the traceback and the server goes on. If only some
-ranks fail, the process groups cannot be trusted any more: the client gets the traceback, the job ends with an error.
+A request that fails in the same way on every rank is answered with the traceback and the server
+goes on. If only some
+ranks fail, the process groups cannot be trusted any more: the client gets the traceback, the job
+ends with an error.
 """
 
 import concurrent.futures
@@ -57,10 +61,11 @@ class ServerJobError(RuntimeError):
 
 
 class ControlGroup:
-    """All ranks of the job, joined by gloo for commands and request data (numpy arrays on the CPU).
+    """All ranks of the job, joined by gloo for commands and request data (numpy arrays on the
+    CPU).
 
-    Every rank constructs it, and every rank calls each of its methods in the same order. Without a process group, or
-    with one rank, it answers for that rank alone.
+    Every rank constructs it, and every rank calls each of its methods in the same order. Without a
+    process group, or with one rank, it answers for that rank alone.
     """
 
     def __init__(self):
@@ -74,7 +79,9 @@ class ControlGroup:
         )
 
     def exchange(self, signal_: ServerSignal | None, stop: bool) -> ServerSignal:
-        """Rank 0's `signal_` on every rank (others pass None), or STOP if any rank passes `stop`."""
+        """Rank 0's `signal_` on every rank (others pass None), or STOP if any rank passes
+        `stop`.
+        """
         wish = ServerSignal.STOP if stop else (signal_ or 0)
         if self.group is None:
             return ServerSignal(wish)
@@ -83,7 +90,9 @@ class ControlGroup:
         return ServerSignal(int(wish))
 
     def from_rank_zero(self, make) -> dict:
-        """{name: array} that `make()` returns on rank 0, on every rank; if it raises there, all ranks raise."""
+        """{name: array} that `make()` returns on rank 0, on every rank; if it raises there, all
+        ranks raise.
+        """
         if self.group is None:
             return make()
         arrays = error = header = None
@@ -141,11 +150,13 @@ class TritonHost:
         self._lock = threading.Lock()
 
     def start(self, endpoints: list, batcher: dict, should_stop) -> None:
-        """Serve `endpoints`, pairs of `Endpoint` and function(**arrays) -> arrays; returns once all are ready.
+        """Serve `endpoints`, pairs of `Endpoint` and function(**arrays) -> arrays; returns once
+        all are ready.
 
         Args:
             batcher: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
-            should_stop: asked between endpoints (each takes about two seconds to start); True ends the start early.
+            should_stop: asked between endpoints (each takes about two seconds to start); True ends
+                the start early.
         """
         prepare_triton_environment()
         check_port_is_free(self.host, self.port)
@@ -204,10 +215,13 @@ class TritonHost:
         return self._triton is not None and self._triton.is_alive()
 
     def stop(self) -> None:
-        """Stop Triton, remove its workspace and shared memory; a second call waits for the first and does nothing."""
+        """Stop Triton, remove its workspace and shared memory; a second call waits for the first
+        and does nothing.
+        """
         with self._lock:
             if self._triton is not None:
-                gc.freeze()  # PyTriton collects garbage once per endpoint, half a second each with torch loaded
+                # PyTriton collects garbage once per endpoint, half a second each with torch loaded
+                gc.freeze()
                 try:
                     self._triton.stop()
                 except Exception:
@@ -234,7 +248,9 @@ class TritonHost:
 
 
 class _JobStore:
-    """Out-of-band notes to the other ranks, through the store that the process group was built with."""
+    """Out-of-band notes to the other ranks, through the store that the process group was built
+    with.
+    """
 
     def __init__(self, size: int, prefix: str):
         self._store = None
@@ -267,14 +283,19 @@ class ServerLoop:
     Args:
         name: of the server, for log lines.
         host, port: address to listen on (rank 0).
-        endpoints: pairs of `Endpoint` and function(**arrays) -> arrays, called on Triton's threads of rank 0.
-        operations: by signal, function(**inputs) -> result; every rank calls it, ranks above 0 without inputs.
-        after_failure: called on every rank with the signal when an operation failed on all ranks alike.
+        endpoints: pairs of `Endpoint` and function(**arrays) -> arrays, called on Triton's threads
+            of rank 0.
+        operations: by signal, function(**inputs) -> result; every rank calls it, ranks above 0
+        without inputs.
+        after_failure: called on every rank with the signal when an operation failed on all ranks
+        alike.
         batcher: keyword arguments of PyTriton's DynamicBatcher.
         control: the group over which operations get their inputs.
         heartbeat_s: pause between two announcements when idle.
-        stop_grace_s: how long an operation may run on after a stop request before the process ends without it.
-        failure_grace_s: how long a failed rank waits for the others to fail too before the job is given up.
+        stop_grace_s: how long an operation may run on after a stop request before the process ends
+        without it.
+        failure_grace_s: how long a failed rank waits for the others to fail too before the job is
+        given up.
     """
 
     def __init__(
@@ -339,7 +360,8 @@ class ServerLoop:
     # ---- main thread ----
 
     def run(self) -> None:
-        """Serve until a stop request (SIGTERM or SIGINT to any rank, `stop()`); returns on every rank.
+        """Serve until a stop request (SIGTERM or SIGINT to any rank, `stop()`); returns on every
+        rank.
 
         Raises:
             ServerJobError: the job could not go on; the other ranks end as well.
@@ -356,8 +378,10 @@ class ServerLoop:
                 self._close(failed=True)
                 if isinstance(error, dist.DistBackendError) or "closed by peer" in str(error):
                     raise ServerJobError(
-                        f"{self.name}, rank {self.rank}: another rank of this job has ended; look for the first error "
-                        "in its log (killed for memory?). The same command resumes from the last checkpoint."
+                        f"{self.name}, rank {self.rank}: another rank of this job has ended; look "
+                        "for the first error "
+                        "in its log (killed for memory?). The same command resumes from the last "
+                        "checkpoint."
                     ) from error
                 raise
             # Ranks leave one by one after a stop request: what breaks then is not a failure.
@@ -392,7 +416,8 @@ class ServerLoop:
                     next_check = time.monotonic() + 10
                     if not self._triton.is_alive() and self._stop_reason is None:
                         raise ServerJobError(
-                            "Triton ended by itself; its host may be out of memory or shared memory"
+                            "Triton ended by itself; its host may be out of memory or shared "
+                            "memory"
                         )
             announced = (job.signal if job else ServerSignal.HEARTBEAT) if self.rank == 0 else None
             signal_ = self.control.exchange(announced, stop=self._stop_reason is not None)
@@ -430,7 +455,8 @@ class ServerLoop:
             if job:
                 job.fail(error)
             raise ServerJobError(
-                f"{signal_.name} failed on some ranks only; the process groups cannot be trusted any more:\n{texts}"
+                f"{signal_.name} failed on some ranks only; the process groups cannot be trusted "
+                f"any more:\n{texts}"
             )
         if self.rank == 0:
             self._store.delete("failure")
@@ -476,13 +502,15 @@ class ServerLoop:
                 self._store.put("closed", "1")
             logging.info(f"{self.name}: closed port {self._triton.port}")
         elif failed:
-            # A launcher kills every process when one ends with an error: give rank 0 the time to stop Triton.
+            # A launcher kills every process when one ends with an error: give rank 0 the time to
+            # stop Triton.
             deadline = time.monotonic() + 10
             with contextlib.suppress(Exception):
                 while time.monotonic() < deadline and self._store.get("closed") is None:
                     time.sleep(0.2)
         guard.cancel()
-        gc.freeze()  # the process ends next: its last garbage collections would take seconds with torch loaded
+        # the process ends next: its last garbage collections would take seconds with torch loaded
+        gc.freeze()
 
     # ---- watcher thread ----
 
@@ -490,7 +518,8 @@ class ServerLoop:
     def _watcher(self):
         """Signal handlers and the watcher thread, for the time of `run`.
 
-        After a stop request SIGTERM and SIGINT have no effect: launchers repeat them while the job ends by itself.
+        After a stop request SIGTERM and SIGINT have no effect: launchers repeat them while the job
+        ends by itself.
         """
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -520,7 +549,9 @@ class ServerLoop:
             os.close(write_end)
 
     def _forget_signals(self) -> None:
-        """In a forked child (checkpoint writers): SIGTERM ends the child again, and does not reach our watcher."""
+        """In a forked child (checkpoint writers): SIGTERM ends the child again, and does not reach
+        our watcher.
+        """
         if self._watching.is_set():
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(-1)
@@ -549,7 +580,8 @@ class ServerLoop:
             if self._stop_deadline is not None and now > self._stop_deadline:
                 self._abandon(
                     0,
-                    f"{self._stop_reason}; the running operation did not end in {self.stop_grace_s:.0f} s",
+                    f"{self._stop_reason}; the running operation did not end in "
+                    f"{self.stop_grace_s:.0f} s",
                 )
             if store_errors >= 10:
                 self._abandon(

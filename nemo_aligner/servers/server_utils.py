@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the critic server, the reward server and their clients share: request decoding and padding, fingerprints of
-tokenizers, and Triton's needs.
+"""What the critic server, the reward server and their clients share: request decoding and padding,
+fingerprints of tokenizers, and Triton's needs.
 
 Nothing here imports PyTriton: `prepare_triton_environment` must run before it is started.
 """
@@ -25,8 +25,8 @@ class FutureResult(ABC):
     """The pending answer of a server. Every rank that holds one calls `result()`: it communicates.
 
     Attributes:
-        pending: what this rank itself waits for: objects with `done(timeout_s)` and `result()`, or the exception of an
-            attempt to send. Empty on a rank that gets the answer from another.
+        pending: what this rank itself waits for: objects with `done(timeout_s)` and `result()`, or
+            the exception of an attempt to send. Empty on a rank that gets the answer from another.
     """
 
     pending: tuple = ()
@@ -42,14 +42,16 @@ def decode_bytes_ndarray(array: np.ndarray) -> np.ndarray:
 
 
 def tokenizer_fingerprint(tokenizer) -> str | None:
-    """What tells whether two jobs mean the same text by a token id, short enough to be read by people.
+    """What tells whether two jobs mean the same text by a token id, short enough to be read by
+    people.
 
     Args:
         tokenizer: of NeMo; None, or one that cannot list its tokens, has no fingerprint.
 
     Returns:
-        E.g. "512 tokens, end 0, 3fa9c1d2e4b5": the size of the vocabulary, the id that ends a text, and the first 12
-        hexadecimal digits of the SHA-256 of all tokens with their ids. It does not depend on the kind of tokenizer.
+        E.g. "512 tokens, end 0, 3fa9c1d2e4b5": the size of the vocabulary, the id that ends a
+        text, and the first 12 hexadecimal digits of the SHA-256 of all tokens with their ids. It
+        does not depend on the kind of tokenizer.
     """
     if not hasattr(tokenizer, "ids_to_tokens") or not hasattr(tokenizer, "eos_id"):
         return None
@@ -78,7 +80,8 @@ def lock_method(lock_name: str):
 
 
 def pad_input(value, size: int, pad_value=0) -> tuple:
-    """`value` (rows) as a list, extended by rows of `pad_value` to a multiple of `size`; and how many were added.
+    """`value` (rows) as a list, extended by rows of `pad_value` to a multiple of `size`; and how
+    many were added.
 
     Returns (None, 0) for None.
     """
@@ -99,8 +102,9 @@ def pad_rows(array: np.ndarray, multiple: int) -> np.ndarray:
 def calculate_inference_batch_padding_multiple(
     current_size: int, model_forward_micro_batch_size: int
 ) -> int:
-    """The multiple to which a batch of `current_size` rows is padded, so that every data-parallel rank gets whole
-    micro-batches: DP for a small batch (one shorter micro-batch each), else `model_forward_micro_batch_size * DP`."""
+    """The multiple to which a batch of `current_size` rows is padded, so that every data-parallel
+    rank gets whole micro-batches: DP for a small batch (one shorter micro-batch each), else
+    `model_forward_micro_batch_size * DP`."""
     dp_size = parallel_state.get_data_parallel_world_size()
     full = model_forward_micro_batch_size * dp_size
     return dp_size if current_size <= full else full
@@ -140,7 +144,8 @@ def process_inputs(inputs: dict, tokenize_func) -> dict:
         if tokens is None or lengths is None:
             missing = "'tokens'" if tokens is None else "'sequence_lengths'"
             raise UserError(
-                f"{missing} is missing: send 'sentences', or 'tokens' together with 'sequence_lengths'."
+                f"{missing} is missing: send 'sentences', or 'tokens' together with "
+                "'sequence_lengths'."
             )
     return {
         "inputs": np.asarray(tokens).astype(np.int64, copy=False),
@@ -160,7 +165,8 @@ def pad_batch_and_strip_sequence(
         tokens: int64 [N, S].
         sequence_lengths: int64 [N].
         pad_to_multiple: the number of rows becomes a multiple of this.
-        strip_sequence_length_to_multiple: cut S to the longest row, rounded up to this multiple; None keeps S.
+        strip_sequence_length_to_multiple: cut S to the longest row, rounded up to this multiple;
+            None keeps S.
 
     Returns:
         ({"inputs": [N', S'], "sequence_length": [N']}, number of rows added, S).
@@ -193,25 +199,30 @@ def find_libpython() -> str | None:
 def prepare_triton_environment() -> None:
     """Make this process able to start Triton with a Python backend, or say at once why it cannot.
 
-    Triton runs its Python models in a stub that loads libpython and numpy: without the library path it dies, or hangs
-    for a minute, with an error that names neither; with numpy 2 it hands over corrupted tensors.
+    Triton runs its Python models in a stub that loads libpython and numpy: without the library
+    path it dies, or hangs for a minute, with an error that names neither; with numpy 2 it hands
+    over corrupted tensors.
 
     Raises:
         UserError: numpy 2, or no shared libpython.
     """
     if int(np.__version__.split(".")[0]) >= 2:
         raise UserError(
-            f"numpy {np.__version__} is installed, but Triton's Python backend corrupts tensors with numpy 2. "
+            f"numpy {np.__version__} is installed, but Triton's Python backend corrupts tensors "
+            "with numpy 2. "
             "Install it in the server's environment with: pip install 'numpy<2'"
         )
     directory = find_libpython()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if directory is None:
         raise UserError(
-            f"Triton needs the shared library libpython{version}.so.1.0, but {sys.executable} has none (its "
-            f"installation is under {sys.base_prefix}). Use a Python built with --enable-shared: with pyenv "
+            f"Triton needs the shared library libpython{version}.so.1.0, but {sys.executable} has "
+            "none (its "
+            f"installation is under {sys.base_prefix}). Use a Python built with --enable-shared: "
+            "with pyenv "
             f"PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install {version}; on Debian or Ubuntu "
-            f"apt install libpython{version}; the official python Docker images, uv and conda have it."
+            f"apt install libpython{version}; the official python Docker images, uv and conda "
+            "have it."
         )
     paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
     if directory not in paths:

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that one rank sends and all ranks wait for: the answer reaches every rank, and so does every error."""
+"""Requests that one rank sends and all ranks wait for: the answer reaches every rank, and so does
+every error.
+"""
 
 import time
 
@@ -15,7 +17,8 @@ from nemo_aligner.servers.server_utils import FutureResult
 
 # Ranks that wait for another rank's answer hear from it this often, so no collective times out...
 HEARTBEAT_S = 30.0
-# ...and when all ranks wait for answers of their own, for a failure of one should end the others soon.
+# ...and when all ranks wait for answers of their own, for a failure of one should end the others
+# soon.
 JOINT_HEARTBEAT_S = 10.0
 
 
@@ -23,8 +26,8 @@ def await_on_source(pending, src: int, group) -> dict:
     """The answer that rank `src` waits for, on every rank of `group`.
 
     Args:
-        pending: on `src` an object with `done(timeout_s)` and `result()`, such as `PendingAnswer`, or an exception of
-            the attempt to send; ignored elsewhere.
+        pending: on `src` an object with `done(timeout_s)` and `result()`, such as `PendingAnswer`,
+            or an exception of the attempt to send; ignored elsewhere.
         group: process group; None without one (a single process).
 
     Raises:
@@ -57,8 +60,9 @@ def _poll(pending, timeout_s: float) -> tuple:
 def wait_for_all(pending) -> None:
     """Return once every rank has its answers; every rank of the job calls it.
 
-    Ranks may wait for different numbers of answers, and for a different time: nobody goes on to a collective of the
-    job, where a time limit runs, before all can. When one rank's request fails, all ranks hear of it here.
+    Ranks may wait for different numbers of answers, and for a different time: nobody goes on to a
+    collective of the job, where a time limit runs, before all can. When one rank's request fails,
+    all ranks hear of it here.
 
     Args:
         pending: what this rank waits for, the `pending` of its futures; may be empty.
@@ -89,7 +93,8 @@ def wait_for_all(pending) -> None:
 
 
 def get_future_result(future, *keys):
-    """Arrays `keys` of the answer, as tensors on this rank's device, on every rank of the model-parallel group.
+    """Arrays `keys` of the answer, as tensors on this rank's device, on every rank of the
+    model-parallel group.
 
     Args:
         future: `PendingAnswer` on the group's source rank, ignored elsewhere.
@@ -107,9 +112,11 @@ def get_future_result(future, *keys):
 
 
 def try_on_source(send):
-    """What `send()` returns, or the exception it raises, on the model-parallel source rank; None elsewhere.
+    """What `send()` returns, or the exception it raises, on the model-parallel source rank; None
+    elsewhere.
 
-    The other ranks learn of an exception when all ask for the result: one rank alone must not leave the others there.
+    The other ranks learn of an exception when all ask for the result: one rank alone must not
+    leave the others there.
     """
     if parallel_state.get_rank() != parallel_state.get_model_parallel_src_rank():
         return None
@@ -134,7 +141,9 @@ def readable_error(error: Exception) -> Exception:
 
 
 class RankZeroFuture(FutureResult):
-    """An answer that global rank 0 waits for; `result()` ends on all ranks together. It can be called again."""
+    """An answer that global rank 0 waits for; `result()` ends on all ranks together. It can be
+    called again.
+    """
 
     def __init__(self, pending):
         self._pending = pending

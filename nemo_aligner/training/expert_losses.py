@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How evenly a mixture of experts works: the losses that balance its experts, as metrics.
 
-Megatron Core adds their gradients by itself and keeps their values, per layer, in a table of the process. Both are
-statistics of the tokens of a micro-batch, padding included.
+Megatron Core adds their gradients by itself and keeps their values, per layer, in a table of the
+process. Both are statistics of the tokens of a micro-batch, padding included.
 """
 
 import torch
@@ -15,18 +15,21 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 
 
 def take_balance_losses(config, num_microbatches: int) -> dict[str, float]:
-    """Balance losses of the last forward-backward pass, without their coefficients; all ranks of the job call it.
+    """Balance losses of the last forward-backward pass, without their coefficients; all ranks of
+    the job call it.
 
     Args:
         config: `TransformerConfig` of the model.
         num_microbatches: of the pass, on this rank.
 
     Returns:
-        Means over layers, micro-batches and data-parallel ranks, equal on every rank: `moe_load_balancing_loss`
-        (1 where every expert gets equally many tokens with equal probability) and `moe_z_loss` (mean squared
-        log-sum-exp of the router's logits); each only if its coefficient is set, and none for a dense model.
+        Means over layers, micro-batches and data-parallel ranks, equal on every rank:
+        `moe_load_balancing_loss` (1 where every expert gets equally many tokens with equal
+        probability) and `moe_z_loss` (mean squared log-sum-exp of the router's logits); each only
+        if its coefficient is set, and none for a dense model.
     """
-    # A rank that has a part of a sequence holds a part of the first loss, and of the second a mean of its own.
+    # A rank that has a part of a sequence holds a part of the first loss, and of the second a mean
+    # of its own.
     wanted = {}
     if config.num_moe_experts and config.moe_aux_loss_coeff:
         wanted["load_balancing_loss"] = 1

@@ -1,9 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Losses and gradients that are not finite: found before they reach a weight, and told by all ranks together.
+"""Losses and gradients that are not finite: found before they reach a weight, and told by all
+ranks together.
 
-Megatron Core's own check raises on the one rank that sees a NaN before the reduction, and leaves the others in that
-reduction. Here all ranks agree after it: a NaN of one rank has then reached the others anyway, and none has been used.
+Megatron Core's own check raises on the one rank that sees a NaN before the reduction, and leaves
+the others in that
+reduction. Here all ranks agree after it: a NaN of one rank has then reached the others anyway, and
+none has been used.
 """
 
 import contextlib
@@ -19,8 +22,10 @@ from nemo_aligner.parallel.device import get_device
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
 
 REMEDY = (
-    "No weight was changed by it. Look at the last values of loss and grad_norm in metrics.jsonl and at the data of"
-    " this step; lower model.optim.lr, clip gradients (trainer.*.gradient_clip_val), and resume from the last good"
+    "No weight was changed by it. Look at the last values of loss and grad_norm in metrics.jsonl "
+    "and at the data of"
+    " this step; lower model.optim.lr, clip gradients (trainer.*.gradient_clip_val), and resume "
+    "from the last good"
     " checkpoint."
 )
 NAMED_TENSORS = 3
@@ -28,7 +33,9 @@ NAMED_TENSORS = 3
 
 @contextlib.contextmanager
 def naming_step(step: str):
-    """Inside, a `NonFiniteError` gets the name of the step, e.g. "optimizer step 12 of PPO step 3"."""
+    """Inside, a `NonFiniteError` gets the name of the step, e.g. "optimizer step 12 of PPO step
+    3".
+    """
     try:
         yield
     except NonFiniteError as error:
@@ -38,16 +45,20 @@ def naming_step(step: str):
 def check_finite(
     model_chunks: list, loss: float, shares: list[torch.Tensor], micro_batch_size: int
 ) -> None:
-    """Refuse a loss or a gradient that is NaN or infinite; every rank of the job calls it, after the reductions.
+    """Refuse a loss or a gradient that is NaN or infinite; every rank of the job calls it, after
+    the reductions.
 
     Args:
-        model_chunks: of this pipeline stage; the gradients of those that are wrapped for training are looked at.
+        model_chunks: of this pipeline stage; the gradients of those that are wrapped for training
+            are looked at.
         loss: of the global batch.
-        shares: scalars, this rank's part of it from each micro-batch; empty but on the last pipeline stage.
+        shares: scalars, this rank's part of it from each micro-batch; empty but on the last
+        pipeline stage.
         micro_batch_size: rows of each.
 
     Raises:
-        NonFiniteError: on every rank; says where the loss went wrong, or in which weights the gradient did.
+        NonFiniteError: on every rank; says where the loss went wrong, or in which weights the
+        gradient did.
     """
     wrong = [not math.isfinite(loss), not _gradients_are_finite(model_chunks)]
     wrong = torch.tensor(wrong, dtype=torch.int32, device=get_device())
@@ -82,7 +93,8 @@ def _gradients_are_finite(model_chunks) -> bool:
     for chunk in model_chunks:
         if isinstance(chunk, DistributedDataParallel):
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                # A finite norm needs finite elements, and is quick to get; an infinite one may have overflowed.
+                # A finite norm needs finite elements, and is quick to get; an infinite one may
+                # have overflowed.
                 norm = torch.linalg.vector_norm(buffer.grad_data)
                 if not norm.isfinite() and not buffer.grad_data.isfinite().all():
                     return False

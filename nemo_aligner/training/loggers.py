@@ -1,11 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a job's numbers go: Lightning's loggers (TensorBoard, Weights & Biases, ...) and two text files.
+"""Where a job's numbers go: Lightning's loggers (TensorBoard, Weights & Biases, ...) and two text
+files.
 
-`metrics.jsonl` has one line per call of `log_metrics`: `{"step": 3, "time": 1700000000.0, "train/loss": 0.5, ...}`.
-`tables.jsonl`, beside it, has one line per table update, `{"key": ..., "step": ..., "time": ..., "rows": [{...}]}`,
-with the rows that are new since the last update. Both are appended to, so a resumed job continues the files of the
-first; where it repeats a step, the later line counts. What JSON cannot hold (NaN, infinities) is written as null.
+`metrics.jsonl` has one line per call of `log_metrics`: `{"step": 3, "time": 1700000000.0,
+"train/loss": 0.5, ...}`. `tables.jsonl`, beside it, has one line per table update, `{"key": ...,
+"step": ..., "time": ..., "rows": [{...}]}`, with the rows that are new since the last update. Both
+are appended to, so a resumed job continues the files of the first; where it repeats a step, the
+later line counts. What JSON cannot hold (NaN, infinities) is written as null.
 """
 
 import json
@@ -45,7 +47,8 @@ class CustomLoggerWrapper:
     def log_metrics(self, metrics: Mapping, step: int | None = None, prefix: str = "") -> None:
         """Log numbers under `prefix` + key.
 
-        Values are Python or NumPy numbers or tensors with one element; None (not measured) is left out.
+        Values are Python or NumPy numbers or tensors with one element; None (not measured) is left
+        out.
 
         Raises:
             TypeError: another kind of value.
@@ -57,7 +60,9 @@ class CustomLoggerWrapper:
         self._write("metrics", {"step": step, "time": time.time(), **named})
 
     def log_table(self, key: str, dataframe, step: int | None = None) -> None:
-        """Log a pandas frame that grows from call to call; the file gets the rows that are new since the last call."""
+        """Log a pandas frame that grows from call to call; the file gets the rows that are new
+        since the last call.
+        """
         self._call("log_table", key=key, dataframe=dataframe, step=step)
         if "tables" not in self._files:
             return
@@ -72,8 +77,8 @@ class CustomLoggerWrapper:
             self._write("tables", {"key": key, "step": step, "time": time.time(), "rows": rows})
 
     def log_samples(self, name: str, rows: list[dict], step: int | None = None) -> None:
-        """Append all `rows` to `<name>.jsonl` beside the metrics, one line each; too many for a table of the
-        loggers.
+        """Append all `rows` to `<name>.jsonl` beside the metrics, one line each; too many for a
+        table of the loggers.
         """
         if not self._files:
             return
@@ -144,13 +149,16 @@ def _number(key: str, value):
             ) from None
     if not isinstance(value, (bool, int, float)):
         raise TypeError(
-            f"metric {key}={value!r} is a {type(value).__name__}; log numbers, and tables with log_table."
+            f"metric {key}={value!r} is a {type(value).__name__}; log numbers, and tables with "
+            "log_table."
         )
     return value
 
 
 def _plain(value):
-    """`value` as JSON can hold it: NaN and infinities become null, tensors and arrays lists, anything else text."""
+    """`value` as JSON can hold it: NaN and infinities become null, tensors and arrays lists,
+    anything else text.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -2,16 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place that calls Megatron's forward-backward schedule.
 
-A batch is a dict of tensors whose rows are this data-parallel rank's samples; `tokens` (int64 `[B, S]`, right-padded)
-is required. It is cut into micro-batches of `micro_batch_size` consecutive rows. The model is called as
-`model(tokens, position_ids, attention_mask=None, ...)`: the mask is causal, which with right padding is all that is
-needed. Under context parallelism the model gets this rank's share of the positions (`context_parallel`) and all the
-rest of its rows; the ranks then compute the same loss, from what they have gathered of each other.
+A batch is a dict of tensors whose rows are this data-parallel rank's samples; `tokens` (int64 `[B,
+S]`, right-padded) is required. It is cut into micro-batches of `micro_batch_size` consecutive
+rows. The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: the mask is
+causal, which with right padding is all that is needed. Under context parallelism the model gets
+this rank's share of the positions (`context_parallel`) and all the rest of its rows; the ranks
+then compute the same loss, from what they have gathered of each other.
 
 Scaling. A loss function returns this micro-batch's *share* of the loss of the global batch (see
-`nemo_aligner.core.losses`). Megatron divides by the number of micro-batches and averages gradients over data-parallel
-ranks, so the share is multiplied by both: the gradient is that of the sum of all shares, whatever the split. (Over
-context-parallel ranks Megatron itself undoes the average: the gradient of each is the part that passed through it.)
+`nemo_aligner.core.losses`). Megatron divides by the number of micro-batches and averages gradients
+over data-parallel
+ranks, so the share is multiplied by both: the gradient is that of the sum of all shares, whatever
+the split. (Over context-parallel ranks Megatron itself undoes the average: the gradient of each is
+the part that passed through it.)
 """
 
 import math
@@ -43,7 +46,9 @@ def _micro_batches(batch: Batch, micro_batch_size: int):
 
 
 def _padded_width(width: int, config) -> int:
-    """The next width that can be split over context-parallel ranks and then, with sequence parallelism, TP ranks."""
+    """The next width that can be split over context-parallel ranks and then, with sequence
+    parallelism, TP ranks.
+    """
     multiple = width_multiple()
     if config.sequence_parallel:
         context = parallel_state.get_context_parallel_world_size()
@@ -58,7 +63,8 @@ def _call_model(
     pad = width - tokens.size(1)
     if pad:
         tokens = torch.nn.functional.pad(tokens, (0, pad))
-    # The columns that are added may lie outside a learned position embedding; nobody looks at them.
+    # The columns that are added may lie outside a learned position embedding; nobody looks at
+    # them.
     position_ids = (
         torch.arange(width, device=tokens.device).clamp(max=width - pad - 1).expand_as(tokens)
     )
@@ -68,9 +74,11 @@ def _call_model(
 
 
 def _output_options(model) -> dict:
-    """What keeps a bf16 language model from making a float32 copy of all its logits, and of their gradient.
+    """What keeps a bf16 language model from making a float32 copy of all its logits, and of their
+    gradient.
 
-    `vocab_parallel` computes in float32 whatever it is given. The few numbers of a head are copied as ever.
+    `vocab_parallel` computes in float32 whatever it is given. The few numbers of a head are copied
+    as ever.
     """
     while not isinstance(model, Float16Module) and hasattr(model, "module"):
         model = model.module
@@ -81,8 +89,8 @@ def _output_options(model) -> dict:
 def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
     """`[b, width]` of a head without the columns that were added.
 
-    Logits stay as they are: `vocab_parallel` takes them with padding, and to cut it off would make a copy of their
-    gradient.
+    Logits stay as they are: `vocab_parallel` takes them with padding, and to cut it off would make
+    a copy of their gradient.
     """
     tokens_width = micro_batch["tokens"].size(1)
     if width != tokens_width and output.dim() == 2 and output.size(1) == width:
@@ -91,8 +99,8 @@ def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
 
 
 def _micro_batch_group(model_chunks) -> int:
-    """Virtual pipelining walks over micro-batches in groups of as many as there are stages: their number is a
-    multiple of this.
+    """Virtual pipelining walks over micro-batches in groups of as many as there are stages: their
+    number is a multiple of this.
     """
     return parallel_state.get_pipeline_model_parallel_world_size() if len(model_chunks) > 1 else 1
 
@@ -100,7 +108,9 @@ def _micro_batch_group(model_chunks) -> int:
 def _run_schedule(
     model_chunks, batch: Batch, micro_batch_size: int, consume, model_inputs, forward_only: bool
 ):
-    """Run the schedule; `consume(output, micro_batch)` is the schedule's loss function on the last stage."""
+    """Run the schedule; `consume(output, micro_batch)` is the schedule's loss function on the last
+    stage.
+    """
     config = get_model_config(model_chunks[0])
     num_microbatches = batch["tokens"].size(0) // micro_batch_size
     width = _padded_width(batch["tokens"].size(1), config)
@@ -158,34 +168,41 @@ def forward_backward(
         model_chunks: the model of this pipeline stage (more than one with virtual pipelining).
         batch: this rank's rows; `tokens` int64 `[B, S]` and what `loss_fn` needs.
         micro_batch_size: rows per forward pass; must divide B.
-        loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are partial sums over
-            the global batch, and `loss` is one of the metrics. `output` is `[b, S, V / TP]` logits of a language
-            model, as `vocab_parallel` takes them (in the model's precision, with padding of the positions, under
-            context parallelism a share of them), or what the model's head returns.
+        loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are
+            partial sums over the global batch, and `loss` is one of the metrics. `output` is `[b,
+            S, V / TP]` logits of a language model, as `vocab_parallel` takes them (in the model's
+            precision, with padding of the positions, under context parallelism a share of them),
+            or what the model's head returns.
         model_inputs: further keys of the batch that are handed to the model by name.
 
     Returns:
-        Metrics summed over micro-batches and data-parallel ranks, equal on every rank; with gradients also the balance
-        losses of a mixture of experts (`expert_losses.py`), which are means.
+        Metrics summed over micro-batches and data-parallel ranks, equal on every rank; with
+        gradients also the balance losses of a mixture of experts (`expert_losses.py`), which are
+        means.
 
     Raises:
-        UserError: `micro_batch_size` does not divide the rows, or virtual pipelining needs another number of
-            micro-batches.
-        NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, and before a weight has changed.
+        UserError: `micro_batch_size` does not divide the rows, or virtual pipelining needs another
+            number of micro-batches.
+        NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, and before a
+        weight has changed.
     """
     rows = batch["tokens"].size(0)
     if rows % micro_batch_size:
         raise UserError(
-            f"{rows} samples per data-parallel rank are not divisible by model.micro_batch_size={micro_batch_size}; "
+            f"{rows} samples per data-parallel rank are not divisible by "
+            f"model.micro_batch_size={micro_batch_size}; "
             "change "
             "model.global_batch_size or model.micro_batch_size."
         )
     group = _micro_batch_group(model_chunks)
     if rows // micro_batch_size % group:
         raise UserError(
-            f"{rows} samples per data-parallel rank make {rows // micro_batch_size} micro-batch(es) of "
-            f"model.micro_batch_size={micro_batch_size}; with model.virtual_pipeline_model_parallel_size their number "
-            f"must be a multiple of model.pipeline_model_parallel_size={group}. Change model.global_batch_size or "
+            f"{rows} samples per data-parallel rank make {rows // micro_batch_size} "
+            "micro-batch(es) of "
+            f"model.micro_batch_size={micro_batch_size}; with "
+            "model.virtual_pipeline_model_parallel_size their number "
+            f"must be a multiple of model.pipeline_model_parallel_size={group}. Change "
+            "model.global_batch_size or "
             "model.micro_batch_size."
         )
     scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()
@@ -195,7 +212,8 @@ def forward_backward(
     def consume(output, micro_batch):
         loss, metrics = loss_fn(output, micro_batch)
         losses.append(loss.detach())
-        # The schedule divides the loss in place, so what is reported must be a copy: the sum is one.
+        # The schedule divides the loss in place, so what is reported must be a copy: the sum is
+        # one.
         for key, value in metrics.items():
             totals[key] = (
                 totals.get(key, 0.0) + value.detach().double()
@@ -250,12 +268,14 @@ def forward_collect(
 ) -> torch.Tensor:
     """Forward pass of this rank's rows; all ranks call it, with equal shapes within a pipeline.
 
-    Data-parallel ranks may have rows of another number and width. With expert parallelism they then make as many
-    passes as the one with the most, as every pass needs the experts of all; so all of them must call it equally often.
+    Data-parallel ranks may have rows of another number and width. With expert parallelism they
+    then make as many passes as the one with the most, as every pass needs the experts of all; so
+    all of them must call it equally often.
 
     Args:
-        micro_batch_size: most rows per forward pass; what is missing is filled up with repeated rows, which are
-            dropped again. Virtual pipelining takes fewer rows at a time where there are few.
+        micro_batch_size: most rows per forward pass; what is missing is filled up with repeated
+            rows, which are dropped again. Virtual pipelining takes fewer rows at a time where
+            there are few.
         output_fn: `(output, micro_batch) -> tensor [b, ...]`, called on the last stage.
 
     Returns:

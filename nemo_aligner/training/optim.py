@@ -1,11 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer and learning-rate schedule from NeMo's `model.optim` keys, built from Megatron Core's own parts.
+"""Optimizer and learning-rate schedule from NeMo's `model.optim` keys, built from Megatron Core's
+own parts.
 
-The schedule counts optimizer updates. CosineAnnealing is: linear warm-up over `warmup_steps` updates, cosine from
-`lr` to `min_lr` until `max_steps - constant_steps`, then `min_lr` (in a job too short for that, without the constant
-phase). The first update already has a rate above zero (`lr / (warmup + 1)`); NeMo's has exactly zero, which wastes
-the first rollout.
+The schedule counts optimizer updates. CosineAnnealing is: linear warm-up over `warmup_steps`
+updates, cosine from `lr` to `min_lr` until `max_steps - constant_steps`, then `min_lr` (in a job
+too short for that, without the constant phase). The first update already has a rate above zero
+(`lr / (warmup + 1)`); NeMo's has exactly zero, which wastes the first rollout.
 """
 
 import warnings
@@ -36,12 +37,15 @@ SCHEDULES = ("CosineAnnealing", *CONSTANT_SCHEDULES)
 
 
 def wrap_with_ddp(model_chunks: list, optim_cfg) -> list:
-    """Wrap every chunk in Megatron's DistributedDataParallel and register its gradient hooks; all ranks call it."""
+    """Wrap every chunk in Megatron's DistributedDataParallel and register its gradient hooks; all
+    ranks call it.
+    """
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             if EXPERTS in name:
-                # Megatron Core gives experts an optimizer of their own where they are spread over ranks. With one
-                # everywhere, a checkpoint has the same form at every expert_model_parallel_size.
+                # Megatron Core gives experts an optimizer of their own where they are spread over
+                # ranks. With one everywhere, a checkpoint has the same form at every
+                # expert_model_parallel_size.
                 parameter.allreduce = False
     several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     overlap = bool(optim_cfg.get("overlap_grad_sync", False)) and several
@@ -50,15 +54,17 @@ def wrap_with_ddp(model_chunks: list, optim_cfg) -> list:
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=optim_cfg.name in DISTRIBUTED_OPTIMIZERS,
-        # Megatron's check leaves the other ranks in the reduction; ours (training/finite.py) raises on all of them.
+        # Megatron's check leaves the other ranks in the reduction; ours (training/finite.py)
+        # raises on all of them.
         check_for_nan_in_grad=False,
         bucket_size=int(bucket_mb * 2**20 / 4) if bucket_mb else None,
     )
     wrapped = []
     for index, chunk in enumerate(model_chunks):
         config = chunk.config
-        # Without overlap a bucket is all weights of one dtype anyway, and each must be communicated by itself: gloo
-        # mixes up the bytes of buckets of two dtypes (a bf16 model with an fp32 head) when they are sent as one.
+        # Without overlap a bucket is all weights of one dtype anyway, and each must be
+        # communicated by itself: gloo mixes up the bytes of buckets of two dtypes (a bf16 model
+        # with an fp32 head) when they are sent as one.
         wrapped.append(
             DistributedDataParallel(
                 config, ddp_config, chunk, disable_bucketing=overlap and index > 0
@@ -81,7 +87,8 @@ def chained_optimizers(optimizer) -> list:
 def _start_native_adam(optimizer) -> None:
     """Give every parameter its (zero) Adam state now, where Adam is PyTorch's own.
 
-    Megatron's distributed optimizer reads the state's layout when it loads a checkpoint, before any step has made it.
+    Megatron's distributed optimizer reads the state's layout when it loads a checkpoint, before
+    any step has made it.
     """
     for part in chained_optimizers(optimizer):
         inner = part.optimizer
@@ -97,10 +104,11 @@ def _start_native_adam(optimizer) -> None:
 
 
 def _parameter_groups(model_chunks: list, config: OptimizerConfig) -> dict:
-    """Megatron's own groups (no weight decay on biases and norms), and groups apart for weights of another dtype.
+    """Megatron's own groups (no weight decay on biases and norms), and groups apart for weights of
+    another dtype.
 
-    In a group of two dtypes the distributed optimizer saves and loads the states of one weight as those of another.
-    The learning rate that makes the groups differ is the common one.
+    In a group of two dtypes the distributed optimizer saves and loads the states of one weight as
+    those of another. The learning rate that makes the groups differ is the common one.
     """
     for chunk in model_chunks:
         for parameter in chunk.parameters():
@@ -119,7 +127,8 @@ def build_optimizer(model_chunks: list, optim_cfg, dtype: torch.dtype):
     """
     if optim_cfg.name not in OPTIMIZERS:
         raise ConfigError(
-            f"model.optim.name={optim_cfg.name!r} is not supported; use one of {', '.join(OPTIMIZERS)}."
+            f"model.optim.name={optim_cfg.name!r} is not supported; use one of "
+            f"{', '.join(OPTIMIZERS)}."
         )
     betas = optim_cfg.get("betas", (0.9, 0.98))
     config = OptimizerConfig(
@@ -165,7 +174,8 @@ def build_scheduler(optimizer, optim_cfg, max_steps: int) -> OptimizerParamSched
     if not constant and constant_steps and warmup + constant_steps >= max_steps:
         # Otherwise the rate would fall from its peak to min_lr right after the warm-up.
         logging.warning(
-            f"model.optim.sched: warmup_steps={warmup} + constant_steps={constant_steps} leave nothing of the job's "
+            f"model.optim.sched: warmup_steps={warmup} + constant_steps={constant_steps} leave "
+            "nothing of the job's "
             f"{max_steps} optimizer updates to anneal over; the constant phase is left out."
         )
         constant_steps = 0

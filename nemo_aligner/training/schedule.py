@@ -10,7 +10,9 @@ from nemo_aligner.core.errors import ConfigError, UserError
 
 
 def compute_limit_batches(number_of_batches: int, limit_batches: int | float | None) -> int:
-    """How many batches to use: a float is a fraction (at least one batch unless 0), an int a cap, None all."""
+    """How many batches to use: a float is a fraction (at least one batch unless 0), an int a cap,
+    None all.
+    """
     if limit_batches is None:
         return number_of_batches
     if limit_batches < 0:
@@ -20,7 +22,8 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
     if isinstance(limit_batches, float):
         if limit_batches > 1:
             raise ConfigError(
-                f"limit_train_batches / limit_val_batches = {limit_batches}: a float is a fraction of the data and at"
+                f"limit_train_batches / limit_val_batches = {limit_batches}: a float is a "
+                "fraction of the data and at"
                 f" most 1.0; write {int(limit_batches)} without its point for a number of batches."
             )
         # 100 * 0.29 is 28.999...: the small addend keeps the floor at 29.
@@ -31,7 +34,9 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
 
 
 def compute_num_steps_per_epoch(sampler, limit_train_batches: int | float | None = 1.0) -> int:
-    """Optimizer steps (whole global batches) in one pass over the data of a sampler of `data/nlp/samplers.py`."""
+    """Optimizer steps (whole global batches) in one pass over the data of a sampler of
+    `data/nlp/samplers.py`.
+    """
     if not sampler.drop_last:
         raise ConfigError(
             "training needs drop_last=True: an incomplete global batch cannot make a step."
@@ -48,7 +53,9 @@ def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int)
 
 
 def is_complete(step: int, max_steps: int, keys: str) -> bool:
-    """Whether a job that starts at `step` has nothing to do; if so, a log line says it and which `keys` to raise."""
+    """Whether a job that starts at `step` has nothing to do; if so, a log line says it and which
+    `keys` to raise.
+    """
     if step < max_steps:
         return False
     logging.info(
@@ -58,7 +65,8 @@ def is_complete(step: int, max_steps: int, keys: str) -> bool:
 
 
 def endless_batches(dataloader, counters) -> Iterator:
-    """The batches of a data loader, epoch after epoch, from where `counters.consumed_samples` says.
+    """The batches of a data loader, epoch after epoch, from where `counters.consumed_samples`
+    says.
 
     Args:
         dataloader: its batch sampler is one of `data/nlp/samplers.py`.
@@ -68,12 +76,14 @@ def endless_batches(dataloader, counters) -> Iterator:
         UserError: there is no batch at this position of the data.
     """
     while True:
-        # A loader with workers runs ahead of the training, so the position is told, not taken from the sampler.
+        # A loader with workers runs ahead of the training, so the position is told, not taken from
+        # the sampler.
         dataloader.batch_sampler.consumed_samples = started_at = counters.consumed_samples
         yield from dataloader
         if counters.consumed_samples == started_at:
             raise UserError(
-                f"no training data left after {started_at} samples, at step {counters.step} of {counters.max_steps}:"
+                f"no training data left after {started_at} samples, at step {counters.step} of "
+                f"{counters.max_steps}:"
                 " the data set or the batch size has changed since the checkpoint."
             )
 
@@ -86,10 +96,12 @@ def check_progress(
     limit_val_batches: int | float | None,
     run_time_exceeded: bool = False,
 ) -> tuple[bool, bool, bool]:
-    """What to do after `step` finished steps: (run validation, save a checkpoint, training has reached its end).
+    """What to do after `step` finished steps: (run validation, save a checkpoint, training has
+    reached its end).
 
-    Validation is on if there are batches for it and its interval is positive; saving if its interval is positive. Each
-    happens at the multiples of its interval, at the end, and when the time is over.
+    Validation is on if there are batches for it and its interval is positive; saving if its
+    interval is positive. Each happens at the multiples of its interval, at the end, and when the
+    time is over.
 
     Raises:
         ConfigError: a save would come without the validation whose metric it is ranked by.
@@ -98,8 +110,10 @@ def check_progress(
     save_enabled = save_interval > 0
     if validation_enabled and save_enabled and save_interval % val_check_interval:
         raise ConfigError(
-            f"save_interval={save_interval} is not a multiple of val_check_interval={val_check_interval}: checkpoints"
-            f" are ranked by a validation metric, so each save needs a validation at the same step."
+            f"save_interval={save_interval} is not a multiple of "
+            f"val_check_interval={val_check_interval}: checkpoints"
+            " are ranked by a validation metric, so each save needs a validation at the same "
+            "step."
         )
     is_train_end = step == max_steps
     last = is_train_end or run_time_exceeded

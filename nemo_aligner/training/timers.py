@@ -27,8 +27,10 @@ class ScopedTimer:
 
     Args:
         reduction: of several durations of one name: "mean", "sum", "max" or "min".
-        sync_cuda: wait for the GPU at both edges, so that its work counts in the scope that launched it.
-        buffer_size: how many durations a name may have before they are consumed; -1 for any number.
+        sync_cuda: wait for the GPU at both edges, so that its work counts in the scope that
+            launched it.
+        buffer_size: how many durations a name may have before they are consumed; -1 for any
+        number.
     """
 
     def __init__(self, reduction: str = "mean", sync_cuda: bool = True, buffer_size: int = 1):
@@ -46,11 +48,13 @@ class ScopedTimer:
         """Time the scope as `name`; a scope that raises leaves no duration.
 
         Raises:
-            ValueError: `name` already has `buffer_size` durations that nobody consumed: they would be mixed up.
+            ValueError: `name` already has `buffer_size` durations that nobody consumed: they would
+                be mixed up.
         """
         if len(self._durations.get(name, ())) == self._buffer_size:
             raise ValueError(
-                f"timer {name!r} already holds a duration; call consume_durations() before timing it again"
+                f"timer {name!r} already holds a duration; call consume_durations() before timing "
+                "it again"
             )
         start = self._now()
         yield
@@ -82,7 +86,9 @@ class Timer:
         self._start: float | None = None
 
     def start_time(self) -> None:
-        """Start the clock; later calls change nothing, so a loop over epochs does not get a new budget each."""
+        """Start the clock; later calls change nothing, so a loop over epochs does not get a new
+        budget each.
+        """
         if self._start is None:
             self._start = time.monotonic()
 
@@ -91,7 +97,9 @@ class Timer:
         return 0.0 if self._start is None else time.monotonic() - self._start
 
     def is_finished(self) -> bool:
-        """True once the budget is used up. Rank 0 decides; every rank must call this, since clocks differ."""
+        """True once the budget is used up. Rank 0 decides; every rank must call this, since clocks
+        differ.
+        """
         finished = self.elapsed_s() >= self.duration_s
         if self.duration_s == float("inf") or not torch.distributed.is_initialized():
             return finished
@@ -109,7 +117,8 @@ def _seconds(duration: str | timedelta | None) -> float:
     parts = str(duration).strip().split(":")
     if len(parts) != 4 or not all(part.isdecimal() for part in parts):
         raise ConfigError(
-            f"max_time_per_run={duration!r} is not of the form DD:HH:MM:SS, for example 00:03:45:00"
+            f"max_time_per_run={duration!r} is not of the form DD:HH:MM:SS, for example "
+            "00:03:45:00"
         )
     days, hours, minutes, seconds = map(int, parts)
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

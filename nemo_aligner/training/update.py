@@ -9,7 +9,9 @@ from nemo_aligner.training.optim import chained_optimizers
 
 
 def clip_gradients(optimizer, clip_val: float | None) -> None:
-    """Set the gradient norm to which the next `optimizer.step()` clips; None or <= 0 switches clipping off."""
+    """Set the gradient norm to which the next `optimizer.step()` clips; None or <= 0 switches
+    clipping off.
+    """
     for part in chained_optimizers(optimizer):
         part.config.clip_grad = float(clip_val or 0.0) if (clip_val or 0.0) > 0 else 0.0
 
@@ -27,7 +29,8 @@ def optimizer_step(optimizer, scheduler, clip_val: float | None) -> float | None
     succeeded, grad_norm, _num_zeros = optimizer.step()
     if not succeeded or (grad_norm is not None and not math.isfinite(grad_norm)):
         raise NonFiniteError(
-            f"the gradient norm is {grad_norm}: the update would destroy the weights. Lower model.optim.lr or check "
+            f"the gradient norm is {grad_norm}: the update would destroy the weights. Lower "
+            "model.optim.lr or check "
             "the data."
         )
     scheduler.step(increment=1)

@@ -10,7 +10,8 @@
     def test_check():
         zero, one = run_ranks(check, 2, 60, 3.0)
 
-When one rank raises, its peers would wait in a collective for ever: the launcher kills them and shows the traceback.
+When one rank raises, its peers would wait in a collective for ever: the launcher kills them and
+shows the traceback.
 """
 
 import ctypes
@@ -34,7 +35,8 @@ def run_ranks(fn, world_size: int, timeout_s: float = 120, *args) -> list:
     """Call `fn(*args)` on `world_size` new processes that share a gloo process group.
 
     Args:
-        fn: module-level function; the process group exists when it is called (`torch.distributed` knows the rank).
+        fn: module-level function; the process group exists when it is called (`torch.distributed`
+            knows the rank).
         world_size: number of processes.
         timeout_s: limit for everything, the start of the interpreters (a few seconds) included.
         args: arguments of `fn`, the same for every rank.
@@ -43,7 +45,8 @@ def run_ranks(fn, world_size: int, timeout_s: float = 120, *args) -> list:
         What `fn` returned, by rank.
 
     Raises:
-        RuntimeError: a rank raised or died; the message holds the traceback of each, the earliest first.
+        RuntimeError: a rank raised or died; the message holds the traceback of each, the earliest
+        first.
         TimeoutError: the limit passed; the message names the ranks that were still running.
     """
     context = torch.multiprocessing.get_context("spawn")
@@ -83,7 +86,8 @@ def run_ranks(fn, world_size: int, timeout_s: float = 120, *args) -> list:
 def _wait(children, folder: Path, deadline: float):
     """Wait for all children, or for the deadline, or a little longer than the first failure.
 
-    Returns the names of those that were too slow, and the first child that ended without a result (or None).
+    Returns the names of those that were too slow, and the first child that ended without a result
+    (or None).
     """
     left = {child.sentinel: child for child in children}
     failed_at = dead = None

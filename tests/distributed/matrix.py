@@ -1,21 +1,23 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix: every role, at every split, gives the numbers of one rank. As data, and what a rank computes of it.
+"""The matrix: every role, at every split, gives the numbers of one rank. As data, and what a rank
+computes of it.
 
-A *case* is (split, architecture, role). All cases of as many ranks are served by one launch: the groups of one split
-are destroyed and those of the next are made. One rank computes the same first and leaves it in files; rank 0 of a
-split compares with them and reports how far off it is.
+A *case* is (split, architecture, role). All cases of as many ranks are served by one launch: the
+groups of one split are destroyed and those of the next are made. One rank computes the same first
+and leaves it in files; rank 0 of a split compares with them and reports how far off it is.
 
-How far off: `deviation(a, b)` = max |a - b| / max |b|, for every tensor by itself; of gradients and weights over the
-whole (gathered) tensor. Two things have no scale of their own. The gradient of a bias is a sum of terms that may
-cancel (those of a reward model's last biases do, in every pair): gradients of the weight and the bias of a module
-count as one tensor. And a weight that stays zero but for rounding: max |b| counts at least as `FLOOR` of the largest
-in its model.
-In bf16 that share is a tenth, for biases start at zero and stay small, and of the metrics only loss and gradient norm
+How far off: `deviation(a, b)` = max |a - b| / max |b|, for every tensor by itself; of gradients
+and weights over the whole (gathered) tensor. Two things have no scale of their own. The gradient
+of a bias is a sum of terms that may cancel (those of a reward model's last biases do, in every
+pair): gradients of the weight and the bias of a module count as one tensor. And a weight that
+stays zero but for rounding: max |b| counts at least as `FLOOR` of the largest in its model.
+In bf16 that share is a tenth, for biases start at zero and stay small, and of the metrics only
+loss and gradient norm
 are compared: shares of what was clipped jump.
 
-Rows are dealt to data-parallel ranks like cards, so that a micro-batch of two holds other rows than on one rank. In
-the splits every slot that must not count holds NaN, on one rank 0.
+Rows are dealt to data-parallel ranks like cards, so that a micro-batch of two holds other rows
+than on one rank. In the splits every slot that must not count holds NaN, on one rank 0.
 """
 
 import dataclasses
@@ -73,7 +75,9 @@ class Split:
         return self.model.get("precision", 32)
 
     def cases(self, slim: bool = False) -> list[tuple[str, str]]:
-        """(architecture, role) that run at it; without experts if `slim` (test_experts.py has them in `make test`)."""
+        """(architecture, role) that run at it; without experts if `slim` (test_experts.py has them
+        in `make test`).
+        """
         architectures = [a for a in self.architectures if a != "moe" or not slim]
         return [
             (a, role)
@@ -147,7 +151,9 @@ REDUCTIONS = ("token", "sequence", "microbatch")
 
 @dataclass(frozen=True)
 class Role:
-    """A model class, the file that it starts from (`lm` holds no head), and whether its loss has a reduction."""
+    """A model class, the file that it starts from (`lm` holds no head), and whether its loss has a
+    reduction.
+    """
 
     model_class: type
     base: str
@@ -184,8 +190,9 @@ GENERATION = {
         return_logprobs=True,
     ),
 }
-# Adam divides a gradient by its own size. Where the exact one is zero (the bias of the keys), its rounding error would
-# become a step of the size of the learning rate: an eps well above the rounding errors keeps that out of the weights.
+# Adam divides a gradient by its own size. Where the exact one is zero (the bias of the keys), its
+# rounding error would become a step of the size of the learning rate: an eps well above the
+# rounding errors keeps that out of the weights.
 ADAM_EPS = 1e-3
 
 
@@ -193,7 +200,9 @@ ADAM_EPS = 1e-3
 
 
 def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
-    """The global batch of a role; slots that do not count hold `masked_value`; no slot counts if `empty`."""
+    """The global batch of a role; slots that do not count hold `masked_value`; no slot counts if
+    `empty`.
+    """
     generator = torch.Generator().manual_seed(3)
     column = torch.arange(WIDTH)
     answers = (column >= 2) & (column < LENGTHS[:, None])
@@ -266,7 +275,8 @@ def all_rows(mine) -> list:
 
 
 def gathered(model, local=lambda parameter: parameter) -> dict[str, torch.Tensor] | None:
-    """`local(parameter)` of all parameters as whole tensors, by their names in a checkpoint; None but on rank 0.
+    """`local(parameter)` of all parameters as whole tensors, by their names in a checkpoint; None
+    but on rank 0.
 
     Raises:
         AssertionError: a part that several ranks hold is not the same on all of them.
@@ -303,7 +313,9 @@ def gathered(model, local=lambda parameter: parameter) -> dict[str, torch.Tensor
 
 
 def gather_gradient_shards(model) -> None:
-    """The distributed optimizer leaves each rank its own part of the sum; make every rank's buffer whole."""
+    """The distributed optimizer leaves each rank its own part of the sum; make every rank's buffer
+    whole.
+    """
     for chunk in model.model:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
@@ -422,7 +434,9 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
 
 
 def texts(model) -> dict[str, list]:
-    """Generated ids, whether the text ended, and the sampler's log-probs, of ten ragged prompts."""
+    """Generated ids, whether the text ended, and the sampler's log-probs, of ten ragged
+    prompts.
+    """
     generator = torch.Generator().manual_seed(5)
     prompts = torch.randint(0, 290, (10, 7), generator=generator)
     rows = my_rows()
@@ -465,7 +479,8 @@ def compute(
 ):
     """All numbers of a case, `{quantity: value}`; whole tensors on rank 0 only.
 
-    A quantity is a dict of tensors (gradients, weights), a dict of numbers (loss and metrics), a tensor, or texts.
+    A quantity is a dict of tensors (gradients, weights), a dict of numbers (loss and metrics), a
+    tensor, or texts.
     """
     model, optimizer, scheduler = build(tokenizer_dir, folder, architecture, role, split.model)
     numbers = dict(inferred(model, role))
@@ -547,7 +562,9 @@ def expected_file(folder, architecture: str, role: str, precision) -> Path:
 
 
 def write_expected(tokenizer_dir, folder, chosen: dict[str, Split], slim: bool) -> None:
-    """What one rank computes, of every case that the chosen splits will ask for; one process calls it."""
+    """What one rank computes, of every case that the chosen splits will ask for; one process calls
+    it.
+    """
     wanted = {
         (*case, split.precision): None for split in chosen.values() for case in split.cases(slim)
     }
@@ -560,8 +577,8 @@ def write_expected(tokenizer_dir, folder, chosen: dict[str, Split], slim: bool) 
 def run_splits(
     tokenizer_dir, folder, names: list[str], slim: bool
 ) -> dict[tuple, dict[str, float]]:
-    """Body of a rank: the deviations of all cases of the named splits, `{(split, architecture, role): {quantity: x}}`;
-    nothing but on rank 0."""
+    """Body of a rank: the deviations of all cases of the named splits, `{(split, architecture,
+    role): {quantity: x}}`; nothing but on rank 0."""
     report = {}
     for name in names:
         split = SPLITS[name]

@@ -1,10 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A training checkpoint saved at one split, loaded at another: the weights are the same bits, the next step is that of
-a job that was never interrupted.
+"""A training checkpoint saved at one split, loaded at another: the weights are the same bits, the
+next step is that of a job that was never interrupted.
 
-Every split saves after its first step; then every split loads what each of them saved, with as many ranks or others,
-and takes the second step. The job without interruption is that of one rank (`matrix.write_expected`).
+Every split saves after its first step; then every split loads what each of them saved, with as
+many ranks or others, and takes the second step. The job without interruption is that of one rank
+(`matrix.write_expected`).
 """
 
 from pathlib import Path
@@ -70,7 +71,9 @@ def save(tokenizer_dir, folder, name: str, slim: bool) -> None:
 def load(
     tokenizer_dir, folder, name: str, sources: list[str], slim: bool
 ) -> dict[tuple, dict[str, float]]:
-    """The second step at the split `name` from what each source of its precision saved: deviations on rank 0."""
+    """The second step at the split `name` from what each source of its precision saved: deviations
+    on rank 0.
+    """
     report, split = {}, SPLITS[name]
     for architecture, role in cases(name, slim):
         for source in (

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Alarms on two data-parallel ranks: the fault is planted on one rank, and both raise the same error; none is left in
-a collective."""
+"""Alarms on two data-parallel ranks: the fault is planted on one rank, and both raise the same
+error; none is left in a collective."""
 
 import pytest
 import torch
@@ -84,7 +84,8 @@ def faults(tokenizer_dir):
             batch["advantages"][1, 3] = NAN
         found[name, "loss"] = error_of(update, *parts, batch)
 
-        # A finite loss with a gradient that is not, on one rank: the derivative of sqrt at 0 times 0.
+        # A finite loss with a gradient that is not, on one rank: the derivative of sqrt at 0 times
+        # 0.
         layer = actor.unwrapped()[0].decoder.layers[1].mlp.linear_fc2
 
         def poison(module, inputs, output):
@@ -219,7 +220,9 @@ def test_only_replicas_are_compared(two_ranks):
 
 
 def test_a_healthy_job_and_a_reward_of_one_rank(two_ranks):
-    """Rows keep the sampler's log-probs on their way between the ranks: misplaced ones would differ widely."""
+    """Rows keep the sampler's log-probs on their way between the ranks: misplaced ones would
+    differ widely.
+    """
     assert two_ranks[0]["job"] is two_ranks[1]["job"] is None
     assert two_ranks[0]["metrics"] == two_ranks[1]["metrics"]
     errors = [

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The work queue on two ranks: each micro-batch once, and more of them for the rank that is faster."""
+"""The work queue on two ranks: each micro-batch once, and more of them for the rank that is
+faster.
+"""
 
 import time
 
@@ -13,7 +15,9 @@ from tests.distributed.launcher import run_ranks
 
 
 def _rollouts(tensor_parallel_size, slow_rank):
-    """The dataset indices that this rank gets in each of two rollouts of 8 micro-batches; one rank is slow."""
+    """The dataset indices that this rank gets in each of two rollouts of 8 micro-batches; one rank
+    is slow.
+    """
     parallel_state.initialize(tensor_model_parallel_size=tensor_parallel_size)
     sampler = MegatronPretrainingRandomSampler(
         total_samples=32,

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism: the shares of the ranks, and that ranks which share each sequence compute what one does.
+"""Context parallelism: the shares of the ranks, and that ranks which share each sequence compute
+what one does.
 
 One launch of two ranks serves all tests but the marked ones.
 """
@@ -35,7 +36,9 @@ CP2 = dict(context_parallel_size=2)
 
 
 def check_shares():
-    """Shares of two ranks against Megatron Core's own split, and the gradients of both ways to gather."""
+    """Shares of two ranks against Megatron Core's own split, and the gradients of both ways to
+    gather.
+    """
     rank = torch.distributed.get_rank()
     x = torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = get_batch_on_this_cp_rank({"x": x}, cp_group=get_context_parallel_group())["x"]
@@ -142,7 +145,8 @@ def build(tokenizer_dir, role, **split):
         else {}
     )
     cfg = tiny_config(tokenizer_dir, architecture, **positions, **settings)
-    # Keys have a bias that changes nothing; its gradient is rounding alone, which Adam would blow up to whole steps.
+    # Keys have a bias that changes nothing; its gradient is rounding alone, which Adam would blow
+    # up to whole steps.
     cfg.optim.eps = 1e-5
     return model_class(cfg)
 
@@ -151,8 +155,8 @@ def evaluate(tokenizer_dir, role, folder=None, **split):
     """Three optimizer steps of a role and what it infers then, on this data-parallel rank's rows.
 
     Args:
-        folder: holds a `.nemo` of the role to start from. None: start from the seed, which is enough where ranks hold
-            the same layers.
+        folder: holds a `.nemo` of the role to start from. None: start from the seed, which is
+            enough where ranks hold the same layers.
 
     Returns:
         (loss, gradient norm and metrics of each step; inferred tensors; {name: weight or shard}).
@@ -195,7 +199,9 @@ def evaluate(tokenizer_dir, role, folder=None, **split):
 
 
 def train_from_checkpoint(tokenizer_dir, folder, steps, save=False, **split):
-    """Numbers of some steps of the actor, after those of the checkpoint in `folder` if there is one."""
+    """Numbers of some steps of the actor, after those of the checkpoint in `folder` if there is
+    one.
+    """
     model = build(tokenizer_dir, "actor, Llama", **split)
     optimizer, scheduler = model.setup_megatron_optimization(10)
     callback = CheckpointCallback(
@@ -234,7 +240,9 @@ def build_generating(tokenizer_dir, architecture, **split):
 
 
 def generate(tokenizer_dir, architecture, folder=None, **split):
-    """Texts of 5 prompts and of a single one, greedy and sampled, before and after log-probs of the same widths."""
+    """Texts of 5 prompts and of a single one, greedy and sampled, before and after log-probs of
+    the same widths.
+    """
     model = build_generating(tokenizer_dir, architecture, **split)
     if folder is not None:
         model.load_nemo_weights(folder / f"{architecture}.nemo")
@@ -271,7 +279,9 @@ def check_prompt_that_breaks_one_rank(tokenizer_dir):
 
 
 def dropout_masks(tokenizer_dir):
-    """Where dropout of 0.5 zeroes a vector of ones in this process, outside and inside the tensor-parallel regions."""
+    """Where dropout of 0.5 zeroes a vector of ones in this process, outside and inside the
+    tensor-parallel regions.
+    """
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     MegatronGPTRSModel(tiny_config(tokenizer_dir, "llama", rs=PPO, **CP2))
@@ -376,7 +386,9 @@ FOUR_RANKS_ROLES = ["actor, GPT-2", "actor, Llama", "critic", "reward model, ave
 
 
 def check_replica_groups():
-    """The ranks that work on the same rows: one queue of work, one source, whatever holds parts of the weights."""
+    """The ranks that work on the same rows: one queue of work, one source, whatever holds parts of
+    the weights.
+    """
     ranks = torch.distributed.get_process_group_ranks(parallel_state.get_model_parallel_group())
     rows = [None] * 4
     torch.distributed.all_gather_object(rows, parallel_state.get_data_parallel_rank())

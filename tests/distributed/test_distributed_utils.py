@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives, global statistics and vocabulary-parallel log-probs on two real gloo ranks.
 
-Each check runs on every rank; what it asserts there comes from inputs that both ranks can compute, so no collective
-under test is its own oracle. One launch serves all checks: starting the interpreters is most of the time.
+Each check runs on every rank; what it asserts there comes from inputs that both ranks can compute,
+so no collective
+under test is its own oracle. One launch serves all checks: starting the interpreters is most of
+the time.
 """
 
 import warnings
@@ -138,7 +140,9 @@ def _data_parallel_inference():
 
 
 def _loss_weights_over_ranks():
-    """Each rank's partial sums, summed, are the loss and gradient of the whole batch in one process."""
+    """Each rank's partial sums, summed, are the loss and gradient of the whole batch in one
+    process.
+    """
     rank = dist.get_rank()
     torch.manual_seed(0)
     mask = (torch.rand(5, 6) > 0.5).float()
@@ -163,7 +167,9 @@ def _loss_weights_over_ranks():
 
 
 def _vocabulary_parallel():
-    """Two slices of the vocabulary give the dense result and its gradient, also where a slice is all padding."""
+    """Two slices of the vocabulary give the dense result and its gradient, also where a slice is
+    all padding.
+    """
     rank = dist.get_rank()
     parallel_state.initialize(tensor_model_parallel_size=2)
     torch.manual_seed(0)

@@ -1,9 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts gives the same on one rank and on two, with the experts on both or spread over them.
+"""A mixture of experts gives the same on one rank and on two, with the experts on both or spread
+over them.
 
-One rank computes everything first and leaves weights and a checkpoint in files; one launch of two ranks serves all
-splits and leaves files of its own, which one rank reads afterwards.
+One rank computes everything first and leaves weights and a checkpoint in files; one launch of two
+ranks serves all splits and leaves files of its own, which one rank reads afterwards.
 """
 
 import pytest
@@ -40,7 +41,8 @@ RECOMPUTATION = {
     "activations_checkpoint_method": "uniform",
     "activations_checkpoint_num_layers": 1,
 }
-# name -> (architecture, split, other keys). One rank computes each architecture with the same other keys.
+# name -> (architecture, split, other keys). One rank computes each architecture with the same
+# other keys.
 CASES = {
     "EP2": ("llama", EP2, {}),
     # The gradient of the keys' biases is zero but for rounding, which Adam must not blow up.
@@ -98,7 +100,9 @@ def rollouts():
 
 
 def named(model, value=lambda parameter: parameter):
-    """What `value` says of each parameter, by its name; experts by their number in the whole model."""
+    """What `value` says of each parameter, by its name; experts by their number in the whole
+    model.
+    """
     found = {}
     first = (
         parallel_state.get_expert_model_parallel_rank()
@@ -133,7 +137,9 @@ def step(model, optimizer, scheduler, batch):
 
 
 def updates(folder, architecture, split, other):
-    """Losses, gradient norms, first gradients (unsharded optimizer), weights and log-probs of `STEPS` updates."""
+    """Losses, gradient norms, first gradients (unsharded optimizer), weights and log-probs of
+    `STEPS` updates.
+    """
     nemo = str(folder / f"{architecture}.nemo")
     cfg = OmegaConf.merge(
         nemo_archive.read_config(nemo), {"ppo": PPO, "micro_batch_size": 1}, split, other
@@ -163,7 +169,9 @@ def fresh(folder):
 
 
 def texts(folder):
-    """Responses to ragged prompts, of which the ranks have an unequal number: {params: [(ids, ended, log-probs)]}."""
+    """Responses to ragged prompts, of which the ranks have an unequal number: {params: [(ids,
+    ended, log-probs)]}.
+    """
     generator = torch.Generator().manual_seed(5)
     prompts = torch.randint(0, 290, (ROWS, 6), generator=generator)
     lengths = torch.tensor([1, 6, 2, 3, 6, 5, 1, 4])
@@ -266,7 +274,9 @@ def trained(folder, name, log_dir):
 
 
 def save_and_go_on(folder, name, log_dir):
-    """Two updates, a checkpoint (and a `.nemo`), and loss, gradient norm and weights of the third update."""
+    """Two updates, a checkpoint (and a `.nemo`), and loss, gradient norm and weights of the third
+    update.
+    """
     actor, optimizer, scheduler, callback = trained(folder, name, log_dir)
     batch = {key: mine(value) for key, value in rollouts().items()}
     for _ in range(2):
@@ -277,7 +287,9 @@ def save_and_go_on(folder, name, log_dir):
 
 
 def resume(folder, name, log_dir):
-    """Loss, gradient norm and weights of the update after the checkpoint in `log_dir`, and weights of its `.nemo`."""
+    """Loss, gradient norm and weights of the update after the checkpoint in `log_dir`, and weights
+    of its `.nemo`.
+    """
     actor, optimizer, scheduler, callback = trained(folder, name, log_dir)
     assert callback.load_latest() == {"step": 2}
     numbers = step(
@@ -357,7 +369,9 @@ def two_ranks(folder, one_rank):
 
 
 def part(name, whole, shape, rank):
-    """What tensor-parallel rank `rank` of two holds of a weight; `whole` itself where it is not split."""
+    """What tensor-parallel rank `rank` of two holds of a weight; `whole` itself where it is not
+    split.
+    """
     if whole.shape == shape:
         return whole
     dim = 0 if whole.shape[0] != shape[0] else 1

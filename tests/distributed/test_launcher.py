@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher of the distributed tests: results by rank, tracebacks, deaths, time limits, and nothing left behind."""
+"""The launcher of the distributed tests: results by rank, tracebacks, deaths, time limits, and
+nothing left behind.
+"""
 
 import os
 import signal

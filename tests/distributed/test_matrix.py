@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""No way of splitting the work changes the numbers: `matrix.py` and `matrix_reload.py` are the cases, here they are
-judged. A few splits run in `make test`, all of them in `make test-full`.
+"""No way of splitting the work changes the numbers: `matrix.py` and `matrix_reload.py` are the
+cases, here they are judged. A few splits run in `make test`, all of them in `make test-full`.
 """
 
 import json
@@ -32,7 +32,9 @@ SLIM_RELOAD = ["TP2+SP", "PP2+VPP2", "DP2 adamw"]
 def splits_and_reloads(
     tokenizer_dir, folder, names: list[str], reload: list[str], sources: list[str]
 ):
-    """Body of a rank in `make test`: the splits `names`; those of `reload` save, and load what `sources` saved."""
+    """Body of a rank in `make test`: the splits `names`; those of `reload` save, and load what
+    `sources` saved.
+    """
     report = matrix.run_splits(tokenizer_dir, folder, names, True)
     matrix_reload.save_all(tokenizer_dir, folder, reload, True)
     reloads = matrix_reload.load_all(tokenizer_dir, folder, reload, sources, True)
@@ -40,7 +42,9 @@ def splits_and_reloads(
 
 
 def write_inputs(tokenizer_dir, folder, names, slim):
-    """Models, and what one rank computes; in this process, which leaves its process group again."""
+    """Models, and what one rank computes; in this process, which leaves its process group
+    again.
+    """
     matrix.write_models(tokenizer_dir, folder)
     matrix.write_expected(tokenizer_dir, folder, {name: SPLITS[name] for name in names}, slim)
     if slim:
@@ -94,7 +98,9 @@ def full_reloads(tiny_tokenizer_dir, full_folder):
 
 
 def must_differ(split: matrix.Split, quantity: str) -> bool:
-    """The mean of micro-batches' means depends on which rows are in a micro-batch, and so on how rows are dealt."""
+    """The mean of micro-batches' means depends on which rows are in a micro-batch, and so on how
+    rows are dealt.
+    """
     model_size = 1
     for size in (
         "tensor_model_parallel_size",
@@ -167,7 +173,9 @@ def test_checkpoints_load_at_every_split(full_reloads):
     "role", [role for role, facts in ROLES.items() if facts.reductions == matrix.REDUCTIONS]
 )
 def test_what_one_rank_computes(slim, architecture, role):
-    """Micro-batches change nothing but the reduction that is named after them; no counting slot, no loss."""
+    """Micro-batches change nothing but the reduction that is named after them; no counting slot,
+    no loss.
+    """
     numbers = torch.load(matrix.expected_file(slim[-1], architecture, role, 32))
     for kind in ("loss", "gradient"):
         four = matrix.apart(
@@ -194,7 +202,9 @@ def test_pipeline_stages_do_not_start_with_the_same_weights(slim):
 
 
 def test_virtual_stages_never_talk_in_batches(tiny_tokenizer_dir):
-    """Batched communication between virtual stages gives wrong gradients with PP=2, and no error."""
+    """Batched communication between virtual stages gives wrong gradients with PP=2, and no
+    error.
+    """
     for virtual in (None, 2):
         cfg = matrix.model_config(
             tiny_tokenizer_dir,
@@ -209,8 +219,8 @@ def test_virtual_stages_never_talk_in_batches(tiny_tokenizer_dir):
 
 
 def test_weights_are_never_gathered_behind_the_back_of_inference(tiny_tokenizer_dir):
-    """Megatron Core can leave gathering the updated weights to the next forward pass of training; generation would
-    read the old ones. Nothing of the configuration switches that on."""
+    """Megatron Core can leave gathering the updated weights to the next forward pass of training;
+    generation would read the old ones. Nothing of the configuration switches that on."""
     optim = {"overlap_grad_sync": True, "overlap_param_sync": True, "overlap_param_gather": True}
     cfg = matrix.model_config(tiny_tokenizer_dir, "llama", optim=optim)
     model = matrix.MegatronGPTModel(cfg)

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The PPO trainer on two data-parallel ranks does what it does on one: same global batches, metrics and weights."""
+"""The PPO trainer on two data-parallel ranks does what it does on one: same global batches,
+metrics and weights.
+"""
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from tests.distributed.launcher import run_ranks
 SETTINGS = dict(
     ppo_epochs=2, critic_warmup_steps=1, val_check_interval=1, save_interval=1, whiten_rewards=True
 )
-# A prompt's answers are dealt to both ranks; the ranks find out together that the policy has gone too far.
+# A prompt's answers are dealt to both ranks; the ranks find out together that the policy has gone
+# too far.
 WITHOUT_CRITIC = dict(ppo_epochs=2, val_check_interval=1, num_rollouts_per_prompt=2)
 GRPO = WITHOUT_CRITIC | dict(advantage_estimator="grpo", target_kl=1e-5)
 PLUS_PLUS = WITHOUT_CRITIC | dict(

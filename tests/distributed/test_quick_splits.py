@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest test that notices a wrong split: two updates of a tiny actor on two ranks, in one launch, against one.
+"""The smallest test that notices a wrong split: two updates of a tiny actor on two ranks, in one
+launch, against one.
 
-The matrix (`matrix.py`) covers every model and split; this one takes seconds, and `tests.mutants` runs it many times.
+The matrix (`matrix.py`) covers every model and split; this one takes seconds, and `tests.mutants`
+runs it many times.
 """
 
 import pytest
@@ -23,7 +25,9 @@ SPLITS = {
 
 
 def updates(nemo: str, **split) -> dict:
-    """Loss, gradient norm and ratio of two updates, and log-probs after them, of all rows; all ranks call it."""
+    """Loss, gradient norm and ratio of two updates, and log-probs after them, of all rows; all
+    ranks call it.
+    """
     from nemo_aligner.checkpoint import nemo_archive
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
     from nemo_aligner.parallel import parallel_state

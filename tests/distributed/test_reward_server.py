@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`RewardModelServer` over two ranks, without a server: which rank scores which rows, and who gets the rewards."""
+"""`RewardModelServer` over two ranks, without a server: which rank scores which rows, and who gets
+the rewards.
+"""
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from tests.unit.test_reward_server import last_token, make_server
 
 
 def score_on_ranks(tp):
-    """On each rank: what `infer` gives for requests of 1, 3 and 5 rows, and the rows that this rank's model saw."""
+    """On each rank: what `infer` gives for requests of 1, 3 and 5 rows, and the rows that this
+    rank's model saw.
+    """
     from nemo_aligner.parallel import parallel_state
 
     parallel_state.initialize(tensor_model_parallel_size=tp)
@@ -38,7 +42,9 @@ def score_on_ranks(tp):
 
 @pytest.mark.parametrize("tp, seen", [(1, [1, 2, 4]), (2, [1, 4, 6])], ids=["dp2", "tp2"])
 def test_two_ranks_without_a_server(tp, seen):
-    """Rows are shared out over data-parallel ranks and come back in order; an error reaches every rank."""
+    """Rows are shared out over data-parallel ranks and come back in order; an error reaches every
+    rank.
+    """
     results = run_ranks(score_on_ranks, 2, 100, tp)
     (answers, _, _), (nothing, _, _) = results
     assert nothing == [{}, {}, {}]

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The rejection-sampling trainer on two data-parallel ranks does what it does on one: same selection, global batches,
-metrics and weights."""
+"""The rejection-sampling trainer on two data-parallel ranks does what it does on one: same
+selection, global batches, metrics and weights."""
 
 import pytest
 import torch

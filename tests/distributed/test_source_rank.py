@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for answers on several ranks at once: nobody runs into a time limit, and all hear of one rank's failure."""
+"""Waiting for answers on several ranks at once: nobody runs into a time limit, and all hear of one
+rank's failure.
+"""
 
 import concurrent.futures
 import threading

@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropy over slices of the vocabulary and shares of the positions, against one dense softmax.
+"""Log-probs and entropy over slices of the vocabulary and shares of the positions, against one
+dense softmax.
 
-CP2 and TP2 x CP2 on four real gloo ranks, in one launch (TP2: tests/distributed/test_distributed_utils.py).
+CP2 and TP2 x CP2 on four real gloo ranks, in one launch (TP2:
+tests/distributed/test_distributed_utils.py).
 """
 
 import torch
@@ -22,7 +24,9 @@ B, V = 2, 12
 
 
 def _check(tp: int, cp: int, width: int, ignore_last: bool, vocab_size: int, temperature: float):
-    """Every rank has the whole results, and of the gradient its slice of the vocabulary and share of the positions."""
+    """Every rank has the whole results, and of the gradient its slice of the vocabulary and share
+    of the positions.
+    """
     torch.manual_seed(width)
     dense = 3 * torch.randn(B, width, V, dtype=torch.float64)
     targets = torch.randint(0, vocab_size, (B, width))
@@ -36,7 +40,9 @@ def _check(tp: int, cp: int, width: int, ignore_last: bool, vocab_size: int, tem
     (a * expected + b * expected_entropy).sum().backward()
 
     def mine(tensor):
-        """Pad the width to a multiple of 2*CP, take this rank's share of it and slice of the vocabulary."""
+        """Pad the width to a multiple of 2*CP, take this rank's share of it and slice of the
+        vocabulary.
+        """
         padded = F.pad(tensor, (0, 0, 0, -width % (2 * cp)))
         return (
             take_share(padded, 1)
@@ -67,7 +73,8 @@ def _check(tp: int, cp: int, width: int, ignore_last: bool, vocab_size: int, tem
 def _splits():
     for tp, cp in [(2, 2), (1, 2)]:
         parallel_state.initialize(tensor_model_parallel_size=tp, context_parallel_size=cp)
-        # A width that must be padded, the last slice of the vocabulary partly and wholly padding, one short sequence.
+        # A width that must be padded, the last slice of the vocabulary partly and wholly padding,
+        # one short sequence.
         for width, vocab_size, temperature in [
             (8, V, 1.0),
             (9, 10, 0.7),

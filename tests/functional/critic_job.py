@@ -1,9 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A critic server job around a small torch model, for tests: the process that runs, and the handle that a test holds.
+"""A critic server job around a small torch model, for tests: the process that runs, and the handle
+that a test holds.
 
-The model is real (it scores, learns and saves) but takes no time to build, so that these tests are about the server.
-Some token ids make it misbehave on purpose, on the ranks that get them.
+The model is real (it scores, learns and saves) but takes no time to build, so that these tests are
+about the server. Some token ids make it misbehave on purpose, on the ranks that get them.
 """
 
 import glob
@@ -21,7 +22,8 @@ from pathlib import Path
 from nemo_aligner.servers.ports import find_free_port
 
 VOCAB, WIDTH = 32, 8
-# Ids that make the model raise (a rank without it then waits for the others in a collective), or sleep for a minute.
+# Ids that make the model raise (a rank without it then waits for the others in a collective), or
+# sleep for a minute.
 RAISE, SLEEP = 30, 28
 
 
@@ -40,7 +42,9 @@ def build_model():
     import torch
 
     class TinyCritic(torch.nn.Module):
-        """Value at t from the mean embedding of tokens <= t; reward from the last token. Padding changes nothing."""
+        """Value at t from the mean embedding of tokens <= t; reward from the last token. Padding
+        changes nothing.
+        """
 
         cfg = {"encoder_seq_length": 64}
 
@@ -111,7 +115,9 @@ def build_model():
             return self.reward[tokens.gather(1, lengths[:, None] - 1)], values
 
         def get_loss_and_metrics(self, batch, forward_only=False):
-            """Squared error averaged over the response tokens of the global batch; empty slots may hold NaN."""
+            """Squared error averaged over the response tokens of the global batch; empty slots may
+            hold NaN.
+            """
             assert self.prepared == "step"
             from nemo_aligner.parallel import parallel_state
 
@@ -174,7 +180,8 @@ def main() -> None:
 
     class Checkpoint:
         def custom_save(self, monitor_candidates, is_train_end, trainer_state):
-            # A forked writer that is terminated must die of it, and the server must not take it for its own signal.
+            # A forked writer that is terminated must die of it, and the server must not take it
+            # for its own signal.
             writer = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
             writer.start()
             time.sleep(0.2)
@@ -219,7 +226,8 @@ class CriticJob:
     Args:
         ranks: number of processes.
         tp: tensor-parallel size (the rest is data-parallel).
-        launcher: "torchrun", or "direct" for processes that only share environment variables, as SLURM starts them.
+        launcher: "torchrun", or "direct" for processes that only share environment variables, as
+            SLURM starts them.
         combined: the server also gives rewards.
     """
 

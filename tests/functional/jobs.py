@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The project's own scripts as child processes of a test: with a time limit, and with nothing left behind."""
+"""The project's own scripts as child processes of a test: with a time limit, and with nothing left
+behind.
+"""
 
 import ctypes
 import json
@@ -28,7 +30,8 @@ def _end_with_parent() -> None:
 
 
 class ScriptJob:
-    """One script with Hydra overrides. Use it in a `with` block: leaving it kills whatever is left.
+    """One script with Hydra overrides. Use it in a `with` block: leaving it kills whatever is
+    left.
 
     Args:
         script: file name in examples/nlp/gpt.
@@ -118,7 +121,9 @@ class ScriptJob:
         return self.wait(timeout_s)
 
     def leftovers(self, grace_s: float = 5.0) -> list[psutil.Process]:
-        """Processes of the job that are still alive, after time for those that end when their parent has ended."""
+        """Processes of the job that are still alive, after time for those that end when their
+        parent has ended.
+        """
         deadline = time.monotonic() + grace_s
         while True:
             alive = [p for p in self._family.values() if _is_alive(p)]
@@ -154,7 +159,9 @@ def must_fail_with(job: ScriptJob, *words: str) -> None:
 
 
 def read_metrics(folder: Path, key: str) -> list[float]:
-    """Values of one metric in the order of steps; of a step that was logged twice the later one."""
+    """Values of one metric in the order of steps; of a step that was logged twice the later
+    one.
+    """
     values = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -173,7 +180,9 @@ def metric_names(folder: Path) -> list[str]:
 def reward_server(
     rm_file, folder: Path, port: int, ranks=1, launcher="python", *extra: str
 ) -> ScriptJob:
-    """serve_reward_model.py with the reward model of `rm_file`, on this machine; its log is `folder`/reward.log."""
+    """serve_reward_model.py with the reward model of `rm_file`, on this machine; its log is
+    `folder`/reward.log.
+    """
     folder.mkdir(exist_ok=True)
     overrides = [
         "trainer.accelerator=cpu",

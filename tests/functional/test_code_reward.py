@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Python function as reward, as users start it: the real server script, real clients, PPO against it."""
+"""A Python function as reward, as users start it: the real server script, real clients, PPO
+against it.
+"""
 
 import importlib.util
 import json
@@ -62,7 +64,9 @@ FUNCTION = """
 def code_reward_server(
     folder, port, tokenizer_dir=None, spec="reward.py:score", rm_file="null", *extra
 ) -> ScriptJob:
-    """The server job in `folder`, where it finds reward.py by a relative path; with a tokenizer and no .nemo."""
+    """The server job in `folder`, where it finds reward.py by a relative path; with a tokenizer
+    and no .nemo.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(textwrap.dedent(FUNCTION))
     tokenizer = ["model.tokenizer.library=huggingface", f"model.tokenizer.type={tokenizer_dir}"]
@@ -241,7 +245,9 @@ def test_requests_that_do_not_say_where_the_answer_begins_are_refused(port, tiny
 def test_a_stop_in_the_middle_of_a_request_and_the_fallback(
     tmp_path, tiny_tokenizer, tiny_tokenizer_dir
 ):
-    """Bad samples get the fallback score with a warning; then a sample that hears nothing does not delay SIGTERM."""
+    """Bad samples get the fallback score with a warning; then a sample that hears nothing does not
+    delay SIGTERM.
+    """
     port = find_free_port()
     extra = [
         "inference.reward_fn_timeout_s=2",
@@ -332,7 +338,9 @@ def test_bad_input_ends_the_server_with_one_message(tmp_path, tiny_tokenizer_dir
 
 
 def test_ppo_gets_the_rewards_that_the_function_gives(tmp_path, inputs):  # noqa: F811
-    """The rewards in samples and metrics are those computed again from the texts of the samples."""
+    """The rewards in samples and metrics are those computed again from the texts of the
+    samples.
+    """
     ports = find_free_port(), find_free_port()
     separate = [
         "remote_critic_rm.combine_rm_and_critic_server=False",

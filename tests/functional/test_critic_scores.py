@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Values and rewards of a combined critic server (serve_ppo_critic.py) against the models called directly.
+"""Values and rewards of a combined critic server (serve_ppo_critic.py) against the models called
+directly.
 
 Expected numbers come from the same models in this process, called on one unpadded row at a time.
 """
@@ -80,8 +81,14 @@ def assert_scores_are_direct(port: int, models) -> None:
     ids=["one-rank", "dp2-strip", "tp2-strip"],
 )
 def test_scores_equal_the_models_called_directly(
-    inputs, models, tmp_path, launcher, ranks, tp, strip
-):  # noqa: F811
+    inputs,  # noqa: F811
+    models,
+    tmp_path,
+    launcher,
+    ranks,
+    tp,
+    strip,
+):
     port = find_free_port()
     extra = [
         f"++model.tensor_model_parallel_size={tp}",

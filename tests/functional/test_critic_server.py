@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The critic server as a job of its own: real Triton processes, one and two ranks, clients on one and two ranks.
+"""The critic server as a job of its own: real Triton processes, one and two ranks, clients on one
+and two ranks.
 
-Expected numbers come from the same small model run here, in one process, with plain torch on unpadded rows.
+Expected numbers come from the same small model run here, in one process, with plain torch on
+unpadded rows.
 """
 
 import json
@@ -33,7 +35,9 @@ STOP_LIMIT_S = 15
 
 
 def expected_scores(model, tokens, lengths):
-    """(rewards [N], values [N, S]) row by row; values after a row's end are those of its padding."""
+    """(rewards [N], values [N, S]) row by row; values after a row's end are those of its
+    padding.
+    """
     with torch.no_grad():
         rewards = torch.stack(
             [model.reward[row[length - 1]] for row, length in zip(tokens, lengths)]
@@ -42,7 +46,9 @@ def expected_scores(model, tokens, lengths):
 
 
 def expected_update(model, data, gbs):
-    """Mean loss of plain SGD steps on `model` (changed in place), each over the response tokens of `gbs` rows."""
+    """Mean loss of plain SGD steps on `model` (changed in place), each over the response tokens of
+    `gbs` rows.
+    """
     losses = []
     for start in range(0, len(data["tokens"]), gbs):
         rows = slice(start, start + gbs)
@@ -381,7 +387,9 @@ def two_rank_client(port, tp):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_clients_of_two_ranks(job, mirror, tp):
-    """Scores reach every rank, training rows are gathered, a remote error is raised on all with its traceback."""
+    """Scores reach every rank, training rows are gathered, a remote error is raised on all with
+    its traceback.
+    """
     results = run_ranks(two_rank_client, 2, 100, job.port, tp)
     for rank, (rewards, values, _loss, _status, _errors) in enumerate(results):
         tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]]) + (rank if tp == 1 else 0)
@@ -417,7 +425,9 @@ def test_sigint_ends_the_job_clean(job):
 
 
 def in_background(function, **arguments):
-    """Start `function` on a thread; returns a list that will hold its exception, and the thread."""
+    """Start `function` on a thread; returns a list that will hold its exception, and the
+    thread.
+    """
     errors = []
 
     def run():
@@ -432,7 +442,9 @@ def in_background(function, **arguments):
 
 
 def test_two_data_parallel_ranks_under_torchrun():
-    """Numbers, an error that all ranks share, then SIGTERM to rank 1 in the middle of an update."""
+    """Numbers, an error that all ranks share, then SIGTERM to rank 1 in the middle of an
+    update.
+    """
     model = build_model()
     with CriticJob(ranks=2, launcher="torchrun") as job:
         raw = Raw(job.wait_until_serving())
@@ -465,7 +477,9 @@ def test_two_data_parallel_ranks_under_torchrun():
 
 
 def test_two_tensor_parallel_ranks_with_a_separate_reward_model():
-    """The critic alone answers values only; then SIGTERM to rank 1 alone, idle, without a launcher above the ranks."""
+    """The critic alone answers values only; then SIGTERM to rank 1 alone, idle, without a launcher
+    above the ranks.
+    """
     model = build_model()
     with CriticJob(ranks=2, tp=2, combined=False) as job:
         raw = Raw(job.wait_until_serving())

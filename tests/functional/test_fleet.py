@@ -1,9 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reward clients with fleets of real Triton servers that are killed, stopped and restarted while requests stream in.
+"""Reward clients with fleets of real Triton servers that are killed, stopped and restarted while
+requests stream in.
 
-Rewards are compared with a sum in plain Python. Failures at moments that no real server can be made to fail at are in
-tests/unit/test_fleet.py.
+Rewards are compared with a sum in plain Python. Failures at moments that no real server can be
+made to fail at are in tests/unit/test_fleet.py.
 """
 
 import signal
@@ -106,7 +107,9 @@ def wait_for(condition, limit_s=100.0):
 
 
 class Stream:
-    """Requests sent one after another, with up to MOST of them unanswered: more would only queue up in the client."""
+    """Requests sent one after another, with up to MOST of them unanswered: more would only queue
+    up in the client.
+    """
 
     MOST = 24
 
@@ -144,7 +147,9 @@ class Stream:
 
 
 def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines, record_property):
-    """Each of the two is killed once (machine gone: connections are reset) and restarted on its port."""
+    """Each of the two is killed once (machine gone: connections are reset) and restarted on its
+    port.
+    """
     a, b = pair
     client = RemoteGPTRMClient(section(a, b))
     try:
@@ -178,7 +183,8 @@ def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines,
             record_property(f"fail_over_s_{index}", round(failed_over, 2))
             record_property(f"take_back_s_{index}", round(taken_back - ready[0], 2))
             print(
-                f"failed over in {failed_over:.2f} s, taken back {taken_back - ready[0]:.2f} s after it was ready"
+                f"failed over in {failed_over:.2f} s, taken back {taken_back - ready[0]:.2f} s "
+                "after it was ready"
             )
             assert failed_over < 20 and taken_back - ready[0] < 10
         stream.assert_all_right()
@@ -191,7 +197,9 @@ def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines,
 
 
 def test_triton_that_outlives_its_process_does_not_hold_requests_back(pair, lines, monkeypatch):
-    """Only the Python process is killed: Triton then keeps the connections open, silently, for ten seconds."""
+    """Only the Python process is killed: Triton then keeps the connections open, silently, for ten
+    seconds.
+    """
     a, b = pair
     monkeypatch.setattr(fleet_module, "PROBE_INTERVAL_S", 1.0)
     client = RemoteGPTRMClient(section(a, b))
@@ -210,7 +218,9 @@ def test_triton_that_outlives_its_process_does_not_hold_requests_back(pair, line
 
 
 def test_a_machine_that_falls_silent_and_is_restarted(pair, lines, monkeypatch):
-    """All processes are stopped: connections stand and are even accepted, but probes get no answer."""
+    """All processes are stopped: connections stand and are even accepted, but probes get no
+    answer.
+    """
     a, b = pair
     for name, value in {
         "PROBE_INTERVAL_S": 0.5,

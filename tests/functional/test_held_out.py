@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reward models on data that they were not trained on: the real script on the quickstart's data, from random weights.
+"""Reward models on data that they were not trained on: the real script on the quickstart's data,
+from random weights.
 
 And what a reward model or a critic cannot start from.
 """
@@ -137,7 +138,7 @@ def test_correlation_with_held_out_labels(data_dir, tmp_path):
     assert history[-1] == pytest.approx(expected, abs=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# --------------------------------------------------------------------------------- what is refused
 
 
 def test_a_label_of_wrong_length(data_dir, language_model, tmp_path):

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO from end to end: the real actor script against the real critic server, in their own processes, at several
-splits.
+"""PPO from end to end: the real actor script against the real critic server, in their own
+processes, at several splits.
 """
 
 import json
@@ -26,8 +26,8 @@ PROMPTS = [
     "the first scene",
     "a long evening",
 ]
-# What must not depend on how the work is split. Log-probs, values and rewards go through sums of another order, so the
-# numbers agree to rounding, which three updates make a little larger.
+# What must not depend on how the work is split. Log-probs, values and rewards go through sums of
+# another order, so the numbers agree to rounding, which three updates make a little larger.
 COMPARED = [
     "train_rollouts/rewards",
     "train_rollouts/init_policy_kl",
@@ -111,7 +111,8 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):
             "model.ppo.num_val_samples=4",
             "model.ppo.val_rollout_micro_batch_size=2",
             "model.ppo.length_params.max_length=12",
-            # Random weights rarely end a text; letters end one often enough to have both kinds of samples.
+            # Random weights rarely end a text; letters end one often enough to have both kinds of
+            # samples.
             f"model.ppo.sampling_params.end_strings={list(string.ascii_lowercase)}",
             f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
             *extra,
@@ -123,7 +124,9 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):
 
 @pytest.fixture(scope="module")
 def single(inputs):
-    """Metrics folder of three steps with one rank each; the critic is stopped as a scheduler would."""
+    """Metrics folder of three steps with one rank each; the critic is stopped as a scheduler
+    would.
+    """
     folder, port = inputs / "single", find_free_port()
     with critic(inputs, folder, port) as server, actor(inputs, folder, port) as job:
         assert_ended_well(job, job.wait())
@@ -240,7 +243,9 @@ def half(inputs):
 
 
 def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, whole, half, tmp_path):
-    """Two steps, then the same commands with four: as four uninterrupted ones. Then an actor without its critic."""
+    """Two steps, then the same commands with four: as four uninterrupted ones. Then an actor
+    without its critic.
+    """
     parts = shutil.copytree(half, tmp_path / "parts")
     run_pair(inputs, parts, 4)
     for key in metric_names(whole / "actor"):
@@ -260,7 +265,9 @@ def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, whole
 
 @pytest.mark.full
 def test_a_pair_resumes_at_another_split(inputs, whole, half, tmp_path):
-    """Two steps of one rank each, then the actor on TP2 and the critic on DP2: as four steps of one rank each."""
+    """Two steps of one rank each, then the actor on TP2 and the critic on DP2: as four steps of
+    one rank each.
+    """
     parts = shutil.copytree(half, tmp_path / "parts")
     run_pair(inputs, parts, 4, 2, 2, ["++model.tensor_model_parallel_size=2"])
     names = metric_names(whole / "actor")

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO as users start it: the actor script and a reward server, and no critic anywhere; killed and resumed."""
+"""GRPO as users start it: the actor script and a reward server, and no critic anywhere; killed and
+resumed.
+"""
 
 import importlib.util
 import json
@@ -56,7 +58,9 @@ def grpo(inputs, folder, reward_port):  # noqa: F811
 
 
 def kill_after_checkpoint(job, folder, step: int) -> None:
-    """SIGKILL as soon as the checkpoint of `step` is seen to be complete: in the middle of a later step."""
+    """SIGKILL as soon as the checkpoint of `step` is seen to be complete: in the middle of a later
+    step.
+    """
     deadline = time.monotonic() + 150
     while not list((folder / "actor" / "checkpoints").glob(f"megatron_gpt-step={step}-*")):
         assert job.process.poll() is None and time.monotonic() < deadline, job.log[-3000:]

@@ -67,7 +67,9 @@ def make_rows(count: int, seed: int = 0, longest: int = CONTEXT) -> list[torch.T
 
 
 def request(rows: list[torch.Tensor], width: int | None = None, fill=None) -> dict:
-    """Arrays of an infer request; columns after a row's end hold 0, or random tokens if `fill` is a seed."""
+    """Arrays of an infer request; columns after a row's end hold 0, or random tokens if `fill` is
+    a seed.
+    """
     lengths = np.array([[len(row)] for row in rows])
     shape = (len(rows), width or int(lengths.max()))
     tokens = (
@@ -111,7 +113,9 @@ def client_config(port: int, **changes):
 def through_client(
     port: int, rows: list[torch.Tensor], pad_to_length=None, tokenizer=None
 ) -> np.ndarray:
-    """Rewards [N, 1] as an actor gets them; the rollout is padded with the last token id, as `infer` pads with eos."""
+    """Rewards [N, 1] as an actor gets them; the rollout is padded with the last token id, as
+    `infer` pads with eos.
+    """
     from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
 
     client = RemoteGPTRMClient(client_config(port, pad_to_length=pad_to_length), tokenizer)
@@ -128,7 +132,9 @@ def through_client(
 
 
 def assert_scores_are_direct(port: int, model) -> None:
-    """Whatever the number of rows, the padding and the way in, the rewards are those of the model itself."""
+    """Whatever the number of rows, the padding and the way in, the rewards are those of the model
+    itself.
+    """
     for count, longest, width, fill in (
         (1, 1, None, None),
         (1, 5, 48, 3),
@@ -171,7 +177,9 @@ def test_scores_equal_the_model_called_directly(port, model):
 
 
 def test_requests_that_triton_merges_get_their_own_rewards(port, model):
-    """Many clients at once: the same width (merged), other widths (not merged), and sentences (merged, ragged)."""
+    """Many clients at once: the same width (merged), other widths (not merged), and sentences
+    (merged, ragged).
+    """
 
     def one(seed):
         rng = random.Random(seed)
@@ -268,7 +276,9 @@ def test_a_policy_with_another_tokenizer_is_refused(
 
 
 def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_tokenizer):
-    """Triton merges what comes together; it gets its own rewards whether or not it says its tokenizer."""
+    """Triton merges what comes together; it gets its own rewards whether or not it says its
+    tokenizer.
+    """
     every = [make_rows(3, seed, longest=12) for seed in range(12)]
     name = {"tokenizer": np.full((3, 1), tokenizer_fingerprint(tiny_tokenizer).encode())}
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
@@ -312,7 +322,9 @@ def test_two_ranks_give_the_same_scores_and_end_clean(
 
 @pytest.fixture(scope="module")
 def regression(tiny_tokenizer_dir, tmp_path_factory):
-    """A regression model of two attributes, random weights, and its file; it gives both numbers."""
+    """A regression model of two attributes, random weights, and its file; it gives both
+    numbers.
+    """
     from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
         MegatronGPTRegressionRewardModel,
     )
@@ -349,7 +361,9 @@ def test_attributes_are_served_as_their_weighted_sum(regression, tmp_path):
 def test_what_cannot_be_served_is_one_clear_error(
     regression, rm_file, tiny_tokenizer_dir, tmp_path
 ):
-    """Several attributes apart; a language model; a critic; a port in use. All at once, to save their starts."""
+    """Several attributes apart; a language model; a critic; a port in use. All at once, to save
+    their starts.
+    """
     from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 

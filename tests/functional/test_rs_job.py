@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rejection sampling from end to end: the real actor script against real reward-model servers, in their own processes,
-at several splits; resumed; and with servers that are killed and come back.
+"""Rejection sampling from end to end: the real actor script against real reward-model servers, in
+their own processes, at several splits; resumed; and with servers that are killed and come back.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.timeout(
     600
 )  # several processes of ten seconds' start each; their own limits are shorter
 
-# What must not depend on how the work is split, nor on which server scored what. Log-probs and rewards go through sums
-# of another order, so the numbers agree to rounding.
+# What must not depend on how the work is split, nor on which server scored what. Log-probs and
+# rewards go through sums of another order, so the numbers agree to rounding.
 COMPARED = [
     "train_rollouts/global_rewards",
     "train_rollouts/selected_rewards",
@@ -69,7 +69,8 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):  # noqa: F8
             "model.rs.rollout_micro_batch_size=2",
             "model.rs.num_val_samples=4",
             "model.rs.length_params.max_length=12",
-            # Random weights rarely end a text; letters end one often enough to have answers of many lengths.
+            # Random weights rarely end a text; letters end one often enough to have answers of
+            # many lengths.
             f"model.rs.sampling_params.end_strings={list(string.ascii_lowercase)}",
             f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
             *extra,
@@ -81,7 +82,9 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):  # noqa: F8
 
 @pytest.fixture(scope="module")
 def server_port(inputs):  # noqa: F811
-    """Port of a reward-model server of one rank, which serves all jobs of this module, one after the other."""
+    """Port of a reward-model server of one rank, which serves all jobs of this module, one after
+    the other.
+    """
     port = find_free_port()
     with reward_server(inputs / "rm.nemo", inputs / "server", port) as server:
         wait_until_serving(server)
@@ -176,7 +179,9 @@ def test_any_split_gives_the_same_numbers(inputs, single, tmp_path, reward_split
 
 
 def test_the_same_command_resumes(inputs, server_port, tmp_path):  # noqa: F811
-    """Two steps, then the same command with four: as four uninterrupted ones, to the bit; the rate is constant."""
+    """Two steps, then the same command with four: as four uninterrupted ones, to the bit; the rate
+    is constant.
+    """
     for name, limits in (("whole", [4]), ("parts", [2, 4])):
         for limit in limits:
             extra = [
@@ -194,7 +199,7 @@ def test_the_same_command_resumes(inputs, server_port, tmp_path):  # noqa: F811
     assert texts(tmp_path / "parts")[-4:] == texts(tmp_path / "whole")[-4:]
 
 
-# ------------------------------------------------------------------------------------------------ a fleet of servers
+# ------------------------------------------------------------------------------ a fleet of servers
 
 
 def wait_for(condition, job, what, timeout_s=90.0):
@@ -215,7 +220,9 @@ def steps_done(folder):
 
 
 def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_port, tmp_path):  # noqa: F811
-    """A fleet of two. One is killed with requests in flight, and comes back; then the other one is killed for good."""
+    """A fleet of two. One is killed with requests in flight, and comes back; then the other one is
+    killed for good.
+    """
     steps = "trainer.rs.max_steps=12", "trainer.rs.val_check_interval=12"
     undisturbed, fleet = tmp_path / "undisturbed", tmp_path / "fleet"
     with actor(inputs, undisturbed, server_port, 1, "python", *steps) as job:
@@ -230,7 +237,8 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
     )
 
     def start(port, name):
-        # A request waits a second for company in the server, so there is always one in flight when a server is killed.
+        # A request waits a second for company in the server, so there is always one in flight when
+        # a server is killed.
         slow = (
             "inference.max_queue_delay_microseconds=1000000",
             "inference.inference_micro_batch_size=64",
@@ -269,7 +277,7 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
     assert_same_run(fleet, undisturbed)
 
 
-# ------------------------------------------------------------------------------------------------ bad input
+# --------------------------------------------------------------------------------------- bad input
 
 
 def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):  # noqa: F811

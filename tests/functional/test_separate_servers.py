@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO with the critic and the reward model in jobs of their own gives what one server for both gives."""
+"""PPO with the critic and the reward model in jobs of their own gives what one server for both
+gives.
+"""
 
 import pytest
 
@@ -63,7 +65,9 @@ def test_separate_servers_give_the_numbers_of_one(
 
 
 def test_the_reward_models_port_counts(inputs, tmp_path):  # noqa: F811
-    """The critic alone answers, at its port; nobody does at `remote_critic_rm.reward_model.port`."""
+    """The critic alone answers, at its port; nobody does at
+    `remote_critic_rm.reward_model.port`.
+    """
     ports = find_free_port(), find_free_port()
     with critic(inputs, tmp_path, ports[0], 1, "python", CRITIC_ALONE) as critic_job:
         wait_until_serving(critic_job)

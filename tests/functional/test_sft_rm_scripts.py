@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The SFT and reward-model scripts as a user starts them: on one rank and two, resumed, and with bad input."""
+"""The SFT and reward-model scripts as a user starts them: on one rank and two, resumed, and with
+bad input.
+"""
 
 import json
 import os
@@ -102,7 +104,9 @@ def reward_model(data, base, log_dir, *overrides, **kwargs) -> ScriptJob:
 
 
 def resume_from(log_dir, copy, lost_step):
-    """A copy of the job's folder as a job that was killed before the checkpoint of `lost_step` leaves it."""
+    """A copy of the job's folder as a job that was killed before the checkpoint of `lost_step`
+    leaves it.
+    """
     shutil.copytree(log_dir, copy)
     shutil.rmtree(copy / "checkpoints" / f"step-step={lost_step}")
     (copy / "metrics.jsonl").unlink()

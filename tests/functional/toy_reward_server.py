@@ -1,10 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reward servers for tests: real Triton processes around a sum, and the handles that tests kill and restart.
+"""Reward servers for tests: real Triton processes around a sum, and the handles that tests kill
+and restart.
 
-The process imports neither torch nor NeMo, so that it is back within seconds. Its reward of a row is
-`scale * (sum of the row's real tokens) + 0.001 * number of prompt tokens`. A row that begins with one of the ids
-below makes it misbehave.
+The process imports neither torch nor NeMo, so that it is back within seconds. Its reward of a row
+is `scale * (sum of the row's real tokens) + 0.001 * number of prompt tokens`. A row that begins
+with one of the ids below makes it misbehave.
 """
 
 import ctypes
@@ -36,7 +37,9 @@ def expected_rewards(tokens, lengths, prompts=None, scale=1.0):
 
 
 def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_name: str) -> None:
-    """Serve until SIGTERM. Each call of the model adds a line with its number of rows to `count_file`."""
+    """Serve until SIGTERM. Each call of the model adds a line with its number of rows to
+    `count_file`.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ctypes.CDLL(None).prctl(
         1, signal.SIGTERM
@@ -98,7 +101,8 @@ def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_nam
 
 
 class ToyRewardServer:
-    """A server on a port of its own that can be killed and started again. Leaving the `with` block ends it.
+    """A server on a port of its own that can be killed and started again. Leaving the `with` block
+    ends it.
 
     Args:
         scale: factor of its rewards.
@@ -202,7 +206,9 @@ class ToyRewardServer:
             os.unlink(leftover)
 
     def kill_python(self) -> list:
-        """SIGKILL to the Python process alone; returns the others, which hold the port for some more seconds."""
+        """SIGKILL to the Python process alone; returns the others, which hold the port for some
+        more seconds.
+        """
         others = self.family()[1:]
         self.process.kill()
         self.process.wait(10)

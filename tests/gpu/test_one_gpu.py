@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One GPU, NCCL, bf16: the actor generates, scores, trains, moves its optimizer out and back, saves and resumes."""
+"""One GPU, NCCL, bf16: the actor generates, scores, trains, moves its optimizer out and back,
+saves and resumes.
+"""
 
 import pytest
 import torch

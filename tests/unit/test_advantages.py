@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages and the shaping of rewards, against naive loops over Python numbers and the statistics module."""
+"""Advantages and the shaping of rewards, against naive loops over Python numbers and the
+statistics module.
+"""
 
 import statistics
 
@@ -38,7 +40,9 @@ def ragged(seed=0, rows=6, width=9):
 
 
 def scored_groups(seed=0):
-    """(scores [N], prompts [N, 2], valid [N]): groups of 1 to 5 rows in mixed order, some of them not valid."""
+    """(scores [N], prompts [N, 2], valid [N]): groups of 1 to 5 rows in mixed order, some of them
+    not valid.
+    """
     generator = torch.Generator().manual_seed(seed)
     sizes = [1, 2, 3, 4, 5, 4]
     prompt = torch.tensor([g for g, size in enumerate(sizes) for _ in range(size)])
@@ -146,7 +150,9 @@ def test_grpo_against_the_statistics_module():
 
 
 def test_equal_scores_give_no_advantage():
-    """0.1 is no binary number: its mean over three rows must not leave a rounding that eps would blow up."""
+    """0.1 is no binary number: its mean over three rows must not leave a rounding that eps would
+    blow up.
+    """
     scores, idx = torch.full((3,), 0.1), torch.tensor([5, 5, 5])
     assert calculate_grpo_advantages(scores, idx).abs().max() < 1e-9
     assert calculate_rloo_advantages(scores, idx).abs().max() < 1e-9

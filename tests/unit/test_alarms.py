@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Alarms: quantities against numbers by hand, warnings that are said once, checksums that see every bit; and on a real
-model the faults that each is there for."""
+"""Alarms: quantities against numbers by hand, warnings that are said once, checksums that see
+every bit; and on a real model the faults that each is there for."""
 
 import math
 
@@ -16,7 +16,7 @@ from nemo_aligner.training.finite import naming_step
 NAN = float("nan")
 
 
-# ------------------------------------------------------------------------------------------------ warnings
+# ---------------------------------------------------------------------------------------- warnings
 
 
 def test_a_warning_is_said_when_its_state_begins_and_again_after_it_has_ended():
@@ -89,7 +89,7 @@ def test_only_the_first_rank_speaks(monkeypatch):
     assert watch.watch({"ppo_clip_fraction": 1.0}, 0) == {"alarms_active": 1} and not said
 
 
-# ------------------------------------------------------------------------------------------------ quantities
+# -------------------------------------------------------------------------------------- quantities
 
 
 def test_sampling_ratio_by_hand():
@@ -123,7 +123,7 @@ def test_explained_variance_is_that_of_the_masked_slots():
     assert math.isnan(alarms.explained_variance(values, returns, torch.zeros_like(mask)))
 
 
-# ------------------------------------------------------------------------------------------------ errors
+# ------------------------------------------------------------------------------------------ errors
 
 
 class Tokenizer:
@@ -154,7 +154,7 @@ def test_a_reward_that_is_not_finite_is_named_by_its_prompt(bad):
         alarms.check_rewards(rollout, Tokenizer())
 
 
-# ------------------------------------------------------------------------------------------------ checksums
+# --------------------------------------------------------------------------------------- checksums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

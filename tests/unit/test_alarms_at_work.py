@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Every alarm among the real parts: the fault is planted in a PPO job with a real policy, or in a critic's update, and
-the alarm fires; a healthy job is silent."""
+"""Every alarm among the real parts: the fault is planted in a PPO job with a real policy, or in a
+critic's update, and the alarm fires; a healthy job is silent."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,9 @@ def make_actor(tokenizer_dir, hidden_dropout=0.0, **sampling):
 
 
 def make_job(actor, **thresholds):
-    """A PPO trainer with a real policy and optimizer, and a fake critic: two steps of eight answers."""
+    """A PPO trainer with a real policy and optimizer, and a fake critic: two steps of eight
+    answers.
+    """
     trainer = make_trainer(
         max_steps=2, alarms=THRESHOLDS | thresholds, initial_policy_kl_penalty=0.02
     )
@@ -79,7 +81,7 @@ def alarms_of(warnings):
     return [text.split()[1] for text in warnings if text.startswith("alarm: ")]
 
 
-# ------------------------------------------------------------------------------------------------ the sampler
+# ------------------------------------------------------------------------------------- the sampler
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_dropout_left_on_is_heard_by_the_reference_and_the_sampler(
             trainer.fit()
 
 
-# ------------------------------------------------------------------------------------------------ other warnings
+# ---------------------------------------------------------------------------------- other warnings
 
 
 def test_a_step_that_is_too_large_clips(tiny_tokenizer_dir, warnings):
@@ -207,7 +209,7 @@ def test_a_critic_of_noise_and_answers_without_end_are_heard(tiny_tokenizer_dir,
     assert sorted(alarms_of(warnings)) == ["explained_variance", "truncated_fraction"]
 
 
-# ------------------------------------------------------------------------------------------------ errors
+# ------------------------------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The data set of two-digit sums: complete, split without a leak, right, and one token per character."""
+"""The data set of two-digit sums: complete, split without a leak, right, and one token per
+character.
+"""
 
 import json
 import sys

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Batch iterators in one process; several ranks are in tests/distributed/test_batch_iterators.py."""
+"""Batch iterators in one process; several ranks are in
+tests/distributed/test_batch_iterators.py.
+"""
 
 import pytest
 import torch

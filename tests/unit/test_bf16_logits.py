@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A bf16 policy makes no float32 copy of its logits, and scores in training the same bits as in inference."""
+"""A bf16 policy makes no float32 copy of its logits, and scores in training the same bits as in
+inference.
+"""
 
 import torch
 
@@ -67,7 +69,8 @@ def test_bf16_logits_without_a_float32_copy(tiny_tokenizer_dir):
     peak = peak_bytes(lambda: actor.get_loss_and_metrics(batch))
     ((dtype, in_training),) = seen
     assert dtype == torch.bfloat16 and torch.equal(in_training, logprobs)  # the ratio is exactly 1
-    # With a copy: its gradient takes its place (2 sizes), which then is cast (1) and transposed (1).
+    # With a copy: its gradient takes its place (2 sizes), which then is cast (1) and transposed
+    # (1).
     assert 2 * size <= peak < 3.5 * size
     assert all(
         parameter.main_grad.isfinite().all()

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of a configuration: switches, sections, values that must be given, and the keys of a model."""
+"""The checks of a configuration: switches, sections, values that must be given, and the keys of a
+model.
+"""
 
 import pytest
 from omegaconf import OmegaConf
@@ -53,7 +55,9 @@ def with_value(tree, key, value):
 
 @pytest.mark.parametrize("name", CONFIG_NAMES)
 def test_a_text_is_no_switch(name, tmp_path):
-    """Of each configuration every switch is tried. Hydra reads these as texts, and 0 as a number."""
+    """Of each configuration every switch is tried. Hydra reads these as texts, and 0 as a
+    number.
+    """
     tree = OmegaConf.to_container(load(name, tmp_path), resolve=True)
     check_flags(Values(tree), name)
     for key in config_schema.FLAGS & config_schema.LIVE[name]:
@@ -247,7 +251,9 @@ def test_one_virtual_stage_is_none(tiny_tokenizer_dir):
 
 
 def test_experts_are_not_made_of_a_dense_checkpoint(tiny_tokenizer_dir, tmp_path):
-    """Only the weights can tell: `model.num_moe_experts` of the user wins over the checkpoint's configuration."""
+    """Only the weights can tell: `model.num_moe_experts` of the user wins over the checkpoint's
+    configuration.
+    """
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
     dense, path = tiny_config(tiny_tokenizer_dir), str(tmp_path / "dense")

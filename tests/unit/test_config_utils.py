@@ -388,7 +388,8 @@ def test_accelerator():
                 "remote_critic_rm.reward_models.a.ip=localhost",
                 "remote_critic_rm.reward_models.a.port=5555",
             ],
-            "combine_rm_and_critic_server=True has the critic server score rewards; set it to False",
+            "combine_rm_and_critic_server=True has the critic server score rewards; set it to "
+            "False",
         ),
         (
             "gpt_rs_actor",

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One context-parallel rank holds everything. (Several ranks: tests/distributed/test_context_parallel.py.)"""
+"""One context-parallel rank holds everything. (Several ranks:
+tests/distributed/test_context_parallel.py.)
+"""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The critic: values against plain torch, the swap with the reward model to the bit, its loss against a loop over
-tokens.
+"""The critic: values against plain torch, the swap with the reward model to the bit, its loss
+against a loop over tokens.
 """
 
 from pathlib import Path
@@ -250,7 +250,9 @@ def test_a_critic_starts_a_critic_but_its_values_are_no_rewards(
 def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
     tiny_tokenizer_dir, tmp_path
 ):
-    """With the script's own configuration, in which the number and the weights of the attributes are not given."""
+    """With the script's own configuration, in which the number and the weights of the attributes
+    are not given.
+    """
     weights = [2.0, -1.0, 0.5]
     regression = {"num_attributes": 3, "attribute_weights": weights}
     cfg = tiny_config(tiny_tokenizer_dir, reward_model_type="regression", regression=regression)

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets, builders and collate functions on real tokenizers, and every complaint about bad data files."""
+"""Datasets, builders and collate functions on real tokenizers, and every complaint about bad data
+files.
+"""
 
 import json
 
@@ -87,7 +89,7 @@ def build(
     )
 
 
-# ----------------------------------------------------------------------------------------------------- prompts
+# ----------------------------------------------------------------------------------------- prompts
 
 
 def test_prompts_are_the_raw_text(texts, tiny_tokenizer):
@@ -177,7 +179,7 @@ def test_collate_prompts(texts, tiny_tokenizer):
     )
 
 
-# ------------------------------------------------------------------------------------------------------- pairs
+# ------------------------------------------------------------------------------------------- pairs
 
 
 def test_pairs(texts, tiny_tokenizer, warnings):
@@ -223,7 +225,9 @@ def test_bad_pairs(tmp_path, texts, tiny_tokenizer):
 
 @pytest.mark.parametrize("limit", [4, 6, 7, 8, 9, 12])
 def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, warnings, limit):
-    """Whatever combination of short and long texts stands in the file, wherever: pair k stays lines 2k and 2k + 1."""
+    """Whatever combination of short and long texts stands in the file, wherever: pair k stays
+    lines 2k and 2k + 1.
+    """
     rng = torch.Generator().manual_seed(limit)
     lengths = torch.randint(1, 13, (40,), generator=rng).tolist() + [
         12,
@@ -253,7 +257,7 @@ def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, 
     )
 
 
-# ----------------------------------------------------------------------------------------------- labelled texts
+# ---------------------------------------------------------------------------------- labelled texts
 
 
 def labels_file(path, labels, texts=None):
@@ -340,7 +344,7 @@ def test_bad_labels_are_named_with_file_and_line(tmp_path, tiny_tokenizer):
         RegressionRewardModelDataset([path], tiny_tokenizer, 20, 2)
 
 
-# --------------------------------------------------------------------------------------------------------- SFT
+# --------------------------------------------------------------------------------------------- SFT
 
 
 def sft_cfg(path, **overrides):
@@ -455,7 +459,7 @@ def test_sft_refusals(tmp_path, tiny_tokenizer):
         build_sft_dataset(sft_cfg(path), tiny_tokenizer)
 
 
-# ------------------------------------------------------------------------------------------------- bad files
+# --------------------------------------------------------------------------------------- bad files
 
 
 def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
@@ -487,7 +491,7 @@ def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
         RLHFDataset([tmp_path], tiny_tokenizer, 20)
 
 
-# --------------------------------------------------------------------------------------------------- builders
+# ---------------------------------------------------------------------------------------- builders
 
 
 def prompts_of(dataset, tokenizer):

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The adaptation of Megatron Core to machines without CUDA: complete, and with a clear error when a release moves a
-name.
+"""The adaptation of Megatron Core to machines without CUDA: complete, and with a clear error when
+a release moves a name.
 """
 
 import pytest

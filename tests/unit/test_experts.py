@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in one process: against a dense model, Hugging Face's Mixtral and a naive loop over tokens; the
-losses that balance the experts; and combinations that are refused.
+"""Mixtures of experts in one process: against a dense model, Hugging Face's Mixtral and a naive
+loop over tokens; the losses that balance the experts; and combinations that are refused.
 """
 
 import pytest
@@ -60,7 +60,9 @@ def test_equal_experts_are_a_dense_model(tiny_tokenizer_dir, architecture):
 
 
 def as_mixtral(weights, cfg, vocab):
-    """Hugging Face's Mixtral with `weights`; and Megatron's names of its router and expert weights."""
+    """Hugging Face's Mixtral with `weights`; and Megatron's names of its router and expert
+    weights.
+    """
     hf = MixtralForCausalLM(
         MixtralConfig(
             vocab_size=vocab,

@@ -1,9 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How a fleet spreads requests, and failures at moments that a real server cannot be made to fail at.
+"""How a fleet spreads requests, and failures at moments that a real server cannot be made to fail
+at.
 
-The servers here are sockets that follow a script: they close after half an answer, say nothing, or end while they
-read. Real servers that are killed are in tests/functional/test_fleet.py.
+The servers here are sockets that follow a script: they close after half an answer, say nothing, or
+end while they read. Real servers that are killed are in tests/functional/test_fleet.py.
 """
 
 import concurrent.futures
@@ -52,8 +53,8 @@ class ScriptedServer:
 
     Attributes:
         ready: answer of probes: an HTTP status, or None for silence.
-        script: function(index of the request, its rewards) -> bytes to send before the connection is closed, or None
-            to keep it open without a word.
+        script: function(index of the request, its rewards) -> bytes to send before the connection
+            is closed, or None to keep it open without a word.
         requests: number of requests so far; `at_once`: the most that were open at the same time.
     """
 

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The decoding engine against generation one row and one full forward pass at a time; end conditions; parameters."""
+"""The decoding engine against generation one row and one full forward pass at a time; end
+conditions; parameters.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ LIMIT = 48  # positions of the tiny models
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def model(request, tiny_tokenizer_dir):
-    """A tiny model with large weights, so that its texts are varied; most of the vocabulary table is padding."""
+    """A tiny model with large weights, so that its texts are varied; most of the vocabulary table
+    is padding.
+    """
     return MegatronGPTModel(tiny_config(tiny_tokenizer_dir, request.param, init_method_std=0.4))
 
 

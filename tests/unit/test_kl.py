@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""KL estimators summed over a whole vocabulary, where their expectations are exact; the controllers by hand."""
+"""KL estimators summed over a whole vocabulary, where their expectations are exact; the
+controllers by hand.
+"""
 
 import math
 
@@ -66,7 +68,9 @@ def test_expectation_over_the_vocabulary(estimator, exact):
 
 
 def test_expected_gradient_of_each_estimator():
-    """Tokens are drawn from a, whose probabilities then do not carry the gradient; the estimator does."""
+    """Tokens are drawn from a, whose probabilities then do not carry the gradient; the estimator
+    does.
+    """
 
     def gradient(estimator):
         logits, a, b = policies(seed=1)
@@ -145,7 +149,8 @@ def test_controllers_resume():
     again.load_state_dict(controller.state_dict())
     assert again.value == controller.value != 0.2
     assert again.update(7.0, 512) == controller.update(7.0, 512)
-    # From a run with a fixed coefficient to an adaptive one, and back: the configuration's is the start.
+    # From a run with a fixed coefficient to an adaptive one, and back: the configuration's is the
+    # start.
     fixed = FixedKLController(0.05)
     assert fixed.update(100.0, 512) == fixed.value == 0.05
     again = AdaptiveKLController(0.3, 6.0, 10000)

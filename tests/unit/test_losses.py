@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Losses against naive loops (other libraries: test_oracle_losses.py); any split; NaN in slots that do not count."""
+"""Losses against naive loops (other libraries: test_oracle_losses.py); any split; NaN in slots
+that do not count.
+"""
 
 import math
 from types import SimpleNamespace

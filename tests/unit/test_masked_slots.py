@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Slots that do not count may hold anything: NaN or infinity there changes no bit of any result or gradient."""
+"""Slots that do not count may hold anything: NaN or infinity there changes no bit of any result or
+gradient.
+"""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT on Megatron Core against Hugging Face's implementations, its optimizer, schedule, .nemo files and
-checkpoints.
+"""The GPT on Megatron Core against Hugging Face's implementations, its optimizer, schedule, .nemo
+files and checkpoints.
 """
 
 import math
@@ -28,7 +28,9 @@ TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2
 
 
 def split_qkv(weight, groups, heads, head_size):
-    """Megatron interleaves q, k, v by query group; returns the three as other libraries hold them."""
+    """Megatron interleaves q, k, v by query group; returns the three as other libraries hold
+    them.
+    """
     per_group = heads // groups
     grouped = weight.view(groups, per_group + 2, head_size, *weight.shape[1:])
     parts = grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1]

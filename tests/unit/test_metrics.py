@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Correlations and explained variance that are put together from batches, against numpy on the whole data."""
+"""Correlations and explained variance that are put together from batches, against numpy on the
+whole data.
+"""
 
 import numpy as np
 import pytest
@@ -18,7 +20,9 @@ NAN = float("nan")
 
 
 def pooled(predictions, labels, mask, sizes):
-    """Correlations by way of batches of `sizes` rows whose moments are averaged, as in validation."""
+    """Correlations by way of batches of `sizes` rows whose moments are averaged, as in
+    validation.
+    """
     sums, total = {}, 0
     for rows in torch.arange(len(labels)).split(sizes):
         weights = loss_weights(mask[rows])

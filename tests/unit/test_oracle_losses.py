@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Losses, their gradients and what they report against other libraries (see tests/oracle_table.py)."""
+"""Losses, their gradients and what they report against other libraries (see
+tests/oracle_table.py).
+"""
 
 from types import SimpleNamespace
 
@@ -115,7 +117,9 @@ def trl_losses(c: LossCase):
 
 
 def verl_policy(c: LossCase, reduction="token", dual_clip=NO_CLIP):
-    """verl always has the dual clip: far away it is off. It clamps log ratios to 20, which none reaches here."""
+    """verl always has the dual clip: far away it is off. It clamps log ratios to 20, which none
+    reaches here.
+    """
     config = oracle("verl.workers.config").ActorConfig(
         strategy="fsdp",
         rollout_n=1,
@@ -183,7 +187,9 @@ def _(case, library):
 
 @compares("KL in the loss", "verl", "openrlhf")
 def _(case, library):
-    """Theirs is a mean of the estimates, added with a coefficient. Both keep k3 within 10, which it does not reach."""
+    """Theirs is a mean of the estimates, added with a coefficient. Both keep k3 within 10, which
+    it does not reach.
+    """
     c, coefficient = LossCase(case), 0.3
     for estimator in ("k1", "k2", "k3"):
         loss, gradient, metrics = c.policy(kl_loss_coef=coefficient, kl_loss_estimator=estimator)
@@ -245,7 +251,9 @@ def _(case, library):
 
 @compares("policy drift", "verl", "openrlhf")
 def _(case, library):
-    """`approx_kl` is Schulman's k3; theirs, from the policy that generated to the one in training, is k1 or k3."""
+    """`approx_kl` is Schulman's k3; theirs, from the policy that generated to the one in training,
+    is k1 or k3.
+    """
     c = LossCase(case)
     ours = c.policy()[2]["approx_kl"]
     if library == "openrlhf":
@@ -268,7 +276,8 @@ def _(case):
     ours = explained_variance_from_moments(
         {name: float(moment) for name, moment in moments.items()}
     )
-    # trl takes the mean squared error for the variance of the error, and corrects that of the returns (Bessel).
+    # trl takes the mean squared error for the variance of the error, and corrects that of the
+    # returns (Bessel).
     statistics, n = trl_losses(c)[2], c.mask.sum()
     error = (c.returns - c.values)[c.keep]
     variance = statistics["returns/var"] * (n - 1) / n
@@ -278,7 +287,9 @@ def _(case):
 
 @compares("log-probs and entropy of tokens", "trl", "verl", "openrlhf")
 def _(case, library):
-    """Only OpenRLHF takes a temperature (and divides the logits in place); its entropy is compiled, and left out."""
+    """Only OpenRLHF takes a temperature (and divides the logits in place); its entropy is
+    compiled, and left out.
+    """
     random = torch.Generator().manual_seed(int(case.lengths.sum()))
     logits, tokens = (
         3 * torch.randn(4, 6, 9, generator=random),
@@ -323,7 +334,9 @@ def _(case):
 
 @compares("preference loss", "trl", "openrlhf")
 def _(case, library):
-    """trl's is the method of a trainer, whose model turns token ids into scores: here it is the identity."""
+    """trl's is the method of a trainer, whose model turns token ids into scores: here it is the
+    identity.
+    """
     chosen, rejected = case.scores.chunk(2)
     ours, theirs = (chosen.clone().requires_grad_() for _ in range(2))
     loss = preference_loss(

@@ -55,9 +55,11 @@ def verl():
 
 
 def openrlhf_experience(case: Case, estimator: str, **args):
-    """The rollout after OpenRLHF's compute_advantages_and_returns: its `rewards` are the scores, its KL is 0.
+    """The rollout after OpenRLHF's compute_advantages_and_returns: its `rewards` are the scores,
+    its KL is 0.
 
-    It finds the groups by position, so `index` says where each row stands when the rows are sorted by prompt.
+    It finds the groups by position, so `index` says where each row stands when the rows are sorted
+    by prompt.
     """
     maker = oracle("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
     defaults = dict(
@@ -134,7 +136,9 @@ def their_gae(case, library, lam):
 
 @compares("whitening", "trl", "verl", "openrlhf")
 def _(case, library):
-    """trl and verl correct the variance (Bessel), OpenRLHF does not; ours are 0 outside the mask, theirs are not."""
+    """trl and verl correct the variance (Bessel), OpenRLHF does not; ours are 0 outside the mask,
+    theirs are not.
+    """
     ours = normalize_tensor(case.planted(case.values), case.mask)
     assert not ours[~case.keep].any()
     if library == "openrlhf":
@@ -168,7 +172,9 @@ def _(case, library):
 
 @compares("KL estimators", "trl", "verl", "openrlhf", "nemo-aligner")
 def _(case, library):
-    """trl has no k3 and calls k2 "mse"; verl and OpenRLHF keep k3 within 10, which these log-probs do not reach."""
+    """trl has no k3 and calls k2 "mse"; verl and OpenRLHF keep k3 within 10, which these log-probs
+    do not reach.
+    """
     a, b = (x[case.keep] for x in (case.logprobs, case.ref_logprobs))
     approximate = lambda estimator: oracle("openrlhf.models.utils").compute_approx_kl(
         a, b, estimator
@@ -221,7 +227,9 @@ def _(case, library):
 
 @compares("token rewards", "trl", "openrlhf", "nemo-aligner")
 def _(case, library):
-    """All put the score on the answer's last token; NeMo-Aligner's width is ours, S-1. OpenRLHF clips it first."""
+    """All put the score on the answer's last token; NeMo-Aligner's width is ours, S-1. OpenRLHF
+    clips it first.
+    """
     kl = calculate_kl_penalty(case.logprobs, case.ref_logprobs, use_absolute_kl=False)
     scores = clip_rewards(case.scores, 0.7) if library == "openrlhf" else case.scores
     ours = calculate_ppo_rewards(
@@ -243,7 +251,9 @@ def _(case, library):
 
 @compares("REINFORCE++", "verl", "openrlhf")
 def _(case, library):
-    """Returns and normalised advantages. verl corrects the variance (Bessel); OpenRLHF rewards the last token only."""
+    """Returns and normalised advantages. verl corrects the variance (Bessel); OpenRLHF rewards the
+    last token only.
+    """
     if library == "verl":
         rewards, config, bessel = case.rewards, SimpleNamespace(gamma=GAMMA), case.bessel()
         advantages, returns = verl().compute_reinforce_plus_plus_outcome_advantage(
@@ -290,7 +300,9 @@ def _(case, library):
 
 @compares("GRPO", "verl", "openrlhf", "torchrl")
 def _(case, library):
-    """All use the Bessel-corrected deviation, plus 1e-6 (verl, ours), 1e-9 (OpenRLHF) or nothing (torchrl)."""
+    """All use the Bessel-corrected deviation, plus 1e-6 (verl, ours), 1e-9 (OpenRLHF) or nothing
+    (torchrl).
+    """
     ours = spread_over_response(calculate_grpo_advantages(case.scores, case.prompts), case.mask)
     doctor = calculate_grpo_advantages(case.scores, case.prompts, normalize_std=False)
     doctor = spread_over_response(doctor, case.mask)
@@ -313,7 +325,9 @@ def _(case, library):
 
 
 def torchrl_grpo(case: Case) -> Tensor:
-    """[N]: torchrl takes one trajectory of each row, and gives a group back when its last one has come."""
+    """[N]: torchrl takes one trajectory of each row, and gives a group back when its last one has
+    come.
+    """
     TensorDict = oracle("tensordict").TensorDict
     advantage = oracle("torchrl.objectives.llm.grpo").MCAdvantage(
         grpo_size=GROUP_SIZE, prompt_key="group", trajectory_return="sum"
@@ -351,7 +365,9 @@ def _(case, library):
 
 
 def verl_dapo_rewards(case, counts, limit, buffer, factor) -> Tensor:
-    """[N]: verl's reward manager reads texts, here of an answer each whose text is the number of its row."""
+    """[N]: verl's reward manager reads texts, here of an answer each whose text is the number of
+    its row.
+    """
 
     class Rows(list):
         batch = {"responses": torch.zeros(len(counts), limit)}

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What ships around the code: YAML files, the keys that users know, dependencies, links and headers."""
+"""What ships around the code: YAML files, the keys that users know, dependencies, links and
+headers.
+"""
 
 import re
 import subprocess
@@ -237,7 +239,9 @@ def test_every_key_of_the_schema_has_one_home():
 
 
 def test_import_is_light():
-    """`import nemo_aligner` must work on a login node in no time: no torch, no NeMo, no Megatron."""
+    """`import nemo_aligner` must work on a login node in no time: no torch, no NeMo, no
+    Megatron.
+    """
     code = "import sys, nemo_aligner; print([m for m in ('torch', 'nemo', 'megatron', 'pytriton') if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code],
@@ -257,7 +261,9 @@ def test_make_names_this_python_versions():
 
 
 def test_installed_versions_satisfy_setup_py():
-    """Each bound of setup.py holds for what is installed, so the bounds describe what was tested."""
+    """Each bound of setup.py holds for what is installed, so the bounds describe what was
+    tested.
+    """
     from importlib.metadata import version
 
     from packaging.requirements import Requirement
@@ -292,23 +298,6 @@ def test_files_open_with_the_licence_header():
         if path.exists() and path.stat().st_size:
             text = path.read_text()
             assert text.removeprefix("#!/usr/bin/env python\n").startswith(header), name
-
-
-def test_old_import_paths():
-    from nemo_aligner.parallel.collectives import (
-        ScopedTimer,
-        Timer,
-        from_parallel_logits_to_logprobs,
-    )  # noqa: F401
-    from nemo_aligner.servers.reward_critic_clients import (
-        RemoteGPTRMClient,
-        RemoteGPTRMCriticClient,
-    )  # noqa: F401
-    from nemo_aligner.utils.utils import (
-        load_and_override_model_config,
-        load_from_nemo,
-        masked_mean,
-    )  # noqa: F401
 
 
 def test_readme_has_its_figures():

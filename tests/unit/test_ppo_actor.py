@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The PPO actor: log-probs, loss and gradient against plain PyTorch; the reference policy; bad input."""
+"""The PPO actor: log-probs, loss and gradient against plain PyTorch; the reference policy; bad
+input.
+"""
 
 import math
 
@@ -38,7 +40,9 @@ def make_batch(actor):
 
 
 def logprobs_by_hand(actor, tokens, temperature):
-    """(log-probs of the next tokens, entropy) from the model's own logits, over the real vocabulary."""
+    """(log-probs of the next tokens, entropy) from the model's own logits, over the real
+    vocabulary.
+    """
     logits = forward_collect(
         actor.model, {"tokens": tokens}, micro_batch_size=4, output_fn=lambda output, _: output
     )
@@ -82,7 +86,9 @@ def test_loss_is_the_clipped_surrogate_of_the_samples_that_ended(tiny_tokenizer_
 
 
 def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
-    """Dual clip, KL to the reference in the loss, truncated answers; and the metrics that go with them."""
+    """Dual clip, KL to the reference in the loss, truncated answers; and the metrics that go with
+    them.
+    """
     settings = {
         "dual_clip": 1.3,
         "kl_loss_coef": 0.4,
@@ -137,7 +143,9 @@ def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
 
 
 def test_the_kl_in_the_loss_holds_the_policy_to_the_reference(tiny_tokenizer_dir):
-    """Without advantages, gradient steps on k2 and k3 bring the policy back to log-probs it was moved away from."""
+    """Without advantages, gradient steps on k2 and k3 bring the policy back to log-probs it was
+    moved away from.
+    """
     for estimator in ("k2", "k3"):
         actor = make_actor(
             tiny_tokenizer_dir, entropy_bonus=0.0, kl_loss_coef=1.0, kl_loss_estimator=estimator

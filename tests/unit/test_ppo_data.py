@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The variants of PPO in the trainer: their data against loops over plain numbers, and whole runs among fakes."""
+"""The variants of PPO in the trainer: their data against loops over plain numbers, and whole runs
+among fakes.
+"""
 
 import math
 
@@ -14,7 +16,8 @@ from tests.ppo_fakes import make_trainer
 
 NAN = float("nan")
 WIDTH = 9  # S - 1
-# (idx, prompt length, total length, reward) of the answers to three prompts; the last row is a stand-in.
+# (idx, prompt length, total length, reward) of the answers to three prompts; the last row is a
+# stand-in.
 ROWS = [
     (7, 2, 6, 1.5),
     (3, 3, 8, -0.5),
@@ -55,7 +58,9 @@ def scored_rollout(with_values: bool) -> dict:
 
 
 def naive_data(rollout: dict, cfg: dict, max_response_length: int):
-    """Advantages and returns of each row as lists over its answer, by the formulas of docs/ppo.md, without tensors."""
+    """Advantages and returns of each row as lists over its answer, by the formulas of docs/ppo.md,
+    without tensors.
+    """
     rows = [i for i in range(len(ROWS)) if i != STAND_IN]
     spans = {i: range(ROWS[i][1] - 1, ROWS[i][2] - 1) for i in rows}
 
@@ -209,7 +214,9 @@ def test_data_equal_a_loop_over_plain_numbers(changes):
 
 
 def test_grpo_by_hand():
-    """Two prompts, answers rewarded 1 0 0 and 1 1; without a KL penalty an answer's score is its reward."""
+    """Two prompts, answers rewarded 1 0 0 and 1 1; without a KL penalty an answer's score is its
+    reward.
+    """
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
     rollout = {
         "response_tokens": torch.ones(5, 4, dtype=torch.long),
@@ -222,7 +229,8 @@ def test_grpo_by_hand():
     }
     trainer = make_trainer(advantage_estimator="grpo", initial_policy_kl_penalty=0.0)
     data, metrics = trainer.generate_ppo_data(rollout)
-    # mean 1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3: (1 - 1/3) * sqrt(3) = 1.1547, -1/3 * sqrt(3) = -0.57735
+    # mean 1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3: (1 - 1/3) * sqrt(3) = 1.1547, -1/3 * sqrt(3)
+    # = -0.57735
     expected = torch.tensor([1.154701, -0.577350, -0.577350, 0.0, 0.0])[:, None].expand(5, 2)
     torch.testing.assert_close(data["advantages"][:, 1:], expected, rtol=0, atol=1e-5)
     assert metrics["fraction_of_prompts_without_signal"] == 0.5
@@ -277,7 +285,7 @@ def test_metrics_say_what_was_clipped_and_taken_off():
     assert metrics["kl_penalty"] == 0.5
 
 
-# ------------------------------------------------------------------------------------------------ several answers
+# --------------------------------------------------------------------------------- several answers
 
 
 def rows_by_prompt(batches) -> dict:
@@ -364,7 +372,7 @@ def test_horizon_counts_answers():
     assert ppo.compute_num_optimizer_steps(7, **sizes, num_rollouts_per_prompt=8) == 7 * 2 * 16
 
 
-# ------------------------------------------------------------------------------------------------ without a critic
+# -------------------------------------------------------------------------------- without a critic
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "rloo", "grpo"])
@@ -398,7 +406,7 @@ def test_without_a_critic_a_run_has_no_values_and_resumes_exactly(estimator):
             torch.testing.assert_close(resumed[key], value, rtol=0, atol=0, equal_nan=True)
 
 
-# ------------------------------------------------------------------------------------------------ KL
+# ---------------------------------------------------------------------------------------------- KL
 
 
 def test_adaptive_penalty_follows_the_kl_and_is_resumed():

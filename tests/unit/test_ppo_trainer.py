@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The PPO trainer with a fake policy and a fake critic: order of calls, futures, resume, warm-up, passes, and the
-numbers of one rollout computed by hand."""
+"""The PPO trainer with a fake policy and a fake critic: order of calls, futures, resume, warm-up,
+passes, and the numbers of one rollout computed by hand."""
 
 import functools
 import math
@@ -37,7 +37,9 @@ def test_stand_ins_for_unusable_prompts_are_left_out_of_the_means():
 
 
 def batch_rows(batch):
-    """The rows of a training batch as a sorted list of token tuples: which samples an update saw."""
+    """The rows of a training batch as a sorted list of token tuples: which samples an update
+    saw.
+    """
     return sorted(tuple(row.tolist()) for row in batch["response_tokens"])
 
 
@@ -51,7 +53,7 @@ def logged(trainer, first_step=0):
     ]
 
 
-# ------------------------------------------------------------------------------------------------ a whole run
+# ------------------------------------------------------------------------------------- a whole run
 
 
 def test_calls_of_a_step_come_in_order():
@@ -248,7 +250,8 @@ def test_warm_up_trains_the_critic_only_and_gives_its_prompts_back():
     )
     warm.fit()
     cold.fit()
-    # The constructor looks once; four warm-up rollouts (the fourth starts over), then the actor's two.
+    # The constructor looks once; four warm-up rollouts (the fourth starts over), then the actor's
+    # two.
     assert positions == [0, 0, 8, 16, 0, 0, 8]
     assert len(warm.rm_critic.train_batches) == 6
     assert (
@@ -256,7 +259,8 @@ def test_warm_up_trains_the_critic_only_and_gives_its_prompts_back():
         > [i for i, e in enumerate(warm.events) if e == "critic_train_result"][3]
     )
     assert warm.state_dict() == cold.state_dict()
-    # The actor's data are those of a run without warm-up; the warm-up's own answers to the same prompts are others.
+    # The actor's data are those of a run without warm-up; the warm-up's own answers to the same
+    # prompts are others.
     assert list(map(batch_rows, warm.model.batches)) == list(map(batch_rows, cold.model.batches))
     assert batch_rows(warm.rm_critic.train_batches[0]) != batch_rows(
         warm.rm_critic.train_batches[4]
@@ -345,7 +349,8 @@ def test_text_and_batches_do_not_depend_on_the_micro_batch():
 
 
 def test_epochs_with_the_projects_own_sampler_and_a_remainder():
-    # 24 prompts in rollouts of 10: two steps per epoch, the rest of four is left out, and each rollout is whole.
+    # 24 prompts in rollouts of 10: two steps per epoch, the rest of four is left out, and each
+    # rollout is whole.
     from types import SimpleNamespace
 
     from nemo_aligner.data.nlp.batch_iterators import DefaultBatchIterator
@@ -410,11 +415,13 @@ def test_horizons():
     )
 
 
-# -------------------------------------------------------------------------------------- numbers of one rollout
+# -------------------------------------------------------------------------- numbers of one rollout
 
 
 def worked_rollout(fill=0.0):
-    """S=8, P=3, R=6: the response's transitions are columns 2 to 4. `fill` replaces everything outside of them."""
+    """S=8, P=3, R=6: the response's transitions are columns 2 to 4. `fill` replaces everything
+    outside of them.
+    """
     outside = torch.tensor([[True, True, False, False, False, True, True]])
     values = torch.arange(1, 8)[None] / 10.0
     init_logprobs = torch.tensor([[-1.0, -2.0, -1.5, -0.5, -0.7, -1.0, -1.0]])
@@ -438,8 +445,9 @@ def worked_rollout(fill=0.0):
 
 @pytest.mark.parametrize("fill", [0.0, NAN, float("inf")])
 def test_ppo_data_of_the_worked_example(fill):
-    # By hand: gamma=1, lambda=.95, beta=.01. r = -.002, -.001, 1.998; delta = r + v' - v = .098, .099, 1.498;
-    # A4 = 1.498; A3 = .099 + .95 * 1.498 = 1.5221; A2 = .098 + .95 * 1.5221 = 1.543995; returns = A + v.
+    # By hand: gamma=1, lambda=.95, beta=.01. r = -.002, -.001, 1.998; delta = r + v' - v = .098,
+    # .099, 1.498; A4 = 1.498; A3 = .099 + .95 * 1.498 = 1.5221; A2 = .098 + .95 * 1.5221 =
+    # 1.543995; returns = A + v.
     trainer = make_trainer()
     data, metrics = trainer.generate_ppo_data(worked_rollout(fill))
     assert data["mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0]]
@@ -481,7 +489,7 @@ def test_rollout_without_any_response_token_is_harmless():
     assert data["mask"].sum() == 0 and all(math.isfinite(value) for value in metrics.values())
 
 
-# ------------------------------------------------------------------------------------------------ rollout batch
+# ----------------------------------------------------------------------------------- rollout batch
 
 
 def test_rollout_batches_are_joined_and_padded():

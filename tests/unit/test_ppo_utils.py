@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO mathematics against numbers worked by hand and naive Python loops; other libraries: test_oracles.py."""
+"""PPO mathematics against numbers worked by hand and naive Python loops; other libraries:
+test_oracles.py.
+"""
 
 import math
 import random
@@ -41,7 +43,9 @@ def ragged_batch(seed=0, rows=6, width=9):
 
 
 def test_worked_vector():
-    """S=8, P=3, R=6, gamma=1, lambda=.95, beta=.01, scalar reward 2: every number worked by hand."""
+    """S=8, P=3, R=6, gamma=1, lambda=.95, beta=.01, scalar reward 2: every number worked by
+    hand.
+    """
     values = torch.arange(1, 8)[None] / 10
     prompt, total = torch.tensor([3]), torch.tensor([6])
     mask = create_mask(values, prompt, total)
@@ -67,7 +71,9 @@ def test_worked_vector():
 
 @pytest.mark.parametrize("gamma,lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0)])
 def test_gae_against_a_naive_double_sum(gamma, lam):
-    """A_t = sum_k (gamma lambda)^k delta_{t+k} over the response only, one number at a time in Python."""
+    """A_t = sum_k (gamma lambda)^k delta_{t+k} over the response only, one number at a time in
+    Python.
+    """
     values, rewards, mask = ragged_batch()
     advantages, returns = calculate_advantages_and_returns(values, rewards, gamma, lam, mask)
     for row in range(len(values)):

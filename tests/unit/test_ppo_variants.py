@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Dual clip, KL in the loss, clipping metrics: against a loop over Python floats, and its finite differences.
+"""Dual clip, KL in the loss, clipping metrics: against a loop over Python floats, and its finite
+differences.
 
-The loop knows nothing of weights: it forms the named mean over ranks and micro-batches from the masks alone.
+The loop knows nothing of weights: it forms the named mean over ranks and micro-batches from the
+masks alone.
 """
 
 import math
@@ -28,7 +30,9 @@ NAMES = ("logprobs", "prev", "advantages", "ref", "entropy", "values", "prev_val
 
 
 def make(seed=0, rows=12, width=5):
-    """Random inputs whose ratios often leave the clip range; rows 4 to 7 and one other count nowhere."""
+    """Random inputs whose ratios often leave the clip range; rows 4 to 7 and one other count
+    nowhere.
+    """
     generator = torch.Generator().manual_seed(seed)
     mask = (torch.rand(rows, width, generator=generator) > 0.4).float()
     mask[4:8] = 0
@@ -142,7 +146,9 @@ def loss_and_differences(function, x, h=1e-6):
 
 
 def distributed_loss(kind, b, reduction, num_ranks, micro_batch_size, estimator="k3"):
-    """(loss, gradient [N, W]) summed over ranks and micro-batches, each rank with its own share of the rows."""
+    """(loss, gradient [N, W]) summed over ranks and micro-batches, each rank with its own share of
+    the rows.
+    """
     values = b.values if kind in ("critic", "regression") else b.logprobs
     per_rank = len(b.mask) // num_ranks
 

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's data set: what is in the files, the gold score by hand, and a tokenizer without surprises."""
+"""The quickstart's data set: what is in the files, the gold score by hand, and a tokenizer without
+surprises.
+"""
 
 import json
 import random

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The regression reward model against a loop over texts, and its validation against numpy on the whole set."""
+"""The regression reward model against a loop over texts, and its validation against numpy on the
+whole set.
+"""
 
 import json
 
@@ -35,7 +37,9 @@ def make_model(tokenizer_dir, num_attributes=2, **overrides):
 
 
 def labelled_batch(width=9):
-    """Four texts with two attributes; the second lacks a label, and the third, an empty slot, holds NaN."""
+    """Four texts with two attributes; the second lacks a label, and the third, an empty slot,
+    holds NaN.
+    """
     generator = torch.Generator().manual_seed(1)
     loss_mask = torch.ones(4, width)
     loss_mask[2] = 0

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A user's function as a reward: real worker processes, and functions that do what functions should not."""
+"""A user's function as a reward: real worker processes, and functions that do what functions
+should not.
+"""
 
 import os
 import signal
@@ -179,7 +181,9 @@ def test_options_that_cannot_work(tmp_path, options):
 
 
 def test_siblings_relative_paths_defaults_and_callable_objects(tmp_path, monkeypatch):
-    """A file called like a module of ours or of the standard library is the user's own all the same."""
+    """A file called like a module of ours or of the standard library is the user's own all the
+    same.
+    """
     write(tmp_path, "FACTOR = 3.0", name="constants.py")
     text = """
         from constants import FACTOR

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The reward model against plain torch on its own hidden states, and its loss against a loop over pairs."""
+"""The reward model against plain torch on its own hidden states, and its loss against a loop over
+pairs.
+"""
 
 import math
 
@@ -35,7 +37,9 @@ def head_of(model):
 
 
 def hidden_states(model, tokens):
-    """[B, S, H]: what the decoder hands to the head, computed row by row without padding of others."""
+    """[B, S, H]: what the decoder hands to the head, computed row by row without padding of
+    others.
+    """
     seen = []
     module = model.unwrapped()[-1]
     hook = module.decoder.register_forward_hook(
@@ -205,8 +209,8 @@ def test_attributes_of_a_bf16_head_are_merged_in_float32(tiny_tokenizer_dir):
 
 
 def test_fp32_head_of_a_bf16_model_trains_and_resumes(tiny_tokenizer_dir, tmp_path):
-    """The distributed optimizer, with weights of two dtypes, does what the plain one does, and goes on after a
-    restart.
+    """The distributed optimizer, with weights of two dtypes, does what the plain one does, and
+    goes on after a restart.
     """
     runs = {}
     for name in ("adamw", "distributed_fused_adam"):

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`RewardModelServer` without a server: what its function gets to see of a request, and what it may answer."""
+"""`RewardModelServer` without a server: what its function gets to see of a request, and what it
+may answer.
+"""
 
 import numpy as np
 import pytest

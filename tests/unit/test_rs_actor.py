@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of rejection sampling: log-probs, loss and gradient against plain PyTorch, and what must not count."""
+"""The policy of rejection sampling: log-probs, loss and gradient against plain PyTorch, and what
+must not count.
+"""
 
 import pytest
 import torch
@@ -33,7 +35,9 @@ def make_batch(model):
 
 
 def logprobs_by_hand(model, tokens):
-    """Log-probs of the next tokens from the model's own logits, at temperature 1, over the real vocabulary."""
+    """Log-probs of the next tokens from the model's own logits, at temperature 1, over the real
+    vocabulary.
+    """
     model.set_eval()
     logits = forward_collect(
         model.model, {"tokens": tokens}, micro_batch_size=4, output_fn=lambda output, _: output
@@ -99,7 +103,9 @@ def test_gradient_is_that_of_plain_pytorch(tiny_tokenizer_dir):
 
 
 def test_nothing_depends_on_padding_or_on_the_micro_batch(tiny_tokenizer_dir):
-    """Loss, gradient norm and gradient with other tokens after the answers, wider padding, other micro-batches."""
+    """Loss, gradient norm and gradient with other tokens after the answers, wider padding, other
+    micro-batches.
+    """
 
     def step(batch, micro_batch_size=2):
         model = make_model(tiny_tokenizer_dir, micro_batch_size)

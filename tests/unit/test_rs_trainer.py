@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The rejection-sampling trainer with a fake policy and a fake reward model: order of calls, selection against a
-brute-force loop, the mask, resume, epochs, bad values."""
+"""The rejection-sampling trainer with a fake policy and a fake reward model: order of calls,
+selection against a brute-force loop, the mask, resume, epochs, bad values."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def logged(trainer, first_step=0, updates_per_step=4):
     ]
 
 
-# ------------------------------------------------------------------------------------------------ a whole run
+# ------------------------------------------------------------------------------------- a whole run
 
 
 def test_calls_of_a_step_come_in_order_and_scoring_is_awaited_after_generation():
@@ -148,7 +148,7 @@ def test_nan_reward_is_refused():
         trainer.fit()
 
 
-# ------------------------------------------------------------------------------------------------ selection
+# --------------------------------------------------------------------------------------- selection
 
 
 class TwinPrompts(Prompts):
@@ -164,7 +164,9 @@ def coarse(rollout):
 
 
 def brute_force(dataset, indices, step, answers, top_n, score):
-    """The rows to train on, one prompt and one answer at a time: (answer, prompt + answer), sorted."""
+    """The rows to train on, one prompt and one answer at a time: (answer, prompt + answer),
+    sorted.
+    """
     rows = []
     for index in indices:
         candidates = []
@@ -234,7 +236,7 @@ def test_answers_to_a_prompt_differ_and_change_with_the_step():
     assert len(set(trainer.rm.scored)) > 60  # of 72: short answers may coincide
 
 
-# ------------------------------------------------------------------------------------------------ the mask
+# ---------------------------------------------------------------------------------------- the mask
 
 
 @pytest.mark.parametrize("min_width", [None, 5, 20])
@@ -270,7 +272,7 @@ def test_end_token_is_trained_on_and_stand_ins_are_not():
     assert set(data) == {"response_tokens", "mask"}
 
 
-# --------------------------------------------------------------------------------- position in the data, and resume
+# ---------------------------------------------------------------- position in the data, and resume
 
 
 def test_resume_continues_exactly():
@@ -419,7 +421,7 @@ def test_time_limit_saves_and_stops():
     assert not trainer.ckpt_callback.saved[0][1]
 
 
-# ------------------------------------------------------------------------------------------------ bad values
+# -------------------------------------------------------------------------------------- bad values
 
 
 @pytest.mark.parametrize(
@@ -432,7 +434,8 @@ def test_time_limit_saves_and_stops():
         ({"top_n": 0}, "top_n_rollouts=0 must be at least 1"),
         (
             {"model_gbs": 6},
-            "num_rollout_samples=8 x model.rs.top_n_rollouts=2=16 is not a multiple of model.global_batch_size=6",
+            "num_rollout_samples=8 x model.rs.top_n_rollouts=2=16 is not a multiple of "
+            "model.global_batch_size=6",
         ),
         ({"max_epochs": 2, "random": False}, "trainer.rs.max_epochs=2 needs a random sampler"),
         ({"micro_batch_size": 3}, "8 .* is not a multiple of 3"),

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers against naive loops: what all ranks together see, how a pass resumes, and which sizes are refused."""
+"""Samplers against naive loops: what all ranks together see, how a pass resumes, and which sizes
+are refused.
+"""
 
 import itertools
 

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to tokens, against loops in plain Python and against the distribution that is asked for."""
+"""From logits to tokens, against loops in plain Python and against the distribution that is asked
+for.
+"""
 
 import math
 
@@ -27,7 +29,8 @@ def random_logits(rows, vocab, seed=0):
 
 
 def test_splitmix64_gives_its_published_numbers():
-    # First outputs for the seed 1234567, as printed with the reference implementation (rosettacode.org).
+    # First outputs for the seed 1234567, as printed with the reference implementation
+    # (rosettacode.org).
     state, outputs = 1234567, []
     for _ in range(3):
         outputs.append(splitmix64(state))
@@ -52,7 +55,8 @@ def test_uniforms_do_not_depend_on_neighbours_or_length():
 
 
 def test_uniforms_are_uniform_within_and_across_streams():
-    # Neighbouring seeds, and seeds that are equal in their low 32 bits: all numbers differ and fill [0, 1) evenly.
+    # Neighbouring seeds, and seeds that are equal in their low 32 bits: all numbers differ and
+    # fill [0, 1) evenly.
     for seeds in (torch.arange(500), torch.arange(500) << 32):
         uniforms = sample_uniforms(seeds, 200)
         assert uniforms.min() >= 0 and uniforms.max() < 1

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding and padding of requests, Triton's needs, and the client's errors that need no server."""
+"""Decoding and padding of requests, Triton's needs, and the client's errors that need no
+server.
+"""
 
 import contextlib
 import json
@@ -41,7 +43,9 @@ def test_the_fingerprint_of_a_hugging_face_tokenizer(
 
 
 def test_the_fingerprint_of_a_sentencepiece_tokenizer(tmp_path):
-    """Another order of its pieces shows; that the same tokens come from a Hugging Face tokenizer does not."""
+    """Another order of its pieces shows; that the same tokens come from a Hugging Face tokenizer
+    does not.
+    """
     from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
     from sentencepiece import SentencePieceTrainer
     from tokenizers import Tokenizer, models
@@ -195,7 +199,9 @@ def test_a_free_port_is_none_that_an_outgoing_connection_may_take():
 
 
 def test_a_free_port_is_found_although_others_are_taken(monkeypatch, tmp_path):
-    """Only 40 ports below the range of outgoing connections, 39 of them in use: the last is found, then another."""
+    """Only 40 ports below the range of outgoing connections, 39 of them in use: the last is found,
+    then another.
+    """
     (tmp_path / "range").write_text("10040\t60999\n")
     monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", tmp_path / "range")
     with contextlib.ExitStack() as stack:

@@ -67,8 +67,8 @@ def test_loss_and_gradient_equal_a_loop_over_answer_tokens(
 
 @pytest.mark.parametrize("reduction", ["token", "sequence", "microbatch"])
 def test_loss_reductions_and_what_they_count(tiny_tokenizer_dir, dataset, reduction):
-    """Against the log-probs of each answer alone. Validation weights batches by `weights`, so two of them must have
-    the mean of both together.
+    """Against the log-probs of each answer alone. Validation weights batches by `weights`, so two
+    of them must have the mean of both together.
     """
     cfg = tiny_config(tiny_tokenizer_dir, micro_batch_size=1, loss_reduction=reduction)
     model = GPTSFTModel(cfg)

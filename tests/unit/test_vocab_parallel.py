@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropy of one rank against torch's dense softmax, trl, and numerical gradients; their memory.
+"""Log-probs and entropy of one rank against torch's dense softmax, trl, and numerical gradients;
+their memory.
 
 Several tensor- and context-parallel ranks: tests/distributed/test_vocab_parallel.py.
 """
@@ -93,7 +94,9 @@ def test_numerical_gradients(chunked):
 
 
 def test_float64_against_torch(chunked):
-    """Both results and the gradient of a mix of them, in float64; also the one of the log-probs alone."""
+    """Both results and the gradient of a mix of them, in float64; also the one of the log-probs
+    alone.
+    """
     logits, tokens = inputs(torch.float64)
     tokens = tokens.clamp(max=8)
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
@@ -223,7 +226,9 @@ def test_nan_logits_in_the_dropped_column_are_never_read():
 
 @pytest.mark.parametrize("planted", ["nan logits", "targets"])
 def test_unused_tokens_may_be_anything(chunked, planted):
-    """As in a loss: a selection (`torch.where`) of the tokens that count; the others' gradient is exactly 0."""
+    """As in a loss: a selection (`torch.where`) of the tokens that count; the others' gradient is
+    exactly 0.
+    """
     logits, tokens = inputs()
     tokens = tokens.clamp(max=8)
     used = torch.tensor([[1, 1, 0, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 1, 0]]).bool()

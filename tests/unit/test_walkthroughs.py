@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whole walk-throughs: the story they tell, their verdict, and that no child process survives them.
+"""Whole walk-throughs: the story they tell, their verdict, and that no child process survives
+them.
 
-They run here with scripts of a few lines in place of the project's own, which have their own tests.
+They run here with scripts of a few lines in place of the project's own, which have their own
+tests.
 """
 
 import json
@@ -28,7 +30,7 @@ import run_rs  # noqa: E402
 
 WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
 
-# --------------------------------------------------------------------------------------------------- stand-in scripts
+# -------------------------------------------------------------------------------- stand-in scripts
 
 FAKE_TRAINER = """
     import json, pathlib, sys, time
@@ -130,7 +132,9 @@ STORIES = {
 
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
-    """Folder of stand-ins for the project's scripts; returns a function that replaces one of them."""
+    """Folder of stand-ins for the project's scripts; returns a function that replaces one of
+    them.
+    """
     folder = tmp_path / "scripts"
     folder.mkdir()
 
@@ -153,7 +157,7 @@ def children() -> list[psutil.Process]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------ the walk
+# ---------------------------------------------------------------------------------------- the walk
 
 
 @pytest.mark.parametrize("name", WALKS)
@@ -257,7 +261,7 @@ def test_right_answers_are_those_of_the_data_not_of_the_reward(tmp_path):
         )
 
 
-# ------------------------------------------------------------------------------------------------------------- signals
+# ----------------------------------------------------------------------------------------- signals
 
 
 @pytest.mark.parametrize(
@@ -297,7 +301,7 @@ def test_signal_stops_every_child(tmp_path, scripts, name, script, num_children,
     assert not alive
 
 
-# ----------------------------------------------------------------------------------------------- arguments, overrides
+# ---------------------------------------------------------------------------- arguments, overrides
 
 
 @pytest.mark.parametrize(
@@ -323,7 +327,9 @@ def test_folder_of_an_old_run_is_refused(tmp_path, capsys):
 
 
 def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
-    """(job, name of its configuration) of a walk-through that chooses `steps` for all of its jobs."""
+    """(job, name of its configuration) of a walk-through that chooses `steps` for all of its
+    jobs.
+    """
     critic, reward = 5556, 5555
     walk = WALKS[name]
     if name == "run_arithmetic":

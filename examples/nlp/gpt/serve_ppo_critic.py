@@ -1,14 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Serve the critic of a PPO job, and with `trainer.ppo.combine_rm_and_critic_server=True` its reward model too.
+"""Serve the critic of a PPO job, and with `trainer.ppo.combine_rm_and_critic_server=True` its
+reward model too.
 
     python serve_ppo_critic.py pretrained_checkpoint.restore_from_path=reward_model.nemo trainer.ppo.port=5556
 
-Both start from the reward model: one of pairs, or a regression reward model, whose attributes are merged. With
-`combine_rm_and_critic_server=False` the critic may also start from a language model, with a new head, or from a
-critic; rewards then come from elsewhere (serve_reward_model.py). The server runs until SIGTERM or SIGINT; the actor
-(train_gpt_ppo_actor.py) has it trained and saved. One process per device: with `trainer.devices=N` plain `python`
-starts them itself; torchrun and srun work as well. The same command resumes from the last checkpoint in
+Both start from the reward model: one of pairs, or a regression reward model, whose attributes are
+merged. With `combine_rm_and_critic_server=False` the critic may also start from a language model,
+with a new head, or from a critic; rewards then come from elsewhere (serve_reward_model.py). The
+server runs until SIGTERM or SIGINT; the actor (train_gpt_ppo_actor.py) has it trained and saved.
+One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
+srun work as well. The same command resumes from the last checkpoint in
 `exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_critic.yaml, docs/config.md.
 """
 
@@ -48,7 +50,8 @@ def main(cfg) -> None:
 
     model = load_from_nemo(MegatronGPTCriticModel, cfg.model, trainer, restore_path=restore_path)
     if cfg.trainer.ppo.combine_rm_and_critic_server:
-        model.set_reward_model()  # before a checkpoint is resumed: the reward model stays what we started from
+        # before a checkpoint is resumed: the reward model stays what we started from
+        model.set_reward_model()
 
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=cfg.trainer.ppo.max_steps)
     ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)

@@ -1,15 +1,15 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a reward model, or a Python function as reward, to rejection sampling, or to PPO whose critic has a server of
-its own.
+"""Serve a reward model, or a Python function as reward, to rejection sampling, or to PPO whose
+critic has a server of its own.
 
     python serve_reward_model.py rm_model_file=reward_model.nemo inference.port=5555
     python serve_reward_model.py rm_model_file=policy.nemo inference.reward_fn=path/to/file.py:function
 
-The server runs until SIGTERM or SIGINT. One process per device: with `trainer.devices=N` plain `python` starts them
-itself; torchrun and srun work as well. A function, `(prompts, responses, lengths) -> scores`, is served by one process
-with `inference.reward_fn_workers` workers; the .nemo gives the tokenizer only. Keys: conf/inference_rm.yaml,
-docs/config.md.
+The server runs until SIGTERM or SIGINT. One process per device: with `trainer.devices=N` plain
+`python` starts them itself; torchrun and srun work as well. A function, `(prompts, responses,
+lengths) -> scores`, is served by one process with `inference.reward_fn_workers` workers; the .nemo
+gives the tokenizer only. Keys: conf/inference_rm.yaml, docs/config.md.
 """
 
 from nemo.core.config import hydra_runner
@@ -43,7 +43,9 @@ def main(cfg) -> None:
 
 
 def build_model_server(cfg: DictConfig) -> RewardModelServer:
-    """The model of `rm_model_file`, ready for inference, behind the endpoint; every rank calls it."""
+    """The model of `rm_model_file`, ready for inference, behind the endpoint; every rank calls
+    it.
+    """
     restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
     check_values(cfg, "inference_rm", complete=True)
@@ -55,8 +57,10 @@ def build_model_server(cfg: DictConfig) -> RewardModelServer:
     model = load_from_nemo(model_class, cfg.model, trainer, restore_path=restore_path)
     if not model.has_trained_head:
         raise UserError(
-            f"rm_model_file={restore_path} holds no head that was trained to give rewards: a language model has none, "
-            "and a critic's gives values. Train a reward model from it (train_reward_model.py) and serve that one."
+            f"rm_model_file={restore_path} holds no head that was trained to give rewards: a "
+            "language model has none, "
+            "and a critic's gives values. Train a reward model from it (train_reward_model.py) "
+            "and serve that one."
         )
     model.prepare_for_inference()
     vocab_size, max_length = model_limits(model)
@@ -72,7 +76,9 @@ def build_model_server(cfg: DictConfig) -> RewardModelServer:
 
 
 def serve_function(cfg: DictConfig) -> None:
-    """Serve `inference.reward_fn` until the job is stopped; its workers end with it. There is no process group."""
+    """Serve `inference.reward_fn` until the job is stopped; its workers end with it. There is no
+    process group.
+    """
     tokenizer = build_tokenizer(tokenizer_config(cfg))
     OmegaConf.resolve(cfg)
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
@@ -96,7 +102,9 @@ def serve_function(cfg: DictConfig) -> None:
 
 
 def tokenizer_config(cfg: DictConfig) -> DictConfig:
-    """`tokenizer` of `rm_model_file`, with what is given in `model.tokenizer` over it; without a file the latter."""
+    """`tokenizer` of `rm_model_file`, with what is given in `model.tokenizer` over it; without a
+    file the latter.
+    """
     if cfg.rm_model_file is None:
         return cfg.model.tokenizer
     return load_and_override_model_config(
@@ -127,19 +135,23 @@ def check_one_reward_per_text(model_cfg: DictConfig) -> None:
     attributes = regression.get("num_attributes", 1) or 1
     if attributes > 1 and not regression.get("merge_attributes", False):
         raise ConfigError(
-            f"this reward model gives {attributes} attributes (model.regression.num_attributes), but a reward is one "
-            "number per text; set model.regression.merge_attributes=True, and model.regression.attribute_weights to "
+            f"this reward model gives {attributes} attributes (model.regression.num_attributes), "
+            "but a reward is one "
+            "number per text; set model.regression.merge_attributes=True, and "
+            "model.regression.attribute_weights to "
             f"{attributes} numbers unless they all count the same."
         )
     weights = regression.get("attribute_weights")
     if weights is not None and not regression.get("merge_attributes", False):
         raise ConfigError(
-            f"model.regression.attribute_weights={list(weights)} has an effect only when attributes are merged; set "
+            f"model.regression.attribute_weights={list(weights)} has an effect only when "
+            "attributes are merged; set "
             "model.regression.merge_attributes=True, as a critic from the same checkpoint does."
         )
     if model_cfg.get("output_sequence", False):
         raise ConfigError(
-            "model.output_sequence=True gives a number per token, as a critic does, but a reward is one number per "
+            "model.output_sequence=True gives a number per token, as a critic does, but a reward "
+            "is one number per "
             "text; serve the reward model that the critic started from, or set it to False."
         )
 

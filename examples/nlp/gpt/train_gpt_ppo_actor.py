@@ -6,15 +6,16 @@
         "model.data.data_prefix={train: [prompts.jsonl], validation: [val.jsonl], test: [val.jsonl]}" \
         remote_critic_rm.critic.ip=localhost remote_critic_rm.critic.port=5556
 
-With `trainer.ppo.advantage_estimator` grpo, rloo or reinforce_plus_plus there is no critic; the rewards come from a
+With `trainer.ppo.advantage_estimator` grpo, rloo or reinforce_plus_plus there is no critic; the
+rewards come from a
 reward model or a function that serve_reward_model.py serves (docs/ppo.md):
 
     python train_gpt_ppo_actor.py ... trainer.ppo.advantage_estimator=grpo model.ppo.num_rollouts_per_prompt=8 \
         remote_critic_rm.combine_rm_and_critic_server=False remote_critic_rm.reward_model.port=5555
 
-One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well.
-The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_actor.yaml,
-docs/config.md.
+One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
+srun work as well. The same command resumes from the last checkpoint in
+`exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_actor.yaml, docs/config.md.
 """
 
 from functools import partial
@@ -72,7 +73,8 @@ def main(cfg) -> None:
     model.init_peft(cfg.model.get("peft"))
     ppo = cfg.model.ppo
     if cfg.trainer.ppo.initial_policy_kl_penalty > 0 or ppo.get("kl_loss_coef", 0) > 0:
-        model.set_reference_policy()  # before a checkpoint is resumed: the reference stays the model we started from
+        # before a checkpoint is resumed: the reference stays the model we started from
+        model.set_reference_policy()
 
     train_ds, validation_ds, _ = build_train_valid_test_rlhf_datasets(
         cfg=cfg.model,

@@ -1,15 +1,15 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a policy with rejection sampling against a reward-model server (serve_reward_model.py) that runs beside this
-job.
+"""Train a policy with rejection sampling against a reward-model server (serve_reward_model.py)
+that runs beside this job.
 
     python train_gpt_rs_actor.py pretrained_checkpoint.restore_from_path=sft.nemo \
         "model.data.data_prefix={train: [prompts.jsonl], validation: [val.jsonl], test: [val.jsonl]}" \
         model.rs.num_rollouts_per_prompt=4 model.rs.top_n_rollouts=1 remote_rm.host=localhost remote_rm.port=5555
 
-One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well.
-The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_rs_actor.yaml,
-docs/config.md.
+One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
+srun work as well. The same command resumes from the last checkpoint in
+`exp_manager.explicit_log_dir`. Keys: conf/gpt_rs_actor.yaml, docs/config.md.
 """
 
 from functools import partial

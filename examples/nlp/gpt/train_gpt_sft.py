@@ -1,14 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning on prompts with answers, lines `{"input": ..., "output": ...}`; only the answers are learned.
+"""Supervised fine-tuning on prompts with answers, lines `{"input": ..., "output": ...}`; only the
+answers are learned.
 
     python train_gpt_sft.py model.restore_from_path=base.nemo \
         model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
 
-Without `model.restore_from_path` a model is trained from random weights; then the architecture must be given. One
-process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. The
-same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml,
-docs/config.md.
+Without `model.restore_from_path` a model is trained from random weights; then the architecture
+must be given. One
+process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun
+work as well. The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`.
+Keys: conf/gpt_sft.yaml, docs/config.md.
 """
 
 from nemo.core.config import hydra_runner

@@ -5,15 +5,18 @@
     python train_reward_model.py pretrained_checkpoint.restore_from_path=sft.nemo \
         "model.data.data_prefix={train: [pairs.jsonl], validation: [val.jsonl], test: [test.jsonl]}"
 
-`model.reward_model_type=binary_ranking`, the default, reads neighbouring lines `{"text": ...}`, the better one first.
-`regression` reads lines `{"text": ..., "label": [number, ...]}` with `model.regression.num_attributes` numbers;
-`model.regression.loss_mask_val` stands for a number that is not known.
+`model.reward_model_type=binary_ranking`, the default, reads neighbouring lines `{"text": ...}`,
+the better one first. `regression` reads lines `{"text": ..., "label": [number, ...]}` with
+`model.regression.num_attributes` numbers; `model.regression.loss_mask_val` stands for a number
+that is not known.
 
-The model starts from a language model with a new head, whose weights `model.seed` decides (from a reward model with
-its own head: `model.regression.load_rm_head_weights=True`); without `pretrained_checkpoint.restore_from_path` from
-random weights, and then the architecture must be given. The job ends with the accuracy, or the correlation with the
-labels, on data that it was not trained on. One process per device: with `trainer.devices=N` plain `python` starts them
-itself; torchrun and srun work as well. The same command resumes from the last checkpoint in
+The model starts from a language model with a new head, whose weights `model.seed` decides (from a
+reward model with
+its own head: `model.regression.load_rm_head_weights=True`); without
+`pretrained_checkpoint.restore_from_path` from random weights, and then the architecture must be
+given. The job ends with the accuracy, or the correlation with the labels, on data that it was not
+trained on. One process per device: with `trainer.devices=N` plain `python` starts them itself;
+torchrun and srun work as well. The same command resumes from the last checkpoint in
 `exp_manager.explicit_log_dir`. Keys: conf/training_rm.yaml, docs/config.md.
 """
 
@@ -100,7 +103,8 @@ def main(cfg) -> None:
 
 
 def build_model(cfg, model_class, trainer):
-    """The reward model to train: of random weights, or from the checkpoint; with a new head unless its own is wanted.
+    """The reward model to train: of random weights, or from the checkpoint; with a new head unless
+    its own is wanted.
 
     Raises:
         UserError: the checkpoint's own head is asked for, and it has none.
@@ -114,8 +118,10 @@ def build_model(cfg, model_class, trainer):
     )
     if keep_head and not model.has_trained_head:
         raise UserError(
-            f"model.regression.load_rm_head_weights=True, but {base} is no reward model, so that it has no head to"
-            " load; name a reward model in pretrained_checkpoint.restore_from_path, or set it to False for a new head."
+            f"model.regression.load_rm_head_weights=True, but {base} is no reward model, so that "
+            "it has no head to"
+            " load; name a reward model in pretrained_checkpoint.restore_from_path, or set it to "
+            "False for a new head."
         )
     return model
 

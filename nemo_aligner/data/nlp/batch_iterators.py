@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the prompts of one rollout reach the data-parallel ranks.
 
-`DefaultBatchIterator` gives each rank the micro-batches of its own sampler. `StoreBatchIterator` puts the
-micro-batches of all ranks in one queue from which each rank takes the next when it is free, so a rank with short
-answers generates more of them. Either way all ranks together see each micro-batch once.
+`DefaultBatchIterator` gives each rank the micro-batches of its own sampler. `StoreBatchIterator`
+puts the micro-batches of all ranks in one queue from which each rank takes the next when it is
+free, so a rank with short answers generates more of them. Either way all ranks together see each
+micro-batch once.
 """
 
 import itertools
@@ -43,9 +44,9 @@ class DefaultBatchIterator:
 class StoreBatchIterator(DefaultBatchIterator):
     """A work queue over an atomic counter in the store of the job's process group.
 
-    Making one is collective over all ranks. Afterwards only the ranks of one model-parallel group move together: its
-    first rank takes a ticket from the counter and tells the others. With no process group it is a
-    `DefaultBatchIterator`.
+    Making one is collective over all ranks. Afterwards only the ranks of one model-parallel group
+    move together: its first rank takes a ticket from the counter and tells the others. With no
+    process group it is a `DefaultBatchIterator`.
 
     Which rank generates what depends on timing; the micro-batches themselves do not.
 
@@ -64,13 +65,16 @@ class StoreBatchIterator(DefaultBatchIterator):
         experts = parallel_state.get_expert_model_parallel_world_size()
         if experts > 1:
             raise ConfigError(
-                f"batch_iterator.use_flask=True does not work with model.expert_model_parallel_size={experts}: these "
-                "ranks hold each other's experts, so none may generate more often than another. Set it to False."
+                "batch_iterator.use_flask=True does not work with "
+                f"model.expert_model_parallel_size={experts}: these "
+                "ranks hold each other's experts, so none may generate more often than another. "
+                "Set it to False."
             )
         if not (dist.is_available() and dist.is_initialized()):
             return
-        # Every rank joins, as the data-parallel group may differ between generation and training. Ranks of one
-        # model-parallel group hold the same micro-batches: each data-parallel rank counts once.
+        # Every rank joins, as the data-parallel group may differ between generation and training.
+        # Ranks of one model-parallel group hold the same micro-batches: each data-parallel rank
+        # counts once.
         shares = [None] * dist.get_world_size()
         dist.all_gather_object(
             shares, (parallel_state.get_data_parallel_rank(), self.microbatches)
@@ -112,12 +116,13 @@ def get_batch_iterator_cls(cfg=None):
     """The iterator that `trainer.ppo.batch_iterator` asks for.
 
     Args:
-        cfg: mapping with `use_flask` (the old name of the work queue: there is no Flask, and `port` is not used); or
-            None.
+        cfg: mapping with `use_flask` (the old name of the work queue: there is no Flask, and
+            `port` is not used); or None.
     """
     if not (cfg or {}).get("use_flask", False):
         return DefaultBatchIterator
     logging.info(
-        "batch_iterator.use_flask=True: work queue in the process group's own store, with no Flask server."
+        "batch_iterator.use_flask=True: work queue in the process group's own store, with no "
+        "Flask server."
     )
     return StoreBatchIterator

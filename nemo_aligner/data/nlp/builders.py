@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From the configuration to datasets and data loaders; the samples themselves are in `datasets.py`."""
+"""From the configuration to datasets and data loaders; the samples themselves are in
+`datasets.py`.
+"""
 
 from functools import partial
 
@@ -26,7 +28,9 @@ from nemo_aligner.parallel import parallel_state
 
 
 def _make_rlhf_dataset(paths, cfg, tokenizer, seq_length: int, name: str) -> RLHFDataset:
-    """Prompts of at most `seq_length - length_params.max_length` tokens, so that the longest answer still fits."""
+    """Prompts of at most `seq_length - length_params.max_length` tokens, so that the longest
+    answer still fits.
+    """
     limit, reason = seq_length // 2, "half of it, as there is no length_params.max_length"
     for key, section in {
         "model.": cfg,
@@ -85,26 +89,30 @@ def build_train_valid_test_datasets(
     Args:
         cls: makes one dataset: `cls(paths=, cfg=, tokenizer=, seq_length=, name=)`.
         cfg: `model` section.
-        data_prefix: mapping with the files (one path or a list) of `train`, `validation` and `test`, each optional; or
-            one path or list that `splits_string` divides.
+        data_prefix: mapping with the files (one path or a list) of `train`, `validation` and
+            `test`, each optional; or one path or list that `splits_string` divides.
         data_impl: "jsonl" (or "json"); the binary formats of NeMo are refused.
-        splits_string: weights of the three parts of one common file list, for example "98,1,1"; parts are contiguous.
+        splits_string: weights of the three parts of one common file list, for example "98,1,1";
+        parts are contiguous.
         train_valid_test_num_samples: at most so many samples of each; below 1 means all.
         seq_length: `model.data.seq_length`.
         tokenizer: NeMo tokenizer.
-        seed, n_chunks, n_examples_per_chunk: accepted and not used (samplers shuffle; there are no chunks).
+        seed, n_chunks, n_examples_per_chunk: accepted and not used (samplers shuffle; there are no
+        chunks).
 
     Returns:
-        One entry is None where there are no files. With further keys `validation_<name>`, the validation entry is a
-        dict from key to dataset.
+        One entry is None where there are no files. With further keys `validation_<name>`, the
+        validation entry is a dict from key to dataset.
     """
     if not str(data_impl).startswith("json"):
         raise ConfigError(
-            f"model.data.data_impl={data_impl}: only jsonl is supported. Convert the data to jsonl files."
+            f"model.data.data_impl={data_impl}: only jsonl is supported. Convert the data to "
+            "jsonl files."
         )
     if data_prefix is None or not len(data_prefix):
         raise ConfigError(
-            "model.data.data_prefix is not set: give {train: [file.jsonl], validation: [file.jsonl]}."
+            "model.data.data_prefix is not set: give {train: [file.jsonl], validation: "
+            "[file.jsonl]}."
         )
     limits = dict(zip(("train", "validation", "test"), train_valid_test_num_samples, strict=True))
     make = partial(cls, cfg=cfg, tokenizer=tokenizer, seq_length=seq_length)
@@ -113,9 +121,11 @@ def build_train_valid_test_datasets(
         paths = _paths(data_prefix, "model.data.data_prefix")
         if splits_string is None:
             raise ConfigError(
-                f"model.data.data_prefix={data_prefix} names files for all of training, validation and test: say how"
+                f"model.data.data_prefix={data_prefix} names files for all of training, "
+                "validation and test: say how"
                 " to"
-                f' divide them with model.data.splits_string="98,1,1", or give separate files: {{train: [...],'
+                ' divide them with model.data.splits_string="98,1,1", or give separate files: '
+                f"{{train: [...],"
                 f" validation: [...]}}."
             )
         whole = make(paths=paths, name="all")
@@ -133,14 +143,16 @@ def build_train_valid_test_datasets(
 
     if splits_string is not None:
         logging.warning(
-            "model.data.splits_string has no effect: model.data.data_prefix names the files of each part."
+            "model.data.splits_string has no effect: model.data.data_prefix names the files of "
+            "each part."
         )
     unknown = [
         key for key in data_prefix.keys() if key not in limits and not key.startswith("validation")
     ]
     if unknown or not data_prefix.get("train"):
         raise ConfigError(
-            f"model.data.data_prefix has the keys {', '.join(data_prefix.keys())}: it needs train, and may have"
+            f"model.data.data_prefix has the keys {', '.join(data_prefix.keys())}: it needs "
+            "train, and may have"
             f" validation, validation_<name> and test."
         )
     built = {}
@@ -162,7 +174,8 @@ build_train_valid_test_regression_rm_datasets = partial(
 
 
 def the_validation_prompts(validation):
-    """The one validation set that a PPO or RS job uses, of what `build_train_valid_test_rlhf_datasets` returns.
+    """The one validation set that a PPO or RS job uses, of what
+    `build_train_valid_test_rlhf_datasets` returns.
 
     Raises:
         ConfigError: there is none, or there are several.
@@ -174,20 +187,24 @@ def the_validation_prompts(validation):
             else f"several validation sets ({', '.join(validation)})"
         )
         raise ConfigError(
-            f"model.data.data_prefix has {have}, but rollouts are validated on one: give {{train: [file.jsonl],"
+            f"model.data.data_prefix has {have}, but rollouts are validated on one: give "
+            f"{{train: [file.jsonl],"
             " validation: [file.jsonl]}."
         )
     return validation
 
 
 def check_pad_to_length(cfg, remote: str, section: str, datasets) -> None:
-    """Refuse requests to a server that are too narrow for the longest rollout, before the first one is generated.
+    """Refuse requests to a server that are too narrow for the longest rollout, before the first
+    one is generated.
 
     Args:
-        cfg: whole configuration; `<remote>.pad_to_length` and `model.<section>.length_params.max_length` are read.
+        cfg: whole configuration; `<remote>.pad_to_length` and
+            `model.<section>.length_params.max_length` are read.
         remote: "remote_rm" or "remote_critic_rm".
         section: "ppo" or "rs".
-        datasets: `RLHFDataset`s whose prompts are answered. Texts are read only where their lengths are in doubt.
+        datasets: `RLHFDataset`s whose prompts are answered. Texts are read only where their
+        lengths are in doubt.
 
     Raises:
         ConfigError: with the longest prompt and a value that would do.
@@ -204,15 +221,20 @@ def check_pad_to_length(cfg, remote: str, section: str, datasets) -> None:
     )
     if longest + max_length > pad_to_length:
         raise ConfigError(
-            f"{remote}.pad_to_length={pad_to_length} is too small: the longest prompt of the {name} data has"
-            f" {longest} tokens, and model.{section}.length_params.max_length={max_length} more may be generated. Set"
-            f" {remote}.pad_to_length to {longest + max_length} or more (or to null), shorten the prompts, or lower"
+            f"{remote}.pad_to_length={pad_to_length} is too small: the longest prompt of the "
+            f"{name} data has"
+            f" {longest} tokens, and model.{section}.length_params.max_length={max_length} more "
+            "may be generated. Set"
+            f" {remote}.pad_to_length to {longest + max_length} or more (or to null), shorten the "
+            "prompts, or lower"
             " max_length."
         )
 
 
 def _longest_prompt(dataset: RLHFDataset, enough: int) -> int:
-    """Tokens of the longest prompt that is answered; if no prompt has more than `enough`, perhaps less than that."""
+    """Tokens of the longest prompt that is answered; if no prompt has more than `enough`, perhaps
+    less than that.
+    """
     if dataset.max_prompt_length <= enough:
         return 0
     bounds = dataset.lines.notes[
@@ -233,8 +255,8 @@ def build_sft_dataset(
     """The dataset of `model.data.train_ds` or `validation_ds`: prompt-response jsonl.
 
     Args:
-        data_cfg: `file_path` (one or a list), `max_seq_length`, `prompt_template`, `label_key`, `truncation_field`,
-            `truncation_method`, `add_bos`, `add_eos`, `pad_to_max_length`.
+        data_cfg: `file_path` (one or a list), `max_seq_length`, `prompt_template`, `label_key`,
+            `truncation_field`, `truncation_method`, `add_bos`, `add_eos`, `pad_to_max_length`.
         tokenizer: NeMo tokenizer.
         num_samples: use at most so many samples; None or below 1 means all.
         answer_only_loss: train on the answer only, not on the prompt.
@@ -242,7 +264,8 @@ def build_sft_dataset(
     """
     if is_chat:
         raise ConfigError(
-            "model.data.chat=True: chat data is not supported. Write each conversation as a prompt and a response"
+            "model.data.chat=True: chat data is not supported. Write each conversation as a "
+            "prompt and a response"
             ' ({"input": ..., "output": ...}) and set model.data.chat=False.'
         )
     for key in ("hf_dataset", "add_sep"):
@@ -267,7 +290,9 @@ def build_sft_dataset(
 
 
 def _paths(value, key: str) -> list[str]:
-    """File names from one name or a list of them; NeMo's blending weights among them are refused."""
+    """File names from one name or a list of them; NeMo's blending weights among them are
+    refused.
+    """
     paths = [value] if isinstance(value, str) else list(value or [])
     if not paths:
         raise ConfigError(f"{key} is not set: give a jsonl file or a list of them.")
@@ -277,21 +302,25 @@ def _paths(value, key: str) -> list[str]:
         except (TypeError, ValueError):
             continue
         raise ConfigError(
-            f"{key} holds the number {path}: files are used one after the other, blending weights are not supported."
+            f"{key} holds the number {path}: files are used one after the other, blending weights "
+            "are not supported."
             f" Leave the weights out; name a file twice to give it twice the weight."
         )
     return [str(path) for path in paths]
 
 
 def _split(size: int, splits_string: str) -> list[int]:
-    """Four bounds that cut range(size) in three parts in proportion to "98,1,1" (or "98/1/1"; missing parts are 0)."""
+    """Four bounds that cut range(size) in three parts in proportion to "98,1,1" (or "98/1/1";
+    missing parts are 0).
+    """
     try:
         weights = [float(part) for part in splits_string.replace("/", ",").split(",")]
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= 3 or min(weights) < 0 or sum(weights) <= 0:
         raise ConfigError(
-            f'model.data.splits_string={splits_string!r}: three weights are needed, for example "98,1,1".'
+            f"model.data.splits_string={splits_string!r}: three weights are needed, for example "
+            '"98,1,1".'
         )
     weights += [0.0] * (3 - len(weights))
     return [round(size * total / sum(weights)) for total in np.cumsum([0.0, *weights])]
@@ -319,9 +348,10 @@ def collate_with_batch_max_sequence_length(
         data_batch: b items of `RLHFDataset`.
         response_token_length: columns added for the response.
         eos_id: padding.
-        reset_position_ids, reset_attention_mask, eod_mask_loss: accepted and not used (a row holds one document).
-        generate_masks_and_position_ids: also give `attention_mask` bool [1, 1, S, S] (True: must not see),
-            `position_ids` [b, S] and `loss_mask` f32 [b, S].
+        reset_position_ids, reset_attention_mask, eod_mask_loss: accepted and not used (a row holds
+            one document).
+        generate_masks_and_position_ids: also give `attention_mask` bool [1, 1, S, S] (True: must
+            not see), `position_ids` [b, S] and `loss_mask` f32 [b, S].
 
     Returns:
         `text` int64 [b, S], `length`, `idx` int64 [b], `loss_multiplier` f32 [b].
@@ -347,7 +377,9 @@ def collate_with_batch_max_sequence_length(
 def collate_with_pad_to_max_batch(
     max_seqlen, tokenizer_eos_id, cfg, generate_masks_and_position_ids=True
 ):
-    """`collate_with_batch_max_sequence_length` with the settings of a whole configuration `cfg`."""
+    """`collate_with_batch_max_sequence_length` with the settings of a whole configuration
+    `cfg`.
+    """
     data_cfg = cfg.model.data
     return partial(
         collate_with_batch_max_sequence_length,
@@ -409,7 +441,7 @@ def build_dataloader(
         num_workers=cfg.model.data.get("num_workers", 0),
         pin_memory=torch.cuda.is_available(),
         collate_fn=collate_fn,
-        # Each new iterator of a loader draws a seed: from here, and not from the generator that the training depends
-        # on.
+        # Each new iterator of a loader draws a seed: from here, and not from the generator that
+        # the training depends on.
         generator=torch.Generator().manual_seed(cfg.model.get("seed", 1234)),
     )

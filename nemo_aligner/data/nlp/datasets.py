@@ -1,10 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets over jsonl files: prompts for PPO/RS, pairs or labelled texts for a reward model, prompt-response examples
-for SFT.
+"""Datasets over jsonl files: prompts for PPO/RS, pairs or labelled texts for a reward model,
+prompt-response examples for SFT.
 
-A file is read once at start: every line is checked (a broken one is an error with its file and number) and only its
-byte offset is kept; texts are tokenized when they are asked for. Index -1 is an empty slot of a padded validation
+A file is read once at start: every line is checked (a broken one is an error with its file and
+number) and only its byte offset is kept; texts are tokenized when they are asked for. Index -1 is
+an empty slot of a padded validation
 batch: it returns the first item, masked.
 
 Legend: S padded length; token tensors are int64, masks float32 with 1.0 where a token counts.
@@ -23,20 +24,22 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import ConfigError, UserError
 
-# A tokenizer may add a few tokens that stand for no character (bos, eos, SentencePiece's leading space).
+# A tokenizer may add a few tokens that stand for no character (bos, eos, SentencePiece's leading
+# space).
 _EXTRA_TOKENS = 8
 # `model.regression.loss_mask_val` where it is not set: the label that says that there is none.
 DEFAULT_MASK_VALUE = -100.0
 
 
 class JsonLines(Sequence):
-    """Records of jsonl files, one after the other, read from disk when asked for. Blank lines do not count.
+    """Records of jsonl files, one after the other, read from disk when asked for. Blank lines do
+    not count.
 
     Args:
         paths: the files.
         fields: each record must have these, as text.
-        inspect: called once with every record; its results (int) are kept in `notes`. A `UserError` of its own gets
-            the place in front.
+        inspect: called once with every record; its results (int) are kept in `notes`. A
+            `UserError` of its own gets the place in front.
         allow_blank: the text of `fields` may be blank.
 
     Attributes:
@@ -44,7 +47,8 @@ class JsonLines(Sequence):
         counts: records per file.
 
     Raises:
-        UserError: a file is missing or empty, or a line is broken; the message names the file and the line.
+        UserError: a file is missing or empty, or a line is broken; the message names the file and
+        the line.
     """
 
     def __init__(
@@ -59,7 +63,8 @@ class JsonLines(Sequence):
         for path in self.paths:
             if not path.is_file():
                 raise UserError(
-                    f"data file {path} does not exist{' (it is a folder)' if path.is_dir() else ''}."
+                    f"data file {path} does not "
+                    f"exist{' (it is a folder)' if path.is_dir() else ''}."
                 )
             before, offset = len(offsets), 0
             with path.open("rb") as file:
@@ -85,7 +90,8 @@ class JsonLines(Sequence):
 
     def __getitem__(self, index: int) -> dict:
         file_number = int(np.searchsorted(self.first_of_file, index, side="right")) - 1
-        # Opened anew each time: worker processes of a DataLoader would share the position of an open file.
+        # Opened anew each time: worker processes of a DataLoader would share the position of an
+        # open file.
         with self.paths[file_number].open("rb") as file:
             file.seek(self.offsets[index])
             return json.loads(file.readline())
@@ -114,7 +120,9 @@ def _parse(line: bytes, fields: Sequence[str], allow_blank: bool, where: str) ->
 
 
 class _TextEncoder:
-    """Tokenizes a text as it stands: no template, no bos; `data.apply_ftfy` and `data.append_eod` on request."""
+    """Tokenizes a text as it stands: no template, no bos; `data.apply_ftfy` and `data.append_eod`
+    on request.
+    """
 
     def __init__(self, tokenizer, data_cfg=None):
         data_cfg = data_cfg or {}
@@ -135,14 +143,18 @@ class _TextEncoder:
         return self.tokenizer.text_to_ids(text) + [self.tokenizer.eos_id] * self.append_eod
 
     def length(self, text: str, limit: int) -> int:
-        """Number of tokens, exact if above `limit`, else perhaps a bound: most texts surely fit and cost no work."""
+        """Number of tokens, exact if above `limit`, else perhaps a bound: most texts surely fit
+        and cost no work.
+        """
         if text.isascii() and len(text) + _EXTRA_TOKENS <= limit:
             return len(text) + _EXTRA_TOKENS
         return len(self(text))
 
 
 class _Dataset(torch.utils.data.Dataset):
-    """A dataset that serves a choice of the documents in its files, in the order of their numbers `documents`."""
+    """A dataset that serves a choice of the documents in its files, in the order of their numbers
+    `documents`.
+    """
 
     documents: np.ndarray
 
@@ -159,8 +171,9 @@ class _Dataset(torch.utils.data.Dataset):
 class RLHFDataset(_Dataset):
     """Prompts: lines `{"text": prompt}`, tokenized as they are.
 
-    A prompt longer than the limit is replaced by the next one that fits, and its `loss_multiplier` is 0: it is
-    generated for, so that batches stay full, but must not train. A warning at start counts them.
+    A prompt longer than the limit is replaced by the next one that fits, and its `loss_multiplier`
+    is 0: it is generated for, so that batches stay full, but must not train. A warning at start
+    counts them.
 
     Args:
         paths: jsonl files.
@@ -169,8 +182,8 @@ class RLHFDataset(_Dataset):
         data_cfg: `model.data`.
         name: "train", ...; for messages.
 
-    Items: `text` [P], `length` (P), `loss_multiplier` f32, `idx` int64 (the index asked for; all but `text` are
-        scalars).
+    Items: `text` [P], `length` (P), `loss_multiplier` f32, `idx` int64 (the index asked for; all
+        but `text` are scalars).
     """
 
     def __init__(
@@ -193,8 +206,10 @@ class RLHFDataset(_Dataset):
         fits = self._fits()
         if not fits.all():
             logging.warning(
-                f"{name} data: {(~fits).sum()} of {len(fits)} prompts are longer than {limit_text} (the longest has"
-                f" {self.lines.notes.max()} tokens). In their place the next prompt that fits is used, with no weight"
+                f"{name} data: {(~fits).sum()} of {len(fits)} prompts are longer than "
+                f"{limit_text} (the longest has"
+                f" {self.lines.notes.max()} tokens). In their place the next prompt that fits is "
+                "used, with no weight"
                 f" in the loss."
             )
 
@@ -204,9 +219,12 @@ class RLHFDataset(_Dataset):
         fits = lengths <= self.max_prompt_length
         if not fits.any():
             raise UserError(
-                f"{self.name} data: all {len(fits)} prompts are longer than {self.limit_text}; the longest has"
-                f" {lengths.max()} tokens, the shortest {lengths.min()}. Shorten the prompts, raise"
-                " model.data.seq_length (model.encoder_seq_length) or lower length_params.max_length. Files:"
+                f"{self.name} data: all {len(fits)} prompts are longer than {self.limit_text}; "
+                "the longest has"
+                f" {lengths.max()} tokens, the shortest {lengths.min()}. Shorten the prompts, "
+                "raise"
+                " model.data.seq_length (model.encoder_seq_length) or lower "
+                "length_params.max_length. Files:"
                 f" {', '.join(map(str, self.lines.paths))}"
             )
         return fits
@@ -233,13 +251,15 @@ class RLHFDataset(_Dataset):
 
 
 class RewardModelDataset(_Dataset):
-    """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better one first.
+    """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better one
+    first.
 
     A pair with a text longer than `seq_length` is left out, and a warning at start counts them.
 
-    Items: `chosen`, `rejected` [S], padded with eos to `seq_length`; `chosen_length`, `rejected_length` (scalars);
-    `loss_mask` [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There is no attention mask: attention is
-    causal and the padding is on the right, so no text token ever sees it.
+    Items: `chosen`, `rejected` [S], padded with eos to `seq_length`; `chosen_length`,
+    `rejected_length` (scalars); `loss_mask` [S], all 0 for an empty slot; `position_ids` [S];
+    `idx`. There is no attention mask: attention is causal and the padding is on the right, so no
+    text token ever sees it.
     """
 
     def __init__(self, paths, tokenizer, seq_length: int, data_cfg=None, name="train"):
@@ -251,7 +271,8 @@ class RewardModelDataset(_Dataset):
         for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
             if count % 2:
                 raise UserError(
-                    f"{path} has {count} lines, an odd number: a reward model's data are pairs of neighbouring lines,"
+                    f"{path} has {count} lines, an odd number: a reward model's data are pairs of "
+                    "neighbouring lines,"
                     f" the better one first. A line is missing or too many."
                 )
         lengths = self.lines.notes.reshape(-1, 2).max(axis=1)
@@ -260,7 +281,8 @@ class RewardModelDataset(_Dataset):
     def _inspect(self, record: dict) -> int:
         if "label" in record:  # neighbours of a file of labelled texts are no pairs
             raise UserError(
-                "field 'label': this is data for regression, but pairs of neighbouring lines are needed. Set"
+                "field 'label': this is data for regression, but pairs of neighbouring lines are "
+                "needed. Set"
                 " model.reward_model_type=regression; if the lines are pairs, leave the field out."
             )
         return self.encode.length(record["text"], self.seq_length)
@@ -287,15 +309,16 @@ class RewardModelDataset(_Dataset):
 class RegressionRewardModelDataset(_Dataset):
     """Labelled texts for a regression reward model: lines `{"text": ..., "label": [number, ...]}`.
 
-    With one attribute a bare number will do. A label equal to `mask_value` says that there is none. A text longer than
-    `seq_length` is left out, and a warning at start counts them.
+    With one attribute a bare number will do. A label equal to `mask_value` says that there is
+    none. A text longer than `seq_length` is left out, and a warning at start counts them.
 
     Args:
         num_attributes: A, numbers in each label.
         mask_value: `model.regression.loss_mask_val`.
 
-    Items: `inputs` [S], padded with eos to `seq_length`; `lengths` (a scalar); `labels` f32 [A]; `loss_mask` [S], all
-    0 for an empty slot; `position_ids` [S]; `idx`. No attention mask, for the reason given at `RewardModelDataset`.
+    Items: `inputs` [S], padded with eos to `seq_length`; `lengths` (a scalar); `labels` f32 [A];
+    `loss_mask` [S], all 0 for an empty slot; `position_ids` [S]; `idx`. No attention mask, for the
+    reason given at `RewardModelDataset`.
     """
 
     def __init__(
@@ -325,7 +348,8 @@ class RegressionRewardModelDataset(_Dataset):
         self.lines = JsonLines(paths, ["text"], inspect)
         if not labels_that_count:
             raise UserError(
-                f"{name} data: every label is model.regression.loss_mask_val={mask_value}, which says that there is"
+                f"{name} data: every label is model.regression.loss_mask_val={mask_value}, which "
+                "says that there is"
                 f" none. Files: {', '.join(map(str, self.lines.paths))}"
             )
         self.documents = _that_fit(self.lines.notes, seq_length, name, "texts", "are longer")
@@ -373,7 +397,8 @@ def _label(record: dict, num_attributes: int) -> list[float]:
 def _that_fit(
     lengths: np.ndarray, seq_length: int, name: str, what: str, are_longer: str
 ) -> np.ndarray:
-    """Numbers of the documents of at most `seq_length` tokens; a warning counts the others, and none is an error.
+    """Numbers of the documents of at most `seq_length` tokens; a warning counts the others, and
+    none is an error.
 
     Args:
         what, are_longer: words for "all 3 <what> <are_longer> than ...".
@@ -381,31 +406,37 @@ def _that_fit(
     documents = np.flatnonzero(lengths <= seq_length)
     if not len(documents):
         raise UserError(
-            f"{name} data: all {len(lengths)} {what} {are_longer} than seq_length={seq_length} tokens; the longest has"
-            f" {lengths.max()}. Shorten the texts or raise model.data.seq_length (model.encoder_seq_length)."
+            f"{name} data: all {len(lengths)} {what} {are_longer} than seq_length={seq_length} "
+            "tokens; the longest has"
+            f" {lengths.max()}. Shorten the texts or raise model.data.seq_length "
+            "(model.encoder_seq_length)."
         )
     if len(documents) < len(lengths):
         logging.warning(
-            f"{name} data: {len(lengths) - len(documents)} of {len(lengths)} {what} are left out: they {are_longer}"
+            f"{name} data: {len(lengths) - len(documents)} of {len(lengths)} {what} are left out: "
+            f"they {are_longer}"
             f" than seq_length={seq_length} tokens (the longest has {lengths.max()})."
         )
     return documents
 
 
 class SFTDataset(_Dataset):
-    """Prompt-response examples: lines with the fields that `prompt_template` names, the answer last.
+    """Prompt-response examples: lines with the fields that `prompt_template` names, the answer
+    last.
 
-    The template is cut at its fields and each piece tokenized by itself, so the answer's tokens do not depend on the
-    prompt. One space before a field belongs to the field ("{input} {output}": the answer starts with a space, and the
-    prompt is tokenized exactly as PPO would), unless the tokenizer itself puts spaces between pieces.
+    The template is cut at its fields and each piece tokenized by itself, so the answer's tokens do
+    not depend on the prompt. One space before a field belongs to the field ("{input} {output}":
+    the answer starts with a space, and the prompt is tokenized exactly as PPO would), unless the
+    tokenizer itself puts spaces between pieces.
 
-    An example longer than `max_seq_length` first loses tokens of the fields named by `truncation_field`
-    (comma-separated, in order), on the side `truncation_method` ("left" or "right"); if that is not enough, the end of
-    the answer.
+    An example longer than `max_seq_length` first loses tokens of the fields named by
+    `truncation_field` (comma-separated, in order), on the side `truncation_method` ("left" or
+    "right"); if that is not enough, the end of the answer.
 
-    Items: `tokens` list of ids, `answer_start` (position of the first token that is trained on), `idx`. `collate_fn`
-    makes batches: `tokens`, `labels` int64 [B, S] (labels: the token that follows), `loss_mask` f32 [B, S] (1.0 where
-    the label counts), `position_ids` [B, S].
+    Items: `tokens` list of ids, `answer_start` (position of the first token that is trained on),
+    `idx`. `collate_fn`
+    makes batches: `tokens`, `labels` int64 [B, S] (labels: the token that follows), `loss_mask`
+    f32 [B, S] (1.0 where the label counts), `position_ids` [B, S].
     """
 
     def __init__(
@@ -447,7 +478,8 @@ class SFTDataset(_Dataset):
         for field in self.truncation_fields:
             if field not in self.fields:
                 raise ConfigError(
-                    f"truncation_field={field!r} is not a field of prompt_template={prompt_template!r}."
+                    f"truncation_field={field!r} is not a field of "
+                    f"prompt_template={prompt_template!r}."
                 )
         self.truncation_method = truncation_method
         self.add_bos = add_bos
@@ -458,13 +490,16 @@ class SFTDataset(_Dataset):
         if (self.lines.notes == 2).all():
             raise UserError(
                 f"{name} data: in all {len(self.lines)} examples the prompt alone fills"
-                f" max_seq_length={max_seq_length} tokens, so nothing of the answer is left to train on. Raise"
+                f" max_seq_length={max_seq_length} tokens, so nothing of the answer is left to "
+                "train on. Raise"
                 " max_seq_length or truncate more (truncation_field)."
             )
         if self.lines.notes.any():
             logging.warning(
-                f"{name} data: {(self.lines.notes > 0).sum()} of {len(self.lines)} examples are longer than"
-                f" max_seq_length={max_seq_length} tokens and truncated; {(self.lines.notes == 2).sum()} of them keep"
+                f"{name} data: {(self.lines.notes > 0).sum()} of {len(self.lines)} examples are "
+                "longer than"
+                f" max_seq_length={max_seq_length} tokens and truncated; "
+                f"{(self.lines.notes == 2).sum()} of them keep"
                 " nothing of the answer."
             )
         self.documents = np.arange(len(self.lines))
@@ -510,7 +545,9 @@ class SFTDataset(_Dataset):
         return {"tokens": tokens, "answer_start": answer_start, "idx": index}
 
     def collate_fn(self, items: list[dict]) -> dict:
-        """A batch, padded with eos to its longest example (a multiple of 16, at most `max_seq_length`)."""
+        """A batch, padded with eos to its longest example (a multiple of 16, at most
+        `max_seq_length`).
+        """
         longest = max(len(item["tokens"]) for item in items)
         width = (
             self.max_seq_length
@@ -532,10 +569,12 @@ class SFTDataset(_Dataset):
 
 
 def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str | None]]:
-    """Pieces (text, field or None) of a template: text that stands before the field in the same piece, and the field.
+    """Pieces (text, field or None) of a template: text that stands before the field in the same
+    piece, and the field.
 
-    "Q: {input} A: {output}" -> ("Q:", None), (" ", "input"), (" A:", None), (" ", "output"); without the spaces at
-    the edges of the pieces for a tokenizer that puts them there itself (`space_sensitive=False`).
+    "Q: {input} A: {output}" -> ("Q:", None), (" ", "input"), (" A:", None), (" ", "output");
+    without the spaces at the edges of the pieces for a tokenizer that puts them there itself
+    (`space_sensitive=False`).
     """
     pieces: list[tuple[str, str | None]] = []
     literal = ""

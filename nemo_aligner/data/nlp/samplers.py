@@ -7,12 +7,14 @@
 | micro-batches                | `MegatronPretrainingRandomSampler`      | `MegatronPretrainingSampler`      |
 | its share of a global batch  | `MegatronPretrainingRandomBatchSampler` | `MegatronPretrainingBatchSampler` |
 
-Where a pass starts is decided by `consumed_samples` alone (samples seen by all ranks together since step 0), so a
-resumed job goes on with exactly the batches that the killed one would have had next. A pass holds whole global batches
-only: what is left over at the end of an epoch is dropped, or, in order and on request, filled up with the index -1 (a
-slot without data).
+Where a pass starts is decided by `consumed_samples` alone (samples seen by all ranks together
+since step 0), so a resumed job goes on with exactly the batches that the killed one would have had
+next. A pass holds whole global batches
+only: what is left over at the end of an epoch is dropped, or, in order and on request, filled up
+with the index -1 (a slot without data).
 
-The random samplers draw from a generator of their own, never from the global one, which belongs to the training.
+The random samplers draw from a generator of their own, never from the global one, which belongs to
+the training.
 """
 
 import math
@@ -29,10 +31,11 @@ class _BatchSampler:
     Args:
         total_samples: size of the dataset.
         consumed_samples: samples consumed by all ranks since the start of training.
-        micro_batch_size, global_batch_size: sizes per rank and micro-batch, and over all ranks; a global batch is one
-            micro-batch per rank if the latter is not given.
+        micro_batch_size, global_batch_size: sizes per rank and micro-batch, and over all ranks; a
+            global batch is one micro-batch per rank if the latter is not given.
         drop_last: leave out the samples that do not fill a global batch.
-        pad_samples_to_global_batch_size: with `drop_last=False`, fill the last global batch with the index -1.
+        pad_samples_to_global_batch_size: with `drop_last=False`, fill the last global batch with
+        the index -1.
         seed: of the permutations (random samplers only).
     """
 
@@ -61,9 +64,12 @@ class _BatchSampler:
             raise UserError(f"consumed_samples={consumed_samples}: it counts from 0.")
         if micro_batch_size <= 0 or global_batch_size <= 0 or global_batch_size % step:
             raise ConfigError(
-                f"the global batch size {global_batch_size} (model.global_batch_size, or num_rollout_samples /"
-                f" num_val_samples for rollouts) is not a multiple of {step} = micro batch size {micro_batch_size}"
-                " (model.micro_batch_size, or rollout_micro_batch_size / val_rollout_micro_batch_size for rollouts) x"
+                f"the global batch size {global_batch_size} (model.global_batch_size, or "
+                "num_rollout_samples /"
+                f" num_val_samples for rollouts) is not a multiple of {step} = micro batch size "
+                f"{micro_batch_size}"
+                " (model.micro_batch_size, or rollout_micro_batch_size / "
+                "val_rollout_micro_batch_size for rollouts) x"
                 f" {data_parallel_size} data-parallel rank(s). Change one of them."
             )
         if not 0 <= data_parallel_rank < data_parallel_size:
@@ -72,8 +78,10 @@ class _BatchSampler:
             )
         if drop_last and total_samples < global_batch_size:
             raise UserError(
-                f"the dataset has {total_samples} samples, fewer than one global batch of {global_batch_size}"
-                " (model.global_batch_size, or num_rollout_samples / num_val_samples for rollouts). Give more data or"
+                f"the dataset has {total_samples} samples, fewer than one global batch of "
+                f"{global_batch_size}"
+                " (model.global_batch_size, or num_rollout_samples / num_val_samples for "
+                "rollouts). Give more data or"
                 f" lower the batch size."
             )
         if not drop_last and self.is_random:
@@ -86,13 +94,16 @@ class _BatchSampler:
             and total_samples % global_batch_size
         ):
             raise ConfigError(
-                f"drop_last=False with {total_samples} samples leaves a global batch of {global_batch_size}"
-                " incomplete, and ranks with unequal work: set pad_samples_to_global_batch_size=True (empty slots are"
+                f"drop_last=False with {total_samples} samples leaves a global batch of "
+                f"{global_batch_size}"
+                " incomplete, and ranks with unequal work: set "
+                "pad_samples_to_global_batch_size=True (empty slots are"
                 " masked)."
             )
         if consumed_samples % global_batch_size:
             logging.warning(
-                f"consumed_samples={consumed_samples} is not a multiple of the global batch size {global_batch_size}"
+                f"consumed_samples={consumed_samples} is not a multiple of the global batch size "
+                f"{global_batch_size}"
                 f" (was it changed on resume?): sampling goes on at the next multiple."
             )
         self.total_samples = total_samples
@@ -127,10 +138,12 @@ class _BatchSampler:
 
 
 class _RandomSampler(_BatchSampler):
-    """One permutation of the dataset per epoch, seeded with `seed + epoch`, cut into global batches.
+    """One permutation of the dataset per epoch, seeded with `seed + epoch`, cut into global
+    batches.
 
-    Each rank takes a share of every global batch, so the samples of a global batch depend neither on the number of
-    ranks nor on the micro-batch size. (NeMo permutes a part of the dataset per rank, so they depend on both.)
+    Each rank takes a share of every global batch, so the samples of a global batch depend neither
+    on the number of ranks nor on the micro-batch size. (NeMo permutes a part of the dataset per
+    rank, so they depend on both.)
 
     One pass ends with the epoch; the next starts the following epoch.
     """
@@ -145,7 +158,8 @@ class _RandomSampler(_BatchSampler):
         order = torch.randperm(
             self.total_samples, generator=torch.Generator().manual_seed(self.seed + epoch)
         )
-        # The tail of the permutation beyond the last global batch is left out: other samples in each epoch.
+        # The tail of the permutation beyond the last global batch is left out: other samples in
+        # each epoch.
         for global_batch in order[done : self.samples_per_epoch].split(self.global_batch_size):
             share = global_batch.chunk(self.data_parallel_size)[self.data_parallel_rank]
             for batch in share.split(self._local_batch_size):
@@ -154,7 +168,9 @@ class _RandomSampler(_BatchSampler):
 
 
 class _InOrderSampler(_BatchSampler):
-    """The dataset's own order, one pass in total; a new iteration starts again at `consumed_samples`."""
+    """The dataset's own order, one pass in total; a new iteration starts again at
+    `consumed_samples`.
+    """
 
     is_random = False
 
@@ -195,7 +211,9 @@ class MegatronPretrainingRandomBatchSampler(_RandomSampler):
 
 
 class MegatronPretrainingSampler(_InOrderSampler):
-    """Micro-batches of this rank in the dataset's order: rank r has the r-th of each DP neighbouring ones."""
+    """Micro-batches of this rank in the dataset's order: rank r has the r-th of each DP
+    neighbouring ones.
+    """
 
     yields_micro_batches = True
 

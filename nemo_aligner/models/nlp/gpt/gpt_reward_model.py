@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`GPTRewardModel`: a GPT of Megatron Core that ends in a small linear head instead of a vocabulary.
+"""`GPTRewardModel`: a GPT of Megatron Core that ends in a small linear head instead of a
+vocabulary.
 
-The head gives one number per sequence (a reward), a few (attributes), or one per position (a critic's values).
+The head gives one number per sequence (a reward), a few (attributes), or one per position (a
+critic's values).
 Notation: B rows, S positions, H hidden size, A numbers that the head computes per position.
 """
 
@@ -22,22 +24,25 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # i
 
 
 class RewardModelHead(RowParallelLinear):
-    """Linear map from hidden states to rewards or values, split over tensor-parallel ranks along H.
+    """Linear map from hidden states to rewards or values, split over tensor-parallel ranks along
+    H.
 
-    It computes in a dtype of its own, which conversions of the whole model (`model.bfloat16()`) leave alone. Its
-    initial weights are drawn for the whole matrix, so they do not depend on the split.
+    It computes in a dtype of its own, which conversions of the whole model (`model.bfloat16()`)
+    leave alone. Its initial weights are drawn for the whole matrix, so they do not depend on the
+    split.
 
     Args:
         input_size: H.
         output_size: A.
         config: of the model; with `sequence_parallel` the hidden states arrive split along S.
         output_sequence: give a number for every position instead of one row of A for the sequence.
-        use_avg_pool: the sequence's vector is the mean over its positions, not the one of its last token.
+        use_avg_pool: the sequence's vector is the mean over its positions, not the one of its last
+            token.
         dtype: of weights and arithmetic.
         merge_attributes: weigh the A numbers into one.
         attributes_weights: A weights for that; 1/A each by default.
-        init_method, bias, input_is_parallel, stride, keep_master_weight_for_test, skip_bias_add: as
-            `RowParallelLinear`'s.
+        init_method, bias, input_is_parallel, stride, keep_master_weight_for_test, skip_bias_add:
+            as `RowParallelLinear`'s.
     """
 
     def __init__(
@@ -103,15 +108,18 @@ class RewardModelHead(RowParallelLinear):
         """Rewards or values; all ranks of the tensor-parallel group call it.
 
         Args:
-            hidden_states: [S, B, H]; this rank's share of it, [S / CP, B, H], under context parallelism; with sequence
-                parallelism of that again 1 / TP.
-            lengths: int64 [B], tokens of each row without its padding, at least 1; not needed with `output_sequence`.
+            hidden_states: [S, B, H]; this rank's share of it, [S / CP, B, H], under context
+                parallelism; with sequence parallelism of that again 1 / TP.
+            lengths: int64 [B], tokens of each row without its padding, at least 1; not needed with
+            `output_sequence`.
 
         Returns:
-            [B, S] with `output_sequence`, else [B, 1] merged, both float32; or [B, A] in the head's dtype.
+            [B, S] with `output_sequence`, else [B, 1] merged, both float32; or [B, A] in the
+            head's dtype.
         """
         if self.input_is_sequence_parallel:
-            # Every rank computes the same from here on, so each one's gradient is the whole one: nothing to sum.
+            # Every rank computes the same from here on, so each one's gradient is the whole one:
+            # nothing to sum.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
             )
@@ -120,8 +128,9 @@ class RewardModelHead(RowParallelLinear):
             if self.output_sequence:
                 attributes = gather_shares(super().forward(hidden_states)[0], 0)  # [S, B, A]
                 return self._merge(attributes).transpose(0, 1).contiguous()
-            # The map is linear, so pooling may come before or after it. Before is cheaper; but where positions are
-            # shared out, the gradient of the weights must be that of a rank's own positions.
+            # The map is linear, so pooling may come before or after it. Before is cheaper; but
+            # where positions are shared out, the gradient of the weights must be that of a rank's
+            # own positions.
             if parallel_state.get_context_parallel_world_size() == 1:
                 attributes = (
                     super().forward(self._pool(hidden_states, lengths))[0].squeeze(0)
@@ -133,7 +142,9 @@ class RewardModelHead(RowParallelLinear):
             return self._merge(attributes).unsqueeze(-1) if self.merge_attributes else attributes
 
     def _merge(self, attributes: Tensor) -> Tensor:
-        """The weighted sum over the last dimension, in float32: bfloat16 would make different rewards equal."""
+        """The weighted sum over the last dimension, in float32: bfloat16 would make different
+        rewards equal.
+        """
         return attributes.float() @ self.attributes_weights
 
     def _pool(self, states: Tensor, lengths: Tensor) -> Tensor:
@@ -148,7 +159,8 @@ class RewardModelHead(RowParallelLinear):
 
 
 class GPTRewardModel(GPTModel):
-    """GPT with a `RewardModelHead`, `rm_head`, on the last pipeline stage; embeddings are never shared.
+    """GPT with a `RewardModelHead`, `rm_head`, on the last pipeline stage; embeddings are never
+    shared.
 
     Args:
         config, and all that is not named here: as `GPTModel`'s.
@@ -158,8 +170,8 @@ class GPTRewardModel(GPTModel):
         head_seed: of the head's initial weights.
 
     Attributes:
-        return_rm_head_in_state_dict: class flag; False leaves the head out of state dicts, so that the weights of a
-            plain language model can be loaded strictly.
+        return_rm_head_in_state_dict: class flag; False leaves the head out of state dicts, so that
+            the weights of a plain language model can be loaded strictly.
     """
 
     return_rm_head_in_state_dict = True
@@ -209,10 +221,12 @@ class GPTRewardModel(GPTModel):
         lengths: Tensor | None = None,
         **kwargs,
     ) -> Tensor:
-        """As `GPTModel.forward` up to the last hidden states; then the head (see `RewardModelHead.forward`).
+        """As `GPTModel.forward` up to the last hidden states; then the head (see
+        `RewardModelHead.forward`).
 
         Args:
-            lengths: int64 [B], tokens of each row without its padding; not needed for values of all positions.
+            lengths: int64 [B], tokens of each row without its padding; not needed for values of
+                all positions.
         """
         self._lengths = lengths
         try:
@@ -227,7 +241,9 @@ class GPTRewardModel(GPTModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """Weights for a checkpoint that loads at any split; without the head unless `return_rm_head_in_state_dict`."""
+        """Weights for a checkpoint that loads at any split; without the head unless
+        `return_rm_head_in_state_dict`.
+        """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         # Not `GPTModel`'s and `LanguageModule`'s own, which expect an output layer.
         sharded = super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)

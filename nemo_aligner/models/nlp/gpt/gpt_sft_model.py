@@ -17,8 +17,8 @@ from nemo_aligner.training.megatron_steps import forward_backward
 class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
     """Learns to give the answers of a data set.
 
-    Its loss is the mean over all answer tokens of the global batch, or what else `loss_reduction` of the configuration
-    names (`nemo_aligner.core.losses.loss_weights`).
+    Its loss is the mean over all answer tokens of the global batch, or what else `loss_reduction`
+    of the configuration names (`nemo_aligner.core.losses.loss_weights`).
     """
 
     def __init__(self, cfg: DictConfig, trainer=None):
@@ -28,15 +28,16 @@ class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
     def get_loss_and_metrics(
         self, batch: dict, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """Negative log-likelihood of a global batch, and its gradient unless `forward_only`; all ranks call it.
+        """Negative log-likelihood of a global batch, and its gradient unless `forward_only`; all
+        ranks call it.
 
         Args:
-            batch: `tokens`, `labels` int64 [B, S] (the token that follows), `loss_mask` [B, S], non-zero where the
-                label counts.
+            batch: `tokens`, `labels` int64 [B, S] (the token that follows), `loss_mask` [B, S],
+                non-zero where the label counts.
 
         Returns:
-            The loss, and `loss` and `weights` (number of tokens that count, or of what `loss_reduction` takes the
-            mean of) over the global batch.
+            The loss, and `loss` and `weights` (number of tokens that count, or of what
+            `loss_reduction` takes the mean of) over the global batch.
         """
         mask = batch["loss_mask"].to(get_device())
         micro_batch_size = self.cfg.micro_batch_size

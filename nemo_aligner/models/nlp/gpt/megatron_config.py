@@ -1,10 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From NeMo's configuration keys to Megatron Core: `TransformerConfig` and the layer specification.
+"""From NeMo's configuration keys to Megatron Core: `TransformerConfig` and the layer
+specification.
 
-With Transformer Engine installed on a GPU the layers are Transformer Engine's. Elsewhere they are Megatron Core's
-local ones with two parts of our own: `SDPAttention` (PyTorch's fused attention) and norms that know sequence
-parallelism.
+With Transformer Engine installed on a GPU the layers are Transformer Engine's. Elsewhere they are
+Megatron Core's
+local ones with two parts of our own: `SDPAttention` (PyTorch's fused attention) and norms that
+know sequence parallelism.
 """
 
 import functools
@@ -80,8 +82,8 @@ def use_transformer_engine() -> bool:
 def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: int) -> int:
     """Rows of the embedding table: the next size that `multiple` and the TP ranks divide.
 
-    NeMo pads to `multiple` x TP; with the least common multiple the table, and so the initial weights, mostly do not
-    depend on TP.
+    NeMo pads to `multiple` x TP; with the least common multiple the table, and so the initial
+    weights, mostly do not depend on TP.
     """
     multiple = math.lcm(multiple, tensor_model_parallel_size)
     return math.ceil(vocab_size / multiple) * multiple
@@ -106,13 +108,15 @@ def build_transformer_config(cfg) -> TransformerConfig:
     }.get(str(cfg.get("normalization", "layernorm")).lower())
     if normalization is None:
         raise ConfigError(
-            f"model.normalization={cfg.get('normalization')!r} is not supported; use layernorm, layernorm1p or "
+            f"model.normalization={cfg.get('normalization')!r} is not supported; use layernorm, "
+            "layernorm1p or "
             "rmsnorm."
         )
     zero_centered = str(cfg.get("normalization", "")).lower() == "layernorm1p"
     if zero_centered and not use_transformer_engine():
         raise ConfigError(
-            "model.normalization=layernorm1p needs Transformer Engine on a GPU; use layernorm or rmsnorm."
+            "model.normalization=layernorm1p needs Transformer Engine on a GPU; use layernorm or "
+            "rmsnorm."
         )
 
     dtype = torch_dtype(cfg.get("precision", 32))
@@ -177,14 +181,15 @@ def build_transformer_config(cfg) -> TransformerConfig:
 class SDPAttention(MegatronModule):
     """Core attention through `torch.nn.functional.scaled_dot_product_attention`.
 
-    Queries `[sq, b, np, hn]`, keys and values `[sk, b, ng, hn]` (np, ng: heads and query groups on this rank), output
-    `[sq, b, np*hn]`. Without a mask, queries are the last `sq` of the `sk` positions and see themselves and all
-    before: training and prefill have sq == sk, a decoding step with a KV cache has sq < sk. `attention_mask` is True
-    where a position must *not* be seen, as everywhere in Megatron Core.
+    Queries `[sq, b, np, hn]`, keys and values `[sk, b, ng, hn]` (np, ng: heads and query groups on
+    this rank), output `[sq, b, np*hn]`. Without a mask, queries are the last `sq` of the `sk`
+    positions and see themselves and all
+    before: training and prefill have sq == sk, a decoding step with a KV cache has sq < sk.
+    `attention_mask` is True where a position must *not* be seen, as everywhere in Megatron Core.
 
     Under context parallelism queries, keys and values are this rank's share of the positions
-    (`nemo_aligner.parallel.context_parallel`); keys and values are gathered, so each rank holds those of the whole
-    sequence of one layer at a time.
+    (`nemo_aligner.parallel.context_parallel`); keys and values are gathered, so each rank holds
+    those of the whole sequence of one layer at a time.
     """
 
     def __init__(
@@ -205,7 +210,8 @@ class SDPAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         if config.apply_query_key_layer_scaling:
             raise ConfigError(
-                "model.apply_query_key_layer_scaling=True is only for fp16 training; set it to False."
+                "model.apply_query_key_layer_scaling=True is only for fp16 training; set it to "
+                "False."
             )
 
     def forward(
@@ -222,7 +228,8 @@ class SDPAttention(MegatronModule):
         if self.config.context_parallel_size > 1:
             if mask is not None:
                 raise ValueError("no attention mask but the causal one under context parallelism")
-            # One exchange for both. Each rank's queries give them gradients of their own, to be summed.
+            # One exchange for both. Each rank's queries give them gradients of their own, to be
+            # summed.
             key, value = gather_shares(torch.stack([key, value]), 1, sum_gradients=True)
             width = key.size(0)
             mask = share_positions(width, key.device).unsqueeze(1) >= torch.arange(
@@ -248,7 +255,8 @@ class SDPAttention(MegatronModule):
             )
 
         if self.training and self.attention_dropout > 0:
-            # Heads are split over TP ranks (and queries over CP ranks), so each draws its own dropout mask.
+            # Heads are split over TP ranks (and queries over CP ranks), so each draws its own
+            # dropout mask.
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 context = attend(self.attention_dropout)
         else:
@@ -257,10 +265,11 @@ class SDPAttention(MegatronModule):
 
 
 class LocalNorm:
-    """`torch.nn.LayerNorm` or `RMSNorm` whose parameters carry the sequence-parallel mark that Megatron Core reads.
+    """`torch.nn.LayerNorm` or `RMSNorm` whose parameters carry the sequence-parallel mark that
+    Megatron Core reads.
 
-    Megatron Core's own wrapper refuses sequence parallelism because it sets no mark. A class, not a function:
-    Megatron's specifications take a function for something already built.
+    Megatron Core's own wrapper refuses sequence parallelism because it sets no mark. A class, not
+    a function: Megatron's specifications take a function for something already built.
     """
 
     def __new__(cls, config, hidden_size, eps=1e-5, **_kwargs):
@@ -272,7 +281,9 @@ class LocalNorm:
 
 
 def build_layer_spec(config: TransformerConfig, vp_stage: int | None = None):
-    """Layers of a GPT for this pipeline stage: Transformer Engine's where it runs, else the local ones."""
+    """Layers of a GPT for this pipeline stage: Transformer Engine's where it runs, else the local
+    ones.
+    """
     if use_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
     layer = get_gpt_layer_local_spec(

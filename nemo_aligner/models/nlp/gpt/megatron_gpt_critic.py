@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTCriticModel`: the critic of PPO, and in the same module, by swapping weights, the reward model.
+"""`MegatronGPTCriticModel`: the critic of PPO, and in the same module, by swapping weights, the
+reward model.
 
-Notation: N rows, S padded length; column t of a [N, S-1] tensor belongs to the prediction of token t+1.
+Notation: N rows, S padded length; column t of a [N, S-1] tensor belongs to the prediction of token
+t+1.
 """
 
 from enum import Enum
@@ -34,9 +36,9 @@ class StateDictState(Enum):
 class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     """Critic, and reward model on the side.
 
-    The optimizer belongs to the critic's weights. The reward model's live in host memory and are in the module only
-    while it scores; whatever trains, saves or loads puts the critic back first. Weights are copied in place, so that
-    the optimizer and its fp32 copies of them notice nothing.
+    The optimizer belongs to the critic's weights. The reward model's live in host memory and are
+    in the module only while it scores; whatever trains, saves or loads puts the critic back first.
+    Weights are copied in place, so that the optimizer and its fp32 copies of them notice nothing.
 
     Args:
         cfg: as the reward model's, and `loss_clip_val`, `loss_reduction`, `offload_adam_states`.
@@ -44,8 +46,8 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
 
     Attributes:
         loaded_state_dict: whose weights are in the module.
-        rm_state_dict_cpu, critic_state_dict_cpu: copies in host memory; the critic's is brought up to date when the
-            reward model takes its place. `set_reward_model` makes the first.
+        rm_state_dict_cpu, critic_state_dict_cpu: copies in host memory; the critic's is brought up
+            to date when the reward model takes its place. `set_reward_model` makes the first.
     """
 
     def __init__(self, cfg: DictConfig, trainer=None):
@@ -62,23 +64,29 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     # --- whose weights --------------------------------------------------------------------------------------------
 
     def set_reward_model(self) -> None:
-        """Keep a copy of the present weights as the reward model; call it before a checkpoint is resumed.
+        """Keep a copy of the present weights as the reward model; call it before a checkpoint is
+        resumed.
 
         Raises:
-            UserError: the weights were loaded without a reward head, so that rewards would be random.
+            UserError: the weights were loaded without a reward head, so that rewards would be
+                random.
             ConfigError: the reward model gives several attributes, and not their weighted sum.
         """
         if not self.has_trained_head:
             raise UserError(
-                "the checkpoint of this critic holds no reward head (it is a language model or a critic): its rewards "
-                "would mean nothing. Give a trained reward model in pretrained_checkpoint.restore_from_path, or serve "
+                "the checkpoint of this critic holds no reward head (it is a language model or a "
+                "critic): its rewards "
+                "would mean nothing. Give a trained reward model in "
+                "pretrained_checkpoint.restore_from_path, or serve "
                 "rewards elsewhere with trainer.ppo.combine_rm_and_critic_server=False (and "
                 "remote_critic_rm.combine_rm_and_critic_server=False in the actor's job)."
             )
         if num_attributes(self.cfg) > 1 and not self.cfg.regression.get("merge_attributes", False):
             raise ConfigError(
-                f"this reward model gives model.regression.num_attributes={num_attributes(self.cfg)} numbers for a "
-                "text, and PPO takes one; set model.regression.merge_attributes=True and, if they do not count alike, "
+                "this reward model gives "
+                f"model.regression.num_attributes={num_attributes(self.cfg)} numbers for a "
+                "text, and PPO takes one; set model.regression.merge_attributes=True and, if they "
+                "do not count alike, "
                 "model.regression.attribute_weights."
             )
         self.rm_state_dict_cpu = self.weights_to_cpu(into=self.rm_state_dict_cpu)
@@ -136,16 +144,18 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     def get_loss_and_metrics(
         self, batch: dict, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """Value loss (`losses.ppo_critic_loss`) of a global batch, and its gradient unless `forward_only`.
+        """Value loss (`losses.ppo_critic_loss`) of a global batch, and its gradient unless
+        `forward_only`.
 
         All ranks call it. A batch without a counting slot gives loss 0 and gradient 0.
 
         Args:
-            batch: a `CriticTrainBatch`: `tokens` int64 [N, S]; `returns`, `prev_values`, `mask` [N, S-1].
+            batch: a `CriticTrainBatch`: `tokens` int64 [N, S]; `returns`, `prev_values`, `mask`
+                [N, S-1].
 
         Returns:
-            The loss and, over the global batch: `loss`, `value_clip_fraction` and, unless all returns are equal,
-            `explained_variance` of the returns by the values in training.
+            The loss and, over the global batch: `loss`, `value_clip_fraction` and, unless all
+            returns are equal, `explained_variance` of the returns by the values in training.
         """
         self._load(StateDictState.CRITIC)
         micro_batch_size = self.cfg.micro_batch_size
@@ -193,7 +203,8 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     def infer_rm_critic(
         self, inputs, add_BOS: bool = False, add_EOS: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Rewards float32 [N] and values float32 [N, S]; all ranks call it, with inputs as for `infer`.
+        """Rewards float32 [N] and values float32 [N, S]; all ranks call it, with inputs as for
+        `infer`.
 
         Who is in the module computes first, so that a call costs one swap of the weights.
         """

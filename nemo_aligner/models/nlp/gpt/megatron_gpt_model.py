@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTModel`: a GPT of Megatron Core behind NeMo's `ModelPT`.
 
-It owns what every role (actor, critic, reward model, SFT) shares: construction from NeMo-style keys, the tokenizer,
-weights in and out (`.nemo`, host copies, swaps) and the optimizer. Roles add losses;
-`nemo_aligner.training.megatron_steps` runs the passes.
+It owns what every role (actor, critic, reward model, SFT) shares: construction from NeMo-style
+keys, the tokenizer, weights in and out (`.nemo`, host copies, swaps) and the optimizer. Roles add
+losses; `nemo_aligner.training.megatron_steps` runs the passes.
 """
 
 import contextlib
@@ -59,20 +59,23 @@ def build_tokenizer(cfg: DictConfig):
         path = cfg.get("model", None)
         if not path or not Path(path).is_file():
             raise UserError(
-                f"model.tokenizer.model={path} does not exist; give the path of a SentencePiece .model file."
+                f"model.tokenizer.model={path} does not exist; give the path of a SentencePiece "
+                ".model file."
             )
         return SentencePieceTokenizer(path, legacy=cfg.get("sentencepiece_legacy", False) or False)
     if library == "huggingface":
         name = cfg.get("type", None)
         if not name or (str(name).startswith(("/", ".")) and not Path(name).is_dir()):
             raise UserError(
-                f"model.tokenizer.type={name} does not exist; give the folder of a Hugging Face tokenizer."
+                f"model.tokenizer.type={name} does not exist; give the folder of a Hugging Face "
+                "tokenizer."
             )
         try:
             tokenizer = AutoTokenizer(name, use_fast=cfg.get("use_fast", True))
         except (ValueError, OSError) as error:
             raise UserError(
-                f"model.tokenizer.type={name} cannot be loaded as a Hugging Face tokenizer: {error}"
+                f"model.tokenizer.type={name} cannot be loaded as a Hugging Face tokenizer: "
+                f"{error}"
             ) from error
         if tokenizer.tokenizer.eos_token_id is None:
             raise UserError(
@@ -89,15 +92,19 @@ class MegatronGPTModel(ModelPT):
 
     Args:
         cfg: model configuration (NeMo keys; see docs/config.md). Parallel sizes come from it.
-        trainer: Lightning trainer; it knows devices and nodes and starts the processes of this job.
+        trainer: Lightning trainer; it knows devices and nodes and starts the processes of this
+            job.
 
     Attributes:
-        model: list of this pipeline stage's model chunks. `setup_megatron_optimization` wraps them for training.
+        model: list of this pipeline stage's model chunks. `setup_megatron_optimization` wraps them
+        for training.
         tokenizer: NeMo tokenizer.
         transformer_config: Megatron Core's configuration.
-        padded_vocab_size: rows of the embedding table; ids from `tokenizer.vocab_size` on are padding.
+        padded_vocab_size: rows of the embedding table; ids from `tokenizer.vocab_size` on are
+        padding.
 
-    Every rank constructs the model; the constructor sets up process groups if that has not happened yet.
+    Every rank constructs the model; the constructor sets up process groups if that has not
+    happened yet.
     """
 
     def __init__(self, cfg: DictConfig, trainer=None):
@@ -150,7 +157,8 @@ class MegatronGPTModel(ModelPT):
         )
         if position is None:
             raise ConfigError(
-                f"model.position_embedding_type={self.cfg.position_embedding_type!r} is not supported; use rope, "
+                f"model.position_embedding_type={self.cfg.position_embedding_type!r} is not "
+                "supported; use rope, "
                 "learned_absolute or none."
             )
         return dict(
@@ -207,13 +215,15 @@ class MegatronGPTModel(ModelPT):
     # --- optimization ---------------------------------------------------------------------------------------------
 
     def setup_megatron_optimization(self, max_steps: int):
-        """Wrap the chunks for data parallelism and build optimizer and schedule; all ranks call it, once.
+        """Wrap the chunks for data parallelism and build optimizer and schedule; all ranks call
+        it, once.
 
         Args:
             max_steps: optimizer updates of the whole job (horizon of the learning rate).
 
         Returns:
-            (optimizer, scheduler): Megatron Core's `MegatronOptimizer` and `OptimizerParamScheduler`.
+            (optimizer, scheduler): Megatron Core's `MegatronOptimizer` and
+            `OptimizerParamScheduler`.
         """
         self.model = wrap_with_ddp(self.model, self.cfg.optim)
         for chunk in self.model:
@@ -228,7 +238,8 @@ class MegatronGPTModel(ModelPT):
         return optimizer, build_scheduler(optimizer, self.cfg.optim, max_steps)
 
     def _move_adam_states(self, device: torch.device) -> None:
-        # Not the optimizer's weights: where they are fp32 they are the model's own, which inference needs in place.
+        # Not the optimizer's weights: where they are fp32 they are the model's own, which
+        # inference needs in place.
         for part in chained_optimizers(self._optimizer):
             for state in part.optimizer.state.values() if part.optimizer is not None else ():
                 tensors = {
@@ -250,15 +261,20 @@ class MegatronGPTModel(ModelPT):
             self._move_adam_states(get_device())
 
     def prepare_for_training_step(self) -> None:
-        """Before the forward-backward pass of one global batch: train mode and empty gradient buffers."""
+        """Before the forward-backward pass of one global batch: train mode and empty gradient
+        buffers.
+        """
         self.set_train()
         for chunk in self.model:
-            # The fp32 optimizer leaves `grad` pointing into the buffer; the next backward would count it twice.
+            # The fp32 optimizer leaves `grad` pointing into the buffer; the next backward would
+            # count it twice.
             chunk.zero_grad(set_to_none=True)
             chunk.zero_grad_buffer()
 
     def finish_training_step(self) -> None:
-        """Gradients are already reduced over ranks: Megatron's schedule does it when the last micro-batch is done."""
+        """Gradients are already reduced over ranks: Megatron's schedule does it when the last
+        micro-batch is done.
+        """
 
     def prepare_for_validation_step(self) -> None:
         self.set_eval()
@@ -278,7 +294,9 @@ class MegatronGPTModel(ModelPT):
     def weights_to_cpu(
         self, into: dict[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Copy of this rank's weights in host memory (pinned with CUDA); `into` is a former copy to write over."""
+        """Copy of this rank's weights in host memory (pinned with CUDA); `into` is a former copy
+        to write over.
+        """
         if into is None:
             pin = torch.cuda.is_available()
             into = {
@@ -293,7 +311,9 @@ class MegatronGPTModel(ModelPT):
 
     @torch.no_grad()
     def load_cpu_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Write weights from `weights_to_cpu` into the model, in place (optimizer and DDP buffers stay attached)."""
+        """Write weights from `weights_to_cpu` into the model, in place (optimizer and DDP buffers
+        stay attached).
+        """
         for name, tensor in self._named_weights():
             tensor.copy_(weights[name], non_blocking=True)
         if torch.cuda.is_available():
@@ -310,7 +330,9 @@ class MegatronGPTModel(ModelPT):
             self.load_cpu_weights(self._swap_buffer)
 
     def sharded_weights(self, metadata: dict | None = None) -> dict:
-        """Megatron Core sharded state dict of the weights, under NeMo's key prefix `model.`; all ranks call it."""
+        """Megatron Core sharded state dict of the weights, under NeMo's key prefix `model.`; all
+        ranks call it.
+        """
         sharded = {}
         for index, chunk in enumerate(self.unwrapped()):
             # Virtual chunks share one name space: Megatron Core numbers layers globally.
@@ -327,7 +349,9 @@ class MegatronGPTModel(ModelPT):
             chunk.load_state_dict(weights, strict=strict)
 
     def save_to(self, save_path: str) -> None:
-        """Write a `.nemo`; all ranks call it. A path that ends in "/" or in no suffix becomes a directory."""
+        """Write a `.nemo`; all ranks call it. A path that ends in "/" or in no suffix becomes a
+        directory.
+        """
         as_directory = str(save_path).endswith("/") or not Path(save_path).suffix
         config = OmegaConf.create(OmegaConf.to_container(self.cfg, resolve=True))
         nemo_archive.write_nemo(
@@ -344,8 +368,8 @@ class MegatronGPTModel(ModelPT):
         """Load the weights of a `.nemo` at whatever split this job runs; all ranks call it.
 
         Args:
-            missing_ok: names (prefixes after `model.`) that the file may lack, such as a fresh head; they keep their
-                initial values.
+            missing_ok: names (prefixes after `model.`) that the file may lack, such as a fresh
+                head; they keep their initial values.
             skip: prefixes of weights to leave at their initial values even if the file has them.
 
         Raises:
@@ -370,7 +394,8 @@ class MegatronGPTModel(ModelPT):
             missing = sorted({t.key for t in wanted} - set(stored))
             if strict and missing:
                 raise UserError(
-                    f"{restore_path} lacks {len(missing)} weight(s) of this model, such as {missing[0]!r}: it holds "
+                    f"{restore_path} lacks {len(missing)} weight(s) of this model, such as "
+                    f"{missing[0]!r}: it holds "
                     "another architecture. Compare its model_config.yaml."
                 )
             for tensor in wanted:
@@ -382,8 +407,10 @@ class MegatronGPTModel(ModelPT):
                 ):
                     raise UserError(
                         f"{restore_path} holds {tensor.key} of shape {have}, but this model's is "
-                        f"{tuple(tensor.global_shape)}. Set the model's keys as in its model_config.yaml (a learned "
-                        "position embedding: model.encoder_seq_length and model.max_position_embeddings)."
+                        f"{tuple(tensor.global_shape)}. Set the model's keys as in its "
+                        "model_config.yaml (a learned "
+                        "position embedding: model.encoder_seq_length and "
+                        "model.max_position_embeddings)."
                     )
             loaded = dist_checkpointing.load(sharded, str(folder))
         self.load_sharded_weights(loaded, strict=strict and not missing_ok)
@@ -400,14 +427,15 @@ class MegatronGPTModel(ModelPT):
         trainer=None,
         validate_access_integrity: bool = True,
     ):
-        """Build the model that a `.nemo` describes and load its weights (NeMo's signature); all ranks call it.
+        """Build the model that a `.nemo` describes and load its weights (NeMo's signature); all
+        ranks call it.
 
         Args:
             override_config_path: configuration to use instead of the file's own (a `DictConfig`).
             return_config: only return the configuration.
 
-        `map_location`, `save_restore_connector` and `validate_access_integrity` have no effect: weights go to this
-        process's device, and this format needs no connector.
+        `map_location`, `save_restore_connector` and `validate_access_integrity` have no effect:
+        weights go to this process's device, and this format needs no connector.
         """
         restore_path = nemo_archive.check_restore_path(restore_path, key="restore_path")
         if return_config:

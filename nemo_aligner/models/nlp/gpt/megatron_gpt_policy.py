@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTPolicyModel`: a policy that generates answers and is trained on them, in turns.
 
-It has everything but the loss: the actor of PPO and the model of rejection sampling are thin over it.
+It has everything but the loss: the actor of PPO and the model of rejection sampling are thin over
+it.
 """
 
 import dataclasses
@@ -36,7 +37,8 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         temperature: of the log-probs; the sampler has its own, in `generation_params`.
         forward_micro_batch_size: rows per forward pass of the log-probs.
 
-    Shapes: B rows on this rank, S padded length, P prompt length, R total length (prompt + response).
+    Shapes: B rows on this rank, S padded length, P prompt length, R total length (prompt +
+    response).
     """
 
     SECTION: str
@@ -75,18 +77,21 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
 
     @torch.no_grad()
     def infer(self, inference_batch: dict) -> dict:
-        """Sample one response to each prompt; every rank of a TP x PP x CP group calls it with the same prompts.
+        """Sample one response to each prompt; every rank of a TP x PP x CP group calls it with the
+        same prompts.
 
         Args:
-            inference_batch: `text` int64 `[B, W]` prompts padded on the right, `length` int64 `[B]`; optional
-                `sample_seeds` int64 `[B]`, the random stream of each row. Without it a stream depends on `model.seed`
-                and the prompt alone. The text does not depend on batch, rank or split. Optional `return_logprobs`.
+            inference_batch: `text` int64 `[B, W]` prompts padded on the right, `length` int64
+                `[B]`; optional `sample_seeds` int64 `[B]`, the random stream of each row. Without
+                it a stream depends on `model.seed` and the prompt alone. The text does not depend
+                on batch, rank or split. Optional `return_logprobs`.
 
         Returns:
-            `response_tokens` int64 `[B, S]` (prompt + response, eos-padded), `response_lengths` int64 `[B]` (R),
-            `prompt_lengths` int64 `[B]` (P), `is_end` bool `[B]` (an end was generated), on `get_device()`. With
-            `return_logprobs`, `sampling_logprobs` float32 `[B, S-1]`: of the sampler, in the convention of
-            `get_inference_log_probs` (`GenerationOutput.logprobs`), 0 outside the response.
+            `response_tokens` int64 `[B, S]` (prompt + response, eos-padded), `response_lengths`
+            int64 `[B]` (R), `prompt_lengths` int64 `[B]` (P), `is_end` bool `[B]` (an end was
+            generated), on `get_device()`. With `return_logprobs`, `sampling_logprobs` float32 `[B,
+            S-1]`: of the sampler, in the convention of `get_inference_log_probs`
+            (`GenerationOutput.logprobs`), 0 outside the response.
 
         Raises:
             UserError: a prompt that leaves no room for a response.
@@ -110,7 +115,9 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         }
 
     def _seeds_of_prompts(self, prompts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """A stream per prompt text: a polynomial hash (mod 2^61 - 1) of its tokens mixed with `model.seed`."""
+        """A stream per prompt text: a polynomial hash (mod 2^61 - 1) of its tokens mixed with
+        `model.seed`.
+        """
         hashes = []
         for row, length in zip(prompts.tolist(), lengths.tolist(), strict=True):
             value = length
@@ -139,7 +146,9 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
     def logprobs_and_entropy(
         self, logits: torch.Tensor, tokens: torch.Tensor, inference_only: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logprobs`, the same bits, and the entropy `[b, S-1]` of the same distributions, at little cost."""
+        """`logprobs`, the same bits, and the entropy `[b, S-1]` of the same distributions, at
+        little cost.
+        """
         return logprobs_and_entropy(
             logits,
             tokens,
@@ -154,7 +163,8 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
     def get_inference_log_probs(
         self, response_tokens, forward_micro_batch_size: int | None = None
     ) -> torch.Tensor:
-        """Log-prob of each token given those before it; a TP x PP x CP group calls it with the same rows.
+        """Log-prob of each token given those before it; a TP x PP x CP group calls it with the
+        same rows.
 
         Args:
             response_tokens: int64 `[B, S]`.

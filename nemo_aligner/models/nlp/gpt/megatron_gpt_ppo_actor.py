@@ -1,9 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTActorModel`: the policy of PPO, and beside it the weights of the reference policy in host memory.
+"""`MegatronGPTActorModel`: the policy of PPO, and beside it the weights of the reference policy in
+host memory.
 
-Log-probs come from one function for policy, reference and training, in fp32 and at the temperature that sampled the
-tokens.
+Log-probs come from one function for policy, reference and training, in fp32 and at the temperature
+that sampled the tokens.
 """
 
 import torch
@@ -24,7 +25,8 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
         trainer: Lightning trainer.
 
     Attributes:
-        init_policy_state_dict: weights of the reference policy in host memory, from `set_reference_policy`, or None.
+        init_policy_state_dict: weights of the reference policy in host memory, from
+            `set_reference_policy`, or None.
         entropy_bonus, ratio_eps, dual_clip, kl_loss_coef, kl_loss_estimator: of the loss.
         train_on_truncated: rows that reached no end train the policy too.
     """
@@ -42,13 +44,16 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
         self.init_policy_state_dict = None
         if self.generation_params.changes_distribution:
             logging.warning(
-                "top_k, top_p, repetition_penalty and min_length above 1 make the sampler draw from another "
-                "distribution than the one whose log-probs PPO uses (softmax of logits / temperature): the updates "
+                "top_k, top_p, repetition_penalty and min_length above 1 make the sampler draw "
+                "from another "
+                "distribution than the one whose log-probs PPO uses (softmax of logits / "
+                "temperature): the updates "
                 "are off-policy to that extent."
             )
         if self.kl_loss_coef and self.kl_loss_estimator == "k1":
             logging.warning(
-                "model.ppo.kl_loss_estimator=k1: its gradient is 0 on average, so the KL in the loss does not hold "
+                "model.ppo.kl_loss_estimator=k1: its gradient is 0 on average, so the KL in the "
+                "loss does not hold "
                 "the policy to the reference; k2 and k3 do."
             )
         # Greedy decoding ignores the temperature, so the log-probs do too.
@@ -59,11 +64,14 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
     # --- reference policy -----------------------------------------------------------------------------------------
 
     def set_reference_policy(self) -> None:
-        """Keep a copy of the present weights as the reference policy; call it before a checkpoint is resumed."""
+        """Keep a copy of the present weights as the reference policy; call it before a checkpoint
+        is resumed.
+        """
         self.init_policy_state_dict = self.weights_to_cpu()
 
     def get_init_policy_logprobs(self, response_tokens) -> torch.Tensor:
-        """`get_inference_log_probs` under the reference policy; one swap of the weights there and back.
+        """`get_inference_log_probs` under the reference policy; one swap of the weights there and
+        back.
 
         Raises:
             RuntimeError: `set_reference_policy` was not called.
@@ -80,14 +88,16 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
     def get_loss_and_metrics(
         self, batch: dict, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """PPO loss (`nemo_aligner.core.losses.ppo_actor_loss`) of a global batch, with its gradient unless `forward_only`.
+        """PPO loss (`nemo_aligner.core.losses.ppo_actor_loss`) of a global batch, with its
+        gradient unless `forward_only`.
 
-        Only samples that ended properly (`is_end`) count, unless `train_on_truncated`. All ranks call it, each with
-        its share of the rows.
+        Only samples that ended properly (`is_end`) count, unless `train_on_truncated`. All ranks
+        call it, each with its share of the rows.
 
         Args:
-            batch: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`; `mask`, `advantages`, `prev_logprobs` and,
-                with `kl_loss_coef`, `init_logprobs` (of the reference policy) `[B, S-1]`.
+            batch: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`; `mask`, `advantages`,
+                `prev_logprobs` and, with `kl_loss_coef`, `init_logprobs` (of the reference policy)
+                `[B, S-1]`.
 
         Returns:
             The loss and its metrics over the global batch, equal on every rank.

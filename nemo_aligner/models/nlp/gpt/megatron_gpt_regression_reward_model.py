@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTRegressionRewardModel`: learns from numbers that people gave to texts, one per attribute.
+"""`MegatronGPTRegressionRewardModel`: learns from numbers that people gave to texts, one per
+attribute.
 
 Notation: B texts on this data-parallel rank, S padded length, A attributes.
 """
@@ -20,11 +21,12 @@ from nemo_aligner.training.megatron_steps import forward_backward
 class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
     """Reward model for labels: A numbers for each text.
 
-    `infer` gives [N, A], or with `regression.merge_attributes` their weighted sum [N, 1], which is what PPO and RS
-    use.
+    `infer` gives [N, A], or with `regression.merge_attributes` their weighted sum [N, 1], which is
+    what PPO and RS use.
 
     Args:
-        cfg: as `MegatronGPTRewardModel`'s, and `regression.{loss_mask_val, loss_func}`. `reward_standardization` is
+        cfg: as `MegatronGPTRewardModel`'s, and `regression.{loss_mask_val, loss_func}`.
+            `reward_standardization` is
             refused: the scale of the rewards is that of the labels.
         trainer: Lightning trainer.
     """
@@ -33,12 +35,15 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
         loss_func = (cfg.get("regression") or {}).get("loss_func", None)
         if loss_func not in (None, "regression"):
             raise ConfigError(
-                f"model.regression.loss_func={loss_func!r} is not supported; use regression (mean squared error)."
+                f"model.regression.loss_func={loss_func!r} is not supported; use regression (mean "
+                "squared error)."
             )
         if (cfg.get("reward_standardization") or {}).get("enable", False):
             raise ConfigError(
-                "model.reward_standardization.enable=True does not go with a regression reward model, whose rewards "
-                "have the scale of its labels; set it to False (model.regression.attribute_weights scale them)."
+                "model.reward_standardization.enable=True does not go with a regression reward "
+                "model, whose rewards "
+                "have the scale of its labels; set it to False "
+                "(model.regression.attribute_weights scale them)."
             )
         super().__init__(cfg, trainer=trainer)
         mask_value = (self.cfg.get("regression") or {}).get("loss_mask_val", None)
@@ -48,22 +53,25 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
     def _check_attributes(cls, cfg: DictConfig) -> None:
         if (cfg.get("regression") or {}).get("merge_attributes", False):
             raise ConfigError(
-                "model.regression.merge_attributes=True merges the attributes before they can be compared with their "
+                "model.regression.merge_attributes=True merges the attributes before they can be "
+                "compared with their "
                 "labels; set it to False for training, and to True where the rewards are served."
             )
 
     def get_loss_and_metrics(
         self, batch: dict, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """Squared error of a global batch, and its gradient unless `forward_only`; all ranks call it.
+        """Squared error of a global batch, and its gradient unless `forward_only`; all ranks call
+        it.
 
         Args:
-            batch: a `RegressionBatch`: `inputs` int64 [B, S], `lengths` int64 [B], `labels` f32 [B, A], `loss_mask`
-                [B, S], all zero where a text must not count. A label equal to `loss_mask_val` does not count.
+            batch: a `RegressionBatch`: `inputs` int64 [B, S], `lengths` int64 [B], `labels` f32
+                [B, A], `loss_mask` [B, S], all zero where a text must not count. A label equal to
+                `loss_mask_val` does not count.
 
         Returns:
-            The loss and, over the labels that count: `loss`, `weights` (how many) and the moments that
-            `summarize_metrics` makes the correlation of.
+            The loss and, over the labels that count: `loss`, `weights` (how many) and the moments
+            that `summarize_metrics` makes the correlation of.
         """
         labels = batch["labels"]
         valid = labels.ne(self.loss_mask_val) & batch["loss_mask"].ne(0).any(dim=-1, keepdim=True)

@@ -37,12 +37,16 @@ HEAD_DTYPES = {
 
 
 def num_attributes(cfg: DictConfig) -> int:
-    """A, `model.regression.num_attributes`: the numbers that the head computes for a text; 1 where it is not set."""
+    """A, `model.regression.num_attributes`: the numbers that the head computes for a text; 1 where
+    it is not set.
+    """
     return (cfg.get("regression") or {}).get("num_attributes", None) or 1
 
 
 def check_attribute_weights(cfg: DictConfig) -> None:
-    """Raise `ConfigError` unless `model.regression.attribute_weights`, where given, has a number per attribute."""
+    """Raise `ConfigError` unless `model.regression.attribute_weights`, where given, has a number
+    per attribute.
+    """
     weights = (cfg.get("regression") or {}).get("attribute_weights", None)
     if weights is not None and len(weights) != num_attributes(cfg):
         raise ConfigError(
@@ -55,14 +59,15 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     """Reward model for binary preferences.
 
     Args:
-        cfg: model configuration; beside the architecture it reads `force_head_dtype` (never narrower than the model),
-            `output_sequence`, `use_avg_pool`, `regression.{num_attributes, merge_attributes, attribute_weights}`,
+        cfg: model configuration; beside the architecture it reads `force_head_dtype` (never
+            narrower than the model), `output_sequence`, `use_avg_pool`,
+            `regression.{num_attributes, merge_attributes, attribute_weights}`,
             `reward_standardization.{enable, mean, std}` and `forward_micro_batch_size`.
         trainer: Lightning trainer.
 
     Attributes:
-        has_trained_head: the weights were loaded together with a head that was trained to give rewards. A language
-            model has none, and a critic's gives values.
+        has_trained_head: the weights were loaded together with a head that was trained to give
+            rewards. A language model has none, and a critic's gives values.
     """
 
     def __init__(self, cfg: DictConfig, trainer=None):
@@ -78,7 +83,8 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
             mean, std = standardization.get("mean"), standardization.get("std")
             if mean is None or not std or std <= 0:
                 raise ConfigError(
-                    f"model.reward_standardization.enable=True with mean={mean}, std={std}; give both, std above 0."
+                    f"model.reward_standardization.enable=True with mean={mean}, std={std}; give "
+                    "both, std above 0."
                 )
             self.reward_mean_std = (mean, std)
 
@@ -91,7 +97,8 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         """
         if cfg.get("output_sequence", False):
             raise ConfigError(
-                "model.output_sequence=True makes a critic, a value for every token; set it to False to train a "
+                "model.output_sequence=True makes a critic, a value for every token; set it to "
+                "False to train a "
                 "reward model."
             )
         cls._check_attributes(cfg)
@@ -102,8 +109,10 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
             "merge_attributes", False
         ):
             raise ConfigError(
-                f"model.regression.num_attributes={num_attributes(cfg)}, but pairs are compared by one number; set it "
-                "to 1, or model.regression.merge_attributes=True, or model.reward_model_type=regression."
+                f"model.regression.num_attributes={num_attributes(cfg)}, but pairs are compared "
+                "by one number; set it "
+                "to 1, or model.regression.merge_attributes=True, or "
+                "model.reward_model_type=regression."
             )
 
     @classmethod
@@ -162,15 +171,17 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     def get_loss_and_metrics(
         self, batch: dict, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """Bradley-Terry loss of a global batch of pairs, and its gradient unless `forward_only`; all ranks call it.
+        """Bradley-Terry loss of a global batch of pairs, and its gradient unless `forward_only`;
+        all ranks call it.
 
         Args:
-            batch: a `PairBatch`: `chosen`, `rejected` int64 [B, S], `chosen_length`, `rejected_length` int64 [B],
-                `loss_mask` [B, S], all zero where a pair must not count.
+            batch: a `PairBatch`: `chosen`, `rejected` int64 [B, S], `chosen_length`,
+                `rejected_length` int64 [B], `loss_mask` [B, S], all zero where a pair must not
+                count.
 
         Returns:
-            The loss and, over the pairs that count: `loss`, `acc` (share in the right order), `weights` (how many),
-            `rewards_{chosen,rejected,all}_mean` and `rewards_all_std`.
+            The loss and, over the pairs that count: `loss`, `acc` (share in the right order),
+            `weights` (how many), `rewards_{chosen,rejected,all}_mean` and `rewards_all_std`.
         """
         valid = batch["loss_mask"].ne(0).any(dim=-1).float()
         lengths = _interleave(batch["chosen_length"], batch["rejected_length"])
@@ -225,18 +236,20 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         self.set_train()
 
     def infer(self, inputs, add_BOS: bool = False, add_EOS: bool = False) -> Tensor:
-        """Rewards (or, with `output_sequence`, values of every position); a TP x PP x CP group calls it with the same
-        rows.
+        """Rewards (or, with `output_sequence`, values of every position); a TP x PP x CP group
+        calls it with the same rows.
 
         Args:
-            inputs: list of str, or (tokens int64 [N, S], lengths int64 [N] or [N, 1]) with lengths from 1 to S.
+            inputs: list of str, or (tokens int64 [N, S], lengths int64 [N] or [N, 1]) with lengths
+                from 1 to S.
             add_BOS, add_EOS: put these tokens around each str.
 
         Returns:
             float32 on `get_device()`: [N, 1], [N, A] with several attributes, or [N, S].
 
         Raises:
-            UserError: a text without tokens or longer than `encoder_seq_length`, or a length out of range.
+            UserError: a text without tokens or longer than `encoder_seq_length`, or a length out
+            of range.
         """
         tokens, lengths = (
             inputs if isinstance(inputs, tuple) else self.tokenize(inputs, add_BOS, add_EOS)
@@ -245,7 +258,8 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         shortest, longest = int(lengths.min()), int(lengths.max())
         if shortest < 1 or longest > tokens.size(1):
             raise UserError(
-                f"sequence lengths from {shortest} to {longest} for {tokens.size(1)} token columns; a length counts "
+                f"sequence lengths from {shortest} to {longest} for {tokens.size(1)} token "
+                "columns; a length counts "
                 "the tokens of a row without its padding, and is at least 1."
             )
         outputs = forward_collect(
@@ -266,7 +280,8 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     def tokenize(
         self, sentences: list[str], add_BOS: bool = False, add_EOS: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [N, longest], padded with eos, and lengths int64 [N], of N texts; nothing is cut off.
+        """Tokens int64 [N, longest], padded with eos, and lengths int64 [N], of N texts; nothing
+        is cut off.
 
         Raises:
             UserError: a text without tokens, or longer than `encoder_seq_length`.
@@ -281,7 +296,8 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
             )
             if not 1 <= len(row) <= limit:
                 raise UserError(
-                    f"text {number} has {len(row)} tokens; a reward model reads 1 to model.encoder_seq_length={limit}."
+                    f"text {number} has {len(row)} tokens; a reward model reads 1 to "
+                    f"model.encoder_seq_length={limit}."
                 )
             rows.append(row)
         width = max(map(len, rows))
@@ -292,5 +308,7 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
 
 
 def _interleave(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """[2B, ...]: each pair's two rows next to each other, so that every micro-batch holds whole pairs."""
+    """[2B, ...]: each pair's two rows next to each other, so that every micro-batch holds whole
+    pairs.
+    """
     return torch.stack([chosen, rejected], dim=1).flatten(0, 1)

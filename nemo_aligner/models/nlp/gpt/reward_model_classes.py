@@ -23,7 +23,8 @@ REWARD_MODEL_CLASS_DICT = {
 
 
 def reward_model_type(name: str | None) -> RewardModelType:
-    """The kind that `model.reward_model_type` names; None (a checkpoint that does not say) means binary ranking.
+    """The kind that `model.reward_model_type` names; None (a checkpoint that does not say) means
+    binary ranking.
 
     Raises:
         ConfigError: an unknown kind.
