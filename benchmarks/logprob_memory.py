@@ -29,7 +29,7 @@ from omegaconf import OmegaConf  # noqa: E402
 
 from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec, build_transformer_config  # noqa: E402
 from nemo_aligner.parallel import parallel_state  # noqa: E402
-from nemo_aligner.parallel.device import get_device  # noqa: E402
+from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.vocab_parallel import (
     from_parallel_logits_to_logprobs,
     logprobs_and_entropy,

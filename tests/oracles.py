@@ -54,7 +54,7 @@ def oracle(name: str) -> types.ModuleType:
 
 @functools.cache
 def nemo_aligner_ppo_utils() -> types.ModuleType:
-    """`nemo_aligner/core/rollout_math.py` of NeMo-Aligner 0.7.0, by its file: the package has our
+    """`nemo_aligner/utils/ppo_utils.py` of NeMo-Aligner 0.7.0, by its file: the package has our
     name.
 
     Its one import from there, `masked_mean`, is taken out: `calculate_entropy` must not be called.

@@ -27,9 +27,9 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.requests import pad_rows
 from nemo_aligner.servers.scoring import Scorer, batcher_options, local_rows, model_limits
 from nemo_aligner.servers.server_loop import ControlGroup, ServerLoop
-from nemo_aligner.servers.server_utils import pad_rows
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.update import optimizer_step
 

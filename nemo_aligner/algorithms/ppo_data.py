@@ -14,22 +14,21 @@ from typing import Optional
 import torch
 
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, answer_mask
-from nemo_aligner.core.rollout_math import (
-    AdaptiveKLController,
-    FixedKLController,
+from nemo_aligner.core.advantages import (
     calculate_advantages_and_returns,
     calculate_grpo_advantages,
-    calculate_kl_penalty,
-    calculate_overlong_penalty,
-    calculate_ppo_rewards,
     calculate_reinforce_returns,
     calculate_rloo_advantages,
     clip_advantages,
-    clip_rewards,
     group_rows,
-    masked_mean,
-    masked_sum,
     spread_over_response,
+)
+from nemo_aligner.core.kl import AdaptiveKLController, FixedKLController, calculate_kl_penalty
+from nemo_aligner.core.masks import masked_mean, masked_sum
+from nemo_aligner.core.rewards import (
+    calculate_overlong_penalty,
+    calculate_ppo_rewards,
+    clip_rewards,
 )
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import masked_global_mean_var, normalize_tensor

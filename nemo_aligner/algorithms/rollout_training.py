@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, deal
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.rollout_math import sample_seeds
+from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.parallel.device import get_device

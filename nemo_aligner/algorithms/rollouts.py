@@ -14,7 +14,8 @@ from typing import Optional
 import torch
 
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.rollout_math import create_mask, sample_seeds
+from nemo_aligner.core.masks import create_mask
+from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import rebalance_nd_tensor
 from nemo_aligner.parallel.device import get_device

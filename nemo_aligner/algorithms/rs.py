@@ -54,7 +54,7 @@ from nemo_aligner.algorithms.rollouts import (
     with_prompt_columns,
 )
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.rollout_math import select_topk
+from nemo_aligner.core.rewards import select_topk
 from nemo_aligner.servers.source_rank import wait_for_all
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.schedule import (

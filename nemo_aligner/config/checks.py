@@ -18,7 +18,7 @@ from nemo_aligner.config.rules import check_values
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS, CONFIG_NAMES, FREE, INERT, LIVE, ONLY
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.training.loggers import is_rank_zero
+from nemo_aligner.parallel.environment import is_rank_zero
 
 # ---- resolvers --------------------------------------------------------------------------------
 

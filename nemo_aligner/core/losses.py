@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nemo_aligner.core.kl import calculate_kl_penalty
+from nemo_aligner.core.masks import masked_mean
 
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
 
@@ -314,3 +315,18 @@ def _require(tensor: Tensor | None, message: str) -> None:
 def _count(keep: Tensor, dim: int) -> Tensor:
     """Number of True along `dim`, kept as a dimension; at least 1, so that it can divide."""
     return keep.sum(dim, keepdim=True, dtype=torch.float64).clamp(min=1)
+
+
+def calculate_entropy(log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Entropy over the last dimension.
+
+    Args:
+        log_probs: [B, S, V], normalised; -inf is a probability of 0.
+        mask: [B, S]; if given, the result is the masked mean.
+
+    Returns:
+        [B, S], or a scalar with `mask`.
+    """
+    finite = torch.where(log_probs == -torch.inf, 0.0, log_probs)
+    entropy = -(log_probs.exp() * finite).sum(-1)
+    return entropy if mask is None else masked_mean(entropy, mask)

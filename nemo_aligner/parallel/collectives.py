@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_aligner.core.rollout_math import masked_mean_var, whiten
+from nemo_aligner.core.masks import masked_mean_var, whiten
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.vocab_parallel import (  # noqa: F401
@@ -206,7 +206,7 @@ def masked_global_mean_var(values: Tensor, mask: Tensor, group=None) -> tuple[Te
 
 
 def normalize_tensor(tensor: Tensor, mask: Tensor, group=None, shift_mean: bool = True) -> Tensor:
-    """`ppo_utils.whiten` with the mean and variance of all ranks of `group`; 0 outside the
+    """`masks.whiten` with the mean and variance of all ranks of `group`; 0 outside the
     mask.
     """
 

@@ -12,7 +12,8 @@ from datetime import timedelta
 import torch
 
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.parallel.device import adapt_megatron_core, get_backend
+from nemo_aligner.parallel.device import get_backend
+from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
 
 adapt_megatron_core()
 

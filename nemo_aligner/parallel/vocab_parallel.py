@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_aligner.core.rollout_math import masked_mean
+from nemo_aligner.core.masks import masked_mean
 from nemo_aligner.parallel import context_parallel, parallel_state
 
 # Elements of one working buffer. On a CPU the passes over it then stay within the cache (1 MiB in

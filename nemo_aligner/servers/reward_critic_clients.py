@@ -29,9 +29,10 @@ from nemo_aligner.core.errors import ConfigError, ServerRequestError, UserError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.fleet import Fleet, PendingRewards
+from nemo_aligner.servers.futures import FutureResult
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
-from nemo_aligner.servers.server_utils import FutureResult, tokenizer_fingerprint
 from nemo_aligner.servers.source_rank import (
     RankZeroFuture,
     await_on_source,

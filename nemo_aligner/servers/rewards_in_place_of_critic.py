@@ -6,12 +6,12 @@ The PPO trainer then stays as it is: it asks for rewards and values, and has the
 save.
 """
 
+from nemo_aligner.servers.futures import FutureResult
 from nemo_aligner.servers.reward_critic_clients import (
     RemoteGPTRMClient,
     RemoteGPTRMCriticClient,
     RMFutureResult,
 )
-from nemo_aligner.servers.server_utils import FutureResult
 
 
 class RewardsWithoutValues(FutureResult):

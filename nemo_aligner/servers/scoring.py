@@ -20,14 +20,14 @@ from nemo_aligner.parallel.collectives import gather_tensor
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.servers.server_loop import ControlGroup, ServerLoop
-from nemo_aligner.servers.server_utils import (
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+from nemo_aligner.servers.requests import (
     calculate_inference_batch_padding_multiple,
     pad_batch_and_strip_sequence,
     pad_rows,
     process_inputs,
-    tokenizer_fingerprint,
 )
+from nemo_aligner.servers.server_loop import ControlGroup, ServerLoop
 
 
 def local_rows(start: int, count: int) -> slice:

@@ -45,7 +45,7 @@ from nemo.utils import logging
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.ports import check_port_is_free
 from nemo_aligner.servers.schema import triton_tensors
-from nemo_aligner.servers.server_utils import prepare_triton_environment
+from nemo_aligner.servers.triton_environment import prepare_triton_environment
 
 
 class OperationFailedError(RuntimeError):

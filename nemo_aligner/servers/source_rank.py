@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.servers.server_utils import FutureResult
+from nemo_aligner.servers.futures import FutureResult
 
 # Ranks that wait for another rank's answer hear from it this often, so no collective times out...
 HEARTBEAT_S = 30.0

@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from nemo_aligner.parallel.environment import is_rank_zero
+
 
 class CustomLoggerWrapper:
     """One logger in front of many. A wrapped logger that lacks a method is skipped for that call.
@@ -170,15 +172,3 @@ def _plain(value):
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return str(value)
-
-
-def is_rank_zero() -> bool:
-    """True in the process that writes files, also before `torch.distributed` is initialised."""
-    import torch.distributed as dist  # here: importing this module stays fast
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
-    env = os.environ
-    if env.get("RANK") or env.get("SLURM_PROCID"):
-        return int(env.get("RANK") or env["SLURM_PROCID"]) == 0
-    return int(env.get("LOCAL_RANK") or 0) == 0 and int(env.get("NODE_RANK") or 0) == 0

@@ -5,6 +5,7 @@
 from collections.abc import Iterator
 
 from nemo.utils import logging
+from omegaconf import DictConfig
 
 from nemo_aligner.core.errors import ConfigError, UserError
 
@@ -120,3 +121,24 @@ def check_progress(
     run_val = validation_enabled and (last or step % val_check_interval == 0)
     save_model = save_enabled and (last or step % save_interval == 0)
     return run_val, save_model, is_train_end
+
+
+def supervised_max_steps(trainer_cfg: DictConfig, train_dataloader) -> int:
+    """Optimizer updates of a job with `trainer.sft` or `trainer.rm`: the horizon of its learning
+    rate.
+
+    Raises:
+        ConfigError: neither epochs nor steps say when training ends.
+    """
+    max_epochs, max_steps = trainer_cfg.get("max_epochs", 1), trainer_cfg.get("max_steps", -1)
+    limits = [] if max_steps is None or max_steps < 0 else [max_steps]
+    if max_epochs is not None:
+        limit_batches = trainer_cfg.get("limit_train_batches", 1.0)
+        limits.append(
+            max_epochs * compute_num_steps_per_epoch(train_dataloader.batch_sampler, limit_batches)
+        )
+    if not limits:
+        raise ConfigError(
+            "max_epochs=null needs max_steps: one of them must say when training ends."
+        )
+    return min(limits)

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where NeMo-Aligner's scripts import these names from; they live in other files here."""
+"""Where NeMo-Aligner's scripts import these names from; each lives in the module named below."""
 
-from nemo_aligner.core.rollout_math import masked_mean, masked_std
-from nemo_aligner.launch.train_script_utils import load_and_override_model_config, load_from_nemo
-
-__all__ = ["load_and_override_model_config", "load_from_nemo", "masked_mean", "masked_std"]
+from nemo_aligner.core.masks import masked_mean, masked_std
+from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from nemo_aligner.generation import GenerationParams
-from nemo_aligner.launch.train_script_utils import load_from_nemo
+from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel

@@ -17,7 +17,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.data.nlp.batch_iterators import StoreBatchIterator
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
-from nemo_aligner.launch.train_script_utils import load_from_nemo
+from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel

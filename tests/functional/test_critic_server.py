@@ -20,8 +20,8 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
-from nemo_aligner.servers.server_utils import tokenizer_fingerprint
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
 

@@ -16,8 +16,8 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.ports import find_free_port
-from nemo_aligner.servers.server_utils import tokenizer_fingerprint
 from tests.functional.jobs import assert_ended_well, reward_server, wait_until_serving
 from tests.tiny_models import tiny_config
 

@@ -139,7 +139,7 @@ class ToyRewardServer:
 
     def start(self) -> None:
         """Start the process; clients find out themselves when it is ready."""
-        from nemo_aligner.servers.server_utils import find_libpython
+        from nemo_aligner.servers.triton_environment import find_libpython
 
         libraries = [find_libpython(), os.environ.get("LD_LIBRARY_PATH", "")]
         environment = {

@@ -32,7 +32,7 @@ def make_actor(tokenizer_dir):
 
 
 def rollout_and_update(actor, optimizer, scheduler):
-    from nemo_aligner.core.rollout_math import create_mask
+    from nemo_aligner.core.masks import create_mask
     from nemo_aligner.training.update import optimizer_step
 
     ids = [

@@ -17,14 +17,8 @@ from nemo_aligner.core.advantages import (
     clip_advantages,
     spread_over_response,
 )
-from nemo_aligner.core.rollout_math import (
-    calculate_overlong_penalty,
-    clip_rewards,
-    create_mask,
-    masked_mean_var,
-    masked_sum,
-    whiten,
-)
+from nemo_aligner.core.masks import create_mask, masked_mean_var, masked_sum, whiten
+from nemo_aligner.core.rewards import calculate_overlong_penalty, clip_rewards
 from tests.rank_threads import run_rank_threads
 
 NAN = float("nan")

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.algorithms.alarms import sampling_ratio_metrics
 from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
 from nemo_aligner.core.errors import NonFiniteError
-from nemo_aligner.launch.train_script_utils import load_from_nemo
+from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 import torch
 
-from nemo_aligner.training.loggers import CustomLoggerWrapper, is_rank_zero
+from nemo_aligner.parallel.environment import is_rank_zero
+from nemo_aligner.training.loggers import CustomLoggerWrapper
 
 
 class Recorder:

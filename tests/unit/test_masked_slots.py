@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms.ppo_data import mean_of_sample_means, mean_of_sample_sums
-from nemo_aligner.core import advantages, kl, losses, metrics
-from nemo_aligner.core import rollout_math as ppo_utils
+from nemo_aligner.core import advantages, kl, losses, masks, metrics, rewards
 from nemo_aligner.parallel import collectives as distributed
 from nemo_aligner.parallel import vocab_parallel
 
@@ -136,7 +135,7 @@ CASES = {
     ),
     "token rewards": (
         slot_by_slot(
-            lambda kl: ppo_utils.calculate_ppo_rewards(kl, torch.ones(ROWS), LENGTHS, kl, 0.1)
+            lambda kl: rewards.calculate_ppo_rewards(kl, torch.ones(ROWS), LENGTHS, kl, 0.1)
         ),
         ("kl",),
         SLOTS,
@@ -164,10 +163,10 @@ CASES = {
             ("x",),
             SLOTS,
         )
-        for function in (ppo_utils.masked_sum, ppo_utils.masked_mean, ppo_utils.masked_std)
+        for function in (masks.masked_sum, masks.masked_mean, masks.masked_std)
         for dim in (None, 0, 1)
     },
-    "mean and variance": (lambda x: ppo_utils.masked_mean_var(x, MASK), ("x",), SLOTS),
+    "mean and variance": (lambda x: masks.masked_mean_var(x, MASK), ("x",), SLOTS),
     "mean and variance of all ranks": (
         lambda x: distributed.masked_global_mean_var(x, MASK),
         ("x",),
@@ -182,7 +181,7 @@ CASES = {
     "mean of sample means": (lambda x: torch.tensor(mean_of_sample_means(x, MASK)), ("x",), SLOTS),
     "mean of sample sums": (lambda x: torch.tensor(mean_of_sample_sums(x, MASK)), ("x",), SLOTS),
     "entropy of log-probs": (
-        lambda log_probs: ppo_utils.calculate_entropy(log_probs, MASK),
+        lambda log_probs: losses.calculate_entropy(log_probs, MASK),
         ("log_probs",),
         SLOTS,
     ),

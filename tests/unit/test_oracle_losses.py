@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.core.losses import (
+    calculate_entropy,
     loss_weights,
     ppo_actor_loss,
     ppo_critic_loss,
@@ -17,7 +18,6 @@ from nemo_aligner.core.losses import (
     sft_loss,
 )
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
-from nemo_aligner.core.rollout_math import calculate_entropy
 from nemo_aligner.parallel.vocab_parallel import (
     calculate_distributed_entropy,
     from_parallel_logits_to_logprobs,

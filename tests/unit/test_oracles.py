@@ -17,13 +17,11 @@ from nemo_aligner.core.advantages import (
     spread_over_response,
 )
 from nemo_aligner.core.kl import AdaptiveKLController, calculate_kl_penalty
-from nemo_aligner.core.rollout_math import (
+from nemo_aligner.core.masks import create_mask, masked_mean, masked_std
+from nemo_aligner.core.rewards import (
     calculate_overlong_penalty,
     calculate_ppo_rewards,
     clip_rewards,
-    create_mask,
-    masked_mean,
-    masked_std,
     select_topk,
 )
 from nemo_aligner.parallel.collectives import normalize_tensor

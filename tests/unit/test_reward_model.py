@@ -11,7 +11,7 @@ import torch
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.launch.train_script_utils import load_from_nemo
+from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
     MegatronGPTRegressionRewardModel,

@@ -9,7 +9,8 @@ from nemo.utils import logging
 
 from nemo_aligner.algorithms import rs
 from nemo_aligner.core.errors import ConfigError, NonFiniteError, UserError
-from nemo_aligner.core.rollout_math import sample_seeds, select_topk
+from nemo_aligner.core.rewards import select_topk
+from nemo_aligner.core.seeds import sample_seeds
 from tests.ppo_fakes import EOS, MAX_NEW_TOKENS, NUM_PROMPTS, FakeFuture, Prompts, collate
 from tests.rs_fakes import FakeRSPolicy, make_rs_trainer
 

@@ -19,13 +19,19 @@ import torch
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.servers import http_communicator, ports, server_utils
+from nemo_aligner.servers import (
+    http_communicator,
+    ports,
+    requests,
+    triton_environment,
+)
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 
 
 def test_decode_bytes_ndarray():
     array = np.array([["Grüße".encode()], [b"b"]], dtype=object)
-    assert server_utils.decode_bytes_ndarray(array).tolist() == ["Grüße", "b"]
+    assert requests.decode_bytes_ndarray(array).tolist() == ["Grüße", "b"]
 
 
 def test_the_fingerprint_of_a_hugging_face_tokenizer(
@@ -33,13 +39,13 @@ def test_the_fingerprint_of_a_hugging_face_tokenizer(
 ):
     from nemo.collections.common.tokenizers import AutoTokenizer
 
-    fingerprint = server_utils.tokenizer_fingerprint(tiny_tokenizer)
+    fingerprint = tokenizer_fingerprint(tiny_tokenizer)
     assert re.fullmatch(r"300 tokens, end 299, [0-9a-f]{12}", fingerprint)
-    assert server_utils.tokenizer_fingerprint(AutoTokenizer(tiny_tokenizer_dir)) == fingerprint
+    assert tokenizer_fingerprint(AutoTokenizer(tiny_tokenizer_dir)) == fingerprint
     other = AutoTokenizer(reversed_tokenizer_dir)
     assert other.text_to_tokens("the film") == tiny_tokenizer.text_to_tokens("the film")
-    assert server_utils.tokenizer_fingerprint(other)[:-12] == fingerprint[:-12]
-    assert server_utils.tokenizer_fingerprint(other) != fingerprint
+    assert tokenizer_fingerprint(other)[:-12] == fingerprint[:-12]
+    assert tokenizer_fingerprint(other) != fingerprint
 
 
 def test_the_fingerprint_of_a_sentencepiece_tokenizer(tmp_path):
@@ -61,11 +67,11 @@ def test_the_fingerprint_of_a_sentencepiece_tokenizer(tmp_path):
                 user_defined_symbols=symbols,
             )
     tokenizer = SentencePieceTokenizer(str(tmp_path / "a.model"))
-    fingerprint = server_utils.tokenizer_fingerprint(tokenizer)
+    fingerprint = tokenizer_fingerprint(tokenizer)
     assert re.fullmatch(rf"{tokenizer.vocab_size} tokens, end 2, [0-9a-f]{{12}}", fingerprint)
     again = SentencePieceTokenizer(str(tmp_path / "a.model"))
-    assert server_utils.tokenizer_fingerprint(again) == fingerprint
-    swapped = server_utils.tokenizer_fingerprint(SentencePieceTokenizer(str(tmp_path / "b.model")))
+    assert tokenizer_fingerprint(again) == fingerprint
+    swapped = tokenizer_fingerprint(SentencePieceTokenizer(str(tmp_path / "b.model")))
     assert swapped[:-12] == fingerprint[:-12] and swapped != fingerprint
 
     pieces = tokenizer.ids_to_tokens(range(tokenizer.vocab_size))
@@ -79,12 +85,12 @@ def test_the_fingerprint_of_a_sentencepiece_tokenizer(tmp_path):
         "unk_token": "<unk>",
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert server_utils.tokenizer_fingerprint(AutoTokenizer(str(tmp_path))) == fingerprint
+    assert tokenizer_fingerprint(AutoTokenizer(str(tmp_path))) == fingerprint
 
 
 def test_what_cannot_list_its_tokens_has_no_fingerprint():
-    assert server_utils.tokenizer_fingerprint(None) is None
-    assert server_utils.tokenizer_fingerprint(type("Tokenizer", (), {"vocab_size": 9})) is None
+    assert tokenizer_fingerprint(None) is None
+    assert tokenizer_fingerprint(type("Tokenizer", (), {"vocab_size": 9})) is None
 
 
 def test_lock_method_serialises_callers():
@@ -93,7 +99,7 @@ def test_lock_method_serialises_callers():
             self.lock = threading.Lock()
             self.inside = self.most = 0
 
-        @server_utils.lock_method("self.lock")
+        @requests.lock_method("self.lock")
         def enter(self):
             self.inside += 1
             self.most = max(self.most, self.inside)
@@ -110,13 +116,13 @@ def test_lock_method_serialises_callers():
 
 
 def test_pad_input():
-    assert server_utils.pad_input(np.array([[1, 2], [3, 4], [5, 6]]), 2, pad_value=9) == (
+    assert requests.pad_input(np.array([[1, 2], [3, 4], [5, 6]]), 2, pad_value=9) == (
         [[1, 2], [3, 4], [5, 6], [9, 9]],
         1,
     )
-    assert server_utils.pad_input([7], 3) == ([7, 0, 0], 2)
-    assert server_utils.pad_input(["a", "b"], 2, "") == (["a", "b"], 0)
-    assert server_utils.pad_input(None, 4) == (None, 0)
+    assert requests.pad_input([7], 3) == ([7, 0, 0], 2)
+    assert requests.pad_input(["a", "b"], 2, "") == (["a", "b"], 0)
+    assert requests.pad_input(None, 4) == (None, 0)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +130,7 @@ def test_pad_input():
 )
 def test_padding_multiple(monkeypatch, rows, dp, expected):
     monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: dp)
-    assert server_utils.calculate_inference_batch_padding_multiple(rows, 4) == expected
+    assert requests.calculate_inference_batch_padding_multiple(rows, 4) == expected
 
 
 def test_process_inputs_prefers_sentences():
@@ -133,27 +139,25 @@ def test_process_inputs_prefers_sentences():
         "tokens": np.array([[9]]),
         "sequence_lengths": np.array([[1]]),
     }
-    out = server_utils.process_inputs(
-        inputs, lambda texts: (torch.tensor([[len(texts[0]), 0]]), [1])
-    )
+    out = requests.process_inputs(inputs, lambda texts: (torch.tensor([[len(texts[0]), 0]]), [1]))
     assert out["inputs"].tolist() == [[2, 0]] and out["sequence_length"].tolist() == [1]
     del inputs["sentences"]
-    out = server_utils.process_inputs(inputs, None)
+    out = requests.process_inputs(inputs, None)
     assert out["inputs"].tolist() == [[9]] and out["sequence_length"].tolist() == [1]
     with pytest.raises(UserError, match="'sequence_lengths' is missing"):
-        server_utils.process_inputs({"tokens": np.array([[9]])}, None)
+        requests.process_inputs({"tokens": np.array([[9]])}, None)
     for bad, message in (
         ([[b"a", b"b"]], r"'sentences' has shape \[1, 2\]"),
         ([[b"a"], [b"\xff"]], "in row 1 that are not UTF-8"),
     ):
         with pytest.raises(UserError, match=message):
-            server_utils.process_inputs({"sentences": np.array(bad)}, None)
+            requests.process_inputs({"sentences": np.array(bad)}, None)
 
 
 @pytest.mark.parametrize("strip, width", [(None, 8), (4, 4), (3, 3), (16, 8)])
 def test_pad_batch_and_strip_sequence(strip, width):
     tokens = np.arange(24).reshape(3, 8)
-    out, added, old_width = server_utils.pad_batch_and_strip_sequence(
+    out, added, old_width = requests.pad_batch_and_strip_sequence(
         tokens, np.array([3, 2, 1]), 4, strip
     )
     assert out["inputs"].shape == (4, width) and added == 1 and old_width == 8
@@ -163,23 +167,23 @@ def test_pad_batch_and_strip_sequence(strip, width):
 
 def test_triton_environment_gets_the_library_path_once(monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
-    server_utils.prepare_triton_environment()
-    server_utils.prepare_triton_environment()
+    triton_environment.prepare_triton_environment()
+    triton_environment.prepare_triton_environment()
     paths = os.environ["LD_LIBRARY_PATH"].split(":")
-    assert paths == [server_utils.find_libpython(), "/somewhere"]
+    assert paths == [triton_environment.find_libpython(), "/somewhere"]
     assert os.path.exists(os.path.join(paths[0], sysconfig.get_config_var("INSTSONAME")))
 
 
 def test_triton_environment_refuses_numpy_2(monkeypatch):
     monkeypatch.setattr(np, "__version__", "2.1.0")
     with pytest.raises(UserError, match="numpy 2.1.0.*pip install 'numpy<2'"):
-        server_utils.prepare_triton_environment()
+        triton_environment.prepare_triton_environment()
 
 
 def test_triton_environment_refuses_a_python_without_shared_library(monkeypatch):
-    monkeypatch.setattr(server_utils, "find_libpython", lambda: None)
+    monkeypatch.setattr(triton_environment, "find_libpython", lambda: None)
     with pytest.raises(UserError, match="libpython.*--enable-shared"):
-        server_utils.prepare_triton_environment()
+        triton_environment.prepare_triton_environment()
 
 
 def test_a_taken_port_is_named():

@@ -20,14 +20,16 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
 from nemo_aligner.config.checks import check_config, check_values
-from nemo_aligner.launch.train_script_utils import (
+from nemo_aligner.launch.experiment import (
     build_checkpoint_callback,
     build_logger,
-    load_and_override_model_config,
-    load_from_nemo,
     load_trainer_state,
-    resolve_and_create_trainer,
     setup_experiment,
+)
+from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+from nemo_aligner.launch.processes import (
+    init_distributed,
+    resolve_and_create_trainer,
     user_errors_end_the_job,
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
@@ -47,6 +49,7 @@ def main(cfg) -> None:
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
     log_dir = setup_experiment(trainer, cfg)
     logger = build_logger(trainer, log_dir)
+    init_distributed(trainer)
 
     model = load_from_nemo(MegatronGPTCriticModel, cfg.model, trainer, restore_path=restore_path)
     if cfg.trainer.ppo.combine_rm_and_critic_server:

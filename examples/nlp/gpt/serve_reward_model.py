@@ -20,9 +20,9 @@ from nemo_aligner.algorithms.reward_server import RewardModelServer
 from nemo_aligner.checkpoint.nemo_archive import check_restore_path
 from nemo_aligner.config.checks import check_config, check_values
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.launch.train_script_utils import (
-    load_and_override_model_config,
-    load_from_nemo,
+from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+from nemo_aligner.launch.processes import (
+    init_distributed,
     resolve_and_create_trainer,
     user_errors_end_the_job,
 )
@@ -53,6 +53,7 @@ def build_model_server(cfg: DictConfig) -> RewardModelServer:
     trainer = resolve_and_create_trainer(cfg)
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
 
+    init_distributed(trainer)
     model_class = reward_model_class(cfg.model.get("reward_model_type"))
     model = load_from_nemo(model_class, cfg.model, trainer, restore_path=restore_path)
     if not model.has_trained_head:

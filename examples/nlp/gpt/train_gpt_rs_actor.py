@@ -27,14 +27,16 @@ from nemo_aligner.data.nlp.builders import (
     collate_with_pad_to_max_batch,
     the_validation_prompts,
 )
-from nemo_aligner.launch.train_script_utils import (
+from nemo_aligner.launch.experiment import (
     build_checkpoint_callback,
     build_logger,
-    load_and_override_model_config,
-    load_from_nemo,
     load_trainer_state,
-    resolve_and_create_trainer,
     setup_experiment,
+)
+from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+from nemo_aligner.launch.processes import (
+    init_distributed,
+    resolve_and_create_trainer,
     user_errors_end_the_job,
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
@@ -58,6 +60,7 @@ def main(cfg) -> None:
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
     log_dir = setup_experiment(trainer, cfg)
     logger = build_logger(trainer, log_dir)
+    init_distributed(trainer)
 
     model = load_from_nemo(
         MegatronGPTRSModel,

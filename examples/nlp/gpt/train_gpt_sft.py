@@ -20,18 +20,20 @@ from omegaconf import OmegaConf
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
 from nemo_aligner.config.checks import check_config, check_values, drop_unset
 from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
-from nemo_aligner.launch.train_script_utils import (
+from nemo_aligner.launch.experiment import (
     build_checkpoint_callback,
     build_logger,
-    load_and_override_model_config,
-    load_from_nemo,
     load_trainer_state,
-    resolve_and_create_trainer,
     setup_experiment,
-    supervised_max_steps,
+)
+from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+from nemo_aligner.launch.processes import (
+    init_distributed,
+    resolve_and_create_trainer,
     user_errors_end_the_job,
 )
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.training.schedule import supervised_max_steps
 from nemo_aligner.training.timers import Timer
 
 
@@ -48,6 +50,7 @@ def main(cfg) -> None:
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
     log_dir = setup_experiment(trainer, cfg)
     logger = build_logger(trainer, log_dir)
+    init_distributed(trainer)
 
     if base is None:
         model = GPTSFTModel(cfg.model, trainer)

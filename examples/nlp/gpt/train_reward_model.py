@@ -32,15 +32,16 @@ from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_regression_rm_datasets,
     build_train_valid_test_rm_datasets,
 )
-from nemo_aligner.launch.train_script_utils import (
+from nemo_aligner.launch.experiment import (
     build_checkpoint_callback,
     build_logger,
-    load_and_override_model_config,
-    load_from_nemo,
     load_trainer_state,
-    resolve_and_create_trainer,
     setup_experiment,
-    supervised_max_steps,
+)
+from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+from nemo_aligner.launch.processes import (
+    init_distributed,
+    resolve_and_create_trainer,
     user_errors_end_the_job,
 )
 from nemo_aligner.models.nlp.gpt.reward_model_classes import (
@@ -49,6 +50,7 @@ from nemo_aligner.models.nlp.gpt.reward_model_classes import (
     reward_model_class,
     reward_model_type,
 )
+from nemo_aligner.training.schedule import supervised_max_steps
 from nemo_aligner.training.timers import Timer
 
 BUILD_DATASETS = {
@@ -72,6 +74,7 @@ def main(cfg) -> None:
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
     log_dir = setup_experiment(trainer, cfg)
     logger = build_logger(trainer, log_dir)
+    init_distributed(trainer)
 
     model = build_model(cfg, reward_model_class(kind.value), trainer)
     train_dataloader, val_dataloaders, test_dataloader = build_dataloaders(

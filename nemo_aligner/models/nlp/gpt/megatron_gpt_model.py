@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.launch.train_script_utils import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_layer_spec,
     build_transformer_config,
@@ -103,12 +102,18 @@ class MegatronGPTModel(ModelPT):
         padded_vocab_size: rows of the embedding table; ids from `tokenizer.vocab_size` on are
         padding.
 
-    Every rank constructs the model; the constructor sets up process groups if that has not
-    happened yet.
+    Every rank constructs the model, once the job's processes are there
+    (`launch.processes.init_distributed`); the constructor sets up Megatron's process groups.
     """
 
     def __init__(self, cfg: DictConfig, trainer=None):
-        launch_processes(trainer)
+        world_size = 1 if trainer is None else trainer.world_size
+        if world_size > 1 and not torch.distributed.is_initialized():
+            raise UserError(
+                f"{type(self).__name__} was built in a job of {world_size} processes that are not "
+                "connected yet; call nemo_aligner.launch.processes.init_distributed(trainer) "
+                "first, or build the model with load_from_nemo, which does."
+            )
         parallel_state.initialize(
             tensor_model_parallel_size=cfg.get("tensor_model_parallel_size", 1) or 1,
             pipeline_model_parallel_size=cfg.get("pipeline_model_parallel_size", 1) or 1,

@@ -11,7 +11,7 @@ import dataclasses
 import torch
 from omegaconf import DictConfig
 
-from nemo_aligner.core.rollout_math import sample_seeds
+from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin

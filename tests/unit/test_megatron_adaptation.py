@@ -7,14 +7,14 @@ a release moves a name.
 import pytest
 import torch
 
-from nemo_aligner.parallel import device
+from nemo_aligner.parallel import megatron_adaptation
 
 
 @pytest.mark.parametrize(
-    "module, name, reason", device.TOUCHED, ids=lambda value: str(value)[-40:]
+    "module, name, reason", megatron_adaptation.TOUCHED, ids=lambda value: str(value)[-40:]
 )
 def test_every_touched_name_exists_and_has_a_reason(module, name, reason):
-    device._resolve(module, name)
+    megatron_adaptation._resolve(module, name)
     assert reason
 
 
@@ -22,16 +22,18 @@ def test_missing_name_is_reported():
     with pytest.raises(
         ImportError, match="megatron.core.optimizer.clip_grads.get_grad_norm_fp64.*setup.py"
     ):
-        device._resolve("megatron.core.optimizer.clip_grads", "get_grad_norm_fp64")
+        megatron_adaptation._resolve("megatron.core.optimizer.clip_grads", "get_grad_norm_fp64")
 
 
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="looks at the adaptation of a machine without CUDA"
 )
 def test_remapped_functions_name_no_cuda_device():
-    device.adapt_megatron_core()
-    for module, name, _reason in device.REMAPPED_CONSTANTS:
-        function = device.inspect.unwrap(device._resolve(module, name)[2])
+    megatron_adaptation.adapt_megatron_core()
+    for module, name, _reason in megatron_adaptation.REMAPPED_CONSTANTS:
+        function = megatron_adaptation.inspect.unwrap(
+            megatron_adaptation._resolve(module, name)[2]
+        )
         function = getattr(function, "__func__", function)
         constants = list(function.__code__.co_consts)
         constants += [
@@ -46,7 +48,7 @@ def test_constants_are_rewritten_and_nothing_else():
     def allocate():
         return ["cuda", "torch.cuda.FloatTensor,  ", "torch.cuda.is_available", ("cuda", 3)]
 
-    constants = device._cpu_constant(allocate.__code__).co_consts
+    constants = megatron_adaptation._cpu_constant(allocate.__code__).co_consts
     flat = [
         c
         for constant in constants

@@ -1,18 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the critic server, the reward server and their clients share: request decoding and padding,
-fingerprints of tokenizers, and Triton's needs.
-
-Nothing here imports PyTriton: `prepare_triton_environment` must run before it is started.
-"""
+"""Requests as a server gets them: decoded, tokenized, padded to what the model can take."""
 
 import functools
-import hashlib
-import json
-import os
-import sys
-import sysconfig
-from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -21,62 +11,9 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
 
 
-class FutureResult(ABC):
-    """The pending answer of a server. Every rank that holds one calls `result()`: it communicates.
-
-    Attributes:
-        pending: what this rank itself waits for: objects with `done(timeout_s)` and `result()`, or
-            the exception of an attempt to send. Empty on a rank that gets the answer from another.
-    """
-
-    pending: tuple = ()
-
-    @abstractmethod
-    def result(self):
-        """Wait for the answer and return it on every rank; a failure is raised on every rank."""
-
-
 def decode_bytes_ndarray(array: np.ndarray) -> np.ndarray:
     """UTF-8 bytes of any shape -> a flat array of str."""
     return np.char.decode(np.asarray(array).astype("bytes"), "utf-8").reshape(-1)
-
-
-def tokenizer_fingerprint(tokenizer) -> str | None:
-    """What tells whether two jobs mean the same text by a token id, short enough to be read by
-    people.
-
-    Args:
-        tokenizer: of NeMo; None, or one that cannot list its tokens, has no fingerprint.
-
-    Returns:
-        E.g. "512 tokens, end 0, 3fa9c1d2e4b5": the size of the vocabulary, the id that ends a
-        text, and the first 12 hexadecimal digits of the SHA-256 of all tokens with their ids. It
-        does not depend on the kind of tokenizer.
-    """
-    if not hasattr(tokenizer, "ids_to_tokens") or not hasattr(tokenizer, "eos_id"):
-        return None
-    inner = getattr(tokenizer, "tokenizer", None)
-    if hasattr(inner, "get_vocab"):  # Hugging Face: its ids may have holes
-        tokens = sorted((id_, token) for token, id_ in inner.get_vocab().items())
-    else:
-        tokens = list(enumerate(tokenizer.ids_to_tokens(list(range(tokenizer.vocab_size)))))
-    digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
-    return f"{tokenizer.vocab_size} tokens, end {tokenizer.eos_id}, {digest[:12]}"
-
-
-def lock_method(lock_name: str):
-    """Decorator: run the method while holding the lock named by e.g. "self.lock"."""
-    attribute = lock_name.removeprefix("self.")
-
-    def decorate(method):
-        @functools.wraps(method)
-        def locked(self, *args, **kwargs):
-            with getattr(self, attribute):
-                return method(self, *args, **kwargs)
-
-        return locked
-
-    return decorate
 
 
 def pad_input(value, size: int, pad_value=0) -> tuple:
@@ -181,49 +118,16 @@ def pad_batch_and_strip_sequence(
     return {"inputs": tokens, "sequence_length": lengths}, tokens.shape[0] - rows, width
 
 
-def find_libpython() -> str | None:
-    """Directory of the shared libpython of this interpreter, or None."""
-    name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
-    libdir = sysconfig.get_config_var("LIBDIR") or ""
-    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
-    for directory in (
-        libdir,
-        os.path.join(libdir, multiarch),
-        os.path.join(sys.base_prefix, "lib"),
-    ):
-        if directory and os.path.exists(os.path.join(directory, name)):
-            return directory
-    return None
+def lock_method(lock_name: str):
+    """Decorator: run the method while holding the lock named by e.g. "self.lock"."""
+    attribute = lock_name.removeprefix("self.")
 
+    def decorate(method):
+        @functools.wraps(method)
+        def locked(self, *args, **kwargs):
+            with getattr(self, attribute):
+                return method(self, *args, **kwargs)
 
-def prepare_triton_environment() -> None:
-    """Make this process able to start Triton with a Python backend, or say at once why it cannot.
+        return locked
 
-    Triton runs its Python models in a stub that loads libpython and numpy: without the library
-    path it dies, or hangs for a minute, with an error that names neither; with numpy 2 it hands
-    over corrupted tensors.
-
-    Raises:
-        UserError: numpy 2, or no shared libpython.
-    """
-    if int(np.__version__.split(".")[0]) >= 2:
-        raise UserError(
-            f"numpy {np.__version__} is installed, but Triton's Python backend corrupts tensors "
-            "with numpy 2. "
-            "Install it in the server's environment with: pip install 'numpy<2'"
-        )
-    directory = find_libpython()
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if directory is None:
-        raise UserError(
-            f"Triton needs the shared library libpython{version}.so.1.0, but {sys.executable} has "
-            "none (its "
-            f"installation is under {sys.base_prefix}). Use a Python built with --enable-shared: "
-            "with pyenv "
-            f"PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install {version}; on Debian or Ubuntu "
-            f"apt install libpython{version}; the official python Docker images, uv and conda "
-            "have it."
-        )
-    paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
-    if directory not in paths:
-        os.environ["LD_LIBRARY_PATH"] = ":".join([directory] + paths)
+    return decorate

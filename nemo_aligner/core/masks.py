@@ -1,0 +1,111 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which slots belong to the response, and statistics over exactly these slots. No ranks.
+
+Shapes: `[B, S-1]` is per transition, column t predicts token t+1 (`nemo_aligner.core.types` has a
+worked picture). A mask is non-zero (or True) where a slot counts; elsewhere a tensor may hold
+anything, NaN included.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def create_mask(values: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
+    """Mask of the response's transitions: 1 on columns [P-1, R-1), which is R-P ones.
+
+    Args:
+        values: [B, S-1]; only its shape, dtype and device matter.
+        prompt_lengths: int [B], P.
+        response_lengths: int [B], R, the total length.
+
+    Returns:
+        [B, S-1], dtype of `values`.
+    """
+    column = torch.arange(values.shape[1], device=values.device)
+    start = prompt_lengths.to(values.device).reshape(-1, 1) - 1
+    stop = response_lengths.to(values.device).reshape(-1, 1) - 1
+    return ((column >= start) & (column < stop)).to(values.dtype)
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of `values` where `mask` (same shape) is non-zero, over all of it or along `dim`."""
+    kept = torch.where(mask != 0, values, 0)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of `values` where `mask` (same shape) is non-zero, over all of it or along `dim`; 0
+    where nothing is.
+    """
+    keep = mask != 0
+    kept = torch.where(keep, values, 0)
+    if dim is None:
+        return kept.sum() / keep.sum().clamp(min=1)
+    return kept.sum(dim) / keep.sum(dim).clamp(min=1)
+
+
+def masked_std(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Standard deviation (Bessel-corrected) where `mask` is non-zero, over all or along `dim`; 0
+    below two values.
+    """
+    keep = mask != 0
+    if dim is None:
+        return masked_std(values.flatten(), keep.flatten(), 0)
+    deviation = values - masked_mean(values, keep, dim).unsqueeze(dim)
+    squares = torch.where(keep, deviation, 0).square().sum(dim)
+    return (squares / (keep.sum(dim) - 1).clamp(min=1)).sqrt()
+
+
+def masked_mean_var(
+    values: Tensor, mask: Tensor, sum_over_dp: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance (not Bessel-corrected) over the slots of all ranks where `mask` is
+    non-zero.
+
+    Args:
+        values: any shape; slots outside the mask may hold NaN.
+        mask: same shape.
+        sum_over_dp: sums a float64 tensor over the ranks; all of them call this function.
+
+    Returns:
+        Two float64 scalars; 0 if no slot counts anywhere.
+    """
+    keep = mask != 0
+    kept = torch.where(keep, values.detach().double(), 0)
+    total, count = sum_over_dp(torch.stack([kept.sum(), keep.sum(dtype=torch.float64)]))
+    count = count.clamp(min=1)
+    mean = total / count
+    # A second pass over the deviations: E[x^2] - E[x]^2 would cancel.
+    return mean, sum_over_dp(torch.where(keep, kept - mean, 0).square().sum()) / count
+
+
+def whiten(
+    values: Tensor,
+    mask: Tensor,
+    shift_mean: bool = True,
+    sum_over_dp: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) with `masked_mean_var`, plus the mean again unless
+    `shift_mean`.
+
+    Token rewards are whitened without shifting their mean, as a reward that moves with the others
+    of its batch would no longer say what is good (TRL does the same, with the Bessel-corrected
+    variance).
+
+    Args:
+        values: any shape; slots outside the mask may hold NaN.
+        mask: same shape, non-zero where a slot counts.
+        shift_mean: False keeps the mean what it was.
+        sum_over_dp: sums a float64 tensor over the ranks; all of them call this function.
+
+    Returns:
+        dtype and shape of `values`; 0 outside the mask.
+    """
+    mean, var = masked_mean_var(values, mask, sum_over_dp)
+    whitened = (values.double() - mean) * torch.rsqrt(var + 1e-8)
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask != 0, whitened, 0).to(values.dtype)

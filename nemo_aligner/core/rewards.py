@@ -1,0 +1,121 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Scalar rewards: placed on the transitions, clipped, penalized, and used to select responses. No
+ranks.
+
+Shapes: `[B, S-1]` is per transition, column t predicts token t+1 (`nemo_aligner.core.types` has a
+worked picture).
+"""
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.core.advantages import group_rows
+
+
+def calculate_ppo_rewards(
+    values: Tensor,
+    rewards: Tensor,
+    response_lengths: Tensor,
+    init_policy_kl: Tensor | float,
+    penalty_factor: float = 0.0,
+) -> Tensor:
+    """Reward per transition: the scalar reward at column R-2, minus the KL penalty at every
+    column.
+
+    Columns outside the response are penalised too; `calculate_advantages_and_returns` masks them.
+
+    Args:
+        values: [B, S-1]; only its shape, dtype and device matter.
+        rewards: [B] or [B, 1], of the whole response.
+        response_lengths: int [B], R.
+        init_policy_kl: [B, S-1], or a number.
+        penalty_factor: beta; with 0 the KL is not looked at.
+
+    Returns:
+        [B, S-1].
+    """
+    per_token = torch.zeros_like(values)
+    last = (response_lengths.to(values.device).reshape(-1, 1) - 2).clamp(min=0)
+    per_token.scatter_(1, last, rewards.to(per_token).reshape(-1, 1))
+    if penalty_factor:
+        per_token = per_token - penalty_factor * init_policy_kl
+    return per_token
+
+
+def clip_rewards(rewards: Tensor, limit: float | None) -> Tensor:
+    """Scalar `rewards` [B] kept within [-limit, limit]; as they are if `limit` is None. NaN stays
+    NaN.
+    """
+    return rewards if limit is None else rewards.clamp(-limit, limit)
+
+
+def calculate_overlong_penalty(
+    response_token_counts: Tensor, max_length: int, buffer_len: int, factor: float = 1.0
+) -> Tensor:
+    """Soft punishment of answers that come close to the length limit (Yu et al. 2025, DAPO,
+    arXiv:2503.14476, eq. 13).
+
+    With L tokens: 0 up to max_length - buffer_len, then falling evenly to -factor at max_length,
+    -factor beyond:
+
+        factor * clip((max_length - buffer_len - L) / buffer_len, -1, 0)
+
+    Args:
+        response_token_counts: int [B], R - P: tokens of the answers alone, end token included.
+        max_length: L_max, the most tokens an answer can have.
+        buffer_len: L_cache, length of the slope; 0 switches the penalty off.
+        factor: of the penalty.
+
+    Returns:
+        float32 [B], to be added to the scalar rewards.
+
+    Raises:
+        ValueError: `buffer_len` is negative or above `max_length`.
+    """
+    if not 0 <= buffer_len <= max_length:
+        raise ValueError(
+            f"overlong_buffer_len={buffer_len} must be between 0 and max_length={max_length}"
+        )
+    beyond = response_token_counts.float() - (max_length - buffer_len)
+    if not buffer_len:
+        return torch.zeros_like(beyond)
+    return -factor * (beyond / buffer_len).clamp(0.0, 1.0)
+
+
+def select_topk(
+    batch: dict[str, Tensor], num_select: int = 1, group_by: str = "prompt_tokens"
+) -> dict[str, Tensor]:
+    """Keep the `num_select` best rewarded rows of each prompt (all of a prompt that has fewer).
+
+    Of equally rewarded rows the later ones are kept.
+
+    Args:
+        batch: every tensor has N rows; `rewards` is [N] or [N, 1].
+        num_select: rows to keep for each prompt.
+        group_by: the tensor, [N] or [N, P], that says which rows belong together (equal ones).
+            Texts take a prompt that occurs twice in the data for one; the index in the data set
+            (`idx`) does not.
+
+    Returns:
+        The kept rows of every tensor: prompts in sorted order of `group_by`, rewards ascending
+        inside a prompt.
+
+    Raises:
+        ValueError: a reward is NaN, or `num_select` below 1.
+    """
+    if num_select < 1:
+        raise ValueError(f"top_n_rollouts={num_select}: select at least 1 rollout for each prompt")
+    rewards = batch["rewards"].flatten()
+    if rewards.isnan().any():
+        raise ValueError(
+            f"the reward of rollout {int(rewards.isnan().nonzero()[0])} is NaN; cannot select the "
+            "best"
+        )
+    group, size = group_rows(batch[group_by])
+    order = torch.argsort(rewards, stable=True)
+    order = order[torch.argsort(group[order], stable=True)]  # by prompt, and by reward inside
+    stop = size.cumsum(0)[group[order]]
+    position = torch.arange(len(order), device=order.device)
+    chosen = order[position >= stop - num_select]
+    return {key: tensor[chosen.to(tensor.device)] for key, tensor in batch.items()}

@@ -1,0 +1,12 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The former place of these names; what each import statement below names is the present one."""
+
+from nemo_aligner.servers.reward_critic_clients import (
+    RemoteGPTRMClient,
+    RemoteGPTRMCriticClient,
+    RMCriticFutureResult,
+    RMFutureResult,
+    SaveFuture,
+    TrainFuture,
+)

@@ -1,0 +1,59 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What Triton's Python backend needs of this process before it starts. Imports no PyTriton."""
+
+import os
+import sys
+import sysconfig
+
+import numpy as np
+
+from nemo_aligner.core.errors import UserError
+
+
+def find_libpython() -> str | None:
+    """Directory of the shared libpython of this interpreter, or None."""
+    name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
+    libdir = sysconfig.get_config_var("LIBDIR") or ""
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    for directory in (
+        libdir,
+        os.path.join(libdir, multiarch),
+        os.path.join(sys.base_prefix, "lib"),
+    ):
+        if directory and os.path.exists(os.path.join(directory, name)):
+            return directory
+    return None
+
+
+def prepare_triton_environment() -> None:
+    """Make this process able to start Triton with a Python backend, or say at once why it cannot.
+
+    Triton runs its Python models in a stub that loads libpython and numpy: without the library
+    path it dies, or hangs for a minute, with an error that names neither; with numpy 2 it hands
+    over corrupted tensors.
+
+    Raises:
+        UserError: numpy 2, or no shared libpython.
+    """
+    if int(np.__version__.split(".")[0]) >= 2:
+        raise UserError(
+            f"numpy {np.__version__} is installed, but Triton's Python backend corrupts tensors "
+            "with numpy 2. "
+            "Install it in the server's environment with: pip install 'numpy<2'"
+        )
+    directory = find_libpython()
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if directory is None:
+        raise UserError(
+            f"Triton needs the shared library libpython{version}.so.1.0, but {sys.executable} has "
+            "none (its "
+            f"installation is under {sys.base_prefix}). Use a Python built with --enable-shared: "
+            "with pyenv "
+            f"PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install {version}; on Debian or Ubuntu "
+            f"apt install libpython{version}; the official python Docker images, uv and conda "
+            "have it."
+        )
+    paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
+    if directory not in paths:
+        os.environ["LD_LIBRARY_PATH"] = ":".join([directory] + paths)

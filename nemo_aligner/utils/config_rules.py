@@ -1,0 +1,14 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The former place of these names; what each import statement below names is the present one."""
+
+from nemo_aligner.config.rules import (
+    LOSS_REDUCTIONS,
+    RESTORE_KEY,
+    RESTORE_KEYS,
+    SECTIONS,
+    check_flags,
+    check_intervals,
+    check_required,
+    check_values,
+)

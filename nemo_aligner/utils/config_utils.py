@@ -1,0 +1,13 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The former place of these names; what each import statement below names is the present one."""
+
+from nemo_aligner.config.checks import (
+    check_config,
+    check_keys,
+    check_sections,
+    drop_unset,
+    inert_notes,
+    nearest_key,
+    register_resolvers,
+)

@@ -1,0 +1,16 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The former place of these names; what each import statement below names is the present one."""
+
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+from nemo_aligner.servers.futures import FutureResult
+from nemo_aligner.servers.requests import (
+    calculate_inference_batch_padding_multiple,
+    decode_bytes_ndarray,
+    lock_method,
+    pad_batch_and_strip_sequence,
+    pad_input,
+    pad_rows,
+    process_inputs,
+)
+from nemo_aligner.servers.triton_environment import find_libpython, prepare_triton_environment

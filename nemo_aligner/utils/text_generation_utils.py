@@ -1,0 +1,10 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The former place of these names; what each import statement below names is the present one."""
+
+from nemo_aligner.generation.text_generation_utils import (
+    EndConditions,
+    GenerationParams,
+    tokenize_batch,
+    verify_is_valid_and_clamp_range_,
+)

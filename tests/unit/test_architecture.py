@@ -1,0 +1,105 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The rooms of the package: imports go down the floors, never up and never in circles; doors lead
+in from NeMo-Aligner's module paths and nothing inside uses them.
+"""
+
+import ast
+import importlib
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "nemo_aligner"
+
+# From the ground up; rooms on one line may import each other, but not in circles.
+FLOORS = [
+    {"core"},
+    {"parallel", "config"},
+    {"training", "checkpoint"},
+    {"servers", "generation", "data"},
+    {"models"},
+    {"algorithms", "launch"},
+    {"report"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+# Besides everything in utils/.
+SINGLE_DOORS = {
+    "nemo_aligner.losses",
+    "nemo_aligner.metrics",
+    "nemo_aligner.types",
+    "nemo_aligner.models.nlp.gpt.reward_critic_clients",
+    "nemo_aligner.models.nlp.gpt.rewards_in_place_of_critic",
+}
+
+
+def _module(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+MODULES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def _is_door(module: str) -> bool:
+    return module.startswith("nemo_aligner.utils") or module in SINGLE_DOORS
+
+
+INSIDE = [module for module in MODULES if not _is_door(module) and module != "nemo_aligner"]
+
+
+def _imports(module: str) -> set[str]:
+    """Modules of the package that `module` imports, anywhere in its text."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import in line {node.lineno}"
+            both = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in both]
+        found |= {name for name in names if name in MODULES}
+    return found - {module}
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1]
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_imports_go_down_the_floors(module):
+    assert _room(module) in FLOOR, f"{module} is in no room; put its room on a floor"
+    upward = {
+        other for other in _imports(module) if FLOOR.get(_room(other), -1) > FLOOR[_room(module)]
+    }
+    assert not upward, f"{module} imports from a floor above its own: {sorted(upward)}"
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_nothing_inside_imports_a_door(module):
+    assert not {other for other in _imports(module) if _is_door(other)}
+
+
+def test_no_import_circles():
+    graph = {module: _imports(module) - {"nemo_aligner"} for module in MODULES}
+    # A package's __init__ may gather what its modules define.
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if _is_door(module)])
+def test_doors_only_hand_on_names(module):
+    statements = ast.parse(MODULES[module].read_text()).body
+    assert all(isinstance(s, (ast.Expr, ast.ImportFrom)) for s in statements), module
+    importlib.import_module(module)
+
+
+@pytest.mark.parametrize("room", [path for path in PACKAGE.iterdir() if path.is_dir()])
+def test_every_room_is_a_package(room):
+    assert room.name == "__pycache__" or (room / "__init__.py").exists()
