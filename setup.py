@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent
 INSTALL_REQUIRES = [
     "torch>=2.6,<2.14",  # 2.6: needed by NeMo and Megatron Core; 2.13 is what the tests ran with
     "nemo_toolkit[common]>=3.0.0,<3.1",  # exp_manager, hydra_runner, .nemo; [core] lacks einops
-    # 0.17 needs Python 3.12; parallel/device.py adapts names of exactly this series
+    # 0.17 needs Python 3.12; parallel/megatron_adaptation.py adapts names of exactly this series
     "megatron-core>=0.16.1,<0.17",
     "nvidia-pytriton>=0.7.0,<0.8",  # 0.6 lets a remote client execute code
     "tritonclient[http]>=2.50,<3",  # requests to reward servers; PyTriton brings it

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The former place of these names; what each import statement below names is the present one."""
 
+from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 from nemo_aligner.core.losses import (
-    LOSS_REDUCTIONS,
     loss_count,
     loss_weights,
     ppo_actor_loss,

@@ -23,8 +23,8 @@ from nemo_aligner.config.reward_models import read_reward_models
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FLAGS, LIVE, ONLY, REQUIRED
 from nemo_aligner.config.values import Values, require_multiple, resolved
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
-LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
 # Section of `trainer` that holds a job's own settings, and the key that names the weights it
 # starts from.
 SECTIONS = {

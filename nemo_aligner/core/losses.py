@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 from nemo_aligner.core.kl import calculate_kl_penalty
 from nemo_aligner.core.masks import masked_mean
-
-LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
 
 
 def loss_weights(

@@ -26,6 +26,8 @@ Batches are plain dicts (Megatron's data iterator and the wire want dicts); the 
 what is in them.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from torch import Tensor
@@ -62,6 +64,26 @@ class RolloutBatch(Rollout, total=False):
     init_logprobs: Tensor
     rewards: Tensor  # float32 [B]: scalar reward of the whole response
     values: Tensor  # float32 [B, S-1]: critic; not there without one
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What critic and reward models say of b samples.
+
+    Attributes:
+        rewards: float32 [b], scalar reward of the whole response.
+        values: float32 [b, S-1], the critic's; None where there is no critic.
+        parts: float32 [b] each, the reward of each reward model of an ensemble by its name,
+            without its weight; empty for a single reward model.
+    """
+
+    rewards: Tensor
+    values: Tensor | None = None
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        """`rewards, values = scores`, as NeMo-Aligner's clients return them."""
+        return iter((self.rewards, self.values))
 
 
 class _PolicyTrainBatch(TypedDict):

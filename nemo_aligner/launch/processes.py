@@ -21,7 +21,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.core.errors import AlarmError, ConfigError, ServerRequestError, UserError
-from nemo_aligner.parallel.device import get_backend, is_rank_zero
+from nemo_aligner.parallel.device import get_backend
+from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.servers.ports import find_free_port
 
 # Processes of this node that Lightning's launcher has started from this one.

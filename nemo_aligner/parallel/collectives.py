@@ -19,14 +19,6 @@ from torch import Tensor
 from nemo_aligner.core.masks import masked_mean_var, whiten
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.vocab_parallel import (  # noqa: F401
-    DistributedLogprob,
-    calculate_distributed_entropy,
-    from_parallel_logits_to_logprobs,
-)
-
-# Where scripts written for NeMo-Aligner look for them.
-from nemo_aligner.training.timers import ScopedTimer, SyncTimer, Timer  # noqa: F401
 
 
 def _several_ranks(group) -> bool:

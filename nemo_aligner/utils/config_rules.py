@@ -3,7 +3,6 @@
 """The former place of these names; what each import statement below names is the present one."""
 
 from nemo_aligner.config.rules import (
-    LOSS_REDUCTIONS,
     RESTORE_KEY,
     RESTORE_KEYS,
     SECTIONS,
@@ -12,3 +11,4 @@ from nemo_aligner.config.rules import (
     check_required,
     check_values,
 )
+from nemo_aligner.core.estimators import LOSS_REDUCTIONS

@@ -1,0 +1,38 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The names that a configuration may use for estimators and reductions, with what follows from
+each. Imports nothing heavy: the configuration is checked with it before torch is loaded.
+
+To add an advantage estimator: a function in `core/advantages.py`, a line here, and a branch in
+`algorithms/ppo_data.py:estimate_advantages`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """What the rest of a job must know of an advantage estimator.
+
+    Attributes:
+        needs_critic: it uses values, so the job trains a critic.
+        compares_responses: it compares the responses to one prompt with each other, so there must
+            be at least two, and their advantages have a scale of their own (no normalization).
+    """
+
+    needs_critic: bool = False
+    compares_responses: bool = False
+
+
+ADVANTAGE_ESTIMATORS = {
+    "gae": AdvantageEstimator(needs_critic=True),
+    "reinforce_plus_plus": AdvantageEstimator(),
+    "rloo": AdvantageEstimator(compares_responses=True),
+    "grpo": AdvantageEstimator(compares_responses=True),
+}
+
+# Estimators of the KL divergence (`core/kl.py`), for the reward and for the loss.
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+# How the loss of a global batch is averaged (`core/losses.py:loss_weights`).
+LOSS_REDUCTIONS = ("token", "sequence", "microbatch")

@@ -1,0 +1,117 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What trainers expect of the parts that are not models: the remote critic and reward models, the
+logger, the checkpoints, the clock. Models are in `models/alignable_interface.py`.
+
+These are protocols: a class fulfils one by having its methods, as the remote clients and the fakes
+of the tests do. Unless a method says otherwise, every rank of the job calls it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """The outcome of a request that was sent to another process."""
+
+    def result(self) -> T_co:
+        """Wait for the outcome and return it on every rank.
+
+        Raises:
+            ServerRequestError: on every rank: the request failed; carries the remote traceback.
+        """
+
+
+class PendingScores(Pending[Scores], Protocol):
+    """The scores of one rollout micro-batch, while a server computes them.
+
+    Attributes:
+        pending: what this rank itself waits for (see `servers/source_rank.py:wait_for_all`);
+            empty on a rank that gets the outcome from another.
+    """
+
+    pending: tuple[Any, ...]
+
+
+class RewardSource(Protocol):
+    """One or several remote reward models."""
+
+    def infer_rm(self, rollout_batch: Rollout) -> PendingScores:
+        """Send a micro-batch to be scored; returns at once. The scores have no values."""
+
+    def close(self) -> None:
+        """End all connections."""
+
+
+class Critic(Protocol):
+    """A remote critic and reward model; or reward models alone, with the same methods."""
+
+    def infer_rm_critic(self, rollout_batch: Rollout) -> PendingScores:
+        """Send a micro-batch to be scored; returns at once."""
+
+    def train(self, rollout_batch: PPOTrainBatch) -> Pending[float | None]:
+        """Send this rank's share of a rollout for a critic update; returns at once.
+
+        The outcome is the critic's mean loss, or None where there is no critic to train.
+        """
+
+    def save(self, actor_step: int | None = None) -> Pending[int | None]:
+        """Have the critic write a checkpoint that belongs to `actor_step`; returns at once."""
+
+    def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
+        """Refuse to go on unless the critic stands where this actor does.
+
+        Args:
+            expected_actor_step: the actor's step, 0 for a new run.
+            checkpoints: folder of each of the actor's complete checkpoints, by its step.
+
+        Raises:
+            UserError: on every rank; says how to bring the two jobs together.
+        """
+
+    def close(self) -> None:
+        """End all connections."""
+
+
+class Logger(Protocol):
+    """Where metrics and samples go (`training/loggers.py`)."""
+
+    def log_metrics(
+        self, metrics: Mapping[str, Any], step: int | None = None, prefix: str = ""
+    ) -> None:
+        """Log numbers at `step`, each as prefix + name."""
+
+    def log_table(self, key: str, dataframe: Any, step: int | None = None) -> None:
+        """Log a table as a whole."""
+
+    def log_samples(self, name: str, rows: list[dict[str, Any]], step: int | None = None) -> None:
+        """Log prompts with their responses."""
+
+    def finalize(self) -> None:
+        """Write what is still in memory."""
+
+
+class CheckpointWriter(Protocol):
+    """Writes checkpoints (`checkpoint/checkpointing.py`)."""
+
+    def custom_save(
+        self,
+        monitor_candidates: Mapping[str, Any],
+        is_train_end: bool = False,
+        trainer_state: dict[str, Any] | None = None,
+    ) -> Any:
+        """Write a checkpoint with `trainer_state`, ranked by one of `monitor_candidates`."""
+
+
+class RunTimer(Protocol):
+    """The wall-clock limit of this run (`training/timers.py`)."""
+
+    def start_time(self) -> None:
+        """Start the clock."""
+
+    def is_finished(self) -> bool:
+        """True on every rank once the time is over."""
