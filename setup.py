@@ -51,6 +51,7 @@ EXTRAS_REQUIRE = {
     ],
     "dev": [
         "ruff==0.17.5",  # pinned: other versions format differently
+        "mypy==2.4.1",  # pinned: each version finds other errors; configured in pyproject.toml
         "pre-commit>=4,<5",  # runs ruff before each commit
     ],
 }

@@ -25,6 +25,9 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
 
 import torch  # noqa: E402  (the environment comes first)
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
 from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec, build_transformer_config  # noqa: E402
@@ -35,10 +38,6 @@ from nemo_aligner.parallel.vocab_parallel import (
     logprobs_and_entropy,
 )  # noqa: E402
 from nemo_aligner.servers.ports import find_free_port  # noqa: E402
-
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402  isort: skip
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402  isort: skip
-from megatron.core.transformer.module import Float16Module  # noqa: E402  isort: skip
 
 CASES = ("log-probs, inference", "log-probs, training", "log-probs and entropy, training")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
