@@ -118,7 +118,7 @@ def test_weights_refuse_what_cannot_be():
         match="loss_reduction='mean' is unknown; choose one of token, sequence, microbatch",
     ):
         loss_weights(torch.ones(2, 2), "mean")
-    with pytest.raises(ValueError, match="micro_batch_size=2 does not divide the 3 rows"):
+    with pytest.raises(ValueError, match="micro_batch_size=2 does not divide the 3 samples"):
         loss_weights(torch.ones(3, 2), "microbatch", 2)
 
 
