@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.algorithms.alarms import sampling_ratio_metrics
 from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
 from nemo_aligner.core.errors import NonFiniteError
+from nemo_aligner.core.types import Scores
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
@@ -63,7 +64,7 @@ def make_job(actor, **thresholds):
         sent.append(rollout)
         future = score(rollout)
         rewards, values = future.value
-        future.value = rewards / 10, values.nan_to_num() / 100
+        future.value = Scores(rewards / 10, values.nan_to_num() / 100)
         return future
 
     trainer.rm_critic.infer_rm_critic = infer_rm_critic
@@ -191,16 +192,14 @@ def test_a_critic_of_noise_and_answers_without_end_are_heard(tiny_tokenizer_dir,
     trainer = make_job(actor, explained_variance=-1.0)
     score = trainer.rm_critic.infer_rm_critic
 
-    def noise(rollout):
+    def noisy_score(rollout):
         future = score(rollout)
         rewards, values = future.value
-        future.value = (
-            rewards,
-            10 * torch.randn(values.shape, generator=torch.Generator().manual_seed(0)),
-        )
+        noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
+        future.value = Scores(rewards, 10 * noise)
         return future
 
-    trainer.rm_critic.infer_rm_critic = noise
+    trainer.rm_critic.infer_rm_critic = noisy_score
     trainer.data_settings = trainer.data_settings.__class__(
         **vars(trainer.data_settings) | {"gae_lambda": 1.0}
     )
