@@ -237,7 +237,7 @@ def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir,
     def infer_rm_critic(rollout):
         future = score(rollout)
         if len(trainer.sent) == 3:
-            future.value[part][1] = (
+            tuple(future.value)[part][1] = (
                 bad  # one NaN value is enough: advantages are normalized over all answers
             )
         return future
