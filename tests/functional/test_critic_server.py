@@ -253,7 +253,7 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(job, mirror, endpoint
 
 
 def test_an_error_of_the_model_comes_back_with_its_traceback(job, mirror):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     client = RemoteGPTRMCriticClient(client_config(job))
     try:
@@ -271,7 +271,7 @@ def test_an_error_of_the_model_comes_back_with_its_traceback(job, mirror):
 
 
 def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     class Other(TinyTokenizer):
         eos_id = 1
@@ -299,7 +299,7 @@ def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
 
 
 def test_client_checks_before_it_sends(job):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     client = RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
     try:
@@ -321,11 +321,11 @@ def test_client_checks_before_it_sends(job):
         )
     finally:
         client.communicator.close()
-    assert not [t for t in threading.enumerate() if "_worker" in t.name and t.is_alive()]
+    assert not [thread for thread in threading.enumerate() if str(job.port) in thread.name]
 
 
 def test_wrong_endpoint_name_and_wrong_port(job):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     start = time.monotonic()
     with pytest.raises(ServerUnreachableError, match="127.0.0.1:1 after 1 s.*init_timeout_s"):
@@ -342,7 +342,7 @@ def test_wrong_endpoint_name_and_wrong_port(job):
 def two_rank_client(port, tp):
     """On each rank: what the client's calls return or raise."""
     from nemo_aligner.parallel import parallel_state
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     parallel_state.initialize(tensor_model_parallel_size=tp)
     rank = parallel_state.get_data_parallel_rank()

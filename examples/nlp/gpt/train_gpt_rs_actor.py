@@ -45,7 +45,7 @@ def train(cfg: DictConfig) -> None:
     from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
     from nemo_aligner.launch.prompts import build_prompt_datasets
     from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
+    from nemo_aligner.servers.reward_client import RemoteGPTRMClient
     from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
     from nemo_aligner.training.timers import Timer
 
