@@ -141,7 +141,8 @@ def _timer_table(series: dict[str, Curve]) -> str:
     rows = sorted(timers.items(), key=lambda item: -sum(item[1]))
     body = "".join(
         f"<tr><td>{escape(name)}</td><td>{len(values)}</td>"
-        f"<td>{sum(values) / len(values):.3f}</td><td>{max(values):.3f}</td><td>{sum(values):.1f}</td></tr>"
+        f"<td>{sum(values) / len(values):.3f}</td><td>{max(values):.3f}</td>"
+        f"<td>{sum(values):.1f}</td></tr>"
         for name, values in rows
     )
     head = (
@@ -179,7 +180,7 @@ def _samples(key: str, rows: list[dict[str, Any]]) -> str:
     more = cells[FIRST_SAMPLES:]
     title = escape(key.removeprefix("table/"))
     return (
-        f"<h3>{title}: {len(cells)} samples</h3>{_sample_table(names, cells[:FIRST_SAMPLES])}"
+        f"<h3>{title} ({len(cells)})</h3>{_sample_table(names, cells[:FIRST_SAMPLES])}"
         + _folded(f"{len(more)} more", _sample_table(names, more) if more else "")
     )
 
