@@ -8,7 +8,7 @@
 # make test-full    the same and the long matrices of splits
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
 # make test-gpu     the tests that need a GPU
-# make lint         ruff, check and format
+# make lint         ruff (check and format) and mypy
 # make docs         build the documentation into site/, without a warning
 # make clean        remove what the targets made (.venv too)
 #
@@ -89,6 +89,7 @@ test-gpu: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 format: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check --fix .

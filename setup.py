@@ -51,6 +51,7 @@ EXTRAS_REQUIRE = {
     ],
     "dev": [
         "ruff==0.17.5",  # pinned: other versions format differently
+        "mypy==2.4.1",  # pinned: each version finds other errors; configured in pyproject.toml
         "pre-commit>=4,<5",  # runs ruff before each commit
     ],
     "docs": [
@@ -73,6 +74,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["nemo_aligner", "nemo_aligner.*"]),
+    package_data={"nemo_aligner": ["conf/*.yaml"]},  # a link to conf/: the defaults of every key
     python_requires=">=3.10,<3.13",
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,

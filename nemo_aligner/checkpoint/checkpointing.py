@@ -12,7 +12,6 @@ A checkpoint is written under a temporary name and renamed when it is complete, 
 old ones removed. Nothing is ever read out of a file name.
 """
 
-import contextlib
 import json
 import math
 import random
@@ -22,16 +21,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from nemo.utils import logging
 
 from nemo_aligner.checkpoint import dist_ckpt
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.megatron_switches import all_weights_named, groups_in_order
 from nemo_aligner.training.optim import chained_optimizers
-
-from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 
 MARKER = "COMPLETE"
 STATE_FILE = "state.json"
@@ -124,48 +123,6 @@ def _with_step(state: dict) -> dict:
         if key == "optimizer" or isinstance(key, int):
             _with_step(part)
     return state
-
-
-@contextlib.contextmanager
-def _all_weights_named(optimizer):
-    """Inside, the optimizer of a bf16 model finds the names of its fp32 weights (a head) too.
-
-    Megatron Core numbers the bf16 weights alone, and would take one weight's state for that of
-    another.
-    """
-    mixed = [
-        part for part in chained_optimizers(optimizer) if hasattr(part, "fp32_from_fp32_groups")
-    ]
-    numbered = [part.float16_groups for part in mixed]
-    for part in mixed:
-        part.float16_groups = [
-            a + b for a, b in zip(part.float16_groups, part.fp32_from_fp32_groups, strict=True)
-        ]
-    try:
-        yield
-    finally:
-        for part, groups in zip(mixed, numbered, strict=True):
-            part.float16_groups = groups
-
-
-@contextlib.contextmanager
-def _groups_in_order(optimizer):
-    """Inside, parameter groups are loaded in the order in which they are given.
-
-    Megatron Core matches them by settings, which two groups of different dtype may share.
-    """
-    parts = [
-        part
-        for part in chained_optimizers(optimizer)
-        if not isinstance(part, DistributedOptimizer)
-    ]
-    for part in parts:
-        part._filter_and_reorder_param_groups = lambda _own, given: given
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._filter_and_reorder_param_groups
 
 
 def _parts(state: dict) -> list[dict]:
@@ -297,7 +254,7 @@ class CheckpointCallback:
         metadata = self._metadata()
         weights = self.model.sharded_weights(metadata=metadata)
         state = {"weights": weights, "scheduler": self.scheduler.state_dict()}
-        with _all_weights_named(self.optimizer):
+        with all_weights_named(chained_optimizers(self.optimizer)):
             state["optimizer"] = self.optimizer.sharded_state_dict(
                 weights, is_loading=is_loading, metadata=metadata
             )
@@ -452,7 +409,7 @@ class CheckpointCallback:
         )
         loaded = dist_checkpointing.load(state, str(folder / "weights"))
         self.model.load_sharded_weights(loaded["weights"])
-        with _groups_in_order(self.optimizer):
+        with groups_in_order(chained_optimizers(self.optimizer)):
             self.optimizer.load_state_dict(_with_step(self._in_own_form(optimizer["optimizer"])))
         # The job's configuration wins over the checkpoint's: a user may resume with another
         # learning rate.

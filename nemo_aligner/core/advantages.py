@@ -9,6 +9,9 @@ scores first. A mask is non-zero (or True) where a slot, or a row, counts; elsew
 hold anything, NaN included.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -194,3 +197,60 @@ def group_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """
     _, group, size = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
     return group, size
+
+
+# ---------------------------------------------------------------------- estimators by their name
+
+
+@dataclass(frozen=True)
+class TokenEstimate:
+    """What policy and critic learn from rewards per transition.
+
+    Attributes:
+        advantages: [B, S-1].
+        returns: [B, S-1], target of the critic; None without one.
+    """
+
+    advantages: Tensor
+    returns: Tensor | None = None
+
+
+def _gae_with_critic(
+    rewards: Tensor,
+    values: Tensor | None,
+    mask: Tensor,
+    discount_factor: float,
+    gae_lambda: float,
+    critic_gae_lambda: float | None,
+) -> TokenEstimate:
+    assert values is not None, "GAE needs the critic's values"
+    return TokenEstimate(
+        *calculate_advantages_and_returns(
+            values, rewards, discount_factor, gae_lambda, mask, critic_gae_lambda
+        )
+    )
+
+
+def _reinforce_plus_plus(
+    rewards: Tensor,
+    values: Tensor | None,
+    mask: Tensor,
+    discount_factor: float,
+    gae_lambda: float,
+    critic_gae_lambda: float | None,
+) -> TokenEstimate:
+    return TokenEstimate(calculate_reinforce_returns(rewards, discount_factor, mask))
+
+
+# From rewards per transition: (rewards [B, S-1], values [B, S-1] or None, mask [B, S-1], gamma,
+# lambda, lambda of the returns).
+TOKEN_ESTIMATORS: dict[
+    str, Callable[[Tensor, Tensor | None, Tensor, float, float, float | None], TokenEstimate]
+] = {"gae": _gae_with_critic, "reinforce_plus_plus": _reinforce_plus_plus}
+
+# From one score per response, by comparison with the other responses to its prompt: (scores [N],
+# prompt of each [N], mask [N]) to advantages [N].
+RESPONSE_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "rloo": calculate_rloo_advantages,
+    "grpo": calculate_grpo_advantages,
+}

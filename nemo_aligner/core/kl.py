@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
+from nemo_aligner.core.estimators import KL_ESTIMATORS
+
 # Ziegler et al. 2019 move beta by at most this share (times n / horizon) in one update.
 _MAX_RELATIVE_ERROR = 0.2
 # exp of more says nothing of a divergence any more, and would overflow float32 in the next square

@@ -40,30 +40,39 @@ class InferenceBatch(TypedDict, total=False):
     length: Tensor  # int64 [B]: P
     loss_multiplier: Tensor  # float32 [B]: 0 for a sample that must not be trained on, else 1
     idx: Tensor  # int64 [B]: index in the data set
-    # int64 [B]: unique for each answer; in the order of index in the data set and answer
-    sample_key: Tensor
+    sample_key: Tensor  # int64 [B]: unique; in the order of index in the data set and response
     sample_seeds: Tensor  # int64 [B], optional: seed of each sample's own random stream
+    return_logprobs: bool  # ask for the sampler's log-probs too
 
 
-class Rollout(TypedDict):
-    """What `infer` returns for one batch of prompts."""
-
+class _Responses(TypedDict):
     response_tokens: Tensor  # int64 [B, S]: prompt + response, then eos
     response_lengths: Tensor  # int64 [B]: R
     prompt_lengths: Tensor  # int64 [B]: P
     is_end: Tensor  # bool [B]: True if the response reached an end token or string
 
 
-class RolloutBatch(Rollout, total=False):
-    """One data-parallel rank's share of the rollouts, scored by policy, reference, critic and
-    reward model.
+class Rollout(_Responses, total=False):
+    """What `infer` returns for one batch of prompts, and the columns of the prompts that trainers
+    keep with it.
     """
 
-    logprobs: Tensor  # float32 [B, S-1]: of the policy that generated, at the sampling temperature
-    # float32 [B, S-1]: of the reference policy; only with a KL in the reward or the loss
-    init_logprobs: Tensor
+    sampling_logprobs: Tensor  # float32 [B, S-1]: of the sampler, if asked for
+    idx: Tensor  # int64 [B]: as in the prompts, and so are the next two
+    sample_key: Tensor  # int64 [B]
+    loss_multiplier: Tensor  # float32 [B]
+
+
+class RolloutBatch(Rollout, total=False):
+    """One data-parallel rank's share of a rollout, scored by policy, reference, critic and reward
+    model.
+    """
+
+    logprobs: Tensor  # float32 [B, S-1]: of the policy that generated, at its temperature
+    init_logprobs: Tensor  # float32 [B, S-1]: of the reference; only if a KL is measured
     rewards: Tensor  # float32 [B]: scalar reward of the whole response
-    values: Tensor  # float32 [B, S-1]: critic; not there without one
+    values: Tensor  # float32 [B, S-1]: of the critic; absent without one
+    sample_order: Tensor  # int64 [B]: place of the sample in the shuffled rollout of all ranks
 
 
 @dataclass(frozen=True)
@@ -101,9 +110,9 @@ class PPOTrainBatch(_PolicyTrainBatch, total=False):
     """What the optimizer steps of actor and critic consume (`generate_ppo_data`)."""
 
     init_logprobs: Tensor  # float32 [B, S-1]: of the reference policy, as above
-    values: Tensor  # float32 [B, S-1]: critic's values at rollout time; not there without a critic
-    # float32 [B, S-1]: what the critic learns: advantages (before normalisation) + values
-    returns: Tensor
+    values: Tensor  # float32 [B, S-1]: critic's values at rollout time; absent without a critic
+    returns: Tensor  # float32 [B, S-1]: target of the critic: advantages (not normalised) + values
+    sample_order: Tensor  # int64 [B]: as above; not used by the updates
 
 
 class RSTrainBatch(TypedDict):

@@ -12,6 +12,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
@@ -20,10 +23,6 @@ from nemo_aligner.generation.text_generation_utils import EndConditions, Generat
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import rebalance_nd_tensor
 from nemo_aligner.parallel.device import get_device
-
-from megatron.core.inference.contexts import StaticInferenceContext  # isort: skip
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
-from megatron.core.utils import unwrap_model  # isort: skip
 
 
 @dataclass

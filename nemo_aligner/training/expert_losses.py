@@ -7,11 +7,10 @@ process. Both are statistics of the tokens of a micro-batch, padding included.
 """
 
 import torch
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
-
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker  # isort: skip
 
 
 def take_balance_losses(config, num_microbatches: int) -> dict[str, float]:

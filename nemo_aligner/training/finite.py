@@ -14,12 +14,11 @@ import math
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 
 from nemo_aligner.core.errors import NonFiniteError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
-
-from megatron.core.distributed import DistributedDataParallel  # isort: skip
 
 REMEDY = (
     "No weight was changed by it. Look at the last values of loss and grad_norm in metrics.jsonl "

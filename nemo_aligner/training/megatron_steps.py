@@ -21,6 +21,9 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
@@ -28,10 +31,6 @@ from nemo_aligner.parallel.context_parallel import take_share, width_multiple
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.expert_losses import take_balance_losses
 from nemo_aligner.training.finite import check_finite
-
-from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
-from megatron.core.transformer.module import Float16Module  # isort: skip
-from megatron.core.utils import get_model_config  # isort: skip
 
 Batch = dict[str, torch.Tensor]
 

@@ -12,17 +12,22 @@ too short for that, without the constant phase). The first update already has a 
 import warnings
 
 import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel import parallel_state
-
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
-from megatron.core.distributed import finalize_model_grads  # isort: skip
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
-from megatron.core.optimizer import get_standard_config_overrides  # isort: skip
-from megatron.core.optimizer.optimizer_config import ParamKey  # isort: skip
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
 # Megatron Core asks every parameter for its gradient, copies included, in each step.
 warnings.filterwarnings(

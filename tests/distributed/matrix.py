@@ -26,6 +26,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.parallel_state import destroy_model_parallel
 from omegaconf import OmegaConf
 
 from nemo_aligner.generation import GenerationParams
@@ -43,10 +46,6 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import PPO, tiny_config
-
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
-from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
 
 ROWS, WIDTH, ATTRIBUTES, STEPS = 8, 13, 2, 3
 FLOOR = {32: 1e-3, "bf16": 0.1}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback, complete_checkpoints
 from nemo_aligner.training.update import optimizer_step
@@ -25,8 +26,6 @@ from tests.distributed.matrix import (
     global_batch,
     loss_and_gradient,
 )
-
-from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
 
 # Architecture and role of the checkpoints: with and without biases and a head.
 CASES = (("gpt2", "critic"), ("llama", "actor"), ("moe", "sft"))

@@ -118,10 +118,9 @@ def faults(tokenizer_dir):
 
 def other_splits(tokenizer_dir):
     """What is replicated over two ranks that share a sequence, tensors or experts."""
-    from nemo_aligner.parallel import parallel_state  # noqa: F401  (adapts Megatron Core)
-    from nemo_aligner.parallel.replicas import check_replicas
+    from megatron.core.parallel_state import destroy_model_parallel
 
-    from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
+    from nemo_aligner.parallel.replicas import check_replicas
 
     splits = {
         "CP2": {"context_parallel_size": 2},

@@ -67,9 +67,8 @@ def updates(nemo: str, **split) -> dict:
 
 
 def at_each(splits: list[str], nemo: str) -> dict:
-    from nemo_aligner.parallel import parallel_state  # noqa: F401  (adapts Megatron Core)
 
-    from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
+    from megatron.core.parallel_state import destroy_model_parallel
 
     results = {}
     for name in splits:

@@ -81,7 +81,7 @@ def alarms_of(warnings):
     return [text.split()[1] for text in warnings if text.startswith("alarm: ")]
 
 
-# ------------------------------------------------------------------------------------- the sampler
+# ----------------------------------------------------------------------------------- the sampler
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_dropout_left_on_is_heard_by_the_reference_and_the_sampler(
             trainer.fit()
 
 
-# ---------------------------------------------------------------------------------- other warnings
+# -------------------------------------------------------------------------------- other warnings
 
 
 def test_a_step_that_is_too_large_clips(tiny_tokenizer_dir, warnings):
@@ -209,7 +209,7 @@ def test_a_critic_of_noise_and_answers_without_end_are_heard(tiny_tokenizer_dir,
     assert sorted(alarms_of(warnings)) == ["explained_variance", "truncated_fraction"]
 
 
-# ------------------------------------------------------------------------------------------ errors
+# ---------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,7 @@ def test_weights_that_are_not_finite_are_reported(tiny_tokenizer_dir, prompts):
         generator_of(model).generate(tokens, lengths, seeds, GenerationParams(max_length=4))
 
 
-# --- end conditions ---------------------------------------------------------------------------------------------
+# --- end conditions ----------------------------------------------------------------------------
 
 
 def ids_of(tokenizer, text):
@@ -442,7 +442,7 @@ def test_tokenize_batch(tiny_tokenizer):
         tokenize_batch(["ab"], tiny_tokenizer, 6, add_BOS=True)
 
 
-# --- parameters -------------------------------------------------------------------------------------------------
+# --- parameters --------------------------------------------------------------------------------
 
 
 def test_parameters_from_the_configuration():

@@ -25,7 +25,7 @@ import outcome  # noqa: E402
 import reviews  # noqa: E402
 from narrator import Narrator, Phase, clock_text  # noqa: E402
 
-# ---------------------------------------------------------------------------------------- narrator
+# --------------------------------------------------------------------------------------- narrator
 
 
 class Clock:
@@ -137,7 +137,7 @@ def test_hydra_reads_back_what_is_written(value, text):
     assert OverridesParser.create().parse_override(f"key={text}").value() == value
 
 
-# -------------------------------------------------------------------------------------------- jobs
+# ------------------------------------------------------------------------------------------ jobs
 
 
 @pytest.mark.skipif(
@@ -157,7 +157,7 @@ def test_killed_run_takes_its_children_along(tmp_path):
     child.wait(timeout=10)
 
 
-# ----------------------------------------------------------------------------------------- outcome
+# --------------------------------------------------------------------------------------- outcome
 
 GOOD, BAD = "The plot is superb.", "The plot is dull."
 

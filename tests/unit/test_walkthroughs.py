@@ -30,7 +30,7 @@ import run_rs  # noqa: E402
 
 WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
 
-# -------------------------------------------------------------------------------- stand-in scripts
+# ------------------------------------------------------------------------------- stand-in scripts
 
 FAKE_TRAINER = """
     import json, pathlib, sys, time
@@ -157,7 +157,7 @@ def children() -> list[psutil.Process]:
     ]
 
 
-# ---------------------------------------------------------------------------------------- the walk
+# -------------------------------------------------------------------------------------- the walk
 
 
 @pytest.mark.parametrize("name", WALKS)
@@ -261,7 +261,7 @@ def test_right_answers_are_those_of_the_data_not_of_the_reward(tmp_path):
         )
 
 
-# ----------------------------------------------------------------------------------------- signals
+# --------------------------------------------------------------------------------------- signals
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_signal_stops_every_child(tmp_path, scripts, name, script, num_children,
     assert not alive
 
 
-# ---------------------------------------------------------------------------- arguments, overrides
+# -------------------------------------------------------------------------- arguments, overrides
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from nemo.core.config import hydra_runner
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
-from nemo_aligner.algorithms.ppo import PPOTrainer, compute_num_optimizer_steps
+from nemo_aligner.algorithms.ppo import PPOTrainer
+from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
 from nemo_aligner.config.checks import check_config, check_values
 from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
 from nemo_aligner.data.nlp.builders import (
@@ -119,10 +120,9 @@ def main(cfg) -> None:
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=compute_num_optimizer_steps(
             ppo_steps,
-            ppo.num_rollout_samples,
+            ppo.num_rollout_samples * ppo.get("num_rollouts_per_prompt", 1),
             cfg.model.global_batch_size,
             cfg.trainer.ppo.ppo_epochs,
-            ppo.get("num_rollouts_per_prompt", 1),
         )
     )
     ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)

@@ -18,7 +18,8 @@ from nemo.core.config import hydra_runner
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
-from nemo_aligner.algorithms.rs import RSTrainer, compute_num_optimizer_steps
+from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+from nemo_aligner.algorithms.rs import RSTrainer
 from nemo_aligner.config.checks import check_config, check_values
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
@@ -110,7 +111,7 @@ def main(cfg) -> None:
     )
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=compute_num_optimizer_steps(
-            rs_steps, rs.num_rollout_samples, rs.top_n_rollouts, cfg.model.global_batch_size
+            rs_steps, rs.num_rollout_samples * rs.top_n_rollouts, cfg.model.global_batch_size
         )
     )
     ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)

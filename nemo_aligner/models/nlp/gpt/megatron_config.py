@@ -15,13 +15,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-
-from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router, expert_settings
-from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
-
-from nemo_aligner.parallel import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core)
-
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -34,6 +27,10 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router, expert_settings
+from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
 
 # activation name -> (function, gated)
 ACTIVATIONS = {

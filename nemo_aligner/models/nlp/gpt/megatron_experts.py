@@ -6,13 +6,10 @@ experts themselves.
 
 import torch
 import torch.nn.functional as F
-
-from nemo_aligner.core.errors import ConfigError
-
-from nemo_aligner.parallel import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core)
-
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+
+from nemo_aligner.core.errors import ConfigError
 
 
 def expert_settings(cfg) -> dict:

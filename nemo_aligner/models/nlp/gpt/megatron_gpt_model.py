@@ -11,6 +11,10 @@ import contextlib
 from pathlib import Path
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from nemo.core import ModelPT
@@ -33,11 +37,6 @@ from nemo_aligner.training.optim import (
     chained_optimizers,
     wrap_with_ddp,
 )
-
-from megatron.core import dist_checkpointing  # isort: skip
-from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
-from megatron.core.transformer.module import Float16Module  # isort: skip
-from megatron.core.utils import unwrap_model  # isort: skip
 
 # NeMo instantiates only classes whose path it knows.
 if isinstance(ALLOWED_TARGET_PREFIXES, list) and "nemo_aligner." not in ALLOWED_TARGET_PREFIXES:
