@@ -79,7 +79,9 @@ def sft_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
 
 
 def pair_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
-    """Two reviews per film, the kinder one first. Moods are random, so many pairs differ little."""
+    """Two reviews per film, the kinder one first. Moods are random, so many pairs differ little:
+    the gold scores only have to differ.
+    """
     lines = []
     for prompt in prompts:
         better = worse = ""

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO from nothing on a laptop: `python run.py` (or `make quickstart`), a few minutes on two cores,
-without a download.
+"""PPO from nothing on a laptop: `python run.py` (or `make quickstart`), a few minutes on two
+cores, without a download.
 
     data and tokenizer -> SFT of a tiny GPT -> reward model -> critic server + PPO actor -> verdict
 
@@ -62,7 +62,7 @@ def story(walk: Walk) -> None:
 
 
 def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
-    """The server of rewards and values, which trains the critic; it starts from the reward model."""
+    """The server of rewards and values; it trains the critic and starts from the reward model."""
     overrides = {
         **training(run_dir / "critic", seed, SEQ_LENGTH),
         **optimizer(lr=1e-3),

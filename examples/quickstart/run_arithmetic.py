@@ -3,7 +3,7 @@
 """PPO with a Python function as reward: `python run_arithmetic.py` (or `make arithmetic`), a few
 minutes on two cores.
 
-    two-digit sums -> short SFT of a tiny GPT -> reward server + critic server + PPO actor -> verdict
+    two-digit sums -> short SFT of a tiny GPT -> reward and critic server + PPO actor -> verdict
 
 SFT ends early, when the policy gets some of the sums right. From then on it sees no result: the
 reward, computed by `examples/rewards/arithmetic.py` in a server of its own, only says right (1) or
@@ -11,8 +11,8 @@ wrong (0). The measure is the share of exact responses to 512 sums that no train
 sampled at temperature 1 as in training. Every phase after the first is one of the project's own
 scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
 
-With `--estimator grpo` (or rloo) there is no critic: the policy generates several responses to each
-sum, and the advantage of a response is its reward compared with those of the others.
+With `--estimator grpo` (or rloo) there is no critic: the policy generates several responses to
+each sum, and the advantage of a response is its reward compared with those of the others.
 
 Exit code: 0 if the share of exact responses rose clearly (`outcome.py` says what is clear), 1 if
 not, 2 if a job failed or the arguments make no sense, 128 + signal number if it was stopped.

@@ -7,8 +7,8 @@ two cores.
 
 The first three phases are those of `run.py`. Then the policy generates several responses to every
 prompt, the server's reward model scores them, and the policy is trained on the best one with the
-likelihood loss. There is no critic. Every phase after the first is one of the project's own scripts
-in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
+likelihood loss. There is no critic. Every phase after the first is one of the project's own
+scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
 
 Exit code: 0 if the validation reward and the gold score rose clearly (`outcome.py` says what is
 clear), 1 if not, 2 if a job failed or the arguments make no sense, 128 + signal number if it was
