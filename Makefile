@@ -9,6 +9,7 @@
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
 # make test-gpu     the tests that need a GPU
 # make lint         ruff (check and format) and mypy
+# make docs         build the documentation into site/, without a warning
 # make clean        remove what the targets made (.venv too)
 #
 # Each target makes .venv and installs into it first, and again only when setup.py changes.
@@ -29,11 +30,11 @@ RUN := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs arithmetic test test-full test-gpu mutants lint format clean
+.PHONY: help install quickstart rs arithmetic test test-full test-gpu mutants lint format docs clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '4,24s/^# \{0,1\}//p' Makefile
+	@sed -n '4,25s/^# \{0,1\}//p' Makefile
 
 $(RUN):
 	@command -v $(PYTHON) >/dev/null || { \
@@ -56,6 +57,10 @@ $(VENV)/.installed-test: $(VENV)/.installed tests/oracles.txt
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) --editable '.[test,dev]'
 	rm -rf $(VENV)/oracles
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) --no-deps --target $(VENV)/oracles --requirement tests/oracles.txt
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(RUN) -m pip install --quiet $(PIP_FLAGS) --editable '.[docs]'
 	@touch $@
 
 install: $(VENV)/.installed
@@ -90,6 +95,10 @@ format: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# The sources are read, not imported. The variable silences an advertisement of the theme.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

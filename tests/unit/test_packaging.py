@@ -304,9 +304,3 @@ def test_files_open_with_the_licence_header():
         if path.exists() and path.stat().st_size:
             text = path.read_text()
             assert text.removeprefix("#!/usr/bin/env python\n").startswith(header), name
-
-
-def test_readme_has_its_figures():
-    """No placeholder is left where a measured figure belongs."""
-    text = (ROOT / "README.md").read_text()
-    assert not re.findall(r"\b(?:QUICKSTART|MEASURED)_[A-Z]+\b", text)
