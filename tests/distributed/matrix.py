@@ -42,6 +42,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import optimizer_step
+from tests.distributed.launcher import progress
 from tests.tiny_models import PPO, tiny_config
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
@@ -492,6 +493,7 @@ def compute(
             model, global_batch(role, masked_value), reduction, size
         )
         numbers[f"gradient {name}"] = gradient(model)
+        progress(f"{architecture} {role}, {name}")
     for reduction in ROLES[role].reductions:
         batch = global_batch(role, masked_value, empty=True)
         numbers[f"empty {reduction}"] = {
@@ -503,6 +505,7 @@ def compute(
                 float(g.abs().max()) for g in empty.values()
             )
     for step in range(STEPS):
+        progress(f"{architecture} {role}, step {step}")
         metrics = loss_and_gradient(
             model, global_batch(role, masked_value), ROLES[role].reductions[0], 1
         )
@@ -586,6 +589,7 @@ def run_splits(
             numbers = compute(
                 tokenizer_dir, folder, architecture, role, split, slim, masked_value=float("nan")
             )
+            progress(f"{name}: {architecture} {role}")
             if dist.get_rank() == 0:
                 expected = torch.load(expected_file(folder, architecture, role, split.precision))
                 report[name, architecture, role] = {

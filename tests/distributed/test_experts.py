@@ -25,7 +25,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorM
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.update import optimizer_step
-from tests.distributed.launcher import run_ranks
+from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config
 
 pytestmark = pytest.mark.timeout(300)
@@ -316,6 +316,7 @@ def on_two_ranks(folder):
     def run(name, function, *args, **sizes):
         parallel_state.initialize(seed=7, **sizes)
         results[name] = (unequal(), function(folder, *args))
+        progress(name)
         destroy_model_parallel()
 
     for name, case in CASES.items():
@@ -365,7 +366,7 @@ def one_rank(folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(folder, one_rank):
-    return run_ranks(on_two_ranks, 2, 240, folder)
+    return run_ranks(on_two_ranks, 2, 120, folder)
 
 
 def part(name, whole, shape, rank):

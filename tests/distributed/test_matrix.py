@@ -67,7 +67,7 @@ def slim(tiny_tokenizer_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
     write_inputs(tiny_tokenizer_dir, folder, [*SLIM, *SLIM_RELOAD, "one rank"], True)
     args = (tiny_tokenizer_dir, folder, SLIM, SLIM_RELOAD, [*SLIM_RELOAD, "one rank"])
-    return *run_ranks(splits_and_reloads, 2, 400, *args)[0], folder
+    return *run_ranks(splits_and_reloads, 2, 120, *args)[0], folder
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def full_splits(request, tiny_tokenizer_dir, full_folder):
     """Deviations of all cases of the splits of so many ranks."""
     names = [name for name, split in SPLITS.items() if split.ranks == request.param]
     args = (tiny_tokenizer_dir, full_folder, names, False)
-    return names, keep_report(run_ranks(matrix.run_splits, request.param, 1500, *args)[0])
+    return names, keep_report(run_ranks(matrix.run_splits, request.param, 180, *args)[0])
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +90,10 @@ def full_reloads(tiny_tokenizer_dir, full_folder):
     """Deviations of all reloads, from any number of ranks to any other."""
     reloads, everything = {}, [name for names in RELOAD.values() for name in names]
     for size, names in RELOAD.items():
-        run_ranks(matrix_reload.save_all, size, 600, tiny_tokenizer_dir, full_folder, names, False)
+        run_ranks(matrix_reload.save_all, size, 180, tiny_tokenizer_dir, full_folder, names, False)
     for size, names in RELOAD.items():
         args = (tiny_tokenizer_dir, full_folder, names, everything, False)
-        reloads |= keep_report(run_ranks(matrix_reload.load_all, size, 1500, *args)[0])
+        reloads |= keep_report(run_ranks(matrix_reload.load_all, size, 180, *args)[0])
     return reloads
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.distributed.launcher import run_ranks
+from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config
 
 ROWS, WIDTH = 4, 11
@@ -74,6 +74,7 @@ def at_each(splits: list[str], nemo: str) -> dict:
     results = {}
     for name in splits:
         results[name] = updates(nemo, **SPLITS[name])
+        progress(name)
         destroy_model_parallel()  # the ranks stay
     return results
 
@@ -96,7 +97,7 @@ def two_ranks(nemo, request):
         for item in request.session.items
         if item.path == request.path
     }
-    return run_ranks(at_each, 2, 300, [name for name in SPLITS if name in selected], nemo)
+    return run_ranks(at_each, 2, 120, [name for name in SPLITS if name in selected], nemo)
 
 
 @pytest.fixture(scope="module")
