@@ -117,7 +117,7 @@ SPLITS = {
     "TP2+SP": Split(2, _sizes(tp=2, sp=True), ALL, slim=True),
     "PP2": Split(2, _sizes(pp=2), ALL),
     "PP2+VPP2": Split(2, _sizes(pp=2, vpp=2), slim=True),
-    "CP2": Split(2, _sizes(cp=2), ALL, slim=True),
+    "CP2": Split(2, _sizes(cp=2), ALL),  # test_context_parallel.py has it in `make test`
     "DP2": Split(2, _sizes(), ALL, slim=True),
     "DP2 adamw": Split(2, _sizes(optim=ADAMW), ALL),
     "EP2": Split(2, _sizes(expert_model_parallel_size=2), ("moe",)),

@@ -12,6 +12,7 @@ import pytest
 
 from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import ScriptJob, assert_ended_well, metric_names, read_metrics
+from tests.patience import patience
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.timeout(
@@ -98,7 +99,7 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):
             "trainer.ppo.initial_policy_kl_penalty=0.05",
             f"remote_critic_rm.critic.port={port}",
             "remote_critic_rm.critic.ip=127.0.0.1",
-            "remote_critic_rm.init_timeout_s=90",
+            f"remote_critic_rm.init_timeout_s={patience(90):.0f}",
             f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
             f"exp_manager.explicit_log_dir={folder}/actor",
             "model.encoder_seq_length=48",

@@ -7,7 +7,6 @@ resumed.
 import importlib.util
 import json
 import signal
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import assert_ended_well, read_metrics, wait_until_serving
 from tests.functional.test_code_reward import code_reward_server
 from tests.functional.test_ppo_job import actor, inputs  # noqa: F401  (a fixture)
+from tests.patience import wait_until
 
 # Four starts of a process, ten seconds each.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
@@ -61,10 +61,13 @@ def kill_after_checkpoint(job, folder, step: int) -> None:
     """SIGKILL as soon as the checkpoint of `step` is seen to be complete: in the middle of a later
     step.
     """
-    deadline = time.monotonic() + 150
-    while not list((folder / "actor" / "checkpoints").glob(f"megatron_gpt-step={step}-*")):
-        assert job.process.poll() is None and time.monotonic() < deadline, job.log[-3000:]
-        time.sleep(0.02)
+    checkpoints = folder / "actor" / "checkpoints"
+
+    def is_complete() -> bool:
+        assert job.process.poll() is None, job.log[-3000:]
+        return any(checkpoints.glob(f"megatron_gpt-step={step}-*"))
+
+    wait_until(is_complete, 150, lambda: f"step {step} of\n{job.log[-3000:]}")
     job.process.send_signal(signal.SIGKILL)
     assert job.wait(10) == -signal.SIGKILL
 

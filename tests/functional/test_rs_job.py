@@ -22,6 +22,7 @@ from tests.functional.jobs import (
     wait_until_serving,
 )
 from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
+from tests.patience import Deadline, patience
 
 pytestmark = pytest.mark.timeout(
     600
@@ -55,7 +56,7 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):  # noqa: F8
             "trainer.rs.val_check_interval=3",
             "remote_rm.host=127.0.0.1",
             f"remote_rm.port={port}",
-            "remote_rm.init_timeout_s=90",
+            f"remote_rm.init_timeout_s={patience(90):.0f}",
             f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
             f"exp_manager.explicit_log_dir={folder}/actor",
             "model.encoder_seq_length=48",
@@ -203,10 +204,10 @@ def test_the_same_command_resumes(inputs, server_port, tmp_path):  # noqa: F811
 
 
 def wait_for(condition, job, what, timeout_s=90.0):
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     while not condition():
         assert job.process.poll() is None, f"the actor ended before {what}:\n{job.log[-4000:]}"
-        assert time.monotonic() < deadline, f"{timeout_s} s without {what}:\n{job.log[-4000:]}"
+        assert not deadline.passed(), f"limit of {timeout_s} s without {what}:\n{job.log[-4000:]}"
         time.sleep(0.1)
 
 

@@ -12,7 +12,13 @@ import time
 
 import pytest
 
-from tests.functional.jobs import ScriptJob, must_fail_with, must_succeed, read_metrics
+from tests.functional.jobs import (
+    ScriptJob,
+    must_fail_with,
+    must_succeed,
+    read_metrics,
+    wait_for_log,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -198,16 +204,10 @@ def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
         "trainer.sft.val_check_interval=-1",
     ]
     with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *long, ranks=2) as job:
-        deadline = time.monotonic() + 150
-        while "Training steps" not in job.log:
-            assert job.process.poll() is None and time.monotonic() < deadline, job.log[-4000:]
-            time.sleep(0.2)
+        wait_for_log(job, "Training steps")
         time.sleep(1.0)
         job._look_around()
         ranks = {int(p.environ().get("LOCAL_RANK", 0)): p for p in job.leftovers()}
         os.kill(ranks[victim].pid, signal.SIGKILL)
         assert job.wait(30) != 0
-        deadline = time.monotonic() + 15
-        while job.leftovers():
-            assert time.monotonic() < deadline, job.leftovers()
-            time.sleep(0.1)
+        assert not job.leftovers(15)
