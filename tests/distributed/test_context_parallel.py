@@ -371,7 +371,7 @@ def test_ranks_draw_different_dropout_masks(two_ranks):
         assert not torch.equal(ours, theirs)
 
 
-# --- four ranks -----------------------------------------------------------------------------------------------------
+# --- four ranks
 
 FOUR_RANKS = {
     "CP=2 x DP=2": CP2 | dict(micro_batch_size=2),

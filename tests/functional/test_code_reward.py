@@ -76,13 +76,13 @@ def code_reward_server(
     return reward_server(rm_file, folder, port, 1, "python", *overrides)
 
 
-def reward_client(port, tokenizer=None):
+def reward_client(port, tokenizer=None, init_timeout_s=20):
     from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
 
     address = {"name": "reward_model", "ip": "127.0.0.1", "port": port}
     cfg = {
         "pad_to_length": None,
-        "init_timeout_s": patience(20),
+        "init_timeout_s": patience(init_timeout_s),
         "inference_timeout_s": patience(60),
         "reward_model": address,
     }
@@ -106,8 +106,8 @@ def rollout(tokenizer, pairs: list[tuple[str, str]], ended: bool = True) -> dict
     }
 
 
-def ask(port, batch: dict, tokenizer=None) -> list[float]:
-    client = reward_client(port, tokenizer)
+def ask(port, batch: dict, tokenizer=None, **changes) -> list[float]:
+    client = reward_client(port, tokenizer, **changes)
     try:
         return client.infer_rm(batch).result().flatten().tolist()
     finally:
@@ -276,9 +276,8 @@ def test_a_stop_in_the_middle_of_a_request_and_the_fallback(
 
         def doomed():
             try:
-                ask(
-                    port, rollout(tiny_tokenizer, [("p", "deaf")] * 60)
-                )  # would take 40 s and more
+                deaf = rollout(tiny_tokenizer, [("p", "deaf")] * 60)  # takes 40 s and more
+                ask(port, deaf, init_timeout_s=3)  # the time that it waits for another server
             except ServerRequestError as error:
                 errors.append(str(error))
 
@@ -305,7 +304,7 @@ def test_a_killed_server_leaves_no_worker(tmp_path, tiny_tokenizer, tiny_tokeniz
 
         def doomed():
             with pytest.raises(ServerRequestError):
-                ask(port, rollout(tiny_tokenizer, [("p", "deaf")]))
+                ask(port, rollout(tiny_tokenizer, [("p", "deaf")]), init_timeout_s=3)
 
         thread = threading.Thread(target=doomed)
         thread.start()

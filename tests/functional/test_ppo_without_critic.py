@@ -19,7 +19,7 @@ from tests.patience import wait_until
 # Four starts of a process, ten seconds each.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
-STEPS, ANSWERS = 6, 4
+STEPS, RESPONSES = 6, 4
 COMPARED = [
     "train_rollouts/rewards",
     "train_rollouts/advantages_std",
@@ -52,7 +52,7 @@ def grpo(inputs, folder, reward_port):  # noqa: F811
         "remote_critic_rm.reward_model.ip=127.0.0.1",
         f"remote_critic_rm.reward_model.port={reward_port}",
         "model.ppo.num_rollout_samples=4",
-        f"model.ppo.num_rollouts_per_prompt={ANSWERS}",
+        f"model.ppo.num_rollouts_per_prompt={RESPONSES}",
         "model.ppo.kl_loss_coef=0.1",
     )
 
@@ -92,13 +92,13 @@ def test_grpo_against_a_code_reward_resumes_after_a_kill_as_if_nothing_had_been(
             key
         )  # to the bit
 
-    assert read_metrics(whole / "actor", "train_rollouts/rollout_size") == [4 * ANSWERS] * STEPS
+    assert read_metrics(whole / "actor", "train_rollouts/rollout_size") == [4 * RESPONSES] * STEPS
     assert read_metrics(whole / "actor", "train_rollouts/consumed_samples") == [
         4 * step for step in range(1, STEPS + 1)
     ]
     assert (
-        len(read_metrics(whole / "actor", "train_optim/loss")) == STEPS * ANSWERS
-    )  # global batches of 4 answers
+        len(read_metrics(whole / "actor", "train_optim/loss")) == STEPS * RESPONSES
+    )  # global batches of 4 samples
     kl = read_metrics(whole / "actor", "train_rollouts/init_policy_kl_per_sample")
     assert kl[0] == 0.0 and kl[1] > 0.0
     assert len(set(read_metrics(whole / "actor", "train_rollouts/kl_penalty"))) > 1
@@ -110,10 +110,10 @@ def test_grpo_against_a_code_reward_resumes_after_a_kill_as_if_nothing_had_been(
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    rows = [
+    samples = [
         json.loads(line)
         for line in (whole / "actor" / "val_samples.jsonl").read_text().splitlines()
     ]
-    assert [row["reward"] for row in rows] == [
-        module.score_of(row["prompt"], row["response"]) for row in rows
+    assert [sample["reward"] for sample in samples] == [
+        module.score_of(sample["prompt"], sample["response"]) for sample in samples
     ]

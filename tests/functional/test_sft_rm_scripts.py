@@ -22,7 +22,7 @@ from tests.functional.jobs import (
 
 pytestmark = pytest.mark.timeout(300)
 
-ANSWERS = ["was a joy", "is dull", "bad", "a sad and very long evening"]
+RESPONSES = ["was a joy", "is dull", "bad", "a sad and very long evening"]
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +36,9 @@ def data(tmp_path_factory):
         ):
             for i in range(count):
                 prompt = f"the film {i}"
-                sft.write(json.dumps({"input": prompt, "output": ANSWERS[i % 4]}) + "\n")
-                for answer in ("was a joy", ANSWERS[1 + i % 3]):
-                    pairs.write(json.dumps({"text": f"{prompt} {answer}"}) + "\n")
+                sft.write(json.dumps({"input": prompt, "output": RESPONSES[i % 4]}) + "\n")
+                for response in ("was a joy", RESPONSES[1 + i % 3]):
+                    pairs.write(json.dumps({"text": f"{prompt} {response}"}) + "\n")
     return folder
 
 
@@ -93,7 +93,8 @@ def reward_model(data, base, log_dir, *overrides, **kwargs) -> ScriptJob:
         [
             *common(log_dir),
             f"pretrained_checkpoint.restore_from_path={base}",
-            f"model.data.data_prefix={{train: [{pairs}_train.jsonl], validation: [{pairs}_validation.jsonl]}}",
+            f"model.data.data_prefix={{train: [{pairs}_train.jsonl], "
+            f"validation: [{pairs}_validation.jsonl]}}",
             "model.data.validation_drop_last=False",
             "model.global_batch_size=4",
             "model.micro_batch_size=1",

@@ -45,7 +45,8 @@ FAKE_TRAINER = """
     assert source == "null" or pathlib.Path(source).exists(), source
     with (folder / "metrics.jsonl").open("w") as metrics:
         for step in range(4):
-            metrics.write(json.dumps({"step": step, "time": time.time(), "train/loss": 1.0 / (step + 1)}) + "\\n")
+            record = {"step": step, "time": time.time(), "train/loss": 1.0 / (step + 1)}
+            metrics.write(json.dumps(record) + "\\n")
         for step, accuracy in ((2, 0.5), (4, 0.96875)):
             metrics.write(json.dumps({"step": step, "validation/acc": accuracy}) + "\\n")
     (folder / "checkpoints").mkdir()
@@ -67,18 +68,20 @@ FAKE_ACTOR = """
         else:
             sys.exit("no server")
 
-    def answer(prompt, word):
+    def respond(prompt, word):
         numbers = re.findall("[0-9]+", prompt)
         if not numbers:
             return f" The plot is {word}."
         return str(sum(map(int, numbers)) + (word == "dull"))
 
-    prompts = [json.loads(line)["text"] for line in (folder.parent / "data" / "prompts_validation.jsonl").open()]
+    validation = folder.parent / "data" / "prompts_validation.jsonl"
+    prompts = [json.loads(line)["text"] for line in validation.open()]
     with (folder / "val_samples.jsonl").open("w") as samples:
         for step, word in ((0, "dull"), (2, "superb")):
             for index, prompt in enumerate(prompts):
-                row = {"step": step, "prompt": prompt, "response": answer(prompt, word), "reward": step + index % 2}
-                samples.write(json.dumps(row) + "\\n")
+                sample = {"step": step, "prompt": prompt, "reward": step + index % 2}
+                sample["response"] = respond(prompt, word)
+                samples.write(json.dumps(sample) + "\\n")
     with (folder / "metrics.jsonl").open("w") as metrics:
         for step in range(2):
             row = {"step": step, "train_rollouts/init_policy_kl": 0.1 * step}
@@ -282,7 +285,8 @@ def test_signal_stops_every_child(tmp_path, scripts, name, script, num_children,
     code = (
         f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import commands, {name}, pathlib; "
     )
-    code += f"commands.SCRIPTS = pathlib.Path({str(scripts.folder)!r}); sys.exit({name}.main(sys.argv[1:]))"
+    code += f"commands.SCRIPTS = pathlib.Path({str(scripts.folder)!r}); "
+    code += f"sys.exit({name}.main(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(QUICKSTART.parents[1])}
     process = subprocess.Popen(
         [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run")],
