@@ -34,7 +34,7 @@ export TOKENIZERS_PARALLELISM := false
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '4,25s/^# \{0,1\}//p' Makefile
+	@sed -n '4,/^$$/s/^# \{0,1\}//p' Makefile
 
 $(RUN):
 	@command -v $(PYTHON) >/dev/null || { \

@@ -3,7 +3,8 @@
 """Time limits that stop what hangs and spare what is slow.
 
 A limit is given in seconds of a quiet machine. It is stretched by the number of processes that
-share a core at the moment, and by `TEST_PATIENCE` where that is set (a slow machine: 3).
+share a core (the mean of the last minute), and by `TEST_PATIENCE` if that is set (3 for a slow
+machine).
 """
 
 import os
@@ -13,14 +14,8 @@ from collections.abc import Callable
 
 def slowness() -> float:
     """How many times longer than on a quiet machine a computation takes now; at least 1."""
-    runnable = os.getloadavg()[0]
-    try:
-        with open("/proc/loadavg") as file:  # Linux: also the present number, not only the mean
-            runnable = max(runnable, int(file.read().split()[3].partition("/")[0]))
-    except FileNotFoundError:
-        pass
     factor = float(os.environ.get("TEST_PATIENCE", 1))
-    return max(1.0, runnable / (os.cpu_count() or 1)) * factor
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) * factor
 
 
 def patience(seconds: float) -> float:

@@ -79,7 +79,7 @@ COMMON = {"trainer": TRAINER, "exp_manager": EXP, "model": MODEL, "model.optim":
 
 RS_TRAINER = """max_epochs max_steps val_check_interval save_interval gradient_clip_val
 model_gbs model_mbs rollout_batch_seq_length"""
-RS_MODEL = ACTOR_MODEL.replace("entropy_bonus ratio_eps ", "").replace("trt_llm", "")
+RS_MODEL = " ".join(set(ACTOR_MODEL.split()) - {"entropy_bonus", "ratio_eps", "trt_llm"})
 INFERENCE = """port model_name max_queue_delay_microseconds inference_micro_batch_size
 strip_sequence_length_to_multiple"""
 INFERENCE_MODEL = """forward_micro_batch_size sequence_parallel
