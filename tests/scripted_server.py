@@ -27,7 +27,7 @@ class ScriptedServer:
 
     def __init__(self, script=None, ready=200):
         self.script, self.ready = script or (lambda index, rewards: answer(rewards)), ready
-        self.requests = self.open = self.at_once = 0
+        self.probes = self.requests = self.open = self.at_once = 0
         self._lock = threading.Lock()
         self._hold = threading.Event()
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -65,8 +65,9 @@ class ScriptedServer:
                 data += more
             head, body = data.split(b"\r\n\r\n", 1)
             if head.startswith(b"GET"):
+                self.probes += 1
                 if self.ready is None:
-                    self._hold.wait(20)
+                    self._hold.wait()
                 else:
                     connection.sendall(
                         f"HTTP/1.1 {self.ready} X\r\nContent-Length: 0\r\n\r\n".encode()
@@ -87,7 +88,7 @@ class ScriptedServer:
             with self._lock:
                 self.open -= 1
             if reply is None:
-                self._hold.wait(20)
+                self._hold.wait()
             else:
                 connection.sendall(reply)
 

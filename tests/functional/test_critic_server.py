@@ -24,6 +24,7 @@ from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
+from tests.patience import patience
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -82,7 +83,10 @@ class Raw:
         from pytriton.client import ModelClient
 
         self._make = lambda name: ModelClient(
-            f"http://127.0.0.1:{job.port}", name, init_timeout_s=20, inference_timeout_s=30
+            f"http://127.0.0.1:{job.port}",
+            name,
+            init_timeout_s=patience(20),
+            inference_timeout_s=patience(30),
         )
 
     def __call__(self, endpoint, **arrays):
@@ -98,8 +102,8 @@ def client_config(job, **changes):
         {
             "pad_to_length": None,
             "combine_rm_and_critic_server": True,
-            "init_timeout_s": 20,
-            "inference_timeout_s": 30,
+            "init_timeout_s": patience(20),
+            "inference_timeout_s": patience(30),
             "critic": {"ip": "127.0.0.1", "port": job if isinstance(job, int) else job.port},
             "reward_model": {"ip": "127.0.0.1", "port": 1},
             **changes,
@@ -330,7 +334,7 @@ def test_wrong_endpoint_name_and_wrong_port(job):
     start = time.monotonic()
     with pytest.raises(ServerUnreachableError, match="127.0.0.1:1 after 1 s.*init_timeout_s"):
         RemoteGPTRMCriticClient(client_config(1, init_timeout_s=1))
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15  # the default is much longer
     config = client_config(job, init_timeout_s=1)
     config.critic.name = {"infer": "critic_inference"}
     with pytest.raises(
@@ -467,11 +471,11 @@ def test_two_data_parallel_ranks_under_torchrun():
         errors, thread = in_background(
             raw, endpoint="critic_train", **{k: v.numpy() for k, v in slow.items()}
         )
-        time.sleep(1.5)
+        time.sleep(patience(1.5))
         job.look_around()
         job.signal_rank(1)
         assert job.wait_for_exit(STOP_LIMIT_S) == [0]
-        thread.join(10)
+        thread.join(patience(10))
         assert errors and "did not end" in str(errors[0])
         job.assert_nothing_left()
 

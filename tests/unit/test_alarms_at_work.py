@@ -20,6 +20,8 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from tests.ppo_fakes import FakeLogger, make_trainer
 from tests.tiny_models import PPO, tiny_config
 
+pytestmark = pytest.mark.slow
+
 # Defaults of gpt_ppo_actor.yaml, but for the critic: the fake one knows nothing.
 THRESHOLDS = {
     "sampling_mismatch": 0.05,

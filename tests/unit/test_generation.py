@@ -21,6 +21,8 @@ from nemo_aligner.training.update import optimizer_step
 from tests.naive_generation import naive_generate
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 ROWS = 12
 LIMIT = 48  # positions of the tiny models
 
