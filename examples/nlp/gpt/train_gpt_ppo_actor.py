@@ -32,7 +32,7 @@ from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_rlhf_datasets,
     check_pad_to_length,
     collate_with_pad_to_max_batch,
-    the_validation_prompts,
+    single_validation_set,
 )
 from nemo_aligner.launch.experiment import (
     build_checkpoint_callback,
@@ -90,7 +90,7 @@ def main(cfg) -> None:
         tokenizer=model.tokenizer,
     )
     check_pad_to_length(
-        cfg, "remote_critic_rm", "ppo", [train_ds, the_validation_prompts(validation_ds)]
+        cfg, "remote_critic_rm", "ppo", [train_ds, single_validation_set(validation_ds)]
     )
     train_dataloader_builder = partial(
         build_dataloader,
@@ -103,7 +103,7 @@ def main(cfg) -> None:
     val_dataloader_builder = partial(
         build_dataloader,
         cfg,
-        the_validation_prompts(validation_ds),
+        single_validation_set(validation_ds),
         mbs=ppo.val_rollout_micro_batch_size,
         gbs=ppo.num_val_samples,
         load_gbs=False,

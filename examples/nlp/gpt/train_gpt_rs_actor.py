@@ -25,7 +25,7 @@ from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_rlhf_datasets,
     check_pad_to_length,
     collate_with_pad_to_max_batch,
-    the_validation_prompts,
+    single_validation_set,
 )
 from nemo_aligner.launch.experiment import (
     build_checkpoint_callback,
@@ -80,7 +80,7 @@ def main(cfg) -> None:
         seed=cfg.model.seed,
         tokenizer=model.tokenizer,
     )
-    check_pad_to_length(cfg, "remote_rm", "rs", [train_ds, the_validation_prompts(validation_ds)])
+    check_pad_to_length(cfg, "remote_rm", "rs", [train_ds, single_validation_set(validation_ds)])
     rs = cfg.model.rs
     prompts_dataloader = partial(
         build_dataloader,
@@ -98,7 +98,7 @@ def main(cfg) -> None:
         train_ds, mbs=rs.rollout_micro_batch_size, gbs=rs.num_rollout_samples
     )
     val_dataloader = prompts_dataloader(
-        the_validation_prompts(validation_ds),
+        single_validation_set(validation_ds),
         mbs=rs.val_rollout_micro_batch_size,
         gbs=rs.num_val_samples,
         use_random_sampler=False,
