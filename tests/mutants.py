@@ -131,7 +131,7 @@ MUTANTS = [
         "parallel/collectives.py",
         "return _all_reduce(sums.to(get_device()), group).to(sums.device)",
         "return sums",
-        (DISTRIBUTED + "test_distributed_utils.py::test_on_two_ranks",),
+        (DISTRIBUTED + "test_collectives.py::test_on_two_ranks",),
     ),
     # --- losses
     Mutant(

@@ -42,7 +42,7 @@ from nemo_aligner.servers.scoring import (
 from nemo_aligner.servers.server_loop import ServerLoop
 from nemo_aligner.servers.validation import validate_training_inputs
 from nemo_aligner.training.finite import naming_step
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.update import train_on_batch
 
 # Number of critic_train replies that are kept for clients that repeat a request.
 REMEMBERED_REQUESTS = 64
@@ -300,19 +300,14 @@ class CriticServerTrainer:
         """
         start = time.monotonic()
         batch = {name: tensor.to(get_device()) for name, tensor in batch.items()}
-        self.optimizer.zero_grad()
-        self.model.prepare_for_training_step()
-        loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=False)
-        self.model.finish_training_step()
-        metrics = {**metrics, "loss": float(loss), "lr": self.optimizer.param_groups[0]["lr"]}
-        grad_norm = optimizer_step(self.optimizer, self.scheduler, self.gradient_clip_val)
-        if grad_norm is not None:
-            metrics["grad_norm"] = float(grad_norm)
+        metrics = train_on_batch(
+            self.model, self.optimizer, self.scheduler, batch, self.gradient_clip_val
+        )
         metrics["step_time"] = time.monotonic() - start
         self.step += 1
         self.logger.log_metrics(metrics, step=self.step, prefix="train/")
         self.alarms.check_replicas(self.model, self.step)
-        return float(loss)
+        return metrics["loss"]
 
     def _save(self, **inputs: np.ndarray) -> Arrays:
         """Run `ServerSignal.SAVE`."""

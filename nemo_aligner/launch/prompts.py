@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_rlhf_datasets,
     check_pad_to_length,
-    the_validation_prompts,
+    single_validation_set,
 )
 from nemo_aligner.data.nlp.datasets import RLHFDataset
 
@@ -41,6 +41,6 @@ def build_prompt_datasets(
         seed=cfg.model.seed,
         tokenizer=tokenizer,
     )
-    validation_ds = the_validation_prompts(validation_ds)
+    validation_ds = single_validation_set(validation_ds)
     check_pad_to_length(cfg, remote, kind, [train_ds, validation_ds])
     return train_ds, validation_ds

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment says of this process before process groups exist. Imports nothing heavy."""
+"""The rank of this process before process groups exist. Imports nothing heavy."""
 
 import os
 import sys
