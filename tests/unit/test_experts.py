@@ -276,7 +276,7 @@ def test_balance_losses_are_metrics(tiny_tokenizer_dir):
     )
     for _ in range(2):  # the second pass starts from nothing
         model.prepare_for_training_step()
-        metrics = forward_backward(
+        metrics, _ = forward_backward(
             model.model,
             {"tokens": TOKENS},
             micro_batch_size=1,
@@ -289,7 +289,7 @@ def test_balance_losses_are_metrics(tiny_tokenizer_dir):
         z_loss += float(logits.logsumexp(-1).square().mean()) / 2
     assert metrics["moe_load_balancing_loss"] == pytest.approx(balance, rel=1e-5)
     assert metrics["moe_z_loss"] == pytest.approx(z_loss, rel=1e-5)
-    metrics = forward_backward(
+    metrics, _ = forward_backward(
         MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).model,
         {"tokens": TOKENS},
         micro_batch_size=1,

@@ -136,7 +136,7 @@ def share_of_loss(logits, batch):
 
 def train_step(model, optimizer, scheduler, micro_batch_size=1):
     model.prepare_for_training_step()
-    metrics = forward_backward(
+    metrics, _ = forward_backward(
         model.model, {"tokens": TOKENS}, micro_batch_size=micro_batch_size, loss_fn=share_of_loss
     )
     return metrics["loss"], optimizer_step(optimizer, scheduler, 1.0)

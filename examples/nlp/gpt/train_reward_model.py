@@ -44,6 +44,7 @@ from nemo_aligner.launch.processes import (
     resolve_and_create_trainer,
     user_errors_end_the_job,
 )
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import num_attributes
 from nemo_aligner.models.nlp.gpt.reward_model_classes import (
     RewardModelType,
     held_out_text,
@@ -102,7 +103,7 @@ def main(cfg) -> None:
         rm_trainer.load_state_dict(state)
     rm_trainer.fit()
     for name, (metrics, samples) in rm_trainer.held_out.items():
-        logging.info(f"{name}: {held_out_text(kind, metrics, samples)}")
+        logging.info(f"{name}: {held_out_text(kind, metrics, samples, num_attributes(model.cfg))}")
 
 
 def build_model(cfg, model_class, trainer):

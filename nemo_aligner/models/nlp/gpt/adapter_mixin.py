@@ -1,20 +1,20 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The place of parameter-efficient fine-tuning in a model class; NeMo removed its mixin of the
+"""Where parameter-efficient fine-tuning belongs in a model class; NeMo removed its mixin of the
 same name.
 """
+
+from omegaconf import DictConfig
 
 from nemo_aligner.core.errors import ConfigError
 
 
 class NLPAdapterModelMixin:
-    """What a model knows of adapters: whether it has them. Full-parameter training (`peft_scheme:
-    none`) has none.
-    """
+    """Says whether a model trains adapters; so far none does (`peft_scheme: none`)."""
 
     use_peft = False
 
-    def init_peft(self, peft_cfg) -> None:
+    def init_peft(self, peft_cfg: DictConfig | None) -> None:
         """Set up `model.peft` before the optimizer is built; all ranks call it.
 
         Raises:
