@@ -44,7 +44,6 @@ from nemo_aligner.launch.processes import (
     resolve_and_create_trainer,
     user_errors_end_the_job,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import num_attributes
 from nemo_aligner.models.nlp.gpt.reward_model_classes import (
     RewardModelType,
     held_out_text,
@@ -102,8 +101,9 @@ def main(cfg) -> None:
     if state is not None:
         rm_trainer.load_state_dict(state)
     rm_trainer.fit()
+    attributes = model.cfg.regression.num_attributes
     for name, (metrics, samples) in rm_trainer.held_out.items():
-        logging.info(f"{name}: {held_out_text(kind, metrics, samples, num_attributes(model.cfg))}")
+        logging.info(f"{name}: {held_out_text(kind, metrics, samples, attributes)}")
 
 
 def build_model(cfg, model_class, trainer):

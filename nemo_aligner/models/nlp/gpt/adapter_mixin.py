@@ -15,12 +15,15 @@ class NLPAdapterModelMixin:
     use_peft = False
 
     def init_peft(self, peft_cfg: DictConfig | None) -> None:
-        """Set up `model.peft` before the optimizer is built; all ranks call it.
+        """Set up adapters before the optimizer is built; all ranks call it.
+
+        Args:
+            peft_cfg: section `model.peft`; None: no adapters.
 
         Raises:
             ConfigError: a scheme other than "none".
         """
-        scheme = (peft_cfg or {}).get("peft_scheme", "none")
+        scheme = None if peft_cfg is None else peft_cfg["peft_scheme"]
         if scheme not in (None, "none"):
             raise ConfigError(
                 f"model.peft.peft_scheme={scheme!r} is not available yet; set it to none (all "

@@ -26,7 +26,8 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # i
 
 
 class RewardModelHead(RowParallelLinear):
-    """Linear map from hidden states to rewards or values, split over tensor-parallel ranks along H.
+    """Linear map from hidden states to rewards or values; split along H over tensor-parallel
+    ranks.
 
     It computes in its own dtype, which a conversion of the whole model (`model.bfloat16()`) does
     not change. Its initial weights are drawn for the whole matrix, so they do not depend on the

@@ -28,9 +28,11 @@ class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
         trainer: Lightning trainer.
     """
 
+    CONFIG_NAME = "gpt_sft"
+
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
-        self.loss_reduction: str = self.cfg.get("loss_reduction", None) or "token"
+        self.loss_reduction: str = self.cfg.loss_reduction
 
     def get_loss_and_metrics(
         self, batch: SFTBatch, forward_only: bool = False

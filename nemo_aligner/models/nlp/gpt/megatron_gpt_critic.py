@@ -19,10 +19,7 @@ from nemo_aligner.core.losses import loss_weights, ppo_critic_loss
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.core.types import CriticTrainBatch
 from nemo_aligner.models.alignable_interface import CriticModelInterface
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
-    MegatronGPTRewardModel,
-    num_attributes,
-)
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.megatron_steps import Batch, forward_backward
@@ -56,11 +53,13 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
             model takes its place.
     """
 
+    CONFIG_NAME = "gpt_ppo_critic"
+
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
-        self.loss_clip_val = self.cfg.get("loss_clip_val", None)
-        self.loss_reduction = self.cfg.get("loss_reduction", None) or "token"
-        self.to_offload_adam_states = self.cfg.get("offload_adam_states", False)
+        self.loss_clip_val: float | None = self.cfg.loss_clip_val
+        self.loss_reduction: str = self.cfg.loss_reduction
+        self.to_offload_adam_states: bool = self.cfg.offload_adam_states
         self.loaded_state_dict = StateDictState.CRITIC
         self.rm_state_dict_cpu: dict[str, Tensor] | None = None
         self.critic_state_dict_cpu: dict[str, Tensor] | None = None
@@ -87,10 +86,11 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
                 "trainer.ppo.combine_rm_and_critic_server=False (and "
                 "remote_critic_rm.combine_rm_and_critic_server=False in the actor's job)."
             )
-        if num_attributes(self.cfg) > 1 and not self.cfg.regression.get("merge_attributes", False):
+        regression = self.cfg.regression
+        if regression.num_attributes > 1 and not regression.merge_attributes:
             raise ConfigError(
                 "this reward model gives "
-                f"model.regression.num_attributes={num_attributes(self.cfg)} numbers for a "
+                f"model.regression.num_attributes={regression.num_attributes} numbers for a "
                 "sample, and PPO needs one; set model.regression.merge_attributes=True and, if "
                 "the attributes do not have equal weight, model.regression.attribute_weights."
             )

@@ -31,7 +31,7 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
     """Policy on Megatron Core; a subclass adds the loss (`get_loss_and_metrics`).
 
     Args:
-        cfg: section `model` of the subclass's YAML file (docs/config.md).
+        cfg: section `model` of `CONFIG_NAME` (docs/config.md).
         trainer: Lightning trainer.
 
     Attributes:
@@ -48,12 +48,12 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
-        settings = self.settings = self.cfg[self.SECTION]
-        self.loss_reduction = settings.get("loss_reduction", "token")
-        self.forward_micro_batch_size = settings.forward_micro_batch_size
-        self.to_offload_adam_states = settings.get("offload_adam_states", False)
+        self.settings: DictConfig = self.cfg[self.SECTION]
+        self.loss_reduction: str = self.settings.loss_reduction
+        self.forward_micro_batch_size: int = self.settings.forward_micro_batch_size
+        self.to_offload_adam_states: bool = self.settings.offload_adam_states
         self.generation_params = GenerationParams.from_config(
-            settings.length_params, settings.sampling_params
+            self.settings.length_params, self.settings.sampling_params
         )
         self.temperature = 1.0
         self.generator = MegatronGenerator(
@@ -134,7 +134,7 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
             for token in tokens[:length]:
                 value = (value * 1_000_003 + token + 1) % (2**61 - 1)
             hashes.append(value)
-        return sample_seeds(self.cfg.get("seed", 1234), 0, torch.tensor(hashes))
+        return sample_seeds(self.cfg.seed, 0, torch.tensor(hashes))
 
     # --- log-probs ------------------------------------------------------------------------------
 

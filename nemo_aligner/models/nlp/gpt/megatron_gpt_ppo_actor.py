@@ -33,16 +33,17 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel):
         train_on_truncated: responses that did not end count in the loss too.
     """
 
+    CONFIG_NAME = "gpt_ppo_actor"
     SECTION = "ppo"
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
-        self.entropy_bonus = self.settings.get("entropy_bonus", 0.0)
-        self.ratio_eps = self.settings.ratio_eps
-        self.dual_clip = self.settings.get("dual_clip", None)
-        self.kl_loss_coef = self.settings.get("kl_loss_coef", 0.0)
-        self.kl_loss_estimator = self.settings.get("kl_loss_estimator", "k3")
-        self.train_on_truncated = self.settings.get("train_on_truncated", False)
+        self.entropy_bonus: float = self.settings.entropy_bonus
+        self.ratio_eps: float = self.settings.ratio_eps
+        self.dual_clip: float | None = self.settings.dual_clip
+        self.kl_loss_coef: float = self.settings.kl_loss_coef
+        self.kl_loss_estimator: str = self.settings.kl_loss_estimator
+        self.train_on_truncated: bool = self.settings.train_on_truncated
         self.init_policy_state_dict: dict[str, Tensor] | None = None
         if self.generation_params.changes_distribution:
             logging.warning(

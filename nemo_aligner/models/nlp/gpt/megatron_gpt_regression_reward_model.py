@@ -16,7 +16,6 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.losses import loss_weights, regression_loss
 from nemo_aligner.core.metrics import correlation_moments, correlations_from_moments
 from nemo_aligner.core.types import RegressionBatch
-from nemo_aligner.data.nlp.datasets import DEFAULT_MASK_VALUE
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
@@ -40,25 +39,28 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
     """
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
-        loss_func = (cfg.get("regression") or {}).get("loss_func", None)
-        if loss_func not in (None, "regression"):
+        super().__init__(cfg, trainer=trainer)
+        self.loss_mask_val: float = self.cfg.regression.loss_mask_val
+
+    @classmethod
+    def check_config(cls, cfg: DictConfig) -> None:
+        """Check the loss, the standardization and the attribute weights (see the base class)."""
+        super().check_config(cfg)
+        if cfg.regression.loss_func != "regression":
             raise ConfigError(
-                f"model.regression.loss_func={loss_func!r} is not supported; use regression (mean "
-                "squared error)."
+                f"model.regression.loss_func={cfg.regression.loss_func!r} is not supported; use "
+                "regression (mean squared error)."
             )
-        if (cfg.get("reward_standardization") or {}).get("enable", False):
+        if cfg.reward_standardization.enable:
             raise ConfigError(
                 "model.reward_standardization.enable=True cannot be used with a regression reward "
                 "model: its labels define the scale of the rewards. Set it to False and use "
                 "model.regression.attribute_weights to scale them."
             )
-        super().__init__(cfg, trainer=trainer)
-        mask_value = (self.cfg.get("regression") or {}).get("loss_mask_val", None)
-        self.loss_mask_val = DEFAULT_MASK_VALUE if mask_value is None else mask_value
 
     @classmethod
     def _check_attributes(cls, cfg: DictConfig) -> None:
-        if (cfg.get("regression") or {}).get("merge_attributes", False):
+        if cfg.regression.merge_attributes:
             raise ConfigError(
                 "model.regression.merge_attributes=True merges the attributes, so they cannot be "
                 "compared with their labels; set it to False for training, and to True for "

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, preference_loss
 from nemo_aligner.core.types import PairBatch
@@ -42,25 +43,6 @@ HEAD_DTYPES = {
 }
 
 
-def num_attributes(cfg: DictConfig) -> int:
-    """A, `model.regression.num_attributes`: how many numbers the head computes for a sample."""
-    return (cfg.get("regression") or {}).get("num_attributes", None) or 1
-
-
-def check_attribute_weights(cfg: DictConfig) -> None:
-    """Check that `model.regression.attribute_weights`, if set, has one number per attribute.
-
-    Raises:
-        ConfigError: it has another number of them.
-    """
-    weights = (cfg.get("regression") or {}).get("attribute_weights", None)
-    if weights is not None and len(weights) != num_attributes(cfg):
-        raise ConfigError(
-            f"model.regression.attribute_weights={list(weights)} has {len(weights)} numbers for "
-            f"model.regression.num_attributes={num_attributes(cfg)}; give one per attribute."
-        )
-
-
 class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     """Reward model for binary preferences.
 
@@ -80,22 +62,40 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     """
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
-        check_attribute_weights(cfg)
         super().__init__(cfg, trainer=trainer)
         self.has_trained_head = False
-        self.forward_micro_batch_size = self.cfg.get(
-            "forward_micro_batch_size", None
-        ) or self.cfg.get("micro_batch_size", 1)
-        standardization = self.cfg.get("reward_standardization") or {}
+        self.forward_micro_batch_size: int = self.cfg.forward_micro_batch_size
         self.reward_mean_std: tuple[float, float] | None = None
-        if standardization.get("enable", False):
-            mean, std = standardization.get("mean"), standardization.get("std")
-            if mean is None or not std or std <= 0:
-                raise ConfigError(
-                    f"model.reward_standardization.enable=True with mean={mean}, std={std}; give "
-                    "both, std above 0."
-                )
-            self.reward_mean_std = (mean, std)
+        if self.cfg.reward_standardization.enable:
+            self.reward_mean_std = (
+                self.cfg.reward_standardization.mean,
+                self.cfg.reward_standardization.std,
+            )
+
+    @classmethod
+    def check_config(cls, cfg: DictConfig) -> None:
+        """Check the head's dtype, the attribute weights and the standardization (see the base
+        class).
+        """
+        if str(cfg.force_head_dtype) not in HEAD_DTYPES:
+            raise ConfigError(
+                f"model.force_head_dtype={str(cfg.force_head_dtype)!r} is not supported; use "
+                "float32 or bfloat16."
+            )
+        weights = cfg.regression.attribute_weights
+        if weights is not None and len(weights) != cfg.regression.num_attributes:
+            raise ConfigError(
+                f"model.regression.attribute_weights={list(weights)} has {len(weights)} numbers "
+                f"for model.regression.num_attributes={cfg.regression.num_attributes}; give one "
+                "per attribute."
+            )
+        standardization = cfg.reward_standardization
+        mean, std = standardization.mean, standardization.std
+        if standardization.enable and (mean is None or not std or std <= 0):
+            raise ConfigError(
+                f"model.reward_standardization.enable=True with mean={mean}, std={std}; give "
+                "both, std above 0."
+            )
 
     @classmethod
     def check_training_config(cls, cfg: DictConfig) -> None:
@@ -104,7 +104,8 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         Raises:
             ConfigError: the head's output is not what the loss compares.
         """
-        if cfg.get("output_sequence", False):
+        cfg = complete_model(cfg, cls.CONFIG_NAME)
+        if cfg.output_sequence:
             raise ConfigError(
                 "model.output_sequence=True makes a critic, a value for every token; set it to "
                 "False to train a reward model."
@@ -113,13 +114,12 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
 
     @classmethod
     def _check_attributes(cls, cfg: DictConfig) -> None:
-        if num_attributes(cfg) > 1 and not (cfg.get("regression") or {}).get(
-            "merge_attributes", False
-        ):
+        regression = cfg.regression
+        if regression.num_attributes > 1 and not regression.merge_attributes:
             raise ConfigError(
-                f"model.regression.num_attributes={num_attributes(cfg)}, but pairs are compared "
-                "by one number; set it to 1, or model.regression.merge_attributes=True, or "
-                "model.reward_model_type=regression."
+                f"model.regression.num_attributes={regression.num_attributes}, but pairs are "
+                "compared by one number; set it to 1, or model.regression.merge_attributes=True, "
+                "or model.reward_model_type=regression."
             )
 
     @classmethod
@@ -139,9 +139,9 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         has_head = broadcast_from_last_stage(self.has_trained_head)
         if not has_head:
             logging.info(
-                f"the head is new: its weights come from model.seed={self.cfg.get('seed', 1234)}"
+                f"the head is new: its initial weights come from model.seed={self.cfg.seed}"
             )
-        gives_values = bool(nemo_archive.read_config(restore_path).get("output_sequence", False))
+        gives_values = complete_model(nemo_archive.read_config(restore_path)).output_sequence
         self.has_trained_head = has_head and not gives_values
 
     def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
@@ -154,34 +154,23 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     def module_provider(
         self, pre_process: bool, post_process: bool, vp_stage: int | None = None
     ) -> GPTRewardModel:
-        """The bare Megatron module of one chunk.
-
-        Raises:
-            ConfigError: an unsupported `force_head_dtype`.
-        """
-        name = str(self.cfg.get("force_head_dtype", None) or "float32")
-        if name not in HEAD_DTYPES:
-            raise ConfigError(
-                f"model.force_head_dtype={name!r} is not supported; use float32 or bfloat16."
-            )
-        regression = self.cfg.get("regression") or {}
-        attributes_weights = regression.get("attribute_weights", None)
+        """The bare Megatron module of one chunk."""
+        cfg = self.cfg
+        weights = cfg.regression.attribute_weights
         return GPTRewardModel(
             transformer_layer_spec=build_layer_spec(self.transformer_config, vp_stage),
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
-            output_sequence=self.cfg.get("output_sequence", False),
-            use_avg_pool=self.cfg.get("use_avg_pool", False),
+            output_sequence=cfg.output_sequence,
+            use_avg_pool=cfg.use_avg_pool,
             head_dtype=torch.promote_types(
-                HEAD_DTYPES[name], self.transformer_config.params_dtype
+                HEAD_DTYPES[str(cfg.force_head_dtype)], self.transformer_config.params_dtype
             ),
-            head_seed=self.cfg.get("seed", 1234),
-            num_attributes=num_attributes(self.cfg),
-            merge_attributes=bool(regression.get("merge_attributes", False)),
-            attributes_weights=list(attributes_weights)
-            if attributes_weights is not None
-            else None,
+            head_seed=cfg.seed,
+            num_attributes=cfg.regression.num_attributes,
+            merge_attributes=cfg.regression.merge_attributes,
+            attributes_weights=None if weights is None else list(weights),
             **self.module_args(),
         )
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTRSModel`: the policy of rejection sampling, which learns from its own best responses."""
+"""`MegatronGPTRSModel`: the policy of rejection sampling, which learns its own best responses."""
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
         trainer: Lightning trainer.
     """
 
+    CONFIG_NAME = "gpt_rs_actor"
     SECTION = "rs"
 
     def get_loss_and_metrics(
