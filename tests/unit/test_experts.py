@@ -28,7 +28,7 @@ MOE = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": FFN, "init_method_std"
 
 @pytest.fixture(autouse=True)
 def no_balance_losses_are_left_behind():
-    """Routers that are called by themselves leave their losses in a table of the process."""
+    """Routers that are called directly leave their losses in a table of the process."""
     yield
     get_moe_layer_wise_logging_tracker().clear()
 

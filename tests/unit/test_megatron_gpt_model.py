@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT on Megatron Core against Hugging Face's implementations, its optimizer, schedule, .nemo
+"""The GPT on Megatron Core against Hugging Face's implementations; its optimizer, schedule, .nemo
 files and checkpoints.
 """
 
@@ -25,9 +25,7 @@ TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2
 
 
 def split_qkv(weight, groups, heads, head_size):
-    """Megatron interleaves q, k, v by query group; returns the three as other libraries hold
-    them.
-    """
+    """The weights of q, k and v, which Megatron interleaves by query group."""
     per_group = heads // groups
     grouped = weight.view(groups, per_group + 2, head_size, *weight.shape[1:])
     parts = grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1]
@@ -123,7 +121,7 @@ def logits_of(model, tokens, micro_batch_size=2):
 
 
 def share_of_loss(logits, batch):
-    """This micro-batch's share of the mean cross-entropy over a global batch of two rows."""
+    """This micro-batch's share of the mean cross-entropy over a global batch of two samples."""
     losses = torch.nn.functional.cross_entropy(
         logits[:, :-1].float().transpose(1, 2), batch["tokens"][:, 1:], reduction="sum"
     )
@@ -163,7 +161,7 @@ def test_micro_batches_do_not_change_loss_or_gradient(tiny_tokenizer_dir):
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 
-def test_rows_that_no_micro_batch_divides(tiny_tokenizer_dir):
+def test_samples_that_no_micro_batch_divides(tiny_tokenizer_dir):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     model.set_eval()
     tokens = TOKENS.repeat(2, 1)[:3]
@@ -356,7 +354,7 @@ def test_swapped_weights_come_back_bit_equal(tiny_tokenizer_dir):
     assert torch.equal(logits_of(model, TOKENS), trained)
 
 
-def test_a_replaced_file_is_read_anew(tiny_tokenizer_dir, tmp_path):
+def test_a_replaced_file_is_read_again(tiny_tokenizer_dir, tmp_path):
     for layers in (2, 4):
         MegatronGPTModel(tiny_config(tiny_tokenizer_dir, num_layers=layers)).save_to(
             str(tmp_path / "m.nemo")
