@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
 
 import torch  # noqa: E402  (the environment comes first)
-from omegaconf import OmegaConf  # noqa: E402
 
+from nemo_aligner.config.defaults import complete_model  # noqa: E402
 from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec, build_transformer_config  # noqa: E402
 from nemo_aligner.parallel import parallel_state  # noqa: E402
 from nemo_aligner.parallel.device import get_device
@@ -167,10 +167,9 @@ def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
     or bf16 logits.
     """
     rows, columns = 2, max(2, elements // vocab // 2)
+    shape = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2}
     transformer_config = build_transformer_config(
-        OmegaConf.create(
-            {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "precision": "bf16"}
-        )
+        complete_model({**shape, "encoder_seq_length": columns, "precision": "bf16"})
     )
     module = GPTModel(
         config=transformer_config,

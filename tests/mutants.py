@@ -247,8 +247,8 @@ MUTANTS = [
     # --- a job that goes on
     Mutant(
         "the state of the optimizer is not restored",
-        "checkpoint/checkpointing.py",
-        "self.optimizer.load_state_dict(",
+        "checkpoint/optimizer_forms.py",
+        "optimizer.load_state_dict(",
         "(lambda state: None)(",
         _unit("test_megatron_gpt_model.py", "test_resumed_job_continues_to_the_same_bits"),
     ),

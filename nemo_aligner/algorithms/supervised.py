@@ -226,13 +226,13 @@ class SupervisedTrainer:
             self.model.prepare_for_validation_step()
             loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=True)
             self.model.finish_validation_step()
-            metrics = metrics | {"loss": loss}
+            metrics = {**metrics, "loss": loss}
             weight = float(metrics.pop("weights", 1.0))
             total += weight
             for key, value in (
                 metrics.items() if weight else ()
             ):  # a batch of empty slots has no values
-                sums[key] = sums.get(key, 0.0) + weight * float(value)
+                sums[key] = sums.get(key, 0.0) + weight * value
         return self.model.summarize_metrics(
             {key: value / total for key, value in sums.items()}
         ), total

@@ -71,7 +71,7 @@ def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
 
 def complete(cfg: DictConfig | dict | None, config_name: str | None, section: str) -> DictConfig:
     """Copy of `cfg`, the section called `section` (`trainer.ppo`, `remote_rm`, ...), in which each
-    missing key has its default; `config_name` None: only the fallbacks of models.
+    missing key has its default in the YAML file of the job; None: in `conf/model_fallbacks.yaml`.
 
     A default that refers to another key gets that key's value: of the completed section, of the
     configuration that `cfg` is a part of, or of the YAML file, in this order. The copy keeps the

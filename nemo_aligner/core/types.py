@@ -28,7 +28,7 @@ what is in them.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from torch import Tensor
 
@@ -43,6 +43,7 @@ class InferenceBatch(TypedDict, total=False):
     # int64 [B]: unique for each answer; in the order of index in the data set and answer
     sample_key: Tensor
     sample_seeds: Tensor  # int64 [B], optional: seed of each sample's own random stream
+    return_logprobs: bool  # optional: return `sampling_logprobs` too
 
 
 class Rollout(TypedDict):
@@ -52,6 +53,8 @@ class Rollout(TypedDict):
     response_lengths: Tensor  # int64 [B]: R
     prompt_lengths: Tensor  # int64 [B]: P
     is_end: Tensor  # bool [B]: True if the response reached an end token or string
+    # float32 [B, S-1]: of the sampler, 0 outside the response; only with `return_logprobs`
+    sampling_logprobs: NotRequired[Tensor]
 
 
 class RolloutBatch(Rollout, total=False):

@@ -8,6 +8,9 @@ every rank of the group that computed them.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from torch import Tensor
 
 
 class SupervisedInterface(ABC):
@@ -18,7 +21,7 @@ class SupervisedInterface(ABC):
     @abstractmethod
     def get_loss_and_metrics(
         self, batch: dict, forward_only: bool
-    ) -> tuple[float, dict[str, float]]:
+    ) -> tuple[float, Mapping[str, float | Tensor]]:
         """Loss of a global batch, and its gradient unless `forward_only`.
 
         Args:
@@ -27,8 +30,8 @@ class SupervisedInterface(ABC):
             forward_only: compute no gradient (validation).
 
         Returns:
-            The loss and the metrics over the whole global batch: Python numbers, equal on all
-            ranks.
+            The loss and the metrics over the whole global batch, equal on all ranks: Python
+            numbers, or moments (`core/metrics.py`), float64 tensors on the CPU.
         """
 
     @abstractmethod
@@ -54,13 +57,13 @@ class SupervisedInterface(ABC):
             "alarms.replica_check_interval=0."
         )
 
-    def summarize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+    def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted
         by `weights`).
 
-        For metrics that are not means but can be made of means, such as a correlation.
+        A model with moments overrides it, and turns them into what they are the moments of.
         """
-        return metrics
+        return {key: float(value) for key, value in metrics.items()}
 
 
 class Inferrable(ABC):

@@ -161,23 +161,25 @@ def forward_backward(
     loss_fn: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, Batch]],
     forward_only: bool = False,
     model_inputs: Iterable[str] = (),
-) -> dict[str, float]:
+) -> tuple[dict[str, float], Batch]:
     """Forward (and backward) of one global batch; all ranks call it.
 
     Args:
         model_chunks: the model of this pipeline stage (more than one with virtual pipelining).
         batch: this rank's rows; `tokens` int64 `[B, S]` and what `loss_fn` needs.
         micro_batch_size: rows per forward pass; must divide B.
-        loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are
-            partial sums over the global batch, and `loss` is one of the metrics. `output` is `[b,
+        loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; all are
+            partial sums over the global batch, and `loss` is one of the metrics. A metric is a
+            scalar, or a tensor of moments (`nemo_aligner.core.metrics`). `output` is `[b,
             S, V / TP]` logits of a language model, as `vocab_parallel` takes them (in the model's
             precision, with padding of the positions, under context parallelism a share of them),
             or what the model's head returns.
         model_inputs: further keys of the batch that are handed to the model by name.
 
     Returns:
-        Metrics summed over micro-batches and data-parallel ranks, equal on every rank; with
-        gradients also the balance losses of a mixture of experts (`expert_losses.py`), which are
+        (metrics, moments), summed over micro-batches and data-parallel ranks, equal on every
+        rank: the scalars as numbers, the others as float64 tensors on the CPU. With gradients the
+        metrics include the balance losses of a mixture of experts (`expert_losses.py`), which are
         means.
 
     Raises:
@@ -230,18 +232,23 @@ def forward_backward(
             model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=False
         )
     keys = sorted(totals)
-    values = (
-        torch.stack([totals[key] for key in keys]) if keys else torch.zeros(0, device=get_device())
+    if keys:
+        values = torch.cat([totals[key].reshape(-1) for key in keys])
+        # Context-parallel ranks have the same numbers.
+        if parallel_state.get_data_parallel_world_size() > 1:
+            torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
+        shares = values.cpu().split([totals[key].numel() for key in keys])
+        totals = {key: x.reshape(totals[key].shape) for key, x in zip(keys, shares, strict=True)}
+    metrics, moments = broadcast_from_last_stage(
+        (
+            {key: float(total) for key, total in totals.items() if total.dim() == 0},
+            {key: total for key, total in totals.items() if total.dim() > 0},
+        )
     )
-    if (
-        keys and parallel_state.get_data_parallel_world_size() > 1
-    ):  # context-parallel ranks have the same numbers
-        torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
-    metrics = broadcast_from_last_stage(dict(zip(keys, values.tolist(), strict=True)))
     if not forward_only:
         check_finite(model_chunks, metrics["loss"], losses, micro_batch_size)
         metrics |= take_balance_losses(get_model_config(model_chunks[0]), rows // micro_batch_size)
-    return metrics
+    return metrics, moments
 
 
 def _most_of_expert_ranks(count: int) -> int:

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.checkpoint.checkpointing import CheckpointCallback, complete_checkpoints
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.training.update import optimizer_step
 from tests.distributed.matrix import (
     ROLES,

@@ -244,10 +244,13 @@ def test_expert_parallelism_of_a_checkpoint_can_be_overridden(sizes, tmp_path):
 
 
 def test_one_virtual_stage_is_none(tiny_tokenizer_dir):
+    from nemo_aligner.config.defaults import complete_model
     from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
 
     cfg = tiny_config(tiny_tokenizer_dir, virtual_pipeline_model_parallel_size=1)
-    assert build_transformer_config(cfg).virtual_pipeline_model_parallel_size is None
+    assert (
+        build_transformer_config(complete_model(cfg)).virtual_pipeline_model_parallel_size is None
+    )
 
 
 def test_experts_are_not_made_of_a_dense_checkpoint(tiny_tokenizer_dir, tmp_path):

@@ -6,18 +6,15 @@ files and checkpoints.
 
 import math
 import tarfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from nemo_aligner.checkpoint import nemo_archive
-from nemo_aligner.checkpoint.checkpointing import (
-    MARKER,
-    CheckpointCallback,
-    complete_checkpoints,
-    format_name,
-)
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.folders import MARKER, complete_checkpoints, format_name
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
@@ -136,7 +133,7 @@ def share_of_loss(logits, batch):
 
 def train_step(model, optimizer, scheduler, micro_batch_size=1):
     model.prepare_for_training_step()
-    metrics = forward_backward(
+    metrics, _ = forward_backward(
         model.model, {"tokens": TOKENS}, micro_batch_size=micro_batch_size, loss_fn=share_of_loss
     )
     return metrics["loss"], optimizer_step(optimizer, scheduler, 1.0)
@@ -408,3 +405,17 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, optim={"name": "sgd"}))
     with pytest.raises(ConfigError, match="model.optim.name='sgd'"):
         model.setup_megatron_optimization(max_steps=1)
+
+
+def test_a_model_of_several_processes_needs_them_connected(tiny_tokenizer_dir, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    with pytest.raises(UserError, match=r"2 processes that are not.*init_distributed\(trainer\)"):
+        MegatronGPTModel(tiny_config(tiny_tokenizer_dir), trainer=SimpleNamespace(world_size=2))
+
+
+def test_missing_keys_have_the_defaults_of_the_yaml_file(tiny_tokenizer_dir):
+    cfg = tiny_config(tiny_tokenizer_dir, bias=None)  # null: as if it were not there
+    model = MegatronGPTModel(cfg)
+    assert model.transformer_config.add_bias_linear is True
+    assert model.transformer_config.layernorm_epsilon == 1e-5
+    assert "layernorm_epsilon" not in cfg and cfg.bias is None  # the caller's stays as it is
