@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config import schema as config_schema
 from nemo_aligner.config.checks import CONFIG_NAMES, check_config
+from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.parallel_rules import check_architecture
 from nemo_aligner.config.rules import check_flags, check_required, check_values
 from nemo_aligner.config.values import Values
@@ -266,3 +267,13 @@ def test_a_dense_checkpoint_cannot_become_a_mixture_of_experts(tiny_tokenizer_di
         match=r"lacks \d+ weight.* such as 'model.*(router|experts).*another architecture",
     ):
         MegatronGPTModel.restore_from(path, override_config_path=mixture)
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_a_configuration_with_all_defaults_of_a_model_passes(name, tmp_path):
+    """As after a checkpoint whose configuration was saved with them."""
+    sizes = ("num_layers=2", "hidden_size=32", "num_attention_heads=4")
+    cfg = load(name, tmp_path, *(f"model.{size}" for size in sizes))
+    cfg.model.encoder_seq_length = 4096
+    cfg.model = complete_model(cfg.model, name)
+    check_values(cfg, name, complete=True, visible_devices=0, env=NO_LAUNCHER)
