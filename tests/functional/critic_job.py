@@ -64,6 +64,7 @@ def build_model():
 
         def misbehave(self, tokens):
             if (tokens == SLEEP).any():
+                print("the model met SLEEP", flush=True)
                 time.sleep(60)
             if (tokens == RAISE).any():
                 raise ArithmeticError("the model met a token it cannot stand")
