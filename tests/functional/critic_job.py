@@ -307,7 +307,7 @@ class CriticJob:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def wait_until_serving(self, limit_s=90):
+    def wait_until_serving(self, limit_s=300):
         """Return once all endpoints answer."""
         deadline = time.monotonic() + limit_s
         while "serving critic_infer" not in self.log():

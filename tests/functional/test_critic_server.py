@@ -26,10 +26,9 @@ from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
 
 pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings(
-        "ignore:Client network and/or connection timeout"
-    ),  # said of time-outs that are larger
+    pytest.mark.timeout(600),
+    # PyTriton's client warns of time-outs above its default.
+    pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),
 ]
 STOP_LIMIT_S = 15
 
