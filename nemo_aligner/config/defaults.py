@@ -29,6 +29,7 @@ from nemo_aligner.core.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
 FALLBACKS = "model_fallbacks"
+REWARD_MODEL_JOBS = ("training_rm", "gpt_ppo_critic", "inference_rm")
 
 # Keys for which null has no meaning of its own and reads as "the default".
 NULL_IS_DEFAULT = (
@@ -219,7 +220,8 @@ def _copy(cfg: DictConfig | dict) -> DictConfig:
 
 @functools.cache
 def _fallback_keys() -> frozenset[str]:
-    return frozenset(_leaves(_tree(FALLBACKS)["model"], "model"))
+    tables = _tree(FALLBACKS)
+    return frozenset(_leaves(tables["model"] | tables["reward_model"], "model"))
 
 
 @functools.cache
@@ -242,6 +244,10 @@ def _section_tree(config_name: str | None) -> dict:
     tree = {} if config_name is None else copy.deepcopy(_job_tree(config_name))
     for key in NOT_FROM_JOB:
         tree.get("model", {}).pop(key, None)
+    tables = _tree(FALLBACKS)
+    fallbacks = tables["model"]
+    if config_name in REWARD_MODEL_JOBS:
+        fallbacks = fallbacks | tables["reward_model"]
     result = OmegaConf.create(tree)
-    _fill(result, _tree(FALLBACKS), lambda key, default: True)
+    _fill(result, {"model": fallbacks}, lambda key, default: True)
     return OmegaConf.to_container(result, resolve=False)

@@ -139,7 +139,8 @@ def _check_devices(
     """Check `trainer.accelerator` and `trainer.devices`; returns the number of ranks."""
     accelerator, devices = values.get("trainer.accelerator"), values.get("trainer.devices")
     nodes = values.whole("trainer.num_nodes", 1)
-    visible_devices = cuda_devices() if visible_devices is None else visible_devices
+    if visible_devices is None:
+        visible_devices = 0 if accelerator == "cpu" else cuda_devices()
     check_accelerator(accelerator, devices, visible_devices)
     return count_ranks(devices, nodes, visible_devices if accelerator != "cpu" else 0, env)
 

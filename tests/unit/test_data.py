@@ -89,7 +89,7 @@ def build(
     )
 
 
-# ----------------------------------------------------------------------------------------- prompts
+# --------------------------------------------------------------------------------------- prompts
 
 
 def test_prompts_are_the_raw_text(texts, tiny_tokenizer):
@@ -179,7 +179,7 @@ def test_collate_prompts(texts, tiny_tokenizer):
     )
 
 
-# ------------------------------------------------------------------------------------------- pairs
+# ----------------------------------------------------------------------------------------- pairs
 
 
 def test_pairs(texts, tiny_tokenizer, warnings):
@@ -257,7 +257,7 @@ def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, 
     )
 
 
-# ---------------------------------------------------------------------------------- labelled texts
+# -------------------------------------------------------------------------------- labelled texts
 
 
 def labels_file(path, labels, texts=None):
@@ -344,7 +344,7 @@ def test_bad_labels_are_named_with_file_and_line(tmp_path, tiny_tokenizer):
         RegressionRewardModelDataset([path], tiny_tokenizer, 20, 2)
 
 
-# --------------------------------------------------------------------------------------------- SFT
+# ------------------------------------------------------------------------------------------- SFT
 
 
 def sft_cfg(path, **overrides):
@@ -457,7 +457,7 @@ def test_sft_refusals(tmp_path, tiny_tokenizer):
         build_sft_dataset(sft_cfg(path), tiny_tokenizer)
 
 
-# --------------------------------------------------------------------------------------- bad files
+# ------------------------------------------------------------------------------------- bad files
 
 
 def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
@@ -489,7 +489,7 @@ def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
         RLHFDataset([tmp_path], tiny_tokenizer, 20)
 
 
-# ---------------------------------------------------------------------------------------- builders
+# -------------------------------------------------------------------------------------- builders
 
 
 def prompts_of(dataset, tokenizer):

@@ -18,6 +18,8 @@ from nemo_aligner.training.update import optimizer_step
 from tests.naive_generation import naive_generate
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 ROWS = 12
 LIMIT = 48  # positions of the tiny models
 
@@ -337,7 +339,7 @@ def test_weights_that_are_not_finite_are_reported(tiny_tokenizer_dir, prompts):
         generator_of(model).generate(tokens, lengths, seeds, GenerationParams(max_length=4))
 
 
-# --- end conditions ---------------------------------------------------------------------------------------------
+# --- end conditions ----------------------------------------------------------------------------
 
 
 def ids_of(tokenizer, text):
@@ -440,7 +442,7 @@ def test_tokenize_batch(tiny_tokenizer):
         tokenize_batch(["ab"], tiny_tokenizer, 6, add_BOS=True)
 
 
-# --- parameters -------------------------------------------------------------------------------------------------
+# --- parameters --------------------------------------------------------------------------------
 
 
 def test_parameters_from_the_configuration():

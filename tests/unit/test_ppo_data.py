@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from nemo_aligner.algorithms import ppo
-from nemo_aligner.algorithms.rollouts import answers_to
+from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+from nemo_aligner.algorithms.rollouts import repeat_prompts
 from nemo_aligner.core.errors import ConfigError
 from tests.ppo_fakes import make_trainer
 
@@ -285,7 +285,7 @@ def test_metrics_say_what_was_clipped_and_taken_off():
     assert metrics["kl_penalty"] == 0.5
 
 
-# --------------------------------------------------------------------------------- several answers
+# ------------------------------------------------------------------------------- several answers
 
 
 def rows_by_prompt(batches) -> dict:
@@ -299,16 +299,16 @@ def rows_by_prompt(batches) -> dict:
 
 def test_answers_have_streams_of_their_own_which_more_answers_do_not_change():
     batch = {"idx": torch.tensor([4, 0, 9])}
-    two, five = (list(answers_to([batch], n, seed=1, step=2)) for n in (2, 5))
+    two, five = (list(repeat_prompts([batch], n, seed=1, step=2)) for n in (2, 5))
     for a, b in zip(two, five, strict=False):
         assert torch.equal(a["sample_seeds"], b["sample_seeds"])
-    (one,) = answers_to([batch], 1, seed=1, step=2)
+    (one,) = repeat_prompts([batch], 1, seed=1, step=2)
     assert torch.equal(one["sample_seeds"], two[0]["sample_seeds"]) and torch.equal(
         one["sample_key"], batch["idx"]
     )
     assert torch.stack([b["sample_seeds"] for b in five]).unique().numel() == 15
     assert torch.stack([b["sample_key"] for b in five]).unique().numel() == 15
-    other_step = list(answers_to([batch], 5, seed=1, step=3))
+    other_step = list(repeat_prompts([batch], 5, seed=1, step=3))
     assert not any(
         torch.isin(a["sample_seeds"], b["sample_seeds"]).any() for a in five for b in other_step
     )
@@ -367,12 +367,14 @@ def test_answers_fill_whole_global_batches():
         make_trainer(rollout_size=6, num_rollouts_per_prompt=3)
 
 
-def test_horizon_counts_answers():
-    sizes = dict(num_rollout_samples=128, global_batch_size=64, ppo_epochs=2)
-    assert ppo.compute_num_optimizer_steps(7, **sizes, num_rollouts_per_prompt=8) == 7 * 2 * 16
+def test_horizon_counts_responses():
+    steps = compute_num_optimizer_steps(
+        7, samples_per_step=128 * 8, global_batch_size=64, epochs=2
+    )
+    assert steps == 7 * 2 * 16
 
 
-# -------------------------------------------------------------------------------- without a critic
+# ------------------------------------------------------------------------------ without a critic
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "rloo", "grpo"])
@@ -406,7 +408,7 @@ def test_without_a_critic_a_run_has_no_values_and_resumes_exactly(estimator):
             torch.testing.assert_close(resumed[key], value, rtol=0, atol=0, equal_nan=True)
 
 
-# ---------------------------------------------------------------------------------------------- KL
+# -------------------------------------------------------------------------------------------- KL
 
 
 def test_adaptive_penalty_follows_the_kl_and_is_resumed():

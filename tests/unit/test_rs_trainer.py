@@ -7,7 +7,7 @@ import pytest
 import torch
 from nemo.utils import logging
 
-from nemo_aligner.algorithms import rs
+from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
 from nemo_aligner.core.errors import ConfigError, NonFiniteError, UserError
 from nemo_aligner.core.rewards import select_topk
 from nemo_aligner.core.seeds import sample_seeds
@@ -41,7 +41,7 @@ def logged(trainer, first_step=0, updates_per_step=4):
     ]
 
 
-# ------------------------------------------------------------------------------------- a whole run
+# ----------------------------------------------------------------------------------- a whole run
 
 
 def test_calls_of_a_step_come_in_order_and_scoring_is_awaited_after_generation():
@@ -149,7 +149,7 @@ def test_nan_reward_is_refused():
         trainer.fit()
 
 
-# --------------------------------------------------------------------------------------- selection
+# ------------------------------------------------------------------------------------- selection
 
 
 class TwinPrompts(Prompts):
@@ -231,13 +231,13 @@ def test_selection_of_ragged_groups_against_python_sorting():
         assert select_topk(batch, 2)["row"].tolist() == best  # by text, all rows are one prompt
 
 
-def test_answers_to_a_prompt_differ_and_change_with_the_step():
+def test_repeat_prompts_a_prompt_differ_and_change_with_the_step():
     trainer = make_rs_trainer(dataset=TwinPrompts(), random=False, max_epochs=1)
     trainer.fit()
     assert len(set(trainer.rm.scored)) > 60  # of 72: short answers may coincide
 
 
-# ---------------------------------------------------------------------------------------- the mask
+# -------------------------------------------------------------------------------------- the mask
 
 
 @pytest.mark.parametrize("min_width", [None, 5, 20])
@@ -273,7 +273,7 @@ def test_end_token_is_trained_on_and_stand_ins_are_not():
     assert set(data) == {"response_tokens", "mask"}
 
 
-# ---------------------------------------------------------------- position in the data, and resume
+# -------------------------------------------------------------- position in the data, and resume
 
 
 def test_resume_continues_exactly():
@@ -422,7 +422,7 @@ def test_time_limit_saves_and_stops():
     assert not trainer.ckpt_callback.saved[0][1]
 
 
-# -------------------------------------------------------------------------------------- bad values
+# ------------------------------------------------------------------------------------ bad values
 
 
 @pytest.mark.parametrize(
@@ -447,13 +447,9 @@ def test_values_that_cannot_work_are_refused(changes, message):
         make_rs_trainer(**changes)
 
 
-def test_horizon_counts_the_kept_answers():
-    assert (
-        rs.compute_num_optimizer_steps(
-            7, num_rollout_samples=512, top_n_rollouts=2, global_batch_size=64
-        )
-        == 112
-    )
+def test_horizon_counts_the_kept_responses():
+    steps = compute_num_optimizer_steps(7, samples_per_step=512 * 2, global_batch_size=64)
+    assert steps == 112
 
 
 def test_answers_of_the_fake_policy_are_ragged():
