@@ -190,8 +190,8 @@ def forward_backward(
 
     Args:
         model_chunks: the model of this pipeline stage (more than one with virtual pipelining).
-        batch: this rank's samples; `tokens` int64 `[B, S]` and what `loss_fn` needs.
-        micro_batch_size: samples per forward pass; must divide B.
+        batch: this rank's rows; `tokens` int64 `[B, S]` and what `loss_fn` needs.
+        micro_batch_size: rows per forward pass; must divide B.
         loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are
             partial sums over the global batch, and `loss` is one of the metrics. `output` is `[b,
             S, V / TP]` logits of a language model, as `vocab_parallel` takes them (in the model's
