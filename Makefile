@@ -30,11 +30,11 @@ RUN := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs arithmetic test test-full test-gpu mutants lint format docs clean
+.PHONY: help install quickstart rs arithmetic test test-full test-gpu mutants lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '4,25s/^# \{0,1\}//p' Makefile
+	@sed -n '4,24s/^# \{0,1\}//p' Makefile
 
 $(RUN):
 	@command -v $(PYTHON) >/dev/null || { \
@@ -96,6 +96,7 @@ format: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format .
 
 # The sources are read, not imported. The variable silences an advertisement of the theme.
+.PHONY: docs
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
 
