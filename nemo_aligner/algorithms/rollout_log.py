@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from nemo_aligner.core.interfaces import Logger
@@ -23,7 +24,7 @@ TRAIN_TABLE_ROWS, VAL_TABLE_ROWS = 1, 5
 
 def consume_timings(*timers: ScopedTimer) -> dict[str, float]:
     """Seconds by name since the last call, of the slowest rank; all ranks call it."""
-    durations = {
+    durations: dict[str, float | Tensor] = {
         name: seconds for timer in timers for name, seconds in timer.consume_durations().items()
     }
     return all_reduce_dict(

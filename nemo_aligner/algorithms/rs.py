@@ -10,8 +10,8 @@ one response kept.) `RolloutTrainer` runs the steps. The trainer speaks to the p
 `core/interfaces.py`).
 
 Shapes: N samples of a rollout over all DP ranks (prompts x responses to each), M of them selected,
-B of these on this rank, S padded length (prompt + response). Tensors per transition are `[B, S-1]`;
-`nemo_aligner.core.types` has their alignment.
+B of these on this rank, S padded length (prompt + response). Tensors per transition are
+`[B, S-1]`; `nemo_aligner.core.types` has their alignment.
 
 As in PPO, the split of the work does not change the numbers: a sample's random stream depends on
 (seed, step, dataset index, number of the response), the gathered samples are put in the order of

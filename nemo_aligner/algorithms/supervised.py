@@ -94,11 +94,10 @@ class SupervisedTrainer:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.train_dataloader = train_dataloader
-        several = val_dataloader if isinstance(val_dataloader, Mapping) else None
+        if not isinstance(val_dataloader, Mapping):
+            val_dataloader = {"validation": val_dataloader}
         self.val_dataloaders = {
-            name: loader
-            for name, loader in (several or {"validation": val_dataloader}).items()
-            if loader is not None
+            name: loader for name, loader in val_dataloader.items() if loader is not None
         }
         self.test_dataloader = test_dataloader
         self.logger = logger

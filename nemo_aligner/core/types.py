@@ -2,28 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the batches hold, and the one alignment convention of the project.
 
-Notation: B rows, S padded number of tokens, P prompt length, R **total** length (prompt +
+Notation: B samples, S padded number of tokens, P prompt length, R **total** length (prompt +
 response, with its end token). `response_tokens` holds prompt + response, and `response_lengths` is
 R, everywhere.
 
-**Alignment.** A per-transition tensor has width S-1; its column t speaks of the prediction of
-token t+1 from the
-tokens 0..t. So for a row with P=3 prompt tokens, R=6 tokens in all and S=8 columns:
+**Alignment.** A per-transition tensor has width S-1; its column t belongs to the prediction of
+token t+1 from the tokens 0..t. So for a sample with P=3 prompt tokens, R=6 tokens in all and S=8:
 
     token index       0   1   2   3   4   5   6   7
     response_tokens   p0  p1  p2  a   b   eos pad pad      [S]
     column t          0   1   2   3   4   5   6            [S-1]
     predicts token    p1  p2  a   b   eos pad pad
-    mask              0   0   1   1   1   0   0            True on [P-1, R-1): R-P ones, the end token's included
+    mask              0   0   1   1   1   0   0            True on [P-1, R-1): R-P ones, with the
+                                                           one of the end token
     logprobs          .   .   a   b   eos .   .            log-prob of the predicted token
-    values            .   .   p2  a   b   .   .            the critic's value of the state "tokens 0..t"
-    reward            .   .   .   .   2.0 .   .            the scalar reward sits at R-2, the last masked column
+    values            .   .   p2  a   b   .   .            the critic's value of "tokens 0..t"
+    reward            .   .   .   .   2.0 .   .            at R-2, the last masked column
 
 Where the mask is False a slot may hold anything, NaN included: no loss, gradient or metric depends
 on it.
 
-Batches are plain dicts (Megatron's data iterator and the wire want dicts); the classes below say
-what is in them.
+Batches are plain dicts, because Megatron's data iterator and the wire need dicts; the classes
+below name their entries.
 """
 
 from collections.abc import Iterator
@@ -98,12 +98,9 @@ class Scores:
 class _PolicyTrainBatch(TypedDict):
     response_tokens: Tensor  # int64 [B, S]
     mask: Tensor  # float32 [B, S-1]: 1 on the response's transitions (see above), else 0
-    # bool [B]: False removes the row from the policy loss (not the critic's) by default
-    is_end: Tensor
+    is_end: Tensor  # bool [B]: False leaves the sample out of the policy loss, by default
     prev_logprobs: Tensor  # float32 [B, S-1]: log-probs at rollout time
-    advantages: (
-        Tensor  # float32 [B, S-1]: normalised over the masked slots of all ranks if configured
-    )
+    advantages: Tensor  # float32 [B, S-1]: normalized over all ranks if configured
 
 
 class PPOTrainBatch(_PolicyTrainBatch, total=False):
@@ -118,7 +115,7 @@ class PPOTrainBatch(_PolicyTrainBatch, total=False):
 class RSTrainBatch(TypedDict):
     """What the optimizer steps of rejection sampling consume (`generate_rs_data`)."""
 
-    response_tokens: Tensor  # int64 [B, S]: only the best answers to each prompt
+    response_tokens: Tensor  # int64 [B, S]: only the best responses to each prompt
     mask: Tensor  # float32 [B, S-1]: 1 on the response's transitions (see above), else 0
 
 
@@ -139,7 +136,7 @@ class PairBatch(TypedDict):
     rejected: Tensor  # int64 [B, S]
     chosen_length: Tensor  # int64 [B]: tokens of `chosen` without padding
     rejected_length: Tensor  # int64 [B]
-    loss_mask: Tensor  # float32 [B, S]: all zero in a row whose pair must not count
+    loss_mask: Tensor  # float32 [B, S]: all zero where a pair must not count
 
 
 class RegressionBatch(TypedDict):
@@ -148,7 +145,7 @@ class RegressionBatch(TypedDict):
     inputs: Tensor  # int64 [B, S]
     lengths: Tensor  # int64 [B]: tokens of `inputs` without padding
     labels: Tensor  # float32 [B, A]; `regression.loss_mask_val` where there is none
-    loss_mask: Tensor  # float32 [B, S]: all zero in a row that must not count
+    loss_mask: Tensor  # float32 [B, S]: all zero where a sample must not count
 
 
 class SFTBatch(TypedDict):
@@ -156,4 +153,4 @@ class SFTBatch(TypedDict):
 
     tokens: Tensor  # int64 [B, S]: prompt + response + eos, padded
     labels: Tensor  # int64 [B, S]: the token that follows
-    loss_mask: Tensor  # [B, S]: non-zero where the label belongs to the answer
+    loss_mask: Tensor  # [B, S]: non-zero where the label belongs to the response

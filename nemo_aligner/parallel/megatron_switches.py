@@ -44,13 +44,11 @@ def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
         restore_context()
 
 
-def _leave_context_parallelism(
-    modules: list[torch.nn.Module], owners: list[Any]
-) -> Callable[[], None]:
+def _leave_context_parallelism(modules: list[Any], owners: list[Any]) -> Callable[[], None]:
     """Let each module compute as with one context-parallel rank; returns what undoes it.
 
     Args:
-        modules: of the model.
+        modules: modules of the model, of whatever library.
         owners: these and their configurations.
     """
     configs = [owner for owner in owners if getattr(owner, "context_parallel_size", 1) > 1]

@@ -16,6 +16,7 @@ from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback, complete_checkpoints
 from nemo_aligner.training.update import optimizer_step
+from tests.distributed.launcher import progress
 from tests.distributed.matrix import (
     ROLES,
     SPLITS,
@@ -62,6 +63,7 @@ def save(tokenizer_dir, folder, name: str, slim: bool) -> None:
         _callback(folder, name, architecture, role, *training).custom_save(
             {}, trainer_state={"step": 1}
         )
+        progress(f"saved {name} {architecture} {role}")
         weights = gathered(training[0])
         if weights is not None:
             torch.save(weights, f"{folder}/weights {name} {architecture} {role}.pt")
@@ -87,6 +89,7 @@ def load(
             loaded = gathered(training[0])
             metrics = step(*training, role)
             weights = gathered(training[0])
+            progress(f"loaded {source} at {name}: {architecture} {role}")
             if dist.get_rank() == 0:
                 expected = torch.load(expected_file(folder, architecture, role, split.precision))
                 same = torch.load(f"{folder}/weights {source} {architecture} {role}.pt")

@@ -12,12 +12,15 @@ from omegaconf import OmegaConf
 from nemo_aligner.algorithms.alarms import sampling_ratio_metrics
 from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
 from nemo_aligner.core.errors import NonFiniteError
+from nemo_aligner.core.types import Scores
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests.ppo_fakes import FakeLogger, make_trainer
 from tests.tiny_models import PPO, tiny_config
+
+pytestmark = pytest.mark.slow
 
 # Defaults of gpt_ppo_actor.yaml, but for the critic: the fake one knows nothing.
 THRESHOLDS = {
@@ -63,7 +66,7 @@ def make_job(actor, **thresholds):
         sent.append(rollout)
         future = score(rollout)
         rewards, values = future.value
-        future.value = rewards / 10, values.nan_to_num() / 100
+        future.value = Scores(rewards / 10, values.nan_to_num() / 100)
         return future
 
     trainer.rm_critic.infer_rm_critic = infer_rm_critic
@@ -191,16 +194,14 @@ def test_a_critic_of_noise_and_answers_without_end_are_heard(tiny_tokenizer_dir,
     trainer = make_job(actor, explained_variance=-1.0)
     score = trainer.rm_critic.infer_rm_critic
 
-    def noise(rollout):
+    def noisy_score(rollout):
         future = score(rollout)
         rewards, values = future.value
-        future.value = (
-            rewards,
-            10 * torch.randn(values.shape, generator=torch.Generator().manual_seed(0)),
-        )
+        noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
+        future.value = Scores(rewards, 10 * noise)
         return future
 
-    trainer.rm_critic.infer_rm_critic = noise
+    trainer.rm_critic.infer_rm_critic = noisy_score
     trainer.data_settings = trainer.data_settings.__class__(
         **vars(trainer.data_settings) | {"gae_lambda": 1.0}
     )
@@ -238,7 +239,7 @@ def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir,
     def infer_rm_critic(rollout):
         future = score(rollout)
         if len(trainer.sent) == 3:
-            future.value[part][1] = (
+            tuple(future.value)[part][1] = (
                 bad  # one NaN value is enough: advantages are normalized over all answers
             )
         return future

@@ -18,6 +18,8 @@ import make_data  # noqa: E402
 import run  # noqa: E402
 from gold import gold_score  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("sft", "pairs", "prompts", "labels")
 
 

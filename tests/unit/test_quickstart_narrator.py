@@ -16,6 +16,8 @@ import psutil
 import pytest
 from rich.console import Console
 
+from tests.patience import patience
+
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
@@ -154,7 +156,7 @@ def test_killed_run_takes_its_children_along(tmp_path):
     child = psutil.Process(int(process.stdout.readline()))
     process.kill()
     process.wait()
-    child.wait(timeout=10)
+    child.wait(timeout=patience(10))
 
 
 # --------------------------------------------------------------------------------------- outcome
