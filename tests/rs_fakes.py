@@ -43,7 +43,9 @@ class FakeRSPolicy(FakePolicy):
 
 
 class FakeRewardModel:
-    """Reward of an answer: mean of all its tokens / 10, or what `score(rollout)` says, f32 [b]."""
+    """Reward of a response: mean of all its tokens / 10, or what `score(rollout)` says, f32
+    [b].
+    """
 
     def __init__(self, events, score=None):
         self.events, self.score = events, score
@@ -86,7 +88,7 @@ def make_rs_trainer(
     *,
     rollout_size=8,
     micro_batch_size=2,
-    answers=3,
+    responses=3,
     top_n=2,
     time_limit=None,
     score=None,
@@ -95,8 +97,8 @@ def make_rs_trainer(
     dataset=None,
     **changes,
 ):
-    """A trainer among fakes, `events` its record of calls; 24 prompts, 8 per step, 3 answers each
-    of which 2 are kept, global batches of 4."""
+    """A trainer among fakes, `events` its record of calls; 24 prompts, 8 per step, 3 responses
+    each of which 2 are kept, global batches of 4."""
     events = []
     policy = FakeRSPolicy(events)
     loaders = {"random": random, "num_workers": num_workers, "dataset": dataset}
@@ -110,7 +112,7 @@ def make_rs_trainer(
         logger=FakeLogger(),
         ckpt_callback=FakeCheckpoints(events),
         run_timer=FakeRunTimer(time_limit),
-        num_rollouts_per_prompt=answers,
+        num_rollouts_per_prompt=responses,
         top_n_rollouts=top_n,
         rm=FakeRewardModel(events, score),
     )

@@ -36,8 +36,8 @@ class SupervisedInterface(ABC):
         """Loss of a global batch, and its gradient unless `forward_only`.
 
         Args:
-            batch: this data-parallel rank's samples of the global batch, a dict of `core/types.py`;
-                cut into micro-batches by the model.
+            batch: this data-parallel rank's samples of the global batch, a dict of
+                `core/types.py`; the model cuts it into micro-batches.
             forward_only: compute no gradient (validation).
 
         Returns:
@@ -64,7 +64,8 @@ class SupervisedInterface(ABC):
         replicas.
         """
         raise UserError(
-            f"{type(self).__name__} does not show its weights; set alarms.replica_check_interval=0."
+            f"{type(self).__name__} does not show its weights; set "
+            "alarms.replica_check_interval=0."
         )
 
     def summarize_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from tests.distributed.launcher import run_ranks
 SETTINGS = dict(
     ppo_epochs=2, critic_warmup_steps=1, val_check_interval=1, save_interval=1, whiten_rewards=True
 )
-# A prompt's answers are dealt to both ranks; the ranks find out together that the policy has gone
+# A prompt's responses are dealt to both ranks; the ranks find out together that the policy has gone
 # too far.
 WITHOUT_CRITIC = dict(ppo_epochs=2, val_check_interval=1, num_rollouts_per_prompt=2)
 GRPO = WITHOUT_CRITIC | dict(advantage_estimator="grpo", target_kl=1e-5)
@@ -104,7 +104,7 @@ def test_two_ranks_equal_one(two_ranks, iterator):
     assert_equal_runs(one, two)
 
 
-def test_two_ranks_equal_one_with_groups_of_answers_and_an_early_stop(two_ranks):
+def test_two_ranks_equal_one_with_groups_of_responses_and_an_early_stop(two_ranks):
     one, two = run_trainer(settings=GRPO), [results["grpo"] for results in two_ranks]
     assert 3 < len(one["batches"]) < 24  # of 8 updates in each of 3 steps some were skipped
     assert_equal_runs(one, two)

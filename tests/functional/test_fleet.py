@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import fleet as fleet_module
+from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.reward_client import RemoteGPTRMClient
-from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import CriticJob, build_model
 from tests.functional.toy_reward_server import (

@@ -51,7 +51,7 @@ def make_actor(tokenizer_dir, hidden_dropout=0.0, **sampling):
 
 def make_job(actor, **thresholds):
     """A PPO trainer with a real policy and optimizer, and a fake critic: two steps of eight
-    answers.
+    responses.
     """
     trainer = make_trainer(
         max_steps=2, alarms=THRESHOLDS | thresholds, initial_policy_kl_penalty=0.02
@@ -188,7 +188,7 @@ def test_a_step_that_is_too_large_clips(tiny_tokenizer_dir, warnings):
     assert alarms_of(warnings) == ["clip_fraction"]
 
 
-def test_a_critic_of_noise_and_answers_without_end_are_heard(tiny_tokenizer_dir, warnings):
+def test_a_critic_of_noise_and_responses_without_end_are_heard(tiny_tokenizer_dir, warnings):
     actor = make_actor(tiny_tokenizer_dir)
     actor.generation_params = actor.generation_params.__class__(max_length=3)  # no end string
     trainer = make_job(actor, explained_variance=-1.0)
@@ -226,7 +226,7 @@ def test_a_critic_of_noise_and_answers_without_end_are_heard(tiny_tokenizer_dir,
         (
             1,
             NAN,
-            r"^PPO step 0: update 1 of its rollout: the loss is nan \(first in rows . to . of the share of data-p",
+            r"^PPO step 0: update 1 of its rollout: the loss is nan \(first in rows . to .",
         ),
     ],
 )
@@ -240,7 +240,7 @@ def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir,
         future = score(rollout)
         if len(trainer.sent) == 3:
             tuple(future.value)[part][1] = (
-                bad  # one NaN value is enough: advantages are normalized over all answers
+                bad  # one NaN value is enough: advantages are normalized over all responses
             )
         return future
 

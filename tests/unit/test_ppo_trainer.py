@@ -233,8 +233,8 @@ def test_resume_with_other_steps_is_refused():
     other = make_trainer(rollout_size=12)
     with pytest.raises(
         UserError,
-        match="model.ppo.num_rollout_samples=12, but .* a job with 8: .* Set model.ppo.num_rollout_samples=8, or start"
-        " anew from .*nemo",
+        match="model.ppo.num_rollout_samples=12, but .* a job with 8: .* Set "
+        "model.ppo.num_rollout_samples=8, or start anew from .*nemo",
     ):
         other.load_state_dict(state | {"step": 1})
     assert other.step == 0
@@ -261,7 +261,7 @@ def test_warm_up_trains_the_critic_only_and_gives_its_prompts_back():
         > [i for i, e in enumerate(warm.events) if e == "critic_train_result"][3]
     )
     assert warm.state_dict() == cold.state_dict()
-    # The actor's data are those of a run without warm-up; the warm-up's own answers to the same
+    # The actor's data are those of a run without warm-up; the warm-up's own responses to the same
     # prompts are others.
     assert list(map(batch_rows, warm.model.batches)) == list(map(batch_rows, cold.model.batches))
     assert batch_rows(warm.rm_critic.train_batches[0]) != batch_rows(
