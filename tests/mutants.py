@@ -5,8 +5,8 @@
 
 Each fault is planted alone in a copy of the repository, where the tests that should notice it
 run. It is caught if one of them fails by an assertion; a fault that merely crashes would be
-noticed without a test. The same tests must first pass in the untouched copy. Exit code 1: a fault was not
-caught, or its text is no longer in its file.
+noticed without a test. The same tests must first pass in the untouched copy. Exit code 1: a fault
+was not caught, or its text is no longer in its file.
 """
 
 import argparse
