@@ -3,7 +3,8 @@
 """Proximal policy optimization of a Megatron policy against a critic and a reward model in other
 processes.
 
-`PPOTrainer.run_step` is the algorithm; `RolloutTrainer` runs the steps. The trainer speaks to the
+`PPOTrainer.generate_rollouts` and `PPOTrainer.learn` are the algorithm; `RolloutTrainer.run_step`
+calls one after the other. The trainer speaks to the
 policy only through `AlignableGenerativeInterface`, to the critic only through futures (`Critic` of
 `core/interfaces.py`), and knows nothing of tensor or pipeline parallelism: the ranks of one
 data-parallel (DP) replica hold equal batches and all call the same methods. How rewards become
@@ -28,6 +29,7 @@ advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL ter
 """
 
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -46,7 +48,6 @@ from nemo_aligner.algorithms.rollouts import (
     sample_table,
     shares_of_global_batches,
 )
-from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
@@ -67,7 +68,7 @@ from nemo_aligner.training.finite import naming_step
 
 
 class PPOTrainer(RolloutTrainer):
-    """Trains a policy with PPO; see `run_step`, and `fit` of the base class.
+    """Trains a policy with PPO; see `fit`.
 
     Attributes:
         step: finished PPO steps (one rollout each).
@@ -105,12 +106,9 @@ class PPOTrainer(RolloutTrainer):
         max_response_length: int | None = None,
         kl_loss_coef: float = 0.0,
     ):
-        """Every rank builds one.
+        """As the base class, and:
 
         Args:
-            cfg: `trainer.ppo`; missing keys take their values from `conf/gpt_ppo_actor.yaml`.
-            model: the policy, with `cfg.seed`.
-            optimizer, scheduler: of the policy.
             train_dataloader_builder, val_dataloader_builder: `builder(consumed_samples=...)` gives
                 a data loader whose batch sampler yields this rank's micro-batches of one rollout
                 after the other.
@@ -120,21 +118,19 @@ class PPOTrainer(RolloutTrainer):
                 the reward model alone with the same methods.
             batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to an
                 iterable of inference batches.
-            logger, ckpt_callback, run_timer: see `core/interfaces.py`.
             num_rollouts_per_prompt: responses to each training prompt.
             max_response_length: most tokens of a response, where an overlong penalty ends.
             kl_loss_coef: of the model's loss; above 0 the updates get the reference's log-probs.
 
         Raises:
-            ConfigError: values that cannot work together.
+            ConfigError: values of `trainer.ppo` and `model.ppo` that cannot work together.
         """
-        cfg = complete(cfg, "gpt_ppo_actor", "trainer.ppo")
         # Sizes that do not fit are refused now, not after the first steps.
         val_dataloader_builder(consumed_samples=0)
         sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
-        super().__init__(
-            cfg, model, optimizer, scheduler, sampler, logger, ckpt_callback, run_timer
-        )
+        shared = cfg, model, optimizer, scheduler, sampler, logger, ckpt_callback, run_timer
+        super().__init__(*shared, responses_per_prompt=num_rollouts_per_prompt)
+        cfg = self.cfg
         self.train_dataloader_builder = train_dataloader_builder
         self.val_dataloader_builder = val_dataloader_builder
         self.collate_fn = collate_fn
@@ -144,7 +140,6 @@ class PPOTrainer(RolloutTrainer):
 
         self.ppo_epochs = int(cfg.ppo_epochs)
         self.critic_warmup_steps = int(cfg.critic_warmup_steps)
-        self.num_rollouts_per_prompt = int(num_rollouts_per_prompt)
         self.data_settings = DataSettings.from_config(cfg, max_response_length)
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl = cfg.initial_policy_kl_penalty > 0 or kl_loss_coef > 0
@@ -156,37 +151,25 @@ class PPOTrainer(RolloutTrainer):
             name += str(self.num_rollouts_per_prompt)
         self.check_sizes(sampler, prompts * self.num_rollouts_per_prompt, name)
 
-    @property
-    def ppo_optimization_step(self) -> int:
-        return self.optimization_step
+    ppo_optimization_step = property(attrgetter("optimization_step"))
 
-    # ------------------------------------------------------------------------------ the algorithm
+    # ------------------------------------------------------------------------------- the algorithm
 
-    def run_step(self) -> dict[str, Any]:
-        """Roll out, then let critic and actor learn from the rollout.
+    def learn(self, data: PPOTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Let critic and actor learn from the rollout, and adapt the weight of the KL penalty.
 
         The critic learns while the actor does. Its future is awaited after the actor's updates, so
         that a failed critic update ends the run with the server's error, and no later request can
         overtake it.
         """
-        with self.phase("rollout_time"):
-            data, rollout_metrics, timings = self.generate_rollouts()
-        rollout_metrics = self.log_rollouts(rollout_metrics)
-
         critic_update = self.rm_critic.train(data)
-        with self.phase("train_time"):
-            _, train_metrics = self.run_training(self._global_batches(data))
-        self.alarms.watch(train_metrics, self.step)
-        self.alarms.check_replicas(self.model, self.step, self.timer)
+        metrics = self.train_policy(self._global_batches(data))
         with self.timer("critic_train_wait"):
-            train_metrics |= self._finish_critic_update(critic_update)
-
+            metrics |= self._finish_critic_update(critic_update)
         kl = rollout_metrics["init_policy_kl_per_sample"]
         self.kl_controller.update(kl, num_samples=rollout_metrics["rollout_size"])
-        self.log_timings(timings)
-        return rollout_metrics | train_metrics
+        return metrics
 
-    @torch.no_grad()
     def generate_rollouts(
         self, sampling_step: int | None = None
     ) -> tuple[PPOTrainBatch, dict[str, Any], dict[str, float]]:
@@ -199,30 +182,23 @@ class PPOTrainer(RolloutTrainer):
             data: that of `generate_ppo_data` for this rank's samples, and `sample_order` (int64
                 `[B]`): the sample's place in the shuffled rollout of all ranks.
         """
+        sampling_step = self.step if sampling_step is None else sampling_step
+        prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
         with self.inference():
-            collected = self.collect(
-                self._prompts(self.train_dataloader_builder, self.consumed_samples),
-                self.num_rollouts_per_prompt,
-                self.step if sampling_step is None else sampling_step,
-                min_width=self.cfg.rollout_batch_seq_length,
-                return_logprobs=self.alarms.needs_sampling_logprobs,
-            )
+            collected = self.roll_out(prompts, sampling_step, self.alarms.needs_sampling_logprobs)
             local = self._with_logprobs(collected.rollout)
             scores = self.wait_for_scores(collected)
             self._add_scores(local, scores)
-            self.consumed_samples += self.num_rollout_samples
-
             data, ppo_metrics = self.generate_ppo_data(local)
             ppo_metrics |= rollout_health(local, data)
             ppo_metrics |= self._check_first_kl(local, data)
             data["sample_order"] = local["sample_order"]
 
-        metrics = self.rollout_metrics(collected.columns, scores)
-        metrics["table"] = sample_table(
-            collected.columns, scores, self.model.tokenizer, TRAIN_TABLE_ROWS
-        )
-        metrics |= ppo_metrics | {"consumed_samples": self.consumed_samples}
-        return data, metrics, self.generation_timings(metrics, metrics["generation_length"])
+        rollout = collected.columns
+        table = sample_table(rollout, scores, self.model.tokenizer, TRAIN_TABLE_ROWS)
+        metrics = self.rollout_metrics(rollout, scores) | ppo_metrics | {"table": table}
+        metrics["consumed_samples"] = self.consumed_samples
+        return data, metrics, self.generation_timings(rollout)
 
     def generate_ppo_data(
         self, rollout_batch: RolloutBatch

@@ -31,6 +31,7 @@ from nemo_aligner.algorithms.rollouts import (
     select_scores,
     with_prompt_columns,
 )
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
@@ -121,14 +122,19 @@ class RolloutTrainer(ABC):
         logger: Logger,
         ckpt_callback: CheckpointWriter,
         run_timer: RunTimer,
+        responses_per_prompt: int,
     ):
         """Every rank builds one.
 
         Args:
-            cfg: `trainer.<section>`, complete.
+            cfg: `trainer.<section>`; missing keys take their values from the actor's YAML file.
+            model: the policy, with `cfg.seed`.
+            optimizer, scheduler: of the policy.
             sampler: of the training prompts.
+            logger, ckpt_callback, run_timer: see `core/interfaces.py`.
+            responses_per_prompt: to each training prompt.
         """
-        self.cfg = cfg
+        self.cfg = cfg = complete(cfg, f"gpt_{self.SECTION}_actor", f"trainer.{self.SECTION}")
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -141,10 +147,11 @@ class RolloutTrainer(ABC):
         self.optimization_step = 0
 
         self.seed = int(model.cfg.seed)
+        self.num_rollouts_per_prompt = int(responses_per_prompt)
         self.num_rollout_samples = sampler.global_batch_size
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)
         self.set_max_steps()
-        self.alarms = Alarms(f"trainer.{self.SECTION}.alarms", cfg.get("alarms"))
+        self.alarms = Alarms(f"trainer.{self.SECTION}.alarms", cfg.alarms)
 
         self.train_df = rollout_log.empty_table()
         self.val_df = rollout_log.empty_table()
@@ -235,9 +242,50 @@ class RolloutTrainer(ABC):
         if self.cfg.run_init_validation:
             self.validate()
 
-    @abstractmethod
     def run_step(self) -> dict[str, Any]:
-        """One step: a rollout and what is learned from it; returns its metrics."""
+        """One step: a rollout, and what is learned from it; returns its metrics."""
+        with self.phase("rollout_time"):
+            data, rollout_metrics, timings = self.generate_rollouts()
+        rollout_metrics = self.log_rollouts(rollout_metrics)
+        train_metrics = self.learn(data, rollout_metrics)
+        self.log_timings(timings)
+        return rollout_metrics | train_metrics
+
+    @abstractmethod
+    def generate_rollouts(self) -> tuple[Any, dict[str, Any], dict[str, float]]:
+        """Roll out with the current policy: `(data, metrics, timings)`; all ranks call it.
+
+        Returns:
+            data: what `learn` takes; of this rank's samples.
+            metrics: of all ranks, with `table`, some samples.
+            timings: seconds of the phases, of the slowest rank.
+        """
+
+    @abstractmethod
+    def learn(self, data: Any, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
+        """What the algorithm does with the data of a rollout; returns the metrics of training."""
+
+    def run_training(
+        self, dataloader_iter: Iterable[dict[str, Tensor]]
+    ) -> tuple[float, dict[str, Any]]:
+        """One optimizer update per global batch (each rank has its share of it); all ranks call
+        it.
+
+        Returns:
+            Loss and metrics of the last update.
+        """
+        last: dict[str, Any] = {"loss": 0.0}
+        for metrics in self.updates(dataloader_iter):
+            last = metrics
+        return last["loss"], last
+
+    def train_policy(self, batches: Iterable[dict[str, Tensor]]) -> dict[str, Any]:
+        """`run_training`, timed and watched by the alarms; returns its metrics."""
+        with self.phase("train_time"):
+            _, metrics = self.run_training(batches)
+        self.alarms.watch(metrics, self.step)
+        self.alarms.check_replicas(self.model, self.step, self.timer)
+        return metrics
 
     # ---------------------------------------------------------------------------------- a rollout
 
@@ -248,6 +296,23 @@ class RolloutTrainer(ABC):
     @abstractmethod
     def validation_prompts(self) -> Iterable[InferenceBatch]:
         """This rank's micro-batches of validation prompts, always the same."""
+
+    def roll_out(
+        self,
+        prompts: Iterable[InferenceBatch],
+        sampling_step: int,
+        return_logprobs: bool = False,
+    ) -> CollectedRollout:
+        """`collect` responses to the next training prompts, which count as consumed."""
+        collected = self.collect(
+            prompts,
+            self.num_rollouts_per_prompt,
+            sampling_step,
+            self.cfg.rollout_batch_seq_length,
+            return_logprobs,
+        )
+        self.consumed_samples += self.num_rollout_samples
+        return collected
 
     def collect(
         self,
@@ -304,14 +369,14 @@ class RolloutTrainer(ABC):
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Inside, the model generates."""
-        with self.timer("prepare_for_inference"):
-            self.model.prepare_for_inference()
-        yield
-        with self.timer("finish_inference"):
-            self.model.finish_inference()
+        """Inside, the model generates, and no gradient is computed."""
+        with torch.no_grad():
+            with self.timer("prepare_for_inference"):
+                self.model.prepare_for_inference()
+            yield
+            with self.timer("finish_inference"):
+                self.model.finish_inference()
 
-    @torch.no_grad()
     def run_validation(self) -> dict[str, Any]:
         """Rewards and lengths of one response to each validation prompt, always from the same
         random streams.
@@ -394,10 +459,11 @@ class RolloutTrainer(ABC):
         )
         return metrics
 
-    def generation_timings(self, metrics: dict[str, Any], mean_length: float) -> dict[str, float]:
+    def generation_timings(self, rollout: Rollout) -> dict[str, float]:
         """Seconds of the phases since the last call, and tokens generated per second."""
         timings = rollout_log.consume_timings(self.timer)
-        generated = metrics["rollout_size"] * mean_length
+        lengths = rollout["response_lengths"] - rollout["prompt_lengths"]
+        generated = float(lengths.double().sum())
         timings["generated_tokens_per_s"] = generated / max(timings["generate"], 1e-9)
         return timings
 

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rejection sampling of a Megatron policy against reward models in other processes.
 
-`RSTrainer.run_step` is the algorithm: generate several responses to each prompt, score them, keep
-the best of each prompt, and train on them with the likelihood loss. (Llama 2, arXiv:2307.09288,
-section 3.2.3, calls it rejection sampling fine-tuning; RAFT, arXiv:2304.06767, is the same with
-one response kept.) `RolloutTrainer` runs the steps. The trainer speaks to the policy only through
-`AlignableGenerativeInterface` and to the reward models only through futures (`RewardSource` of
-`core/interfaces.py`).
+`RSTrainer.generate_rollouts` and `RSTrainer.learn` are the algorithm: generate several responses
+to each prompt, score them, keep the best of each prompt, and train on them with the likelihood
+loss. (Llama 2, arXiv:2307.09288, section 3.2.3, calls it rejection sampling fine-tuning; RAFT,
+arXiv:2304.06767, is the same with one response kept.) `RolloutTrainer.run_step` calls one after
+the other. The trainer speaks to the policy only through `AlignableGenerativeInterface` and to the
+reward models only through futures (`RewardSource` of `core/interfaces.py`).
 
 Shapes: N samples of a rollout over all DP ranks (prompts x responses to each), M of them selected,
 B of these on this rank, S padded length (prompt + response). Tensors per transition are
@@ -21,9 +21,9 @@ to the updates and ranks.
 
 from collections.abc import Iterable
 from itertools import islice
+from operator import attrgetter
 from typing import Any, cast
 
-import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -38,8 +38,7 @@ from nemo_aligner.algorithms.rollouts import (
     sample_table,
     shares_of_global_batches,
 )
-from nemo_aligner.config.defaults import complete
-from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.config.rollout_rules import check_top_n
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
     Logger,
@@ -71,13 +70,10 @@ def compute_global_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str
 
 
 class RSTrainer(RolloutTrainer):
-    """Trains a policy with rejection sampling; see `run_step`, and `fit` of the base class.
+    """Trains a policy with rejection sampling; see `fit`, and the base class for attributes.
 
-    Attributes:
-        step: finished steps (one rollout each).
-        consumed_samples: prompts that rollouts have used; it alone says where in the data a
-            resumed job goes on.
-        rs_optimization_step: finished optimizer updates.
+    `rs_optimization_step` counts the finished optimizer updates. `consumed_samples` alone says
+    where in the data a resumed job continues.
     """
 
     SECTION, NAME = "rs", "RS"
@@ -104,102 +100,69 @@ class RSTrainer(RolloutTrainer):
         top_n_rollouts: int,
         rm: RewardSource,
     ):
-        """Every rank builds one.
+        """As the base class, and:
 
         Args:
-            cfg: `trainer.rs`; missing keys take their values from `conf/gpt_rs_actor.yaml`.
-            model: the policy, with `cfg.seed`.
-            optimizer, scheduler: of the policy.
             train_dataloader, val_dataloader: data loaders of inference batches (they must carry
                 `idx`, the dataset index) whose batch samplers yield this rank's micro-batches of
                 one rollout after the other.
-            logger, ckpt_callback, run_timer: see `core/interfaces.py`.
-            num_rollouts_per_prompt: responses to each prompt.
-            top_n_rollouts: how many of them are trained on, those with the highest rewards.
+            top_n_rollouts: how many responses to each prompt are trained on: those with the
+                highest rewards.
             rm: the reward models.
-
-        Raises:
-            ConfigError: values that cannot work together.
         """
-        cfg = complete(cfg, "gpt_rs_actor", "trainer.rs")
-        sampler = train_dataloader.batch_sampler
+        check_top_n(int(top_n_rollouts), int(num_rollouts_per_prompt))
         super().__init__(
-            cfg, model, optimizer, scheduler, sampler, logger, ckpt_callback, run_timer
+            cfg,
+            model,
+            optimizer,
+            scheduler,
+            train_dataloader.batch_sampler,
+            logger,
+            ckpt_callback,
+            run_timer,
+            num_rollouts_per_prompt,
         )
         self.train_dataloader = train_dataloader
         self.val_dataloader = val_dataloader
-        self.num_rollouts_per_prompt = int(num_rollouts_per_prompt)
         self.top_n_rollouts = int(top_n_rollouts)
         self.rm = rm
 
-        self._check_selection()
-        trained, prompts = self.top_n_rollouts, self.num_rollout_samples
-        name = f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={trained}"
-        self.check_sizes(sampler, prompts * trained, name)
+        kept, prompts = self.top_n_rollouts, self.num_rollout_samples
+        name = f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={kept}"
+        self.check_sizes(train_dataloader.batch_sampler, prompts * kept, name)
         self.num_train_microbatches = compute_num_rollout_microbatches(train_dataloader)
         self.num_val_microbatches = compute_num_rollout_microbatches(val_dataloader)
         self.train_batches = endless_batches(train_dataloader, self)
 
-    def _check_selection(self) -> None:
-        responses, kept = self.num_rollouts_per_prompt, self.top_n_rollouts
-        if kept < 1:
-            raise ConfigError(f"model.rs.top_n_rollouts={kept} must be at least 1.")
-        if kept > responses:
-            raise ConfigError(
-                f"model.rs.top_n_rollouts={kept} is more than model.rs.num_rollouts_per_prompt="
-                f"{responses}: that many of each prompt's responses are to be kept. Lower the "
-                "one or raise the other."
-            )
+    rs_optimization_step = property(attrgetter("optimization_step"))
 
-    @property
-    def rs_optimization_step(self) -> int:
-        return self.optimization_step
+    # ------------------------------------------------------------------------------- the algorithm
 
-    # ------------------------------------------------------------------------------ the algorithm
+    def learn(self, data: RSTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Train on the selected responses."""
+        columns = cast(dict[str, Tensor], data)
+        return self.train_policy(shares_of_global_batches(columns, self.cfg.model_gbs))
 
-    def run_step(self) -> dict[str, Any]:
-        """Sample, select, and train on the selected."""
-        with self.phase("rollout_time"):
-            data, rollout_metrics, timings = self.generate_rollouts()
-        rollout_metrics = self.log_rollouts(rollout_metrics)
-
-        with self.phase("train_time"):
-            batches = shares_of_global_batches(cast(dict[str, Tensor], data), self.cfg.model_gbs)
-            _, train_metrics = self.run_training(batches)
-        self.alarms.check_replicas(self.model, self.step, self.timer)
-        self.log_timings(timings)
-        return rollout_metrics | train_metrics
-
-    @torch.no_grad()
     def generate_rollouts(self) -> tuple[RSTrainBatch, dict[str, Any], dict[str, float]]:
-        """Responses to the next prompts, and the best of them: `(data, metrics, timings)`; all
-        ranks call it.
-
-        Returns:
-            data: that of `generate_rs_data` for this rank's share of the selected samples.
+        """Generate responses to the next prompts and select the best of them; `data` is that of
+        `generate_rs_data` for this rank's share of the selected samples.
         """
+        prompts = islice(self.train_batches, self.num_train_microbatches)
         with self.inference():
-            collected = self.collect(
-                islice(self.train_batches, self.num_train_microbatches),
-                self.num_rollouts_per_prompt,
-                self.step,
-                min_width=self.cfg.rollout_batch_seq_length,
-            )
-            scores = self.wait_for_scores(collected)
-            self.consumed_samples += self.num_rollout_samples
-            selected, selected_scores = self._select_best(collected.rollout, scores)
-            share = local_share(selected, self.seed, self.step, self.cfg.model_gbs)
-            data = self.generate_rs_data(share.columns)
+            sampled = self.roll_out(prompts, self.step)
+            all_scores = self.wait_for_scores(sampled)
+            best, best_scores = self._select_best(sampled.rollout, all_scores)
+            share = local_share(best, self.seed, self.step, self.cfg.model_gbs)
 
-        metrics = self.rollout_metrics(collected.columns, scores)
-        best = compute_rollout_metrics(selected.columns, selected_scores)
-        metrics["selected_rewards"] = best["rewards"]
-        metrics["consumed_samples"] = self.consumed_samples
-        metrics["table"] = sample_table(
-            selected.columns, selected_scores, self.model.tokenizer, TRAIN_TABLE_ROWS
-        )
-        mean_length = metrics["global_response_lengths_mean"]
-        return data, metrics, self.generation_timings(metrics, mean_length)
+        table = sample_table(best.columns, best_scores, self.model.tokenizer, TRAIN_TABLE_ROWS)
+        metrics = {
+            **self.rollout_metrics(sampled.columns, all_scores),
+            "selected_rewards": compute_rollout_metrics(best.columns, best_scores)["rewards"],
+            "consumed_samples": self.consumed_samples,
+            "table": table,
+        }
+        timings = self.generation_timings(sampled.columns)
+        return self.generate_rs_data(share.columns), metrics, timings
 
     def generate_rs_data(self, rollout_batch: Rollout) -> RSTrainBatch:
         """What the updates consume, of selected samples: `response_tokens` int64 `[B, S]`; `mask`
@@ -209,20 +172,6 @@ class RSTrainer(RolloutTrainer):
             "response_tokens": rollout_batch["response_tokens"],
             "mask": response_mask(rollout_batch),
         }
-
-    def run_training(
-        self, dataloader_iter: Iterable[dict[str, Tensor]]
-    ) -> tuple[float, dict[str, Any]]:
-        """One optimizer update per global batch (each rank has its share of it); all ranks call
-        it.
-
-        Returns:
-            Loss and metrics of the last update.
-        """
-        metrics: dict[str, Any] = {"loss": 0.0}
-        for metrics in self.updates(dataloader_iter):  # noqa: B007  (the last ones are returned)
-            pass
-        return metrics["loss"], metrics
 
     # ---------------------------------------------------------------------------- parts of a step
 

@@ -433,7 +433,7 @@ def test_time_limit_saves_and_stops():
     [
         (
             {"responses": 2, "top_n": 3},
-            "top_n_rollouts=3 is more than model.rs.num_rollouts_per_prompt=2",
+            "top_n_rollouts=3 is above model.rs.num_rollouts_per_prompt=2",
         ),
         ({"top_n": 0}, "top_n_rollouts=0 must be at least 1"),
         (
