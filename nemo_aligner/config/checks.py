@@ -12,13 +12,13 @@ import difflib
 import functools
 from collections.abc import Iterable, Mapping
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.inert_keys import INERT, ONLY
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.config.schema import CONFIG_NAMES, FREE, LIVE
-from nemo_aligner.config.values import Values, resolved
+from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel.environment import is_rank_zero
 
@@ -51,7 +51,7 @@ def check_config(
             f"config_name={config_name!r} is unknown; use one of {', '.join(CONFIG_NAMES)}."
         )
     cfg = complete_config(cfg, config_name)
-    written = OmegaConf.to_container(cfg, resolve=False)
+    written = plain_dict(cfg)
     check_keys(written, config_name)
     missing = [key for key, value in _walk(written, config_name).items() if value == "???"]
     if missing:
@@ -144,7 +144,7 @@ def inert_notes(tree: Mapping, config_name: str) -> list[str]:
 @functools.cache
 def _known_prefixes(config_name: str) -> set[str]:
     """Every known key with all its parents."""
-    prefixes = set()
+    prefixes: set[str] = set()
     for key in [*LIVE[config_name], *INERT[config_name], *ONLY]:
         parts = key.split(".")
         prefixes.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))

@@ -19,12 +19,14 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.resolvers import register_resolvers
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FREE, REQUIRED
+from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
@@ -93,9 +95,9 @@ def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> Di
     return _complete(cfg, config_name, "model", leave_out=JOB_SECTIONS)
 
 
-def model_fallback(key: str) -> object:
+def model_fallback(key: str) -> Any:
     """The value of `model.<key>` where neither a job nor a checkpoint gives one."""
-    return OmegaConf.select(OmegaConf.create(_tree(FALLBACKS)), f"model.{key}")
+    return _tree(FALLBACKS)["model"][key]
 
 
 def drop_unset(model_cfg: DictConfig) -> DictConfig:
@@ -105,7 +107,7 @@ def drop_unset(model_cfg: DictConfig) -> DictConfig:
     Keys that say how the weights look (`num_layers`, `tokenizer.*`, parallel sizes, ...) are null
     in the YAML files to mean "as in the checkpoint". Other keys keep their null.
     """
-    tree = OmegaConf.to_container(model_cfg, resolve=False)
+    tree = plain_dict(model_cfg)
     for key in ARCHITECTURE_KEYS:
         *parents, leaf = key.split(".")
         node = tree
@@ -115,7 +117,7 @@ def drop_unset(model_cfg: DictConfig) -> DictConfig:
             del node[leaf]
     if tree.get("tokenizer") == {}:
         del tree["tokenizer"]
-    result = OmegaConf.create(tree, flags={"allow_objects": True})
+    result = _copy(tree)
     result._set_parent(model_cfg._get_parent())  # ${trainer.precision} and the like still resolve
     return result
 
@@ -190,12 +192,12 @@ def _holder(cfg: DictConfig, key: str) -> tuple[DictConfig, str]:
     return (OmegaConf.select(cfg, parent) if parent else cfg), name
 
 
-def _resolve(result: DictConfig, references: list[str], tree: Mapping, section: str) -> None:
+def _resolve(result: DictConfig, references: list[str], tree: dict, section: str) -> None:
     """Put values in the place of the added `references`, in `result`."""
-    whole = OmegaConf.create(copy.deepcopy(tree), flags={"allow_objects": True})
+    whole = _copy(copy.deepcopy(tree))
     root = result._get_root()
     if root is not result:
-        whole = OmegaConf.merge(whole, root)
+        whole.merge_with(root)
     OmegaConf.update(whole, section, result, force_add=True)
     for key in references:
         try:
@@ -213,9 +215,9 @@ def _resolve(result: DictConfig, references: list[str], tree: Mapping, section: 
 
 def _copy(cfg: DictConfig | dict) -> DictConfig:
     """Deep copy with the parent of `cfg`."""
-    if not OmegaConf.is_config(cfg):
-        return OmegaConf.create(cfg, flags={"allow_objects": True})
-    return copy.deepcopy(cfg)
+    if isinstance(cfg, DictConfig):
+        return copy.deepcopy(cfg)
+    return OmegaConf.create(cfg, flags={"allow_objects": True})
 
 
 @functools.cache
@@ -225,19 +227,21 @@ def _fallback_keys() -> frozenset[str]:
 
 
 @functools.cache
-def _tree(name: str) -> dict:
+def _tree(name: str) -> dict[str, Any]:
     """`conf/<name>.yaml` as a plain dict with its references; not to be changed."""
-    return OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=False)
+    cfg = OmegaConf.load(CONF / f"{name}.yaml")
+    assert isinstance(cfg, DictConfig)
+    return plain_dict(cfg)
 
 
 @functools.cache
-def _job_tree(config_name: str) -> dict:
+def _job_tree(config_name: str) -> dict[str, Any]:
     """The defaults of a job, without Hydra's own list; not to be changed."""
     return {key: value for key, value in _tree(config_name).items() if key != "defaults"}
 
 
 @functools.cache
-def _section_tree(config_name: str | None) -> dict:
+def _section_tree(config_name: str | None) -> dict[str, Any]:
     """The defaults of a job's sections, its YAML file over the fallbacks of the model; not to be
     changed.
     """
@@ -250,4 +254,4 @@ def _section_tree(config_name: str | None) -> dict:
         fallbacks = fallbacks | tables["reward_model"]
     result = OmegaConf.create(tree)
     _fill(result, {"model": fallbacks}, lambda key, default: True)
-    return OmegaConf.to_container(result, resolve=False)
+    return plain_dict(result)

@@ -20,11 +20,11 @@ def check_ppo_actor(values: Values, dp: dict[str, int]) -> None:
     v = values
     check_policy(v, "ppo", "remote_critic_rm", dp)
     v.whole(PPO + "ppo_epochs", 1)
-    prompts = v.whole(MODEL + "num_rollout_samples", 1)
-    responses = v.whole(MODEL + "num_rollouts_per_prompt", 1)
+    prompts = v.size(MODEL + "num_rollout_samples")
+    responses = v.size(MODEL + "num_rollouts_per_prompt")
     name = MODEL + "num_rollout_samples"
     name += f" x num_rollouts_per_prompt={responses}" if responses > 1 else ""
-    batch = v.whole("model.global_batch_size", 1)
+    batch = v.size("model.global_batch_size")
     require_multiple(name, prompts * responses, {"model.global_batch_size": batch})
     v.number(MODEL + "ratio_eps", 0, above=True)
     v.number(MODEL + "entropy_bonus", 0)
@@ -79,7 +79,7 @@ def _check_ranges(v: Values) -> None:
     v.number(PPO + "overlong_penalty_factor", 0, above=True)
     v.number(MODEL + "kl_loss_coef", 0)
     v.number(MODEL + "dual_clip", 1, above=True)
-    buffer = v.whole(PPO + "overlong_buffer_len", 0)
+    buffer = v.size(PPO + "overlong_buffer_len", 0)
     longest = v.get(MODEL + "length_params.max_length")
     if buffer > longest:
         raise ConfigError(
@@ -114,7 +114,7 @@ def _check_adaptive_kl(v: Values) -> None:
 
 
 def _check_responses(v: Values) -> None:
-    responses = v.whole(MODEL + "num_rollouts_per_prompt", 1)
+    responses = v.size(MODEL + "num_rollouts_per_prompt")
     estimator = v.get(PPO + "advantage_estimator")
     if ADVANTAGE_ESTIMATORS[estimator].compares_responses and responses == 1:
         raise ConfigError(
@@ -170,5 +170,5 @@ def _check_critic_free(v: Values, estimator: str) -> None:
 
 
 def _samples_per_step(v: Values) -> int:
-    prompts = v.whole(MODEL + "num_rollout_samples", 1)
-    return prompts * v.whole(MODEL + "num_rollouts_per_prompt", 1)
+    prompts = v.size(MODEL + "num_rollout_samples")
+    return prompts * v.size(MODEL + "num_rollouts_per_prompt")

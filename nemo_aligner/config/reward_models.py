@@ -179,5 +179,6 @@ def _read_addresses(
 
 
 def _as_list(value: object) -> list:
-    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-    return list(value) if is_list else [value]
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return list(value)
+    return [value]

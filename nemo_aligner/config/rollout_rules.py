@@ -84,7 +84,7 @@ def _check_generation(v: Values, model: str, remote: str) -> None:
     v.whole(sampling + "top_k", 0)
 
 
-def check_responses_differ(v: Values, model: str, responses: int | None) -> None:
+def check_responses_differ(v: Values, model: str, responses: int) -> None:
     """Raise `ConfigError` if several `responses` to a prompt would all be the same.
 
     Args:
@@ -92,7 +92,7 @@ def check_responses_differ(v: Values, model: str, responses: int | None) -> None
     """
     sampling = model + "sampling_params."
     greedy = v.get(sampling + "use_greedy") or v.get(sampling + "top_k") == 1
-    if responses and responses > 1 and greedy:
+    if responses > 1 and greedy:
         raise ConfigError(
             f"{model}num_rollouts_per_prompt={responses} responses to a prompt would be the same "
             "with sampling_params.use_greedy=True or top_k=1; sample, or draw one response."
@@ -117,12 +117,12 @@ def check_rs_actor(values: Values, dp: dict[str, int]) -> None:
     """Check the configuration of a rejection-sampling actor; `dp` as in `check_policy`."""
     v = values
     check_policy(v, "rs", "remote_rm", dp)
-    prompts = v.whole("model.rs.num_rollout_samples", 1)
-    drawn = v.whole("model.rs.num_rollouts_per_prompt", 1)
-    kept = v.whole("model.rs.top_n_rollouts", 1)
+    prompts = v.size("model.rs.num_rollout_samples")
+    drawn = v.size("model.rs.num_rollouts_per_prompt")
+    kept = v.size("model.rs.top_n_rollouts")
     check_top_n(kept, drawn)
     check_responses_differ(v, "model.rs.", drawn)
-    batch = v.whole("model.global_batch_size", 1)
+    batch = v.size("model.global_batch_size")
     if prompts * kept % batch:
         raise ConfigError(
             f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={kept} = "

@@ -123,12 +123,15 @@ def check_required(values: Values, config_name: str) -> None:
             )
 
 
-def check_intervals(section: str, val_check_interval: object, save_interval: object) -> None:
+def check_intervals(
+    section: str, val_check_interval: int | float | None, save_interval: int | float | None
+) -> None:
     """Raise `ConfigError` unless checkpoints fall on validations: their file names and their
     ranking hold a validation score.
     """
-    both = (val_check_interval, save_interval)
-    if all(isinstance(x, int) and x > 0 for x in both) and save_interval % val_check_interval:
+    if not isinstance(val_check_interval, int) or not isinstance(save_interval, int):
+        return
+    if min(val_check_interval, save_interval) > 0 and save_interval % val_check_interval:
         raise ConfigError(
             f"{section}.save_interval={save_interval} must be a multiple of "
             f"{section}.val_check_interval={val_check_interval}."
@@ -140,7 +143,7 @@ def _check_devices(
 ) -> int:
     """Check `trainer.accelerator` and `trainer.devices`; returns the number of ranks."""
     accelerator, devices = values.get("trainer.accelerator"), values.get("trainer.devices")
-    nodes = values.whole("trainer.num_nodes", 1)
+    nodes = values.size("trainer.num_nodes")
     if visible_devices is None:
         visible_devices = 0 if accelerator == "cpu" else cuda_devices()
     check_accelerator(accelerator, devices, visible_devices)

@@ -12,21 +12,27 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_aligner.core.errors import ConfigError
 
 
-def resolved(cfg: DictConfig | dict) -> dict:
+def plain_dict(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
+    """`cfg` as nested dicts and lists, with its references as they are or resolved."""
+    tree: Any = OmegaConf.to_container(cfg, resolve=resolve)
+    return tree
+
+
+def resolved(cfg: DictConfig | dict) -> dict[str, Any]:
     """Plain nested dict of a `DictConfig`, with its references resolved; a dict is returned as it
     is.
 
     Raises:
         ConfigError: a reference that cannot be resolved.
     """
-    if not OmegaConf.is_config(cfg):
+    if not isinstance(cfg, DictConfig):
         return cfg
     cfg = cfg.copy()
     if OmegaConf.select(cfg, "exp_manager.checkpoint_callback_params") is not None:
         # In older YAML files it refers to sizes that only the checkpoint knows. It has no effect.
         cfg.exp_manager.checkpoint_callback_params.model_parallel_size = None
     try:
-        return OmegaConf.to_container(cfg, resolve=True)
+        return plain_dict(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"The configuration has a reference that cannot be resolved: {error}"
@@ -41,7 +47,7 @@ class Values:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value at `key`; `default` where it is absent or null."""
-        node = self.tree
+        node: Any = self.tree
         for name in key.split("."):
             if not isinstance(node, Mapping) or name not in node:
                 return default
@@ -50,7 +56,7 @@ class Values:
 
     def is_null(self, key: str) -> bool:
         """Whether the key, or a section that it is in, was written with the value null."""
-        node = self.tree
+        node: Any = self.tree
         for name in key.split("."):
             if not isinstance(node, Mapping) or name not in node:
                 return False
@@ -72,6 +78,13 @@ class Values:
             raise ConfigError(f"{key}={value!r} must be a whole number.")
         if minimum is not None and value < minimum:
             raise ConfigError(f"{key}={value} must be at least {minimum}.")
+        return value
+
+    def size(self, key: str, minimum: int = 1) -> int:
+        """As `whole`, but the number must be set."""
+        value = self.whole(key, minimum)
+        if value is None:
+            raise ConfigError(f"{key} is not set; give a whole number.")
         return value
 
     def number(
@@ -117,8 +130,9 @@ class Values:
         """
         total = self.whole(whole, minimum=1)
         factors = {part: self.whole(part, minimum=1) for part in parts}
-        if total is not None and all(factors.values()):
-            require_multiple(whole, total, factors | dict(times))
+        given = {part: size for part, size in factors.items() if size is not None}
+        if total is not None and len(given) == len(factors):
+            require_multiple(whole, total, given | dict(times))
 
 
 def require_multiple(
