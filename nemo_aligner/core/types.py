@@ -104,6 +104,7 @@ class PPOTrainBatch(_PolicyTrainBatch, total=False):
     values: Tensor  # float32 [B, S-1]: critic's values at rollout time; not there without a critic
     # float32 [B, S-1]: what the critic learns: advantages (before normalisation) + values
     returns: Tensor
+    sample_order: Tensor  # int64 [B]: place of each sample in the rollout of all ranks
 
 
 class RSTrainBatch(TypedDict):
