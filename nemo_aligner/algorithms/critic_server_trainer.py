@@ -176,11 +176,11 @@ class CriticServerTrainer:
         """Handle `critic_train`. A `request_id` seen before gets its first reply again: nothing is
         applied twice.
         """
-        request_id = inputs.pop("request_id", None)
+        sent_id = inputs.pop("request_id", None)
         arrays = self._prepare_training(inputs)
-        if request_id is None:
-            return self._loop.submit(ServerSignal.TRAIN, arrays)
-        request_id = bytes(np.asarray(request_id).reshape(-1)[0]).decode()
+        if sent_id is None:
+            return self._submit(ServerSignal.TRAIN, arrays)
+        request_id = bytes(np.asarray(sent_id).reshape(-1)[0]).decode()
         if request_id in self._replies:
             logging.warning(
                 f"critic_train: request {request_id} came again; replying without another update"
@@ -188,7 +188,7 @@ class CriticServerTrainer:
         else:
             step = self.step
             try:
-                reply = self._loop.submit(ServerSignal.TRAIN, arrays)
+                reply: Arrays | Exception = self._submit(ServerSignal.TRAIN, arrays)
             except Exception as error:
                 if self.step == step:
                     raise  # nothing was applied: the client may try again
@@ -205,9 +205,9 @@ class CriticServerTrainer:
 
     def server_save(self, **inputs: np.ndarray) -> Arrays:
         """Handle `critic_save`."""
-        actor_step = inputs.get("actor_step")
-        actor_step = schema.UNKNOWN_STEP if actor_step is None else int(actor_step.reshape(-1)[0])
-        return self._loop.submit(
+        sent = inputs.get("actor_step")
+        actor_step = schema.UNKNOWN_STEP if sent is None else int(sent.reshape(-1)[0])
+        return self._submit(
             ServerSignal.SAVE, {"actor_step": np.array([actor_step], dtype=np.int64)}
         )
 
@@ -221,6 +221,11 @@ class CriticServerTrainer:
         checkpoints = json.dumps(self.ckpt_callback.saved_at("actor_step"))
         numbers = {name: np.array([value], dtype=np.int64) for name, value in values.items()}
         return {**numbers, "checkpoints": np.array([checkpoints.encode()])}
+
+    def _submit(self, signal_: ServerSignal, arrays: Arrays) -> Arrays:
+        """Have all ranks run an operation, while the server runs."""
+        assert self._loop is not None, "the server does not run"
+        return self._loop.submit(signal_, arrays)
 
     def _recover(self, signal_: ServerSignal) -> None:
         """Finish what the model was prepared for, after an operation failed on all ranks alike."""
@@ -269,12 +274,12 @@ class CriticServerTrainer:
         of the global batch size.
         """
         names = ("tokens", "returns", "prev_values", "mask")
-        missing = [name for name in names if inputs.get(name) is None]
+        arrays = {name: array for name in names if (array := inputs.get(name)) is not None}
+        missing = [name for name in names if name not in arrays]
         if missing:
             raise schema.RequestError(
                 f"critic_train: input tensor '{missing[0]}' is missing; send {', '.join(names)}."
             )
-        arrays = {name: inputs[name] for name in names}
         validate_training_inputs(**arrays, vocab_size=self.vocab_size, max_length=self.max_length)
         return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
 

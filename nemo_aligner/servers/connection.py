@@ -146,19 +146,20 @@ class ServerConnection:
 
     def _send(self, request: _Request) -> None:
         """Thread of one request."""
-        why = cause = reply = None
         try:
             reply = request.exchange.run(request.wire, self.inference_timeout_s)
             if request.check is not None:
                 request.check(reply)
         except Exception as error:
-            why, cause = self._explain(error), error
+            why = self._explain(error)  # asks the server, so before the lock is taken
+            with self._lock:
+                self._fail(request, why, error)
+        else:
+            with self._lock:
+                if not request.future.done():
+                    request.future.set_result(reply)
         with self._lock:
             self._in_flight.discard(request)
-            if why is not None:
-                self._fail(request, why, cause)
-            elif not request.future.done():
-                request.future.set_result(reply)
             self._dispatch()
             self._lock.notify_all()
 

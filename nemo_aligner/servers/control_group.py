@@ -46,7 +46,9 @@ class ControlGroup:
         """Return rank 0's `make()` on every rank; if it raises there, all ranks raise."""
         if self.group is None:
             return make()
-        arrays = error = header = None
+        arrays: Arrays = {}
+        error: Exception | None = None
+        header: dict[str, tuple[tuple[int, ...], str]] | str = {}  # shapes and dtypes, or an error
         if self.rank == 0:
             try:
                 arrays = {name: np.ascontiguousarray(array) for name, array in make().items()}
@@ -56,10 +58,11 @@ class ControlGroup:
                 header = f"{type(exception).__name__}: {exception}"
         box = [header]
         dist.broadcast_object_list(box, src=0, group=self.group)
-        if isinstance(box[0], str):
-            raise error or RuntimeError(f"on rank 0: {box[0]}")
+        header = box[0]
+        if isinstance(header, str):
+            raise error or RuntimeError(f"on rank 0: {header}")
         if self.rank:
-            arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in box[0].items()}
+            arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in header.items()}
         for array in arrays.values():
             if array.size:
                 dist.broadcast(torch.from_numpy(array), src=0, group=self.group)
@@ -83,7 +86,7 @@ class JobStore:
             store = dist.distributed_c10d._get_default_store()
             with contextlib.suppress(Exception):
                 # A connection of its own: never behind a blocking call of another thread.
-                store = store.clone()
+                store = store.clone()  # type: ignore[attr-defined]
             self._store = dist.PrefixStore(prefix, store)
 
     def put(self, key: str, text: str) -> None:

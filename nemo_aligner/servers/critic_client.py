@@ -221,6 +221,7 @@ class RemoteGPTRMCriticClient:
         payload = training_payload(rollout_batch)
 
         def send() -> PendingReply:
+            assert payload is not None  # on rank 0
             request_id = np.array([uuid.uuid4().hex.encode()])
             return self.communicator.send_data_to_server(
                 self.train_name, {**payload, "request_id": request_id}, batching=False

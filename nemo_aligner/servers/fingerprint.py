@@ -22,7 +22,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     if not hasattr(tokenizer, "ids_to_tokens") or not hasattr(tokenizer, "eos_id"):
         return None
     inner = getattr(tokenizer, "tokenizer", None)
-    if hasattr(inner, "get_vocab"):  # Hugging Face: its ids may have holes
+    if inner is not None and hasattr(inner, "get_vocab"):  # Hugging Face: its ids may have holes
         tokens = sorted((id_, token) for token, id_ in inner.get_vocab().items())
     else:
         tokens = list(enumerate(tokenizer.ids_to_tokens(list(range(tokenizer.vocab_size)))))

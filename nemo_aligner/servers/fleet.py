@@ -191,8 +191,8 @@ class Fleet:
                 now = time.monotonic()
                 missing = [server for server in self.servers if not server.seen]
                 late = now - self._born >= self.init_timeout_s
-                some = self._first_seen is not None
-                if not missing or (some and (late or now - self._first_seen >= START_GRACE_S)):
+                first = self._first_seen
+                if not missing or (first is not None and (late or now - first >= START_GRACE_S)):
                     self._started = True
                     if missing:
                         logging.warning(
@@ -274,37 +274,37 @@ class Fleet:
 
     def _send(self, sending: _Sending) -> None:
         """Thread of one sending."""
-        reply = error = None
+        outcome: Arrays | Exception
         try:
-            reply = sending.exchange.run(sending.request.wire, self.inference_timeout_s)
-            validate_reply(self.endpoint, reply, sending.request.wire.samples)
-        except Exception as exception:
-            error = exception
+            outcome = sending.exchange.run(sending.request.wire, self.inference_timeout_s)
+            validate_reply(self.endpoint, outcome, sending.request.wire.samples)
+        except Exception as error:
+            outcome = error
         with self._lock:
             sending.server.in_flight.discard(sending)
             if not sending.given_up:
-                self._settle(sending, reply, error)
+                self._settle(sending, outcome)
                 self._dispatch()
 
-    def _settle(self, sending: _Sending, reply: Arrays | None, error: Exception | None) -> None:
+    def _settle(self, sending: _Sending, outcome: Arrays | Exception) -> None:
         """Finish the request of a sending that has ended, or queue it again."""
         request, server = sending.request, sending.server
-        if error is None:
+        if not isinstance(outcome, Exception):
             server.pause = FIRST_PAUSE_S
-            request.future.set_result(reply)
-        elif isinstance(error, ConnectionLostError):
-            self._leave_out(server, str(error))
-            self._send_again(request, lost=error.sent)
-        elif isinstance(error, NotServingError):
-            self._leave_out(server, str(error))
+            request.future.set_result(outcome)
+        elif isinstance(outcome, ConnectionLostError):
+            self._leave_out(server, str(outcome))
+            self._send_again(request, lost=outcome.sent)
+        elif isinstance(outcome, NotServingError):
+            self._leave_out(server, str(outcome))
             self._send_again(request, lost=True)
-        elif isinstance(error, NoReplyInTimeError):
-            self._settle_timed_out(request, server, error)
+        elif isinstance(outcome, NoReplyInTimeError):
+            self._settle_timed_out(request, server, outcome)
         else:
             failure = ServerRequestError(
-                f"request to {self._name(server)} failed: {type_and_message(error)}"
+                f"request to {self._name(server)} failed: {type_and_message(outcome)}"
             )
-            failure.__cause__ = error
+            failure.__cause__ = outcome
             request.future.set_exception(failure)
 
     def _settle_timed_out(self, request: _Request, server: _Server, error: Exception) -> None:

@@ -138,7 +138,7 @@ def gather_samples(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         tensor = torch.nn.functional.pad(tensor, (0, 0, 0, most - tensor.shape[0])).contiguous()
         shares = [torch.empty_like(tensor) for _ in range(size)] if rank == 0 else None
         dist.gather(tensor, shares, dst=0, group=group)
-        if rank == 0:
+        if shares is not None:
             gathered[name] = torch.cat(
                 [share[:count] for share, count in zip(shares, counts.tolist())]
             ).cpu()

@@ -72,8 +72,8 @@ class RMFutureResult(FutureResult[Scores]):
             (rewards,) = parts.values()
             return Scores(rewards)
         # Summed in float64, so that the order of the names makes no difference.
-        total = sum(weight * parts[name].double() for name, weight in self.weights.items())
-        return Scores(total.float(), parts=parts)
+        weighted = [weight * parts[name].double() for name, weight in self.weights.items()]
+        return Scores(functools.reduce(torch.add, weighted).float(), parts=parts)
 
 
 class _Connecting:
@@ -110,9 +110,7 @@ class RewardModels:
 
     def __init__(self, cfg: DictConfig, communicator: HTTPCommunicator, setting: str):
         specs = read_reward_models(cfg, setting)
-        self.weights = (
-            None if specs[0].name is None else {spec.name: spec.weight for spec in specs}
-        )
+        self.weights = {spec.name: spec.weight for spec in specs if spec.name is not None} or None
         self.fleets: dict[str, Fleet] = {}
         if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
             self.fleets = {

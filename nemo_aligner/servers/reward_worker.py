@@ -130,6 +130,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     sys.path[0] = os.path.dirname(path)  # where Python put this script's folder
     module_name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None  # `path` ends with .py
     module = importlib.util.module_from_spec(spec)
     # A module of this program with the same name stays.
     sys.modules.setdefault(module_name, module)

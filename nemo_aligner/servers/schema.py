@@ -117,7 +117,7 @@ def critic_infer_endpoint(combined: bool) -> Endpoint:
     """Values [N, S] of each token position; with `combined` also the reward [N, 1] of each
     sample.
     """
-    outputs = (
+    outputs: tuple[TensorSpec, ...] = (
         TensorSpec("values", np.float32, (-1,), meaning="value at each token position [N, S]"),
     )
     if combined:

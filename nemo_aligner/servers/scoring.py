@@ -60,7 +60,8 @@ def gather_outputs(tensor: Tensor) -> np.ndarray | None:
         shares = gather_tensor(
             tensor.to(get_device()), 0, parallel_state.get_data_parallel_group()
         )
-        tensor = torch.cat(shares) if shares is not None else None
+        if shares is not None:
+            tensor = torch.cat(shares)
     return tensor.cpu().numpy() if parallel_state.get_rank() == 0 else None
 
 
@@ -137,8 +138,9 @@ class Scorer:
             self._control = ControlGroup()
         return self._control
 
-    def reply_to(self, inputs: Inputs, loop: ServerLoop) -> Arrays:
+    def reply_to(self, inputs: Inputs, loop: ServerLoop | None) -> Arrays:
         """Score a request on a Triton thread of rank 0: `loop` has all ranks run `forward`."""
+        assert loop is not None, "the server does not run"
         arrays, finish = self._prepare(inputs)
         return finish(loop.submit(ServerSignal.FORWARD, arrays))
 

@@ -217,7 +217,8 @@ class ServerLoop:
 
     def _operate(self, signal_: ServerSignal, job: _Job | None) -> None:
         """Run one operation on this rank, then compare its outcome on all ranks."""
-        result = kind = text = None
+        result: Arrays = {}
+        kind = text = None
         try:
             if signal_ not in self.operations:
                 raise RuntimeError(f"{self.name} cannot handle the signal {signal_!r}")

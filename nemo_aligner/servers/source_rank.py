@@ -65,9 +65,11 @@ def await_on_source(
             raise ServerRequestError(result)
 
 
-def _poll(pending: Awaitable | Exception, timeout_s: float) -> tuple[str, Any]:
-    """("done", result), ("failed", message) or, after `timeout_s`, ("pending", None)."""
+def _poll(pending: Awaitable | Exception | None, timeout_s: float) -> tuple[str, Any]:
+    """Return ("done", result), ("failed", message) or, after `timeout_s`, ("pending", None)."""
     try:
+        if pending is None:
+            raise RuntimeError("nothing was sent on the rank that sends")
         if isinstance(pending, Exception):
             raise pending
         return ("done", pending.result()) if pending.done(timeout_s) else ("pending", None)
@@ -99,7 +101,7 @@ def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
             if state == "failed":
                 failure = result
             left.pop(0)
-        outcomes = [(failure, not left)]
+        outcomes: list[Any] = [(failure, not left)]
         if dist.is_initialized() and dist.get_world_size() > 1:
             outcomes = [None] * dist.get_world_size()
             dist.all_gather_object(outcomes, (failure, not left))

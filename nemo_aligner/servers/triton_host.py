@@ -30,7 +30,7 @@ class TritonHost:
 
     def __init__(self, host: str, port: int):
         self.host, self.port = host, port
-        self._triton = None
+        self._triton: Any = None  # a PyTriton `Triton` while it runs
         self._directory: str | None = None
         self._lock = threading.Lock()
 
