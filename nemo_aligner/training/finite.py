@@ -20,7 +20,7 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 
 REMEDY = (
-    "No weight has changed. Look at the last values of loss and grad_norm in metrics.jsonl and at "
+    "No weight was changed. Look at the last values of loss and grad_norm in metrics.jsonl and at "
     "the data of this step; lower model.optim.lr, clip gradients (trainer.*.gradient_clip_val), "
     "and resume from the last good checkpoint."
 )

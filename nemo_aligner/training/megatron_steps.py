@@ -190,14 +190,14 @@ def forward_backward(
 
     Args:
         model_chunks: the model of this pipeline stage (more than one with virtual pipelining).
-        batch: this rank's rows; `tokens` int64 `[B, S]` and what `loss_fn` needs.
-        micro_batch_size: rows per forward pass; must divide B.
+        batch: this rank's samples; `tokens` int64 `[B, S]` and what `loss_fn` needs.
+        micro_batch_size: samples per forward pass; must divide B.
         loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; all are
             partial sums over the global batch, and `loss` is one of the metrics. A metric is a
-            scalar, or a tensor of moments (`nemo_aligner.core.metrics`). `output` is `[b,
-            S, V / TP]` logits of a language model, as `vocab_parallel` takes them (in the model's
-            precision, with padding of the positions, under context parallelism a share of them),
-            or what the model's head returns.
+            scalar, or a tensor of moments (`nemo_aligner.core.metrics`). `output` is what the
+            model's head returns, or `[b, S, V / TP]` logits of a language model, as
+            `vocab_parallel` takes them (in the model's precision, with padding of the positions,
+            under context parallelism a share of them).
         model_inputs: further keys of the batch that are handed to the model by name.
 
     Returns:
@@ -236,24 +236,31 @@ def forward_backward(
         _run_schedule(
             model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=False
         )
+    metrics, moments = _sum_over_data_parallel(totals)
+    if not forward_only:
+        check_finite(model_chunks, metrics["loss"], losses, micro_batch_size)
+        metrics |= take_balance_losses(get_model_config(model_chunks[0]), rows // micro_batch_size)
+    return metrics, moments
+
+
+def _sum_over_data_parallel(totals: Batch) -> tuple[dict[str, float], Batch]:
+    """Sum the last stage's `totals` over data-parallel ranks; all ranks get the result.
+
+    Returns:
+        The scalars as numbers, and the other tensors, float64 on the CPU.
+    """
     keys = sorted(totals)
     if keys:
         values = torch.cat([totals[key].reshape(-1) for key in keys])
         # Context-parallel ranks have the same numbers.
         if parallel_state.get_data_parallel_world_size() > 1:
             torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
-        shares = values.cpu().split([totals[key].numel() for key in keys])
-        totals = {key: x.reshape(totals[key].shape) for key, x in zip(keys, shares, strict=True)}
-    metrics, moments = broadcast_from_last_stage(
-        (
-            {key: float(total) for key, total in totals.items() if total.dim() == 0},
-            {key: total for key, total in totals.items() if total.dim() > 0},
-        )
-    )
-    if not forward_only:
-        check_finite(model_chunks, metrics["loss"], losses, micro_batch_size)
-        metrics |= take_balance_losses(get_model_config(model_chunks[0]), rows // micro_batch_size)
-    return metrics, moments
+        sums = values.cpu().split([totals[key].numel() for key in keys])
+        totals = {key: x.reshape(totals[key].shape) for key, x in zip(keys, sums, strict=True)}
+    metrics = {key: float(total) for key, total in totals.items() if total.dim() == 0}
+    moments = {key: total for key, total in totals.items() if total.dim() > 0}
+    result: tuple[dict[str, float], Batch] = broadcast_from_last_stage((metrics, moments))
+    return result
 
 
 def _most_of_expert_ranks(count: int) -> int:
