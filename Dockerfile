@@ -1,16 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 #
-# GPU container: PyTorch from the base image, Transformer Engine and apex built from source, and this
-# package.
+# GPU container: PyTorch from the base image, Transformer Engine and apex built from source, and
+# this package.
 #
 #   docker build --build-arg BASE_IMAGE=<image> --tag nemo-aligner-mcore .
 #   docker run --gpus all --ipc=host --network=host -it nemo-aligner-mcore
 #
 # BASE_IMAGE: an image with the CUDA toolkit, PyTorch 2.6 to 2.13 and Python 3.10 to 3.12, such as
 # NVIDIA's PyTorch container.
-# --ipc=host (or --shm-size=8g): requests to the critic pass through /dev/shm, whose default size of
-# 64 MB is too small.
+# --ipc=host (or --shm-size=8g): requests to the critic pass through /dev/shm, whose default size
+# of 64 MB is too small.
 ARG BASE_IMAGE
 FROM ${BASE_IMAGE}
 
