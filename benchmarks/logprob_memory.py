@@ -27,8 +27,8 @@ import torch  # noqa: E402  (the environment comes first)
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
 
+from nemo_aligner.config.defaults import complete_model  # noqa: E402
 from nemo_aligner.models.nlp.gpt.megatron_config import (  # noqa: E402
     build_layer_spec,
     build_transformer_config,
@@ -167,11 +167,10 @@ def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
     """Peaks of a tiny bf16 GPT, forward and backward, with `Float16Module`'s float32 copy of the
     logits and without it.
     """
-    rows, columns = 2, max(2, elements // vocab // 2)
+    samples, columns = 2, max(2, elements // vocab // 2)
+    shape = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2}
     transformer_config = build_transformer_config(
-        OmegaConf.create(
-            {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "precision": "bf16"}
-        )
+        complete_model({**shape, "encoder_seq_length": columns, "precision": "bf16"})
     )
     module = GPTModel(
         config=transformer_config,

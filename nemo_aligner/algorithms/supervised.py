@@ -241,13 +241,13 @@ class SupervisedTrainer:
             self.model.prepare_for_validation_step()
             loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=True)
             self.model.finish_validation_step()
-            metrics = metrics | {"loss": loss}
+            metrics = {**metrics, "loss": loss}
             weight = float(metrics.pop("weights", 1.0))
             if not weight:
                 continue  # a batch of stand-ins has no values
             total += weight
             for key, value in metrics.items():
-                sums[key] = sums.get(key, 0.0) + weight * float(value)
+                sums[key] = sums.get(key, 0.0) + weight * value
         means = {key: value / total for key, value in sums.items()}
         return self.model.summarize_metrics(means), total
 

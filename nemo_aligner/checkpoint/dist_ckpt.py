@@ -1,14 +1,15 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writing Megatron Core distributed checkpoints in this process.
+"""Writes Megatron Core's distributed checkpoints in this process.
 
-Megatron Core's own writer starts a manager process (which imports the user's script once more:
-seconds) and forks workers (unsafe beside the threads of an inference server). The planning is
-Megatron Core's; the files are written by PyTorch's synchronous writer. The format is the same
-(`torch_dist`), and reading is Megatron Core's throughout.
+Megatron Core's own writer starts a manager process (which imports the user's script again and
+takes seconds) and forks workers (unsafe beside the threads of an inference server). Here Megatron
+Core plans and PyTorch's synchronous writer writes, in the same format (`torch_dist`); Megatron
+Core reads it.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -16,8 +17,14 @@ from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 
+def barrier() -> None:
+    """Wait for all ranks of the job; without a process group do nothing."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
 class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
-    def save(self, sharded_state_dict, checkpoint_dir: Path) -> None:
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         by_key, _flat_mapping, _rename_mapping = (
             mcore_torch._replace_state_dict_keys_with_sharded_keys(
                 sharded_state_dict, self.keep_only_main_replica
@@ -32,9 +39,9 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
         )
 
 
-def save(sharded_state_dict: dict, folder) -> None:
-    """Write a sharded state dict into the existing, empty `folder`; all ranks call it and share
-    the file system.
+def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> None:
+    """Write a sharded state dict into the existing, empty `folder`, which all ranks share; all
+    ranks call it.
     """
     dist_checkpointing.save(
         sharded_state_dict, str(folder), sharded_strategy=_InProcessSave("torch_dist", 1)

@@ -1,13 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The `.nemo` exchange format: a tar file, or a directory, with
+"""The `.nemo` exchange format: a tar file or a folder with
 
-    model_config.yaml     the model's configuration; files beside it are referred to as `nemo:<name>`
-    <tokenizer files>     SentencePiece model, or a directory of a Hugging Face tokenizer
-    model_weights/        weights as a Megatron Core distributed checkpoint, loadable at any TP / PP / DP
+    model_config.yaml    the model's configuration; `nemo:<name>` refers to a file beside it
+    <tokenizer files>    SentencePiece model, or the folder of a Hugging Face tokenizer
+    model_weights/       Megatron Core distributed checkpoint; loads at any TP / PP / DP
 
-Weights are never unpacked where they are not needed: reading the configuration or the tokenizer
-touches those members only.
+Reading the configuration or the tokenizer does not unpack the weights.
 """
 
 import atexit
@@ -18,20 +17,23 @@ import shutil
 import tarfile
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from nemo.utils.tar_utils import safe_extract
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint import dist_ckpt
+from nemo_aligner.checkpoint.dist_ckpt import barrier
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
 
 CONFIG_FILE = "model_config.yaml"
 WEIGHTS_FOLDER = "model_weights"
 ARTIFACT_PREFIX = "nemo:"
-# Configuration keys whose value may name a file or folder that belongs into the archive.
+# Configuration keys whose value may name a file or folder that belongs in the archive.
 ARTIFACT_KEYS = (
     "tokenizer.model",
     "tokenizer.type",
@@ -40,17 +42,17 @@ ARTIFACT_KEYS = (
 )
 
 
-def _barrier() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
-
-def check_restore_path(path, key: str = "pretrained_checkpoint.restore_from_path") -> Path:
+def check_restore_path(
+    path: str | Path | None, key: str = "pretrained_checkpoint.restore_from_path"
+) -> Path:
     """`path` as an existing `.nemo` file or directory.
 
+    Args:
+        path: to check.
+        key: configuration key that `path` comes from, for the messages.
+
     Raises:
-        UserError: nothing there, or not a `.nemo`; the message names the path and the
-            configuration key.
+        UserError: the path is None, does not exist or is not a `.nemo`.
     """
     if path is None:
         raise UserError(f"{key} is not set; give the path of a .nemo file or directory.")
@@ -70,8 +72,12 @@ def check_restore_path(path, key: str = "pretrained_checkpoint.restore_from_path
 
 
 @contextlib.contextmanager
-def _opened(path: Path):
-    """The tar file of a `.nemo`, open for reading; a damaged one is a `UserError`."""
+def _opened(path: Path) -> Iterator[tarfile.TarFile]:
+    """The tar file of a `.nemo`, open for reading.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     try:
         with tarfile.open(path) as tar:
             yield tar
@@ -84,7 +90,7 @@ def _member_name(member: tarfile.TarInfo) -> str:
 
 
 def _unpack_small_members(path: Path) -> Path:
-    """Folder with everything but the weights; a file is unpacked once per process, and again when
+    """Folder with everything but the weights; a file is unpacked once per process, and again after
     it was replaced.
     """
     return path if path.is_dir() else _unpack_file(path, path.stat().st_mtime_ns)
@@ -105,7 +111,7 @@ def _unpack_file(path: Path, _modified_ns: int) -> Path:
     return folder
 
 
-def read_config(path) -> DictConfig:
+def read_config(path: str | Path) -> DictConfig:
     """The model configuration in a `.nemo`; `nemo:` references become absolute paths."""
     folder = _unpack_small_members(Path(path).resolve())
     config = OmegaConf.load(folder / CONFIG_FILE)
@@ -118,7 +124,7 @@ def read_config(path) -> DictConfig:
 
 
 @contextlib.contextmanager
-def weights_folder(path):
+def weights_folder(path: str | Path) -> Iterator[Path]:
     """Folder with the distributed checkpoint of a `.nemo`; all ranks enter it together.
 
     A tar file is unpacked once per node, by its first rank, into a temporary folder.
@@ -128,12 +134,7 @@ def weights_folder(path):
     """
     path = Path(path).resolve()
     if path.is_dir():
-        if not (path / WEIGHTS_FOLDER).is_dir():
-            raise UserError(
-                f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it "
-                "first."
-            )
-        yield path / WEIGHTS_FOLDER
+        yield _existing_weights(path, path)
         return
     token = [uuid.uuid4().hex]
     if torch.distributed.is_initialized():
@@ -148,21 +149,30 @@ def weights_folder(path):
                 ]
                 folder.mkdir()
                 safe_extract(tar, str(folder), members=members)
-        _barrier()
-        if not (folder / WEIGHTS_FOLDER).is_dir():
-            raise UserError(
-                f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it "
-                "first."
-            )
-        yield folder / WEIGHTS_FOLDER
-        _barrier()
+        barrier()
+        yield _existing_weights(folder, path)
+        barrier()
     finally:
         if first_on_node:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _existing_weights(folder: Path, path: Path) -> Path:
+    """The weights in `folder`, unpacked from the `.nemo` at `path`.
+
+    Raises:
+        UserError: there are none.
+    """
+    weights = folder / WEIGHTS_FOLDER
+    if not weights.is_dir():
+        raise UserError(
+            f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it first."
+        )
+    return weights
+
+
 def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
-    """Copy the files that `config` names into `folder`; returns a configuration that refers to the
+    """Copy the files that `config` names into `folder`; return a configuration that refers to the
     copies.
     """
     config = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
@@ -181,15 +191,20 @@ def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
 
 
 def write_nemo(
-    path, config: DictConfig, sharded_weights: dict, *, as_directory: bool = False
+    path: str | Path,
+    config: DictConfig,
+    sharded_weights: dict[str, Any],
+    *,
+    as_directory: bool = False,
 ) -> None:
-    """Write a `.nemo`; all ranks call it, and the path must be on a file system that all of them
-    share.
+    """Write a `.nemo` to a file system that all ranks share; all ranks call it.
 
     It is written beside its final place and renamed, so that a reader never sees half of it.
 
     Args:
-        sharded_weights: sharded state dict of the weights, as `megatron.core` makes it.
+        path: of the `.nemo`.
+        config: of the model.
+        sharded_weights: Megatron Core's sharded state dict of the weights.
         as_directory: leave it as a directory instead of packing a tar file.
     """
     path = Path(path).expanduser().absolute()
@@ -198,9 +213,9 @@ def write_nemo(
     if rank_zero:
         shutil.rmtree(folder, ignore_errors=True)
         (folder / WEIGHTS_FOLDER).mkdir(parents=True)
-    _barrier()
+    barrier()
     dist_ckpt.save(sharded_weights, folder / WEIGHTS_FOLDER)
-    _barrier()
+    barrier()
     if rank_zero:
         OmegaConf.save(_pack_artifacts(config, folder), folder / CONFIG_FILE)
         if path.is_dir():
@@ -213,4 +228,4 @@ def write_nemo(
                 tar.add(folder, arcname=".")
             packed.replace(path)
             shutil.rmtree(folder)
-    _barrier()
+    barrier()

@@ -1,8 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What to do when an actor and its critic stand at different steps: one of them was killed between
-the two saves, or was started with another folder. Both keep their last two checkpoints, so there
-is nearly always a step at which they match.
+"""What to do when an actor and its critic are at different steps.
+
+One of them was killed between the two saves, or was started with another folder. Both keep their
+last two checkpoints, so in most cases they have one of the same step.
 """
 
 import shlex
@@ -11,10 +12,10 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 
 def resume_argument(folder: str) -> str:
-    """The argument that resumes a job from the checkpoint `folder`, as it is pasted into a shell.
+    """The argument that resumes a job from the checkpoint `folder`, quoted for a shell.
 
-    The name of a checkpoint's folder holds `=`, which Hydra takes in a quoted value alone; and a
-    shell would take Hydra's quotes away.
+    The folder's name contains `=`, which Hydra accepts only in a quoted value, and a shell removes
+    Hydra's quotes unless they are quoted in turn.
     """
     value = QuotedString(str(folder), Quote.double).with_quotes()
     return shlex.quote(f"exp_manager.resume_from_checkpoint={value}")
@@ -30,11 +31,10 @@ def mismatch_remedy(
     """How to bring an actor and a critic together again, in terms of checkpoints that exist.
 
     Args:
-        actor_step: where the actor stands.
+        actor_step: step of the actor.
         critic_step: actor step of the critic's last checkpoint, written or loaded.
         critic_moved: the critic was trained after that checkpoint.
-        actor_checkpoints, critic_checkpoints: folder of each complete checkpoint, by its actor
-            step.
+        actor_checkpoints, critic_checkpoints: folder of each complete checkpoint, by actor step.
     """
     if critic_step == actor_step and (critic_step in critic_checkpoints or critic_step == 0):
         return "Restart the critic server with the same command: the pair then matches."
@@ -43,8 +43,8 @@ def mismatch_remedy(
         return (
             f"No step has checkpoints of both (actor: {_steps(actor_checkpoints)}; critic: "
             f"{_steps(critic_checkpoints)}). If one of them was started with another folder than "
-            "before, give it the "
-            "old one (exp_manager.explicit_log_dir); else start both anew in empty folders."
+            "before, give it the old one (exp_manager.explicit_log_dir); else start both anew in "
+            "empty folders."
         )
     step = common[-1]
     critic = f"restart the critic server with {resume_argument(critic_checkpoints[step])}"
@@ -58,9 +58,9 @@ def mismatch_remedy(
     if actor_step != step:
         actor = f"start the actor again with {resume_argument(actor_checkpoints[step])}"
     return (
-        f"Both have a checkpoint of actor step {step}: {critic}, and {actor}. Such an argument is "
-        "for this one start; "
-        "once a newer checkpoint is saved, leave it out."
+        f"Both have a checkpoint of actor step {step}: {critic}, and {actor}. An argument "
+        "exp_manager.resume_from_checkpoint is for this start only: leave it out once a newer "
+        "checkpoint is saved."
     )
 
 

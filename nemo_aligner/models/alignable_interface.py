@@ -32,7 +32,7 @@ class SupervisedInterface(ABC):
     @abstractmethod
     def get_loss_and_metrics(
         self, batch: Any, forward_only: bool
-    ) -> tuple[float, dict[str, float]]:
+    ) -> tuple[float, Mapping[str, float | Tensor]]:
         """Loss of a global batch, and its gradient unless `forward_only`.
 
         Args:
@@ -41,8 +41,8 @@ class SupervisedInterface(ABC):
             forward_only: compute no gradient (validation).
 
         Returns:
-            The loss and the metrics over the whole global batch: Python numbers, equal on all
-            ranks.
+            The loss and the metrics over the whole global batch, equal on all ranks: Python
+            numbers, or moments (`core/metrics.py`), float64 tensors on the CPU.
         """
 
     @abstractmethod
@@ -68,14 +68,13 @@ class SupervisedInterface(ABC):
             "alarms.replica_check_interval=0."
         )
 
-    def summarize_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted
         by `weights`).
 
-        Override it for metrics that are computed from means without being means, such as a
-        correlation.
+        A model with moments overrides it, and turns them into what they are the moments of.
         """
-        return dict(metrics)
+        return {key: float(value) for key, value in metrics.items()}
 
 
 class Inferrable(ABC):

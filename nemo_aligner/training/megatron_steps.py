@@ -144,6 +144,25 @@ def _run_schedule(
     return results
 
 
+def _check_micro_batches(samples: int, micro_batch_size: int, group: int) -> None:
+    """Refuse a number of samples per rank that does not make whole (groups of) micro-batches."""
+    if samples % micro_batch_size:
+        raise UserError(
+            f"{samples} samples per data-parallel rank are not divisible by "
+            f"model.micro_batch_size={micro_batch_size}; change model.global_batch_size or "
+            "model.micro_batch_size."
+        )
+    count = samples // micro_batch_size
+    if count % group:
+        raise UserError(
+            f"{samples} samples per data-parallel rank make {count} micro-batch(es) of "
+            f"model.micro_batch_size={micro_batch_size}; with "
+            "model.virtual_pipeline_model_parallel_size their number must be a multiple of "
+            f"model.pipeline_model_parallel_size={group}. Change model.global_batch_size or "
+            "model.micro_batch_size."
+        )
+
+
 def broadcast_from_last_stage(value: Any) -> Any:
     """Return the `value` (any object) of the last pipeline stage on every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
@@ -166,63 +185,46 @@ def forward_backward(
     loss_fn: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, Batch]],
     forward_only: bool = False,
     model_inputs: Iterable[str] = (),
-) -> dict[str, float]:
+) -> tuple[dict[str, float], Batch]:
     """Forward (and backward) of one global batch; all ranks call it.
 
     Args:
         model_chunks: the model of this pipeline stage (more than one with virtual pipelining).
         batch: this rank's rows; `tokens` int64 `[B, S]` and what `loss_fn` needs.
         micro_batch_size: rows per forward pass; must divide B.
-        loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; scalars are
-            partial sums over the global batch, and `loss` is one of the metrics. `output` is `[b,
+        loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; all are
+            partial sums over the global batch, and `loss` is one of the metrics. A metric is a
+            scalar, or a tensor of moments (`nemo_aligner.core.metrics`). `output` is `[b,
             S, V / TP]` logits of a language model, as `vocab_parallel` takes them (in the model's
             precision, with padding of the positions, under context parallelism a share of them),
             or what the model's head returns.
         model_inputs: further keys of the batch that are handed to the model by name.
 
     Returns:
-        Metrics summed over micro-batches and data-parallel ranks, equal on every rank; with
-        gradients also the balance losses of a mixture of experts (`expert_losses.py`), which are
+        (metrics, moments), summed over micro-batches and data-parallel ranks, equal on every
+        rank: the scalars as numbers, the others as float64 tensors on the CPU. With gradients the
+        metrics include the balance losses of a mixture of experts (`expert_losses.py`), which are
         means.
 
     Raises:
-        UserError: `micro_batch_size` does not divide the rows, or virtual pipelining needs another
-            number of micro-batches.
-        NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, and before a
-            weight has changed.
+        UserError: `micro_batch_size` does not divide B, or virtual pipelining needs another number
+            of micro-batches.
+        NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, before a weight
+            has changed.
     """
     rows = batch["tokens"].size(0)
-    if rows % micro_batch_size:
-        raise UserError(
-            f"{rows} samples per data-parallel rank are not divisible by "
-            f"model.micro_batch_size={micro_batch_size}; "
-            "change "
-            "model.global_batch_size or model.micro_batch_size."
-        )
-    group = _micro_batch_group(model_chunks)
-    if rows // micro_batch_size % group:
-        raise UserError(
-            f"{rows} samples per data-parallel rank make {rows // micro_batch_size} "
-            "micro-batch(es) of "
-            f"model.micro_batch_size={micro_batch_size}; with "
-            "model.virtual_pipeline_model_parallel_size their number "
-            f"must be a multiple of model.pipeline_model_parallel_size={group}. Change "
-            "model.global_batch_size or "
-            "model.micro_batch_size."
-        )
+    _check_micro_batches(rows, micro_batch_size, _micro_batch_group(model_chunks))
     scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()
     totals: dict[str, torch.Tensor] = {}
     losses: list[torch.Tensor] = []
 
-    def consume(output, micro_batch):
+    def consume(output: torch.Tensor, micro_batch: Batch) -> tuple[torch.Tensor, Batch] | Batch:
         loss, metrics = loss_fn(output, micro_batch)
         losses.append(loss.detach())
-        # The schedule divides the loss in place, so what is reported must be a copy: the sum is
-        # one.
+        # The schedule divides the loss in place, so metrics must be copies: the sums are. The
+        # moments of a correlation need float64.
         for key, value in metrics.items():
-            totals[key] = (
-                totals.get(key, 0.0) + value.detach().double()
-            )  # float64: a correlation's moments need it
+            totals[key] = totals.get(key, 0.0) + value.detach().double()
         return metrics if forward_only else (loss * scale, {})
 
     if forward_only:
@@ -235,18 +237,23 @@ def forward_backward(
             model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=False
         )
     keys = sorted(totals)
-    values = (
-        torch.stack([totals[key] for key in keys]) if keys else torch.zeros(0, device=get_device())
+    if keys:
+        values = torch.cat([totals[key].reshape(-1) for key in keys])
+        # Context-parallel ranks have the same numbers.
+        if parallel_state.get_data_parallel_world_size() > 1:
+            torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
+        shares = values.cpu().split([totals[key].numel() for key in keys])
+        totals = {key: x.reshape(totals[key].shape) for key, x in zip(keys, shares, strict=True)}
+    metrics, moments = broadcast_from_last_stage(
+        (
+            {key: float(total) for key, total in totals.items() if total.dim() == 0},
+            {key: total for key, total in totals.items() if total.dim() > 0},
+        )
     )
-    if (
-        keys and parallel_state.get_data_parallel_world_size() > 1
-    ):  # context-parallel ranks have the same numbers
-        torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
-    metrics = broadcast_from_last_stage(dict(zip(keys, values.tolist(), strict=True)))
     if not forward_only:
         check_finite(model_chunks, metrics["loss"], losses, micro_batch_size)
         metrics |= take_balance_losses(get_model_config(model_chunks[0]), rows // micro_batch_size)
-    return metrics
+    return metrics, moments
 
 
 def _most_of_expert_ranks(count: int) -> int:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import destroy_model_parallel
 
-from nemo_aligner.checkpoint.checkpointing import CheckpointCallback, complete_checkpoints
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.training.update import optimizer_step
 from tests.distributed.launcher import progress
 from tests.distributed.matrix import (

@@ -10,6 +10,7 @@ import os
 import pytest
 import torch
 
+from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
 from nemo_aligner.parallel import parallel_state
 from tests.distributed import matrix, matrix_reload
@@ -211,7 +212,7 @@ def test_virtual_stages_never_communicate_in_batches(tiny_tokenizer_dir):
             pipeline_model_parallel_size=2,
             virtual_pipeline_model_parallel_size=virtual,
         )
-        config = build_transformer_config(cfg)
+        config = build_transformer_config(complete_model(cfg))
         assert config.batch_p2p_comm == (virtual is None) and config.overlap_p2p_comm == (
             virtual is not None
         )

@@ -39,11 +39,13 @@ def rollout_and_update(actor, optimizer, scheduler):
         actor.tokenizer.text_to_ids(text)
         for text in ("the film was", "a dull plot", "I loved the music", "bright")
     ]
-    text = torch.full((4, 32), actor.tokenizer.eos_id)
-    for row, prompt in zip(text, ids, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
+    prompts = torch.full((4, 32), actor.tokenizer.eos_id)
+    for padded, prompt in zip(prompts, ids, strict=True):
+        padded[: len(prompt)] = torch.tensor(prompt)
     actor.prepare_for_inference()
-    rollout = actor.infer({"text": text, "length": torch.tensor([len(prompt) for prompt in ids])})
+    rollout = actor.infer(
+        {"text": prompts, "length": torch.tensor([len(prompt) for prompt in ids])}
+    )
     tokens = rollout["response_tokens"]
     logprobs = actor.get_inference_log_probs(tokens)
     reference = actor.get_init_policy_logprobs(tokens)

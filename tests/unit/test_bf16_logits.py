@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A bf16 policy makes no float32 copy of its logits, and scores in training the same bits as in
-inference.
+"""A bf16 policy makes no float32 copy of its logits, and its log-probs in training are those of
+inference to the bit.
 """
 
 import torch

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A job resumes with the distributed optimizer from a checkpoint without it, and the other way
-round, to the same
-weights. The model is a bf16 one with an fp32 head: weights of two dtypes in one optimizer.
+"""A job resumes with the distributed optimizer from a checkpoint without it, and vice versa, to
+the same weights. The bf16 model has an fp32 head: weights of two dtypes in one optimizer.
 """
 
 import pytest

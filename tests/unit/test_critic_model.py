@@ -42,7 +42,7 @@ def make_critic(tiny_tokenizer_dir, reward_model_file, **overrides):
 def train_batch(seed=1):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(4, 7)
-    mask[0, 2:7], mask[1, 1:2], mask[2, 3:5] = 1, 1, 1  # the last row does not count
+    mask[0, 2:7], mask[1, 1:2], mask[2, 3:5] = 1, 1, 1  # the last sample does not count
     return {
         "tokens": TOKENS,
         "returns": torch.randn(4, 7, generator=generator),
@@ -73,7 +73,7 @@ def assert_same_weights(model, expected):
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_value_of_a_position_is_the_reward_of_the_text_up_to_it(
+def test_value_of_a_position_is_the_reward_of_the_tokens_up_to_it(
     tiny_tokenizer_dir, reward_model_file
 ):
     critic = make_critic(tiny_tokenizer_dir, reward_model_file, forward_micro_batch_size=3)
@@ -155,22 +155,21 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(
     standard = {"enable": True, "mean": 0.1, "std": 2.0}
     overrides = dict(reward_standardization=standard, loss_reduction=reduction)
     plain = make_critic(tiny_tokenizer_dir, reward_model_file, **overrides).unwrapped()[0]
-    row_means, losses = [], []
+    sample_means, losses = [], []
     for i in range(3):
-        row = []
+        sample = []
         values = (plain(TOKENS[i : i + 1], torch.arange(8)[None], None)[0] - 0.1) / 2.0
         for t in batch["mask"][i].nonzero().flatten().tolist():
             previous, ret = batch["prev_values"][i, t], batch["returns"][i, t]
             clipped = max(min(values[t], previous + 0.2), previous - 0.2)
-            row.append(max((values[t] - ret) ** 2, (clipped - ret) ** 2) / 2)
-        losses += row
-        row_means.append(sum(row) / len(row))
-    expected = sum(losses) / len(losses) if reduction == "token" else sum(row_means) / 3
+            sample.append(max((values[t] - ret) ** 2, (clipped - ret) ** 2) / 2)
+        losses += sample
+        sample_means.append(sum(sample) / len(sample))
+    expected = sum(losses) / len(losses) if reduction == "token" else sum(sample_means) / 3
     expected.backward()
 
-    batch["returns"][3] = batch["prev_values"][0, 0] = float(
-        "nan"
-    )  # outside the mask anything may stand
+    # Outside the mask a slot may hold anything.
+    batch["returns"][3] = batch["prev_values"][0, 0] = float("nan")
     critic = make_critic(
         tiny_tokenizer_dir, reward_model_file, micro_batch_size=micro_batch_size, **overrides
     )
@@ -185,7 +184,7 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(
 
 
 def test_metrics_of_the_values_in_training(tiny_tokenizer_dir, reward_model_file):
-    """Clipped slots and explained variance over the global batch, whatever the micro-batch."""
+    """Clip fraction and explained variance over the global batch, for any micro-batch size."""
     batch = train_batch(seed=2)
     keep = batch["mask"].bool()
     for micro_batch_size in (1, 4):
@@ -252,8 +251,8 @@ def test_a_critic_starts_a_critic_but_its_values_are_no_rewards(
 def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
     tiny_tokenizer_dir, tmp_path
 ):
-    """With the script's own configuration, in which the number and the weights of the attributes
-    are not given.
+    """With the script's YAML file, which gives neither the number nor the weights of the
+    attributes.
     """
     weights = [2.0, -1.0, 0.5]
     regression = {"num_attributes": 3, "attribute_weights": weights}

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
@@ -29,7 +30,7 @@ MOE = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": FFN, "init_method_std"
 
 @pytest.fixture(autouse=True)
 def no_balance_losses_are_left_behind():
-    """Routers that are called by themselves leave their losses in a table of the process."""
+    """Routers that are called directly leave their losses in a table of the process."""
     yield
     get_moe_layer_wise_logging_tracker().clear()
 
@@ -119,7 +120,7 @@ def as_mixtral(weights, cfg, vocab):
 
 
 def test_logits_and_gradients_equal_mixtral(tiny_tokenizer_dir):
-    cfg = tiny_config(tiny_tokenizer_dir, **MOE)
+    cfg = tiny_config(tiny_tokenizer_dir, **MOE, optim={"name": "adamw"})
     model = MegatronGPTModel(cfg)
     weights = {name: tensor.clone() for name, tensor in weights_of(model).items()}
     hf = as_mixtral(weights, cfg, model.padded_vocab_size)
@@ -135,7 +136,6 @@ def test_logits_and_gradients_equal_mixtral(tiny_tokenizer_dir):
     expected = hf(TOKENS).logits
     torch.testing.assert_close(logits_of(model), expected.detach(), atol=2e-4, rtol=1e-4)
     loss_of(expected, TOKENS).backward()
-    cfg.optim.name = "adamw"
     model.setup_megatron_optimization(max_steps=1)
     model.prepare_for_training_step()
 
@@ -278,7 +278,7 @@ def test_balance_losses_are_metrics(tiny_tokenizer_dir):
     )
     for _ in range(2):  # the second pass starts from nothing
         model.prepare_for_training_step()
-        metrics = forward_backward(
+        metrics, _ = forward_backward(
             model.model,
             {"tokens": TOKENS},
             micro_batch_size=1,
@@ -291,7 +291,7 @@ def test_balance_losses_are_metrics(tiny_tokenizer_dir):
         z_loss += float(logits.logsumexp(-1).square().mean()) / 2
     assert metrics["moe_load_balancing_loss"] == pytest.approx(balance, rel=1e-5)
     assert metrics["moe_z_loss"] == pytest.approx(z_loss, rel=1e-5)
-    metrics = forward_backward(
+    metrics, _ = forward_backward(
         MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).model,
         {"tokens": TOKENS},
         micro_batch_size=1,
@@ -346,7 +346,9 @@ def test_auxiliary_loss_balances_the_experts(tiny_tokenizer_dir):
 )
 def test_refused_combinations(tiny_tokenizer_dir, keys, message):
     with pytest.raises(ConfigError, match=message):
-        build_transformer_config(tiny_config(tiny_tokenizer_dir, **{**MOE, **keys}))
+        build_transformer_config(
+            complete_model(tiny_config(tiny_tokenizer_dir, **{**MOE, **keys}))
+        )
 
 
 def test_more_expert_ranks_than_ranks_are_refused():

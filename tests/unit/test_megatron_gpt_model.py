@@ -1,23 +1,20 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT on Megatron Core against Hugging Face's implementations, its optimizer, schedule, .nemo
+"""The GPT on Megatron Core against Hugging Face's implementations; its optimizer, schedule, .nemo
 files and checkpoints.
 """
 
 import math
 import tarfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from nemo_aligner.checkpoint import nemo_archive
-from nemo_aligner.checkpoint.checkpointing import (
-    MARKER,
-    CheckpointCallback,
-    complete_checkpoints,
-    format_name,
-)
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.folders import MARKER, complete_checkpoints, format_name
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
@@ -30,9 +27,7 @@ TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2
 
 
 def split_qkv(weight, groups, heads, head_size):
-    """Megatron interleaves q, k, v by query group; returns the three as other libraries hold
-    them.
-    """
+    """The weights of q, k and v, which Megatron interleaves by query group."""
     per_group = heads // groups
     grouped = weight.view(groups, per_group + 2, head_size, *weight.shape[1:])
     parts = grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1]
@@ -128,7 +123,7 @@ def logits_of(model, tokens, micro_batch_size=2):
 
 
 def share_of_loss(logits, batch):
-    """This micro-batch's share of the mean cross-entropy over a global batch of two rows."""
+    """This micro-batch's share of the mean cross-entropy over a global batch of two samples."""
     losses = torch.nn.functional.cross_entropy(
         logits[:, :-1].float().transpose(1, 2), batch["tokens"][:, 1:], reduction="sum"
     )
@@ -138,7 +133,7 @@ def share_of_loss(logits, batch):
 
 def train_step(model, optimizer, scheduler, micro_batch_size=1):
     model.prepare_for_training_step()
-    metrics = forward_backward(
+    metrics, _ = forward_backward(
         model.model, {"tokens": TOKENS}, micro_batch_size=micro_batch_size, loss_fn=share_of_loss
     )
     return metrics["loss"], optimizer_step(optimizer, scheduler, 1.0)
@@ -168,7 +163,7 @@ def test_micro_batches_do_not_change_loss_or_gradient(tiny_tokenizer_dir):
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 
-def test_rows_that_no_micro_batch_divides(tiny_tokenizer_dir):
+def test_samples_that_no_micro_batch_divides(tiny_tokenizer_dir):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     model.set_eval()
     tokens = TOKENS.repeat(2, 1)[:3]
@@ -361,7 +356,7 @@ def test_swapped_weights_come_back_bit_equal(tiny_tokenizer_dir):
     assert torch.equal(logits_of(model, TOKENS), trained)
 
 
-def test_a_replaced_file_is_read_anew(tiny_tokenizer_dir, tmp_path):
+def test_a_replaced_file_is_read_again(tiny_tokenizer_dir, tmp_path):
     for layers in (2, 4):
         MegatronGPTModel(tiny_config(tiny_tokenizer_dir, num_layers=layers)).save_to(
             str(tmp_path / "m.nemo")
@@ -410,3 +405,17 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, optim={"name": "sgd"}))
     with pytest.raises(ConfigError, match="model.optim.name='sgd'"):
         model.setup_megatron_optimization(max_steps=1)
+
+
+def test_a_model_of_several_processes_needs_them_connected(tiny_tokenizer_dir, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    with pytest.raises(UserError, match=r"2 processes that are not.*init_distributed\(trainer\)"):
+        MegatronGPTModel(tiny_config(tiny_tokenizer_dir), trainer=SimpleNamespace(world_size=2))
+
+
+def test_missing_keys_have_the_defaults_of_the_yaml_file(tiny_tokenizer_dir):
+    cfg = tiny_config(tiny_tokenizer_dir, bias=None)  # null: as if it were not there
+    model = MegatronGPTModel(cfg)
+    assert model.transformer_config.add_bias_linear is True
+    assert model.transformer_config.layernorm_epsilon == 1e-5
+    assert "layernorm_epsilon" not in cfg and cfg.bias is None  # the caller's stays as it is

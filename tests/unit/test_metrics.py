@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Correlations and explained variance that are put together from batches, against numpy on the
-whole data.
+"""Correlations and explained variance from the moments of batches, against numpy on the whole
+data.
 """
 
 import numpy as np
@@ -20,22 +20,17 @@ NAN = float("nan")
 
 
 def pooled(predictions, labels, mask, sizes):
-    """Correlations by way of batches of `sizes` rows whose moments are averaged, as in
+    """Correlations from batches of `sizes` samples whose moments are averaged, as in
     validation.
     """
-    sums, total = {}, 0
-    for rows in torch.arange(len(labels)).split(sizes):
-        weights = loss_weights(mask[rows])
+    total, count = torch.zeros(6, labels.size(1), dtype=torch.float64), 0
+    for batch in torch.arange(len(labels)).split(sizes):
         moments = correlation_moments(
-            predictions=predictions[rows], labels=labels[rows], weights=weights
+            predictions=predictions[batch], labels=labels[batch], weights=loss_weights(mask[batch])
         )
-        count = int(mask[rows].sum())
-        total += count
-        for key, value in moments.items():
-            sums[key] = sums.get(key, 0.0) + count * float(value)
-    return correlations_from_moments(
-        {"loss": 1.0} | {key: value / total for key, value in sums.items()}
-    )
+        total += int(mask[batch].sum()) * moments
+        count += int(mask[batch].sum())
+    return correlations_from_moments(total / count)
 
 
 @pytest.mark.parametrize("sizes", [[23], [1, 4, 2, 16], [10, 10, 3]])
@@ -55,22 +50,13 @@ def test_uneven_batches_give_the_correlation_of_the_whole(sizes, offset):
         expected.append(np.corrcoef(x, y)[0, 1])
         assert metrics[f"correlation_{a}"] == pytest.approx(expected[a], abs=1e-7)
     assert metrics["correlation"] == pytest.approx(sum(expected) / 3, abs=1e-7)
-    assert set(metrics) == {
-        "loss",
-        "correlation",
-        "correlation_0",
-        "correlation_1",
-        "correlation_2",
-    }
+    assert set(metrics) == {"correlation", "correlation_0", "correlation_1", "correlation_2"}
 
 
 def test_one_attribute_by_hand():
     labels = torch.tensor([[1.0], [2.0], [3.0]])
     every = torch.ones(3, 1)
-    assert pooled(2 * labels + 5, labels, every, [3]) == {
-        "loss": 1.0,
-        "correlation": pytest.approx(1.0),
-    }
+    assert pooled(2 * labels + 5, labels, every, [3]) == {"correlation": pytest.approx(1.0)}
     assert pooled(-labels, labels, every, [1, 2])["correlation"] == pytest.approx(-1.0)
     # Deviations -1, 0, 1 of the labels and -1, 1, 0 of the predictions: 1 / sqrt(2 * 2).
     assert pooled(torch.tensor([[0.0], [2.0], [1.0]]), labels, every, [2, 1])[
@@ -95,34 +81,29 @@ def test_what_does_not_vary_has_no_correlation():
         (same, vary, every),
         (vary, vary, torch.eye(9)[:, :1]),  # one entry alone
     ):
-        assert pooled(predictions, labels, mask, [4, 5]) == {"loss": 1.0}
+        assert pooled(predictions, labels, mask, [4, 5]) == {}
     # Of several attributes the mean is over those that have one; the third has no label at all.
     predictions, labels = torch.cat([vary, same, vary], 1), torch.cat([vary, vary, vary], 1)
     mask = torch.ones(9, 3)
     mask[:, 2] = 0
     metrics = pooled(predictions, labels, mask, [4, 5])
     assert metrics == {
-        "loss": 1.0,
         "correlation_0": pytest.approx(1.0),
         "correlation": pytest.approx(1.0),
     }
 
 
-def test_metrics_without_moments_stay_as_they_are():
-    assert correlations_from_moments({}) == {}
-    assert correlations_from_moments({"loss": 2.0}) == {"loss": 2.0}
-
-
 def explained(values, returns, mask, sizes):
-    """Explained variance by way of micro-batches of `sizes` rows whose moments are summed."""
-    weights, sums = loss_weights(mask), {"loss": 1.0}
-    for rows in torch.arange(len(mask)).split(sizes):
-        moments = explained_variance_moments(
-            values=values[rows], returns=returns[rows], weights=weights[rows]
+    """Explained variance from micro-batches of `sizes` samples whose moments are summed."""
+    weights = loss_weights(mask)
+    return explained_variance_from_moments(
+        sum(
+            explained_variance_moments(
+                values=values[batch], returns=returns[batch], weights=weights[batch]
+            )
+            for batch in torch.arange(len(mask)).split(sizes)
         )
-        for key, value in moments.items():
-            sums[key] = sums.get(key, 0.0) + float(value)
-    return explained_variance_from_moments(sums)
+    )
 
 
 @pytest.mark.parametrize("sizes", [[6], [1, 3, 2]])
@@ -138,8 +119,7 @@ def test_explained_variance_of_any_split_is_that_of_the_whole(sizes, offset):
     expected = 1 - np.var(errors) / np.var(returns.double()[keep].numpy())
     values[~keep] = returns[~keep] = NAN
     assert explained(values, returns, mask, sizes) == {
-        "loss": 1.0,
-        "explained_variance": pytest.approx(expected, abs=1e-6),
+        "explained_variance": pytest.approx(expected, abs=1e-6)
     }
 
 
@@ -155,6 +135,6 @@ def test_explained_variance_by_hand():
         -3.0
     )  # errors 2, 4, 6
     # Nothing to explain; no slot at all; no number.
-    assert explained(returns, torch.full((1, 3), 0.1), every, [1]) == {"loss": 1.0}
-    assert explained(returns, returns, torch.zeros(1, 3), [1]) == {"loss": 1.0}
+    assert explained(returns, torch.full((1, 3), 0.1), every, [1]) == {}
+    assert explained(returns, returns, torch.zeros(1, 3), [1]) == {}
     assert np.isnan(explained(returns * NAN, returns, every, [1])["explained_variance"])

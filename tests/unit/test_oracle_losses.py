@@ -273,9 +273,7 @@ def _(case):
     c = LossCase(case)
     tensors = {"values": c.case.planted(c.values), "returns": c.case.planted(c.returns)}
     moments = explained_variance_moments(**tensors, weights=loss_weights(c.mask))
-    ours = explained_variance_from_moments(
-        {name: float(moment) for name, moment in moments.items()}
-    )
+    ours = explained_variance_from_moments(moments)
     # trl takes the mean squared error for the variance of the error, and corrects that of the
     # returns (Bessel).
     statistics, n = trl_losses(c)[2], c.mask.sum()

@@ -86,9 +86,7 @@ def test_loss_is_the_clipped_surrogate_of_the_samples_that_ended(tiny_tokenizer_
 
 
 def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
-    """Dual clip, KL to the reference in the loss, truncated answers; and the metrics that go with
-    them.
-    """
+    """Dual clip, KL to the reference in the loss, truncated responses; and their metrics."""
     settings = {
         "dual_clip": 1.3,
         "kl_loss_coef": 0.4,
@@ -143,16 +141,14 @@ def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
 
 
 def test_the_kl_in_the_loss_holds_the_policy_to_the_reference(tiny_tokenizer_dir):
-    """Without advantages, gradient steps on k2 and k3 bring the policy back to log-probs it was
-    moved away from.
-    """
+    """Without advantages, gradient steps on k2 and k3 bring the policy closer to the reference."""
     for estimator in ("k2", "k3"):
         actor = make_actor(
             tiny_tokenizer_dir, entropy_bonus=0.0, kl_loss_coef=1.0, kl_loss_estimator=estimator
         )
         optimizer, scheduler = actor.setup_megatron_optimization(max_steps=20)
         batch = make_batch(actor)
-        # The reference likes the tokens that the actor drew a bit better than the actor does.
+        # The reference gives the tokens a higher probability than the actor does.
         own = actor.get_inference_log_probs(batch["response_tokens"])
         batch |= {
             "init_logprobs": own + 0.3,
@@ -206,7 +202,7 @@ def test_reference_policy_equals_the_policy_until_it_is_trained(tiny_tokenizer_d
     assert not torch.equal(actor.get_inference_log_probs(batch["response_tokens"]), before)
 
 
-def test_text_without_seeds_depends_on_the_prompt_alone(tiny_tokenizer_dir):
+def test_response_without_seeds_depends_on_the_prompt_alone(tiny_tokenizer_dir):
     actor = make_actor(tiny_tokenizer_dir)
     actor.prepare_for_inference()
     text = torch.full((3, 24), actor.tokenizer.eos_id)
@@ -227,7 +223,7 @@ def test_text_without_seeds_depends_on_the_prompt_alone(tiny_tokenizer_dir):
     assert set(together) == {"response_tokens", "response_lengths", "prompt_lengths", "is_end"}
 
 
-def test_peft_scheme_that_is_not_there_is_refused(tiny_tokenizer_dir):
+def test_unsupported_peft_scheme_is_refused(tiny_tokenizer_dir):
     actor = make_actor(tiny_tokenizer_dir)
     actor.init_peft({"peft_scheme": "none"})
     with pytest.raises(ConfigError, match="peft_scheme='lora'"):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The regression reward model against a loop over texts, and its validation against numpy on the
+"""The regression reward model against a loop over samples, and its validation against numpy on the
 whole set.
 """
 
@@ -39,7 +39,7 @@ def make_model(tokenizer_dir, num_attributes=2, **overrides):
 
 
 def labelled_batch(width=9):
-    """Four texts with two attributes; the second lacks a label, and the third, an empty slot,
+    """Four samples with two attributes; the second lacks a label, and the third, an empty slot,
     holds NaN.
     """
     generator = torch.Generator().manual_seed(1)
@@ -54,7 +54,7 @@ def labelled_batch(width=9):
 
 
 def squared_errors(module, batch):
-    """One entry for each label that counts, the texts one by one and without padding."""
+    """One entry for each label that counts, the samples one by one and without padding."""
     errors = []
     for i in (0, 1, 3):
         length = int(batch["lengths"][i])
@@ -68,7 +68,7 @@ def squared_errors(module, batch):
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
-def test_loss_and_gradient_equal_a_loop_over_texts(tiny_tokenizer_dir, micro_batch_size):
+def test_loss_and_gradient_equal_a_loop_over_samples(tiny_tokenizer_dir, micro_batch_size):
     batch = labelled_batch()
     plain = make_model(tiny_tokenizer_dir).unwrapped()[0]
     errors = squared_errors(plain, batch)
@@ -90,12 +90,15 @@ def test_loss_and_gradient_equal_a_loop_over_texts(tiny_tokenizer_dir, micro_bat
     assert model.get_loss_and_metrics(batch, forward_only=True)[0] == pytest.approx(loss, rel=1e-6)
 
 
-def test_another_value_may_say_that_there_is_no_label(tiny_tokenizer_dir):
+def test_another_value_may_stand_for_a_missing_label(tiny_tokenizer_dir):
+    def metrics_of(model, batch):
+        return model.summarize_metrics(model.get_loss_and_metrics(batch, forward_only=True)[1])
+
     batch = labelled_batch()
-    expected = make_model(tiny_tokenizer_dir).get_loss_and_metrics(batch, forward_only=True)
+    expected = metrics_of(make_model(tiny_tokenizer_dir), batch)
     batch["labels"][batch["labels"] == NO_LABEL] = -1e4
     model = make_model(tiny_tokenizer_dir, regression={"loss_mask_val": -1e4})
-    assert model.get_loss_and_metrics(batch, forward_only=True) == expected
+    assert metrics_of(model, batch) == expected
 
 
 def test_a_batch_without_labels_gives_loss_zero_and_gradient_zero(tiny_tokenizer_dir):
@@ -138,14 +141,14 @@ def test_it_learns_its_labels_and_is_served_with_its_attributes_merged(
 
 def test_refusals(tiny_tokenizer_dir):
     standard = {"enable": True, "mean": 0.0, "std": 1.0}
-    with pytest.raises(ConfigError, match="reward_standardization.enable=True does not go with"):
+    with pytest.raises(ConfigError, match="reward_standardization.enable=True cannot be used"):
         make_model(tiny_tokenizer_dir, reward_standardization=standard)
     with pytest.raises(ConfigError, match="loss_func='classification' is not supported"):
         make_model(tiny_tokenizer_dir, regression={"loss_func": "classification"})
     cfg = tiny_config(tiny_tokenizer_dir, regression={"num_attributes": 2})
     MegatronGPTRegressionRewardModel.check_training_config(cfg)
     cfg.regression.merge_attributes = True
-    with pytest.raises(ConfigError, match="merge_attributes=True merges the attributes before"):
+    with pytest.raises(ConfigError, match="merge_attributes=True merges the attributes, so"):
         MegatronGPTRegressionRewardModel.check_training_config(cfg)
     with pytest.raises(ConfigError, match="output_sequence=True makes a critic"):
         MegatronGPTRegressionRewardModel.check_training_config(
@@ -162,7 +165,7 @@ def test_refusals(tiny_tokenizer_dir):
 def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
     tiny_tokenizer_dir, tmp_path, num_attributes
 ):
-    """Seven texts in batches of four: the last one is filled up with an empty slot."""
+    """Seven samples in batches of four: an empty slot fills the last one."""
     rng = np.random.default_rng(2)
     labels = rng.normal(size=(7, num_attributes)).round(3)
     labels[[1, 5], 0] = NO_LABEL
@@ -225,7 +228,7 @@ def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
         assert [metrics[f"correlation_{a}"] for a in range(3)] == pytest.approx(expected, abs=1e-5)
 
 
-def test_plain_words():
+def test_held_out_text():
     pairs, labels = RewardModelType.BINARY_RANKING, RewardModelType.REGRESSION
     assert (
         held_out_text(pairs, {"loss": 0.1, "acc": 0.98046875}, 256.0)
@@ -237,7 +240,7 @@ def test_plain_words():
     )
     assert (
         held_out_text(
-            labels, {"correlation": 0.5, "correlation_0": 0.25, "correlation_2": 0.75}, 9.0
+            labels, {"correlation": 0.5, "correlation_0": 0.25, "correlation_2": 0.75}, 9.0, 3
         )
         == "held-out correlation 0.500 on 9 labels (by attribute 0: 0.250, 2: 0.750)"
     )

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What is said to an actor and a critic at different steps: only checkpoints of both, and
-arguments that a shell and Hydra read back as the folder.
+"""The remedy for an actor and a critic at different steps names only checkpoints that both have,
+in arguments that a shell and Hydra read back as the folder.
 """
 
 import json

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 LENGTHS = torch.tensor([9, 1, 5, 7, 3])
 
 
-def random_tokens(rows, width=9, seed=0):
-    return torch.randint(0, 290, (rows, width), generator=torch.Generator().manual_seed(seed))
+def random_tokens(samples, width=9, seed=0):
+    return torch.randint(0, 290, (samples, width), generator=torch.Generator().manual_seed(seed))
 
 
 def make_model(tokenizer_dir, **overrides):
@@ -39,9 +39,7 @@ def head_of(model):
 
 
 def hidden_states(model, tokens):
-    """[B, S, H]: what the decoder hands to the head, computed row by row without padding of
-    others.
-    """
+    """[B, S, H]: the decoder's output, computed for one sample at a time."""
     seen = []
     module = model.unwrapped()[-1]
     hook = module.decoder.register_forward_hook(
@@ -102,7 +100,7 @@ def test_attributes_and_their_merging(tiny_tokenizer_dir):
     torch.testing.assert_close(last, attributes.mean(-1))
 
 
-def test_texts_and_their_limits(tiny_tokenizer_dir):
+def test_strings_and_their_limits(tiny_tokenizer_dir):
     model = make_model(tiny_tokenizer_dir)
     ids, eos = model.tokenizer.text_to_ids, model.tokenizer.eos_id
     texts = ["a dull plot", "I loved the music; the story is warm"]
@@ -110,9 +108,9 @@ def test_texts_and_their_limits(tiny_tokenizer_dir):
     for text, reward in zip(texts, rewards, strict=True):
         row = torch.tensor([ids(text) + [eos]])
         torch.testing.assert_close(model.infer((row, torch.tensor([row.size(1)])))[0], reward)
-    with pytest.raises(UserError, match=r"text 1 has \d+ tokens; .*encoder_seq_length=48"):
+    with pytest.raises(UserError, match=r"sentence 1 has \d+ tokens; .*encoder_seq_length=48"):
         model.infer(["short", "xyz " * 40])
-    with pytest.raises(UserError, match="text 0 has 0 tokens"):
+    with pytest.raises(UserError, match="sentence 0 has 0 tokens"):
         model.infer([""])
     with pytest.raises(UserError, match="from 1 to 12 for 9 token columns"):
         model.infer((random_tokens(2), torch.tensor([1, 12])))
@@ -211,9 +209,7 @@ def test_attributes_of_a_bf16_head_are_merged_in_float32(tiny_tokenizer_dir):
 
 
 def test_fp32_head_of_a_bf16_model_trains_and_resumes(tiny_tokenizer_dir, tmp_path):
-    """The distributed optimizer, with weights of two dtypes, does what the plain one does, and
-    goes on after a restart.
-    """
+    """With weights of two dtypes the distributed optimizer equals the plain one, and resumes."""
     runs = {}
     for name in ("adamw", "distributed_fused_adam"):
         model = make_model(tiny_tokenizer_dir, precision="bf16", optim={"name": name})
@@ -289,7 +285,7 @@ def test_kinds_of_reward_model():
         reward_model_class("ranking")
 
 
-def test_pairs_need_one_number_per_text(tiny_tokenizer_dir):
+def test_pairs_need_one_number_per_sample(tiny_tokenizer_dir):
     def check(**overrides):
         MegatronGPTRewardModel.check_training_config(tiny_config(tiny_tokenizer_dir, **overrides))
 
@@ -303,7 +299,7 @@ def test_pairs_need_one_number_per_text(tiny_tokenizer_dir):
         check(output_sequence=True)
 
 
-def test_attribute_weights_of_another_number(tiny_tokenizer_dir):
+def test_as_many_attribute_weights_as_attributes(tiny_tokenizer_dir):
     with pytest.raises(
         ConfigError, match=r"attribute_weights=\[1.0, 2.0\] has 2 numbers .*num_attributes=3"
     ):

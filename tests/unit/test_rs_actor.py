@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of rejection sampling: log-probs, loss and gradient against plain PyTorch, and what
-must not count.
+"""The policy of rejection sampling: log-probs, loss and gradient against plain PyTorch; what does
+not count changes nothing.
 """
 
 import pytest
@@ -24,7 +24,7 @@ def make_model(tokenizer_dir, micro_batch_size=2, **rs):
 
 
 def make_batch(model):
-    """Ragged answers: 4, 7, 1 and no tokens."""
+    """Responses of 4, 7, 1 and no tokens."""
     tokens = torch.randint(
         0, model.tokenizer.vocab_size, (4, 9), generator=torch.Generator().manual_seed(5)
     )
@@ -63,16 +63,16 @@ def test_logprobs_are_the_models_own_whatever_the_sampling_temperature(tiny_toke
 
 
 @pytest.mark.parametrize("reduction", ["token", "sequence", "microbatch"])
-def test_loss_is_the_likelihood_of_the_answers(tiny_tokenizer_dir, reduction):
+def test_loss_is_the_likelihood_of_the_responses(tiny_tokenizer_dir, reduction):
     model = make_model(tiny_tokenizer_dir, loss_reduction=reduction)
     batch = make_batch(model)
     logprobs, mask = logprobs_by_hand(model, batch["response_tokens"]), batch["mask"].bool()
-    rows = [row[keep] for row, keep in zip(logprobs, mask)]
+    samples = [sample[keep] for sample, keep in zip(logprobs, mask, strict=True)]
     expected = {
-        "token": -torch.cat(rows).mean(),
-        "sequence": -(rows[0].mean() + rows[1].mean() + rows[2].mean())
-        / 3,  # the empty answer is no row
-        "microbatch": -(torch.cat(rows[:2]).mean() + torch.cat(rows[2:]).mean()) / 2,
+        "token": -torch.cat(samples).mean(),
+        # The empty response does not count.
+        "sequence": -(samples[0].mean() + samples[1].mean() + samples[2].mean()) / 3,
+        "microbatch": -(torch.cat(samples[:2]).mean() + torch.cat(samples[2:]).mean()) / 2,
     }[reduction]
     loss, metrics = model.get_loss_and_metrics(batch, forward_only=True)
     assert loss == pytest.approx(float(expected), rel=1e-5) and metrics == {"loss": loss}
@@ -103,7 +103,7 @@ def test_gradient_is_that_of_plain_pytorch(tiny_tokenizer_dir):
 
 
 def test_nothing_depends_on_padding_or_on_the_micro_batch(tiny_tokenizer_dir):
-    """Loss, gradient norm and gradient with other tokens after the answers, wider padding, other
+    """Loss and gradient with other tokens after the responses, wider padding, other
     micro-batches.
     """
 
@@ -152,7 +152,7 @@ def test_masked_slots_may_be_nan_and_nothing_selected_gives_a_zero_gradient(
     assert step(batch | {"mask": torch.zeros(4, 8)}) == (0.0, 0.0)
 
 
-def test_training_makes_the_answers_likelier(tiny_tokenizer_dir):
+def test_training_makes_the_responses_likelier(tiny_tokenizer_dir):
     model = make_model(tiny_tokenizer_dir)
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
     batch = make_batch(model)

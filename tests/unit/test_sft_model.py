@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning: the loss and its gradient against a loop over the answers' tokens."""
+"""Supervised fine-tuning: loss and gradient against a loop over the tokens of the responses."""
 
 import json
 
@@ -30,7 +30,7 @@ def dataset(tmp_path_factory, tiny_tokenizer):
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
-def test_loss_and_gradient_equal_a_loop_over_answer_tokens(
+def test_loss_and_gradient_equal_a_loop_over_response_tokens(
     tiny_tokenizer_dir, tiny_tokenizer, dataset, architecture, micro_batch_size
 ):
     # The last slot of the batch is empty.
@@ -41,9 +41,9 @@ def test_loss_and_gradient_equal_a_loop_over_answer_tokens(
     vocab = tiny_tokenizer.vocab_size
     plain = GPTSFTModel(cfg).unwrapped()[0]
     terms = []
-    for prompt, answer in LINES[:3]:
+    for prompt, response in LINES[:3]:
         prompt = tiny_tokenizer.text_to_ids(prompt)
-        ids = prompt + tiny_tokenizer.text_to_ids(" " + answer) + [tiny_tokenizer.eos_id]
+        ids = prompt + tiny_tokenizer.text_to_ids(" " + response) + [tiny_tokenizer.eos_id]
         logits = plain(torch.tensor([ids]), torch.arange(len(ids))[None], None)[0, :, :vocab]
         for t in range(len(prompt), len(ids)):
             terms.append(-torch.log_softmax(logits[t - 1], -1)[ids[t]])
@@ -66,18 +66,19 @@ def test_loss_and_gradient_equal_a_loop_over_answer_tokens(
 
 
 @pytest.mark.parametrize("reduction", ["token", "sequence", "microbatch"])
-def test_loss_reductions_and_what_they_count(tiny_tokenizer_dir, dataset, reduction):
-    """Against the log-probs of each answer alone. Validation weights batches by `weights`, so two
-    of them must have the mean of both together.
+def test_loss_reductions_and_their_weights(tiny_tokenizer_dir, dataset, reduction):
+    """Against the loss of each sample alone. Validation weights batches by `weights`, so the mean
+    of two batches must be that of both together.
     """
     cfg = tiny_config(tiny_tokenizer_dir, micro_batch_size=1, loss_reduction=reduction)
     model = GPTSFTModel(cfg)
     model.prepare_for_validation_step()
-    rows = [dataset[0], dataset[2], dataset[1], dataset[-1]]  # the last one is empty
+    samples = [dataset[0], dataset[2], dataset[1], dataset[-1]]  # the last one is empty
     alone = [
-        model.get_loss_and_metrics(dataset.collate_fn([row]), forward_only=True)[0] for row in rows
+        model.get_loss_and_metrics(dataset.collate_fn([sample]), forward_only=True)[0]
+        for sample in samples
     ]
-    lengths = [int(dataset.collate_fn([row])["loss_mask"].ne(0).sum()) for row in rows]
+    lengths = [int(dataset.collate_fn([sample])["loss_mask"].ne(0).sum()) for sample in samples]
     assert lengths[3] == 0 and len(set(lengths)) == 4 and alone[3] == 0
     sums, counts = {
         "token": ([mean * length for mean, length in zip(alone, lengths, strict=True)], lengths),
@@ -86,7 +87,7 @@ def test_loss_reductions_and_what_they_count(tiny_tokenizer_dir, dataset, reduct
     }[reduction]
     for taken in ([0, 1], [2, 3], [0, 1, 2, 3]):
         loss, metrics = model.get_loss_and_metrics(
-            dataset.collate_fn([rows[i] for i in taken]), forward_only=True
+            dataset.collate_fn([samples[i] for i in taken]), forward_only=True
         )
         count = sum(counts[i] for i in taken)
         assert metrics["weights"] == count

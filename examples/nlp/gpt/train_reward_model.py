@@ -99,8 +99,9 @@ def train(cfg: DictConfig) -> None:
         rm_trainer.load_state_dict(state)
     rm_trainer.fit()
     kind = reward_model_type(cfg.model.reward_model_type)
+    attributes = model.cfg.regression.num_attributes
     for name, (metrics, samples) in rm_trainer.held_out.items():
-        logging.info(f"{name}: {held_out_text(kind, metrics, samples)}")
+        logging.info(f"{name}: {held_out_text(kind, metrics, samples, attributes)}")
 
 
 def build_model(

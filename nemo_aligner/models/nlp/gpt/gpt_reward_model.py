@@ -1,20 +1,22 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`GPTRewardModel`: a GPT of Megatron Core that ends in a small linear head instead of a
-vocabulary.
+"""`GPTRewardModel`: a GPT of Megatron Core with a small linear head in place of the output layer.
 
-The head gives one number per sequence (a reward), a few (attributes), or one per position (a
+The head gives one number per sample (a reward), several (attributes), or one per position (a
 critic's values).
-Notation: B rows, S positions, H hidden size, A numbers that the head computes per position.
+
+Notation: B samples, S positions, H hidden size, A numbers that the head computes per position.
 """
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
@@ -23,25 +25,27 @@ from nemo_aligner.parallel.context_parallel import gather_shares
 
 
 class RewardModelHead(RowParallelLinear):
-    """Linear map from hidden states to rewards or values, split over tensor-parallel ranks along
-    H.
+    """Linear map from hidden states to rewards or values; split along H over tensor-parallel
+    ranks.
 
-    It computes in a dtype of its own, which conversions of the whole model (`model.bfloat16()`)
-    leave alone. Its initial weights are drawn for the whole matrix, so they do not depend on the
+    It computes in its own dtype, which a conversion of the whole model (`model.bfloat16()`) does
+    not change. Its initial weights are drawn for the whole matrix, so they do not depend on the
     split.
 
     Args:
         input_size: H.
         output_size: A.
         config: of the model; with `sequence_parallel` the hidden states arrive split along S.
-        output_sequence: give a number for every position instead of one row of A for the sequence.
-        use_avg_pool: the sequence's vector is the mean over its positions, not the one of its last
-            token.
+        output_sequence: give one number per position instead of A numbers per sample.
+        use_avg_pool: pool by the mean over a sample's positions instead of its last token.
         dtype: of weights and arithmetic.
-        merge_attributes: weigh the A numbers into one.
-        attributes_weights: A weights for that; 1/A each by default.
+        merge_attributes: reduce the A numbers to their weighted sum.
+        attributes_weights: the A weights of that sum; 1/A each by default.
         init_method, bias, input_is_parallel, stride, keep_master_weight_for_test, skip_bias_add:
             as `RowParallelLinear`'s.
+
+    Raises:
+        ValueError: the number of weights is not A.
     """
 
     def __init__(
@@ -49,8 +53,8 @@ class RewardModelHead(RowParallelLinear):
         input_size: int,
         output_size: int,
         *,
-        config,
-        init_method: Callable,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
         bias: bool = True,
         input_is_parallel: bool = False,
         stride: int = 1,
@@ -94,10 +98,10 @@ class RewardModelHead(RowParallelLinear):
         self.use_avg_pool = use_avg_pool
         self.merge_attributes = merge_attributes
 
-    def _apply(self, fn, recurse=True):
-        """Moves to another device, but keeps the dtype."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RewardModelHead":
+        """Move to another device, but keep the dtype."""
 
-        def move(tensor):
+        def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
@@ -107,17 +111,17 @@ class RewardModelHead(RowParallelLinear):
         """Rewards or values; all ranks of the tensor-parallel group call it.
 
         Args:
-            hidden_states: [S, B, H]; this rank's share of it, [S / CP, B, H], under context
-                parallelism; with sequence parallelism of that again 1 / TP.
-            lengths: int64 [B], tokens of each row without its padding, at least 1; not needed with
-            `output_sequence`.
+            hidden_states: [S, B, H]; under context parallelism this rank's share, [S / CP, B, H];
+                with sequence parallelism 1 / TP of that.
+            lengths: int64 [B], tokens of each sample without its padding, at least 1; not needed
+                with `output_sequence`.
 
         Returns:
-            [B, S] with `output_sequence`, else [B, 1] merged, both float32; or [B, A] in the
-            head's dtype.
+            With `output_sequence` float32 [B, S]; with `merge_attributes` float32 [B, 1]; else
+            [B, A] in the head's dtype.
         """
         if self.input_is_sequence_parallel:
-            # Every rank computes the same from here on, so each one's gradient is the whole one:
+            # Every rank computes the same from here on, so each has the whole gradient: there is
             # nothing to sum.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
@@ -127,42 +131,40 @@ class RewardModelHead(RowParallelLinear):
             if self.output_sequence:
                 attributes = gather_shares(super().forward(hidden_states)[0], 0)  # [S, B, A]
                 return self._merge(attributes).transpose(0, 1).contiguous()
-            # The map is linear, so pooling may come before or after it. Before is cheaper; but
-            # where positions are shared out, the gradient of the weights must be that of a rank's
+            # The map is linear, so pooling may come before or after it. Before is cheaper; under
+            # context parallelism, though, the gradient of the weights must be that of this rank's
             # own positions.
             if parallel_state.get_context_parallel_world_size() == 1:
-                attributes = (
-                    super().forward(self._pool(hidden_states, lengths))[0].squeeze(0)
-                )  # [B, A]
+                pooled = super().forward(self._pool(hidden_states, lengths))[0]
             else:
-                attributes = self._pool(
-                    gather_shares(super().forward(hidden_states)[0], 0), lengths
-                ).squeeze(0)
+                pooled = self._pool(gather_shares(super().forward(hidden_states)[0], 0), lengths)
+            attributes = pooled.squeeze(0)  # [B, A]
             return self._merge(attributes).unsqueeze(-1) if self.merge_attributes else attributes
 
     def _merge(self, attributes: Tensor) -> Tensor:
-        """The weighted sum over the last dimension, in float32: bfloat16 would make different
-        rewards equal.
+        """Weighted sum over the last dimension, in float32: bfloat16 would round different
+        rewards to the same number.
         """
         return attributes.float() @ self.attributes_weights
 
     def _pool(self, states: Tensor, lengths: Tensor) -> Tensor:
-        """[1, B, n] from [S, B, n]: one vector per row."""
+        """[1, B, n] from [S, B, n]: one vector per sample."""
         if not self.use_avg_pool:
-            rows = torch.arange(lengths.numel(), device=lengths.device)
-            return states[lengths - 1, rows].unsqueeze(0)
+            samples = torch.arange(lengths.numel(), device=lengths.device)
+            return states[lengths - 1, samples].unsqueeze(0)
         positions = torch.arange(states.size(0), device=lengths.device).unsqueeze(-1)
         inside = (positions < lengths).unsqueeze(-1)  # [S, B, 1]
-        # A selection: 0 * NaN would stay NaN.
+        # A selection, not a product: 0 * NaN is NaN.
         return torch.where(inside, states, 0).sum(0, keepdim=True) / lengths.unsqueeze(-1)
 
 
 class GPTRewardModel(GPTModel):
-    """GPT with a `RewardModelHead`, `rm_head`, on the last pipeline stage; embeddings are never
-    shared.
+    """GPT with a `RewardModelHead`, `rm_head`, on the last pipeline stage.
+
+    Input and output embeddings are never shared.
 
     Args:
-        config, and all that is not named here: as `GPTModel`'s.
+        config, and arguments not named here: as `GPTModel`'s.
         output_sequence, use_avg_pool, merge_attributes, attributes_weights: of the head.
         num_attributes: A of the head.
         head_dtype: of the head.
@@ -170,15 +172,18 @@ class GPTRewardModel(GPTModel):
 
     Attributes:
         return_rm_head_in_state_dict: class flag; False leaves the head out of state dicts, so that
-            the weights of a plain language model can be loaded strictly.
+            the weights of a language model can be loaded strictly.
+
+    Raises:
+        ValueError: `config.fp8` is set.
     """
 
     return_rm_head_in_state_dict = True
 
     def __init__(
         self,
-        config,
-        *args,
+        config: TransformerConfig,
+        *args: Any,
         output_sequence: bool = False,
         use_avg_pool: bool = False,
         head_dtype: torch.dtype = torch.float32,
@@ -186,14 +191,14 @@ class GPTRewardModel(GPTModel):
         merge_attributes: bool = False,
         attributes_weights: Sequence[float] | None = None,
         head_seed: int = 1234,
-        **kwargs,
+        **kwargs: Any,
     ):
         if config.fp8:
             raise ValueError(
                 "a reward model cannot be trained in fp8: its head is too small; use bf16."
             )
         super().__init__(config, *args, **{**kwargs, "share_embeddings_and_output_weights": False})
-        self._lengths = None
+        self._lengths: Tensor | None = None
         if not self.post_process:
             return
         del self.output_layer
@@ -213,18 +218,17 @@ class GPTRewardModel(GPTModel):
 
     def forward(
         self,
-        input_ids,
-        position_ids,
-        attention_mask,
-        *args,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
         lengths: Tensor | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> Tensor:
-        """As `GPTModel.forward` up to the last hidden states; then the head (see
-        `RewardModelHead.forward`).
+        """`GPTModel.forward` with the head (`RewardModelHead.forward`) after the last layer.
 
         Args:
-            lengths: int64 [B], tokens of each row without its padding; not needed for values of
+            lengths: int64 [B], tokens of each sample without its padding; not needed for values of
                 all positions.
         """
         self._lengths = lengths
@@ -233,15 +237,15 @@ class GPTRewardModel(GPTModel):
         finally:
             self._lengths = None
 
-    def _postprocess(self, hidden_states: Tensor, **_kwargs) -> Tensor:
-        """The head in the place of `GPTModel`'s output layer and loss."""
+    def _postprocess(self, hidden_states: Tensor, **_kwargs: Any) -> Tensor:
+        """The head in place of `GPTModel`'s output layer and loss."""
         return self.rm_head(hidden_states, self._lengths) if self.post_process else hidden_states
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """Weights for a checkpoint that loads at any split; without the head unless
-        `return_rm_head_in_state_dict`.
+        """Weights for a checkpoint that loads at any split; without the head if
+        `return_rm_head_in_state_dict` is False.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         # Not `GPTModel`'s and `LanguageModule`'s own, which expect an output layer.

@@ -1,29 +1,31 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTCriticModel`: the critic of PPO, and in the same module, by swapping weights, the
+"""`MegatronGPTCriticModel`: the critic of PPO and, by swapping weights in the same module, the
 reward model.
 
-Notation: N rows, S padded length; column t of a [N, S-1] tensor belongs to the prediction of token
-t+1.
+Notation: N samples, S padded length; column t of a [N, S-1] tensor belongs to the prediction of
+token t+1.
 """
 
 from enum import Enum
 
 import torch
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, ppo_critic_loss
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
+from nemo_aligner.core.types import CriticTrainBatch
 from nemo_aligner.models.alignable_interface import CriticModelInterface
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
-    MegatronGPTRewardModel,
-    num_attributes,
-)
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.megatron_steps import forward_backward
+from nemo_aligner.training.megatron_steps import Batch, forward_backward
+
+# The metric that holds the moments of the explained variance during a pass.
+MOMENTS = "explained_variance_moments"
 
 
 class StateDictState(Enum):
@@ -34,71 +36,74 @@ class StateDictState(Enum):
 
 
 class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
-    """Critic, and reward model on the side.
+    """Critic, and optionally a reward model beside it.
 
-    The optimizer belongs to the critic's weights. The reward model's live in host memory and are
-    in the module only while it scores; whatever trains, saves or loads puts the critic back first.
-    Weights are copied in place, so that the optimizer and its fp32 copies of them notice nothing.
+    The optimizer belongs to the critic's weights. The reward model's weights stay in host memory
+    and are in the module only while it scores; training, saving and loading put the critic back
+    first. Weights are copied in place, so the optimizer and its fp32 copies stay valid.
 
     Args:
-        cfg: as the reward model's, and `loss_clip_val`, `loss_reduction`, `offload_adam_states`.
+        cfg: section `model` of `gpt_ppo_critic.yaml` (docs/config.md).
         trainer: Lightning trainer.
 
     Attributes:
         loaded_state_dict: whose weights are in the module.
-        rm_state_dict_cpu, critic_state_dict_cpu: copies in host memory; the critic's is brought up
-            to date when the reward model takes its place. `set_reward_model` makes the first.
+        rm_state_dict_cpu: the reward model's weights in host memory, from `set_reward_model`.
+        critic_state_dict_cpu: copy of the critic's weights in host memory, renewed when the reward
+            model takes its place.
     """
 
-    def __init__(self, cfg: DictConfig, trainer=None):
+    CONFIG_NAME = "gpt_ppo_critic"
+
+    def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
-        self.loss_clip_val = self.cfg.get("loss_clip_val", None)
-        self.loss_reduction = self.cfg.get("loss_reduction", None) or "token"
-        self.to_offload_adam_states = self.cfg.get("offload_adam_states", False)
+        self.loss_clip_val: float | None = self.cfg.loss_clip_val
+        self.loss_reduction: str = self.cfg.loss_reduction
+        self.to_offload_adam_states: bool = self.cfg.offload_adam_states
         self.loaded_state_dict = StateDictState.CRITIC
-        self.rm_state_dict_cpu = None
-        self.critic_state_dict_cpu = None
+        self.rm_state_dict_cpu: dict[str, Tensor] | None = None
+        self.critic_state_dict_cpu: dict[str, Tensor] | None = None
         self._critic_copy_is_current = False
         self._set_output_sequence(True)
 
-    # --- whose weights --------------------------------------------------------------------------------------------
+    # --- whose weights --------------------------------------------------------------------------
 
     def set_reward_model(self) -> None:
-        """Keep a copy of the present weights as the reward model; call it before a checkpoint is
-        resumed.
+        """Keep a copy of the present weights as the reward model.
+
+        Call it before a checkpoint is resumed.
 
         Raises:
-            UserError: the weights were loaded without a reward head, so that rewards would be
-                random.
-            ConfigError: the reward model gives several attributes, and not their weighted sum.
+            UserError: the weights were loaded without a trained reward head, so rewards would be
+                meaningless.
+            ConfigError: the reward model gives several attributes instead of their weighted sum.
         """
         if not self.has_trained_head:
             raise UserError(
                 "the checkpoint of this critic holds no reward head (it is a language model or a "
-                "critic): its rewards "
-                "would mean nothing. Give a trained reward model in "
-                "pretrained_checkpoint.restore_from_path, or serve "
-                "rewards elsewhere with trainer.ppo.combine_rm_and_critic_server=False (and "
+                "critic): its rewards would be meaningless. Give a trained reward model in "
+                "pretrained_checkpoint.restore_from_path, or serve rewards elsewhere with "
+                "trainer.ppo.combine_rm_and_critic_server=False (and "
                 "remote_critic_rm.combine_rm_and_critic_server=False in the actor's job)."
             )
-        if num_attributes(self.cfg) > 1 and not self.cfg.regression.get("merge_attributes", False):
+        regression = self.cfg.regression
+        if regression.num_attributes > 1 and not regression.merge_attributes:
             raise ConfigError(
                 "this reward model gives "
-                f"model.regression.num_attributes={num_attributes(self.cfg)} numbers for a "
-                "text, and PPO takes one; set model.regression.merge_attributes=True and, if they "
-                "do not count alike, "
-                "model.regression.attribute_weights."
+                f"model.regression.num_attributes={regression.num_attributes} numbers for a "
+                "sample, and PPO needs one; set model.regression.merge_attributes=True and, if "
+                "the attributes do not have equal weight, model.regression.attribute_weights."
             )
         self.rm_state_dict_cpu = self.weights_to_cpu(into=self.rm_state_dict_cpu)
 
     def _set_output_sequence(self, output_sequence: bool) -> None:
-        """A number per position (critic), or one per row (reward model)."""
+        """Give one number per position (critic), or one per sample (reward model)."""
         for module in self.unwrapped():
             if module.post_process:
                 module.rm_head.output_sequence = output_sequence
 
     def _load(self, wanted: StateDictState) -> None:
-        """Put the weights of `wanted` into the module, if they are not there."""
+        """Put the weights of `wanted` into the module, unless they are there already."""
         if wanted is self.loaded_state_dict:
             return
         if wanted is StateDictState.REWARD:
@@ -111,6 +116,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
                 self._critic_copy_is_current = True
             self.load_cpu_weights(self.rm_state_dict_cpu)
         else:
+            assert self.critic_state_dict_cpu is not None  # made when the reward model was loaded
             self.load_cpu_weights(self.critic_state_dict_cpu)
         self._set_output_sequence(wanted is StateDictState.CRITIC)
         self.loaded_state_dict = wanted
@@ -121,37 +127,40 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         return super().sharded_weights(metadata=metadata)
 
     def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
-        """New weights for the critic (see the base class)."""
+        """Load new weights for the critic (see the base class)."""
         self._load(StateDictState.CRITIC)
         self._critic_copy_is_current = False
         super().load_sharded_weights(loaded, strict=strict)
 
-    # --- training -------------------------------------------------------------------------------------------------
+    # --- training -------------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
-        """The critic's weights in place, Adam's states on the device."""
+        """Put the critic's weights in place and Adam's states on the device."""
         self._load(StateDictState.CRITIC)
         self.onload_optimizer(self.to_offload_adam_states)
 
     def prepare_for_training_step(self) -> None:
+        """Prepare as the base class does; the host copy of the critic is out of date from here
+        on.
+        """
         self._load(StateDictState.CRITIC)
         self._critic_copy_is_current = False
         super().prepare_for_training_step()
 
     def finish_training(self) -> None:
-        """Nothing to undo: the host copy is renewed when it is needed."""
+        """Do nothing: the host copy is renewed when it is needed."""
 
     def get_loss_and_metrics(
-        self, batch: dict, forward_only: bool = False
+        self, batch: CriticTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Value loss (`losses.ppo_critic_loss`) of a global batch, and its gradient unless
         `forward_only`.
 
-        All ranks call it. A batch without a counting slot gives loss 0 and gradient 0.
+        All ranks call it. An empty mask gives loss 0 and gradient 0.
 
         Args:
-            batch: a `CriticTrainBatch`: `tokens` int64 [N, S]; `returns`, `prev_values`, `mask`
-                [N, S-1].
+            batch: this data-parallel rank's share of the global batch.
+            forward_only: compute no gradient.
 
         Returns:
             The loss and, over the global batch: `loss`, `value_clip_fraction` and, unless all
@@ -160,53 +169,64 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self._load(StateDictState.CRITIC)
         micro_batch_size = self.cfg.micro_batch_size
         mask = batch["mask"].to(get_device())
-        rows = {
+        inputs = {
             "tokens": batch["tokens"],
             "returns": batch["returns"],
             "prev_values": batch["prev_values"],
             "weights": loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp),
         }
 
-        def loss_fn(values, rows):
-            inputs = {
-                "values": self._standardize(values[:, :-1]),
-                "returns": rows["returns"],
-                "weights": rows["weights"],
-            }
+        def loss_fn(output: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
+            values = self._standardize(output[:, :-1])
+            returns, weights = micro_batch["returns"], micro_batch["weights"]
             loss, metrics = ppo_critic_loss(
-                **inputs, prev_values=rows["prev_values"], loss_clip_val=self.loss_clip_val
+                values=values,
+                prev_values=micro_batch["prev_values"],
+                returns=returns,
+                weights=weights,
+                loss_clip_val=self.loss_clip_val,
             )
-            return loss, metrics | explained_variance_moments(**inputs)
+            moments = explained_variance_moments(values=values, returns=returns, weights=weights)
+            return loss, {**metrics, MOMENTS: moments}
 
-        metrics = forward_backward(
+        metrics, moments = forward_backward(
             self.model,
-            rows,
+            inputs,
             micro_batch_size=micro_batch_size,
             loss_fn=loss_fn,
             forward_only=forward_only,
         )
-        return metrics["loss"], explained_variance_from_moments(metrics)
+        return metrics["loss"], metrics | explained_variance_from_moments(moments[MOMENTS])
 
-    # --- inference ------------------------------------------------------------------------------------------------
+    # --- inference ------------------------------------------------------------------------------
 
     def prepare_for_inference(self) -> None:
-        """Evaluation mode (dropout off), Adam's states in host memory if `offload_adam_states`."""
+        """Enter evaluation mode (dropout off); with `offload_adam_states` move Adam's states to
+        host memory.
+        """
         super().prepare_for_inference()
         self.offload_optimizer(self.to_offload_adam_states)
 
-    def infer(self, inputs, add_BOS: bool = False, add_EOS: bool = False) -> Tensor:
+    def infer(
+        self,
+        inputs: list[str] | tuple[Tensor, Tensor],
+        add_BOS: bool = False,
+        add_EOS: bool = False,
+    ) -> Tensor:
         """Values float32 [N, S] of the critic (see the base class)."""
         self._load(StateDictState.CRITIC)
         return super().infer(inputs, add_BOS=add_BOS, add_EOS=add_EOS)
 
     @torch.no_grad()
     def infer_rm_critic(
-        self, inputs, add_BOS: bool = False, add_EOS: bool = False
+        self,
+        inputs: list[str] | tuple[Tensor, Tensor],
+        add_BOS: bool = False,
+        add_EOS: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Rewards float32 [N] and values float32 [N, S]; all ranks call it, with inputs as for
-        `infer`.
+        """Rewards float32 [N] and values float32 [N, S]; arguments and callers as for `infer`.
 
-        Who is in the module computes first, so that a call costs one swap of the weights.
+        The model whose weights are in the module computes first, so a call swaps them once.
         """
         outputs = {}
         other = (

@@ -2,26 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTModel`: a GPT of Megatron Core behind NeMo's `ModelPT`.
 
-It owns what every role (actor, critic, reward model, SFT) shares: construction from NeMo-style
-keys, the tokenizer, weights in and out (`.nemo`, host copies, swaps) and the optimizer. Roles add
+It holds what every role (actor, critic, reward model, SFT) shares: construction from NeMo-style
+keys, the tokenizer, the weights (`.nemo` files, host copies, swaps) and the optimizer. Roles add
 losses; `nemo_aligner.training.megatron_steps` runs the passes.
 """
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
-from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
-from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from nemo.core import ModelPT
 from nemo.core.classes.common import ALLOWED_TARGET_PREFIXES
 from omegaconf import DictConfig, OmegaConf, open_dict
+from torch import Tensor
 
 from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_layer_spec,
@@ -29,6 +34,7 @@ from nemo_aligner.models.nlp.gpt.megatron_config import (
     pad_vocab_size,
     torch_dtype,
 )
+from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.optim import (
@@ -38,74 +44,40 @@ from nemo_aligner.training.optim import (
     wrap_with_ddp,
 )
 
-# NeMo instantiates only classes whose path it knows.
+# NeMo instantiates only classes below these prefixes.
 if isinstance(ALLOWED_TARGET_PREFIXES, list) and "nemo_aligner." not in ALLOWED_TARGET_PREFIXES:
     ALLOWED_TARGET_PREFIXES.append("nemo_aligner.")
-
-
-def build_tokenizer(cfg: DictConfig):
-    """NeMo tokenizer from `model.tokenizer`.
-
-    Library `sentencepiece` takes `model`, a file; `huggingface` takes `type`, a folder or name.
-
-    Raises:
-        ConfigError: unknown library.
-        UserError: the named file or folder does not exist or cannot be read.
-    """
-    library = cfg.get("library", "sentencepiece")
-    if library == "sentencepiece":
-        path = cfg.get("model", None)
-        if not path or not Path(path).is_file():
-            raise UserError(
-                f"model.tokenizer.model={path} does not exist; give the path of a SentencePiece "
-                ".model file."
-            )
-        return SentencePieceTokenizer(path, legacy=cfg.get("sentencepiece_legacy", False) or False)
-    if library == "huggingface":
-        name = cfg.get("type", None)
-        if not name or (str(name).startswith(("/", ".")) and not Path(name).is_dir()):
-            raise UserError(
-                f"model.tokenizer.type={name} does not exist; give the folder of a Hugging Face "
-                "tokenizer."
-            )
-        try:
-            tokenizer = AutoTokenizer(name, use_fast=cfg.get("use_fast", True))
-        except (ValueError, OSError) as error:
-            raise UserError(
-                f"model.tokenizer.type={name} cannot be loaded as a Hugging Face tokenizer: "
-                f"{error}"
-            ) from error
-        if tokenizer.tokenizer.eos_token_id is None:
-            raise UserError(
-                f"the tokenizer in {name} has no eos token; add one to its tokenizer_config.json."
-            )
-        return tokenizer
-    raise ConfigError(
-        f"model.tokenizer.library={library!r} is not supported; use sentencepiece or huggingface."
-    )
 
 
 class MegatronGPTModel(ModelPT):
     """GPT on Megatron Core.
 
+    Every rank constructs the model, once the processes of the job are connected
+    (`launch.processes.init_distributed`); the constructor sets up Megatron's process groups.
+
     Args:
-        cfg: model configuration (NeMo keys; see docs/config.md). Parallel sizes come from it.
-        trainer: Lightning trainer; it knows devices and nodes and starts the processes of this
-            job.
+        cfg: section `model` of a configuration (NeMo keys; docs/config.md), which decides the
+            parallel sizes. Missing keys get the defaults of `CONFIG_NAME`.
+        trainer: Lightning trainer of the job, which knows the number of its processes.
 
     Attributes:
+        CONFIG_NAME: YAML file whose `model` section this class belongs to; None: a model of
+            several jobs, with the defaults of `model_fallbacks.yaml`.
         model: list of this pipeline stage's model chunks. `setup_megatron_optimization` wraps them
-        for training.
+            for training.
         tokenizer: NeMo tokenizer.
         transformer_config: Megatron Core's configuration.
         padded_vocab_size: rows of the embedding table; ids from `tokenizer.vocab_size` on are
-        padding.
+            padding.
 
-    Every rank constructs the model, once the job's processes are there
-    (`launch.processes.init_distributed`); the constructor sets up Megatron's process groups.
+    Raises:
+        UserError: the processes of the job are not connected, or the tokenizer cannot be read.
+        ConfigError: an unsupported value in `cfg`.
     """
 
-    def __init__(self, cfg: DictConfig, trainer=None):
+    CONFIG_NAME: str | None = None
+
+    def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         world_size = 1 if trainer is None else trainer.world_size
         if world_size > 1 and not torch.distributed.is_initialized():
             raise UserError(
@@ -113,38 +85,49 @@ class MegatronGPTModel(ModelPT):
                 "connected yet; call nemo_aligner.launch.processes.init_distributed(trainer) "
                 "first, or build the model with load_from_nemo, which does."
             )
+        cfg = complete_model(cfg, self.CONFIG_NAME)
+        self.check_config(cfg)
         parallel_state.initialize(
-            tensor_model_parallel_size=cfg.get("tensor_model_parallel_size", 1) or 1,
-            pipeline_model_parallel_size=cfg.get("pipeline_model_parallel_size", 1) or 1,
-            virtual_pipeline_model_parallel_size=cfg.get(
-                "virtual_pipeline_model_parallel_size", None
-            ),
-            context_parallel_size=cfg.get("context_parallel_size", 1) or 1,
-            expert_model_parallel_size=cfg.get("expert_model_parallel_size", 1) or 1,
-            seed=cfg.get("seed", 1234),
+            tensor_model_parallel_size=cfg.tensor_model_parallel_size,
+            pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=cfg.virtual_pipeline_model_parallel_size,
+            context_parallel_size=cfg.context_parallel_size,
+            expert_model_parallel_size=cfg.expert_model_parallel_size,
+            seed=cfg.seed,
         )
         super().__init__(cfg, trainer=trainer)
         self.tokenizer = build_tokenizer(self.cfg.tokenizer)
         self.transformer_config = build_transformer_config(self.cfg)
         self.padded_vocab_size = pad_vocab_size(
             self.tokenizer.vocab_size,
-            self.cfg.get("make_vocab_size_divisible_by", 128),
+            self.cfg.make_vocab_size_divisible_by,
             self.transformer_config.tensor_model_parallel_size,
         )
-        # The same initial weights whatever happened before, and others on each pipeline stage.
-        torch.manual_seed(
-            self.cfg.get("seed", 1234) + 100 * parallel_state.get_pipeline_model_parallel_rank()
-        )
+        # The same initial weights whatever was drawn before, and others on each pipeline stage.
+        torch.manual_seed(self.cfg.seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
         self.model = [self._build_chunk(stage) for stage in range(self._num_chunks())]
         if parallel_state.get_context_parallel_world_size() > 1:
-            parallel_state.seed_generators(self.cfg.get("seed", 1234), by_context_rank=True)
+            parallel_state.seed_generators(self.cfg.seed, by_context_rank=True)
+        self._optimizer: MegatronOptimizer | None = None
+        self._swap_buffer: dict[str, Tensor] | None = None
 
-    # --- construction ---------------------------------------------------------------------------------------------
+    # --- construction ---------------------------------------------------------------------------
+
+    @classmethod
+    def check_config(cls, cfg: DictConfig) -> None:
+        """Check values that only this role reads; called by the constructor.
+
+        Args:
+            cfg: complete `model` section.
+
+        Raises:
+            ConfigError: an unsupported value or combination.
+        """
 
     def _num_chunks(self) -> int:
         return self.transformer_config.virtual_pipeline_model_parallel_size or 1
 
-    def _build_chunk(self, vp_stage: int):
+    def _build_chunk(self, vp_stage: int) -> torch.nn.Module:
         virtual = self._num_chunks() > 1
         first = parallel_state.is_pipeline_first_stage() and vp_stage == 0
         last = parallel_state.is_pipeline_last_stage() and vp_stage == self._num_chunks() - 1
@@ -154,30 +137,24 @@ class MegatronGPTModel(ModelPT):
             module = Float16Module(self.transformer_config, module)
         return module
 
-    def module_args(self) -> dict:
+    def module_args(self) -> dict[str, Any]:
         """Constructor arguments of `GPTModel` that come from the configuration."""
-        position = {"rope": "rope", "learned_absolute": "learned_absolute", "none": "none"}.get(
-            self.cfg.get("position_embedding_type", "learned_absolute")
-        )
-        if position is None:
+        cfg = self.cfg
+        if cfg.position_embedding_type not in ("rope", "learned_absolute", "none"):
             raise ConfigError(
-                f"model.position_embedding_type={self.cfg.position_embedding_type!r} is not "
-                "supported; use rope, "
-                "learned_absolute or none."
+                f"model.position_embedding_type={cfg.position_embedding_type!r} is not "
+                "supported; use rope, learned_absolute or none."
             )
         return dict(
             config=self.transformer_config,
             vocab_size=self.padded_vocab_size,
-            max_sequence_length=self.cfg.get("max_position_embeddings", None)
-            or self.cfg.encoder_seq_length,
+            max_sequence_length=cfg.max_position_embeddings,
             parallel_output=True,
-            share_embeddings_and_output_weights=self.cfg.get(
-                "share_embeddings_and_output_weights", True
-            ),
-            position_embedding_type=position,
-            rotary_percent=self.cfg.get("rotary_percentage", 1.0),
-            rotary_base=self.cfg.get("rotary_base", 10000),
-            seq_len_interpolation_factor=self.cfg.get("seq_len_interpolation_factor", None),
+            share_embeddings_and_output_weights=cfg.share_embeddings_and_output_weights,
+            position_embedding_type=cfg.position_embedding_type,
+            rotary_percent=cfg.rotary_percentage,
+            rotary_base=cfg.rotary_base,
+            seq_len_interpolation_factor=cfg.seq_len_interpolation_factor,
         )
 
     def module_provider(
@@ -192,49 +169,47 @@ class MegatronGPTModel(ModelPT):
             **self.module_args(),
         )
 
-    def setup_training_data(self, *_args, **_kwargs):
-        """Data is set up by the scripts, not by the model."""
+    def setup_training_data(self, *_args: Any, **_kwargs: Any) -> None:
+        """Do nothing: the scripts set up the data."""
 
-    def setup_validation_data(self, *_args, **_kwargs):
-        """Data is set up by the scripts, not by the model."""
+    def setup_validation_data(self, *_args: Any, **_kwargs: Any) -> None:
+        """Do nothing: the scripts set up the data."""
 
-    def list_available_models(self):
+    def list_available_models(self) -> list:
         """No pretrained models are distributed."""
         return []
 
-    # --- modules and modes ----------------------------------------------------------------------------------------
+    # --- modules and modes ----------------------------------------------------------------------
 
     def unwrapped(self) -> list[torch.nn.Module]:
         """The bare Megatron modules, without DDP and precision wrappers."""
         return unwrap_model(self.model)
 
     def set_train(self) -> None:
+        """Put all chunks into training mode."""
         for chunk in self.model:
             chunk.train()
 
     def set_eval(self) -> None:
+        """Put all chunks into evaluation mode."""
         for chunk in self.model:
             chunk.eval()
 
-    # --- optimization ---------------------------------------------------------------------------------------------
+    # --- optimization ---------------------------------------------------------------------------
 
-    def setup_megatron_optimization(self, max_steps: int):
+    def setup_megatron_optimization(
+        self, max_steps: int
+    ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
         """Wrap the chunks for data parallelism and build optimizer and schedule; all ranks call
         it, once.
 
         Args:
             max_steps: optimizer updates of the whole job (horizon of the learning rate).
-
-        Returns:
-            (optimizer, scheduler): Megatron Core's `MegatronOptimizer` and
-            `OptimizerParamScheduler`.
         """
         self.model = wrap_with_ddp(self.model, self.cfg.optim)
         for chunk in self.model:
-            chunk.broadcast_params()  # replicas start equal whatever they were loaded from
-        optimizer = build_optimizer(
-            self.model, self.cfg.optim, torch_dtype(self.cfg.get("precision", 32))
-        )
+            chunk.broadcast_params()  # replicas start equal, whatever they were loaded from
+        optimizer = build_optimizer(self.model, self.cfg.optim, torch_dtype(self.cfg.precision))
         if self.transformer_config.bf16:
             for chunk in self.model:
                 chunk.config.grad_scale_func = optimizer.scale_loss
@@ -242,31 +217,31 @@ class MegatronGPTModel(ModelPT):
         return optimizer, build_scheduler(optimizer, self.cfg.optim, max_steps)
 
     def _move_adam_states(self, device: torch.device) -> None:
-        # Not the optimizer's weights: where they are fp32 they are the model's own, which
-        # inference needs in place.
+        # Not the optimizer's weights: those in fp32 are the model's own, which inference needs in
+        # place.
         for part in chained_optimizers(self._optimizer):
             for state in part.optimizer.state.values() if part.optimizer is not None else ():
                 tensors = {
-                    name: value for name, value in state.items() if isinstance(value, torch.Tensor)
+                    name: value
+                    for name, value in state.items()
+                    if isinstance(value, Tensor) and value.dim() > 0
                 }
-                state.update(
-                    {name: value.to(device) for name, value in tensors.items() if value.dim() > 0}
-                )
+                state.update({name: value.to(device) for name, value in tensors.items()})
 
     def offload_optimizer(self, wanted: bool = True) -> None:
-        """Move Adam's states to host memory until `onload_optimizer`; nothing without CUDA."""
-        if wanted and torch.cuda.is_available() and hasattr(self, "_optimizer"):
+        """Move Adam's states to host memory until `onload_optimizer`; without CUDA do nothing."""
+        if wanted and torch.cuda.is_available() and self._optimizer is not None:
             self._move_adam_states(torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def onload_optimizer(self, wanted: bool = True) -> None:
-        """Bring back what `offload_optimizer` moved; nothing if it is there."""
-        if wanted and torch.cuda.is_available() and hasattr(self, "_optimizer"):
+        """Bring back what `offload_optimizer` moved, if anything."""
+        if wanted and torch.cuda.is_available() and self._optimizer is not None:
             self._move_adam_states(get_device())
 
     def prepare_for_training_step(self) -> None:
-        """Before the forward-backward pass of one global batch: train mode and empty gradient
-        buffers.
+        """Enter training mode and empty the gradient buffers; called before the passes of one
+        global batch.
         """
         self.set_train()
         for chunk in self.model:
@@ -276,30 +251,33 @@ class MegatronGPTModel(ModelPT):
             chunk.zero_grad_buffer()
 
     def finish_training_step(self) -> None:
-        """Gradients are already reduced over ranks: Megatron's schedule does it when the last
-        micro-batch is done.
+        """Do nothing: Megatron's schedule reduces the gradients over ranks after the last
+        micro-batch.
         """
 
     def prepare_for_validation_step(self) -> None:
+        """Enter evaluation mode."""
         self.set_eval()
 
     def finish_validation_step(self) -> None:
+        """Enter training mode."""
         self.set_train()
 
-    # --- weights --------------------------------------------------------------------------------------------------
+    # --- weights --------------------------------------------------------------------------------
 
-    def _named_weights(self):
+    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights of all chunks with their names, which start with the chunk's number."""
         for index, module in enumerate(self.unwrapped()):
             for name, tensor in module.state_dict(keep_vars=True).items():
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, Tensor):
                     yield f"{index}.{name}", tensor
 
     @torch.no_grad()
-    def weights_to_cpu(
-        self, into: dict[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Copy of this rank's weights in host memory (pinned with CUDA); `into` is a former copy
-        to write over.
+    def weights_to_cpu(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Copy this rank's weights to host memory (pinned with CUDA).
+
+        Args:
+            into: an earlier copy to overwrite.
         """
         if into is None:
             pin = torch.cuda.is_available()
@@ -314,9 +292,9 @@ class MegatronGPTModel(ModelPT):
         return into
 
     @torch.no_grad()
-    def load_cpu_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Write weights from `weights_to_cpu` into the model, in place (optimizer and DDP buffers
-        stay attached).
+    def load_cpu_weights(self, weights: dict[str, Tensor]) -> None:
+        """Copy weights from `weights_to_cpu` into the model, in place: optimizer and DDP buffers
+        stay attached.
         """
         for name, tensor in self._named_weights():
             tensor.copy_(weights[name], non_blocking=True)
@@ -324,17 +302,17 @@ class MegatronGPTModel(ModelPT):
             torch.cuda.synchronize()
 
     @contextlib.contextmanager
-    def swapped_weights(self, weights: dict[str, torch.Tensor]):
+    def swapped_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
         """Inside, the model computes with `weights`; afterwards with its own again."""
-        self._swap_buffer = self.weights_to_cpu(into=getattr(self, "_swap_buffer", None))
+        self._swap_buffer = self.weights_to_cpu(into=self._swap_buffer)
         self.load_cpu_weights(weights)
         try:
             yield
         finally:
             self.load_cpu_weights(self._swap_buffer)
 
-    def sharded_weights(self, metadata: dict | None = None) -> dict:
-        """Megatron Core sharded state dict of the weights, under NeMo's key prefix `model.`; all
+    def sharded_weights(self, metadata: dict | None = None) -> dict[str, dict[str, Any]]:
+        """Megatron Core's sharded state dict of each chunk, under NeMo's key prefix `model.`; all
         ranks call it.
         """
         sharded = {}
@@ -343,8 +321,8 @@ class MegatronGPTModel(ModelPT):
             sharded[f"model{index}"] = chunk.sharded_state_dict(prefix="model.", metadata=metadata)
         return sharded
 
-    def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
-        """Put what `dist_checkpointing.load` made of `sharded_weights()` into the modules."""
+    def load_sharded_weights(self, loaded: dict[str, dict[str, Any]], strict: bool = True) -> None:
+        """Load what `dist_checkpointing.load` returned for `sharded_weights()`."""
         for index, chunk in enumerate(self.unwrapped()):
             weights = {
                 name.removeprefix("model."): value
@@ -353,7 +331,7 @@ class MegatronGPTModel(ModelPT):
             chunk.load_state_dict(weights, strict=strict)
 
     def save_to(self, save_path: str) -> None:
-        """Write a `.nemo`; all ranks call it. A path that ends in "/" or in no suffix becomes a
+        """Write a `.nemo`; all ranks call it. A path that ends in "/" or has no suffix becomes a
         directory.
         """
         as_directory = str(save_path).endswith("/") or not Path(save_path).suffix
@@ -364,17 +342,19 @@ class MegatronGPTModel(ModelPT):
 
     def load_nemo_weights(
         self,
-        restore_path,
+        restore_path: str | Path,
         strict: bool = True,
         missing_ok: tuple[str, ...] = (),
         skip: tuple[str, ...] = (),
     ) -> None:
-        """Load the weights of a `.nemo` at whatever split this job runs; all ranks call it.
+        """Load the weights of a `.nemo` at the split of this job; all ranks call it.
 
         Args:
-            missing_ok: names (prefixes after `model.`) that the file may lack, such as a fresh
-                head; they keep their initial values.
-            skip: prefixes of weights to leave at their initial values even if the file has them.
+            restore_path: the file or folder.
+            strict: the file must have all weights of this model but those of `missing_ok`.
+            missing_ok: names (prefixes after `model.`) that the file may lack, such as a new head;
+                they keep their initial values.
+            skip: prefixes of weights that keep their initial values even if the file has them.
 
         Raises:
             UserError: the file lacks other weights of this model, or their shapes differ.
@@ -385,70 +365,46 @@ class MegatronGPTModel(ModelPT):
             for chunk in sharded.values():
                 for name, tensor in list(chunk.items()):
                     bare = name.removeprefix("model.")
-                    if bare.startswith(skip or ("\0",)) or (
-                        bare.startswith(missing_ok or ("\0",)) and tensor.key not in stored
-                    ):
+                    absent = bare.startswith(missing_ok) and tensor.key not in stored
+                    if absent or bare.startswith(skip):
                         del chunk[name]
-            wanted = [
-                t
-                for c in sharded.values()
-                for t in c.values()
-                if isinstance(t, dist_checkpointing.ShardedTensor)
-            ]
-            missing = sorted({t.key for t in wanted} - set(stored))
-            if strict and missing:
-                raise UserError(
-                    f"{restore_path} lacks {len(missing)} weight(s) of this model, such as "
-                    f"{missing[0]!r}: it holds "
-                    "another architecture. Compare its model_config.yaml."
-                )
-            for tensor in wanted:
-                have = tuple(stored[tensor.key].global_shape) if tensor.key in stored else None
-                # Embedding tables may differ in their padding rows, which depend on the split.
-                if (
-                    have not in (None, tuple(tensor.global_shape))
-                    and not tensor.allow_shape_mismatch
-                ):
-                    raise UserError(
-                        f"{restore_path} holds {tensor.key} of shape {have}, but this model's is "
-                        f"{tuple(tensor.global_shape)}. Set the model's keys as in its "
-                        "model_config.yaml (a learned "
-                        "position embedding: model.encoder_seq_length and "
-                        "model.max_position_embeddings)."
-                    )
+            _check_stored_weights(restore_path, stored, sharded, strict)
             loaded = dist_checkpointing.load(sharded, str(folder))
         self.load_sharded_weights(loaded, strict=strict and not missing_ok)
 
     @classmethod
     def restore_from(
         cls,
-        restore_path,
-        override_config_path=None,
-        map_location=None,
+        restore_path: str | Path,
+        override_config_path: DictConfig | None = None,
+        map_location: Any = None,
         strict: bool = True,
         return_config: bool = False,
-        save_restore_connector=None,
-        trainer=None,
+        save_restore_connector: Any = None,
+        trainer: Trainer | None = None,
         validate_access_integrity: bool = True,
-    ):
+    ) -> "MegatronGPTModel | DictConfig":
         """Build the model that a `.nemo` describes and load its weights (NeMo's signature); all
         ranks call it.
 
         Args:
-            override_config_path: configuration to use instead of the file's own (a `DictConfig`).
+            restore_path: the file or folder.
+            override_config_path: configuration to use instead of the file's own.
+            strict: as for `load_nemo_weights`.
             return_config: only return the configuration.
+            trainer: as for the constructor.
+            map_location, save_restore_connector, validate_access_integrity: no effect; weights go
+                to this process's device, and the format needs no connector.
 
-        `map_location`, `save_restore_connector` and `validate_access_integrity` have no effect:
-        weights go to this process's device, and this format needs no connector.
+        Raises:
+            UserError: the path does not exist or does not fit the model.
         """
         restore_path = nemo_archive.check_restore_path(restore_path, key="restore_path")
         if return_config:
             return nemo_archive.read_config(restore_path)
-        cfg = (
-            override_config_path
-            if override_config_path is not None
-            else nemo_archive.read_config(restore_path)
-        )
+        cfg = override_config_path
+        if cfg is None:
+            cfg = nemo_archive.read_config(restore_path)
         with open_dict(cfg):
             cfg.pop("target", None)
         model = cls(cfg, trainer=trainer)
@@ -459,6 +415,49 @@ class MegatronGPTModel(ModelPT):
     def fresh_weights(cls) -> tuple[str, ...]:
         """Name prefixes of weights that a base checkpoint may lack."""
         return ()
+
+
+def _check_stored_weights(
+    restore_path: str | Path,
+    stored: dict[str, Any],
+    sharded: dict[str, dict[str, Any]],
+    strict: bool,
+) -> None:
+    """Check that a `.nemo` has the weights of a model, in the same shapes.
+
+    Args:
+        restore_path: of the `.nemo`, for the messages.
+        stored: metadata of its tensors, by key.
+        sharded: the weights that are to be loaded, by chunk.
+        strict: all of them must be there.
+
+    Raises:
+        UserError: a weight is missing or has another shape.
+    """
+    wanted = [
+        tensor
+        for chunk in sharded.values()
+        for tensor in chunk.values()
+        if isinstance(tensor, dist_checkpointing.ShardedTensor)
+    ]
+    missing = sorted({tensor.key for tensor in wanted} - set(stored))
+    if strict and missing:
+        raise UserError(
+            f"{restore_path} lacks {len(missing)} weight(s) of this model, such as "
+            f"{missing[0]!r}: it holds another architecture. Compare its model_config.yaml."
+        )
+    for tensor in wanted:
+        # Embedding tables may differ in their padding rows, which depend on the split.
+        if tensor.key not in stored or tensor.allow_shape_mismatch:
+            continue
+        shape = tuple(stored[tensor.key].global_shape)
+        if shape != tuple(tensor.global_shape):
+            raise UserError(
+                f"{restore_path} holds {tensor.key} of shape {shape}, but this model's is "
+                f"{tuple(tensor.global_shape)}. Set the model's keys as in its model_config.yaml "
+                "(for a learned position embedding model.encoder_seq_length and "
+                "model.max_position_embeddings)."
+            )
 
 
 __all__ = ["MegatronGPTModel", "build_tokenizer"]

@@ -1,103 +1,118 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTRegressionRewardModel`: learns from numbers that people gave to texts, one per
-attribute.
+"""`MegatronGPTRegressionRewardModel`: learns the labels that people gave to samples, one number
+per attribute.
 
-Notation: B texts on this data-parallel rank, S padded length, A attributes.
+Notation: B samples on this data-parallel rank, S padded length, A attributes.
 """
 
+from collections.abc import Mapping
+
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig
+from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.losses import loss_weights, regression_loss
 from nemo_aligner.core.metrics import correlation_moments, correlations_from_moments
-from nemo_aligner.data.nlp.datasets import DEFAULT_MASK_VALUE
+from nemo_aligner.core.types import RegressionBatch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.megatron_steps import forward_backward
+from nemo_aligner.training.megatron_steps import Batch, forward_backward
+
+# The metric that holds the moments of the correlation, float64 [6, A], until `summarize_metrics`.
+MOMENTS = "moments"
 
 
 class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
-    """Reward model for labels: A numbers for each text.
+    """Reward model with A attributes, trained on labels.
 
-    `infer` gives [N, A], or with `regression.merge_attributes` their weighted sum [N, 1], which is
-    what PPO and RS use.
+    `infer` returns [N, A]; with `regression.merge_attributes` their weighted sum [N, 1], which PPO
+    and rejection sampling use.
 
     Args:
-        cfg: as `MegatronGPTRewardModel`'s, and `regression.{loss_mask_val, loss_func}`.
-            `reward_standardization` is
-            refused: the scale of the rewards is that of the labels.
+        cfg: section `model` of `training_rm.yaml` or `inference_rm.yaml`, as for
+            `MegatronGPTRewardModel`. `reward_standardization` is refused: the labels define the
+            scale of the rewards.
         trainer: Lightning trainer.
     """
 
-    def __init__(self, cfg: DictConfig, trainer=None):
-        loss_func = (cfg.get("regression") or {}).get("loss_func", None)
-        if loss_func not in (None, "regression"):
-            raise ConfigError(
-                f"model.regression.loss_func={loss_func!r} is not supported; use regression (mean "
-                "squared error)."
-            )
-        if (cfg.get("reward_standardization") or {}).get("enable", False):
-            raise ConfigError(
-                "model.reward_standardization.enable=True does not go with a regression reward "
-                "model, whose rewards "
-                "have the scale of its labels; set it to False "
-                "(model.regression.attribute_weights scale them)."
-            )
+    def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
-        mask_value = (self.cfg.get("regression") or {}).get("loss_mask_val", None)
-        self.loss_mask_val = DEFAULT_MASK_VALUE if mask_value is None else mask_value
+        self.loss_mask_val: float = self.cfg.regression.loss_mask_val
+
+    @classmethod
+    def check_config(cls, cfg: DictConfig) -> None:
+        """Check the loss, the standardization and the attribute weights (see the base class)."""
+        super().check_config(cfg)
+        if cfg.regression.loss_func != "regression":
+            raise ConfigError(
+                f"model.regression.loss_func={cfg.regression.loss_func!r} is not supported; use "
+                "regression (mean squared error)."
+            )
+        if cfg.reward_standardization.enable:
+            raise ConfigError(
+                "model.reward_standardization.enable=True cannot be used with a regression reward "
+                "model: its labels define the scale of the rewards. Set it to False and use "
+                "model.regression.attribute_weights to scale them."
+            )
 
     @classmethod
     def _check_attributes(cls, cfg: DictConfig) -> None:
-        if (cfg.get("regression") or {}).get("merge_attributes", False):
+        if cfg.regression.merge_attributes:
             raise ConfigError(
-                "model.regression.merge_attributes=True merges the attributes before they can be "
-                "compared with their "
-                "labels; set it to False for training, and to True where the rewards are served."
+                "model.regression.merge_attributes=True merges the attributes, so they cannot be "
+                "compared with their labels; set it to False for training, and to True for "
+                "serving rewards."
             )
 
     def get_loss_and_metrics(
-        self, batch: dict, forward_only: bool = False
-    ) -> tuple[float, dict[str, float]]:
-        """Squared error of a global batch, and its gradient unless `forward_only`; all ranks call
-        it.
+        self, batch: RegressionBatch, forward_only: bool = False
+    ) -> tuple[float, dict[str, float | Tensor]]:
+        """Mean squared error of a global batch, and its gradient unless `forward_only`.
+
+        All ranks call it. A label equal to `loss_mask_val` does not count.
 
         Args:
-            batch: a `RegressionBatch`: `inputs` int64 [B, S], `lengths` int64 [B], `labels` f32
-                [B, A], `loss_mask` [B, S], all zero where a text must not count. A label equal to
-                `loss_mask_val` does not count.
+            batch: this data-parallel rank's share of the global batch.
+            forward_only: compute no gradient.
 
         Returns:
-            The loss and, over the labels that count: `loss`, `weights` (how many) and the moments
-            that `summarize_metrics` makes the correlation of.
+            The loss and, over the labels that count: `loss`, `weights` (their number) and
+            `moments`, from which `summarize_metrics` computes the correlation.
         """
         labels = batch["labels"]
         valid = labels.ne(self.loss_mask_val) & batch["loss_mask"].ne(0).any(dim=-1, keepdim=True)
-        rows = {
+        inputs = {
             "tokens": batch["inputs"][:, : int(batch["lengths"].max())],  # the rest is padding
             "lengths": batch["lengths"],
             "labels": labels,
             "weights": loss_weights(valid.to(get_device()), sum_over_dp=sum_over_dp),
         }
 
-        def loss_fn(rewards, rows):
-            values = {"predictions": rewards, "labels": rows["labels"], "weights": rows["weights"]}
-            loss, metrics = regression_loss(**values)
-            return loss, metrics | correlation_moments(**values)
+        def loss_fn(predictions: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
+            labels, weights = micro_batch["labels"], micro_batch["weights"]
+            loss, metrics = regression_loss(
+                predictions=predictions, labels=labels, weights=weights
+            )
+            moments = correlation_moments(predictions=predictions, labels=labels, weights=weights)
+            return loss, {**metrics, MOMENTS: moments}
 
-        metrics = forward_backward(
+        metrics, moments = forward_backward(
             self.model,
-            rows,
+            inputs,
             micro_batch_size=self.cfg.micro_batch_size,
             loss_fn=loss_fn,
             forward_only=forward_only,
             model_inputs=("lengths",),
         )
         metrics["weights"] = float(sum_over_dp(valid.sum().to(get_device())))
-        return metrics["loss"], metrics
+        return metrics["loss"], {**metrics, **moments}
 
-    def summarize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Moments become `correlation` (see `metrics.correlations_from_moments`)."""
-        return correlations_from_moments(metrics)
+    def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Replace the moments by `correlation` (`metrics.correlations_from_moments`)."""
+        rest = {key: float(value) for key, value in metrics.items() if key != MOMENTS}
+        if MOMENTS not in metrics:  # no batch with a label
+            return rest
+        return rest | correlations_from_moments(metrics[MOMENTS])

@@ -1,20 +1,26 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTRewardModel`: learns from pairs which text is better, then gives any text a reward.
+"""`MegatronGPTRewardModel`: learns from pairs which sample is better, then gives any sample a
+reward.
 
-Notation: B pairs (or N texts) on this data-parallel rank, S padded length.
+Notation: B pairs (or N samples) on this data-parallel rank, S padded length.
 """
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from lightning.pytorch import Trainer
 from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, preference_loss
+from nemo_aligner.core.types import PairBatch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec
@@ -22,6 +28,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.megatron_steps import (
+    Batch,
     broadcast_from_last_stage,
     forward_backward,
     forward_collect,
@@ -36,102 +43,109 @@ HEAD_DTYPES = {
 }
 
 
-def num_attributes(cfg: DictConfig) -> int:
-    """A, `model.regression.num_attributes`: the numbers that the head computes for a text; 1 where
-    it is not set.
-    """
-    return (cfg.get("regression") or {}).get("num_attributes", None) or 1
-
-
-def check_attribute_weights(cfg: DictConfig) -> None:
-    """Raise `ConfigError` unless `model.regression.attribute_weights`, where given, has a number
-    per attribute.
-    """
-    weights = (cfg.get("regression") or {}).get("attribute_weights", None)
-    if weights is not None and len(weights) != num_attributes(cfg):
-        raise ConfigError(
-            f"model.regression.attribute_weights={list(weights)} has {len(weights)} numbers for "
-            f"model.regression.num_attributes={num_attributes(cfg)}; give one per attribute."
-        )
-
-
 class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     """Reward model for binary preferences.
 
     Args:
-        cfg: model configuration; beside the architecture it reads `force_head_dtype` (never
-            narrower than the model), `output_sequence`, `use_avg_pool`,
-            `regression.{num_attributes, merge_attributes, attribute_weights}`,
-            `reward_standardization.{enable, mean, std}` and `forward_micro_batch_size`.
+        cfg: section `model` of `training_rm.yaml` or `inference_rm.yaml` (docs/config.md). The
+            head is never narrower than the model, whatever `force_head_dtype` says.
         trainer: Lightning trainer.
 
     Attributes:
-        has_trained_head: the weights were loaded together with a head that was trained to give
-            rewards. A language model has none, and a critic's gives values.
+        has_trained_head: the weights were loaded with a head trained to give rewards. A language
+            model has no head, and a critic's gives values.
+        forward_micro_batch_size: samples per forward pass of `infer`.
+        reward_mean_std: mean and standard deviation that rewards are standardized with, or None.
+
+    Raises:
+        ConfigError: attribute weights or standardization that cannot work.
     """
 
-    def __init__(self, cfg: DictConfig, trainer=None):
-        check_attribute_weights(cfg)
+    def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
         self.has_trained_head = False
-        self.forward_micro_batch_size = self.cfg.get(
-            "forward_micro_batch_size", None
-        ) or self.cfg.get("micro_batch_size", 1)
-        standardization = self.cfg.get("reward_standardization") or {}
-        self.reward_mean_std = None
-        if standardization.get("enable", False):
-            mean, std = standardization.get("mean"), standardization.get("std")
-            if mean is None or not std or std <= 0:
-                raise ConfigError(
-                    f"model.reward_standardization.enable=True with mean={mean}, std={std}; give "
-                    "both, std above 0."
-                )
-            self.reward_mean_std = (mean, std)
+        self.forward_micro_batch_size: int = self.cfg.forward_micro_batch_size
+        self.reward_mean_std: tuple[float, float] | None = None
+        if self.cfg.reward_standardization.enable:
+            self.reward_mean_std = (
+                self.cfg.reward_standardization.mean,
+                self.cfg.reward_standardization.std,
+            )
+
+    @classmethod
+    def check_config(cls, cfg: DictConfig) -> None:
+        """Check the head's dtype, the attribute weights and the standardization (see the base
+        class).
+        """
+        if str(cfg.force_head_dtype) not in HEAD_DTYPES:
+            raise ConfigError(
+                f"model.force_head_dtype={str(cfg.force_head_dtype)!r} is not supported; use "
+                "float32 or bfloat16."
+            )
+        weights = cfg.regression.attribute_weights
+        if weights is not None and len(weights) != cfg.regression.num_attributes:
+            raise ConfigError(
+                f"model.regression.attribute_weights={list(weights)} has {len(weights)} numbers "
+                f"for model.regression.num_attributes={cfg.regression.num_attributes}; give one "
+                "per attribute."
+            )
+        standardization = cfg.reward_standardization
+        mean, std = standardization.mean, standardization.std
+        if standardization.enable and (mean is None or not std or std <= 0):
+            raise ConfigError(
+                f"model.reward_standardization.enable=True with mean={mean}, std={std}; give "
+                "both, std above 0."
+            )
 
     @classmethod
     def check_training_config(cls, cfg: DictConfig) -> None:
-        """Refuse a `model` section that this kind of reward model cannot be trained with.
+        """Check that this kind of reward model can be trained with the `model` section `cfg`.
 
         Raises:
-            ConfigError: a head with another output than the loss compares.
+            ConfigError: the head's output is not what the loss compares.
         """
-        if cfg.get("output_sequence", False):
+        cfg = complete_model(cfg, cls.CONFIG_NAME)
+        if cfg.output_sequence:
             raise ConfigError(
                 "model.output_sequence=True makes a critic, a value for every token; set it to "
-                "False to train a "
-                "reward model."
+                "False to train a reward model."
             )
         cls._check_attributes(cfg)
 
     @classmethod
     def _check_attributes(cls, cfg: DictConfig) -> None:
-        if num_attributes(cfg) > 1 and not (cfg.get("regression") or {}).get(
-            "merge_attributes", False
-        ):
+        regression = cfg.regression
+        if regression.num_attributes > 1 and not regression.merge_attributes:
             raise ConfigError(
-                f"model.regression.num_attributes={num_attributes(cfg)}, but pairs are compared "
-                "by one number; set it "
-                "to 1, or model.regression.merge_attributes=True, or "
-                "model.reward_model_type=regression."
+                f"model.regression.num_attributes={regression.num_attributes}, but pairs are "
+                "compared by one number; set it to 1, or model.regression.merge_attributes=True, "
+                "or model.reward_model_type=regression."
             )
 
     @classmethod
     def fresh_weights(cls) -> tuple[str, ...]:
-        """A language model's checkpoint has no reward head."""
+        """The head: a language model's checkpoint has none."""
         return ("rm_head.",)
 
-    def load_nemo_weights(self, restore_path, *args, **kwargs) -> None:
-        """As the base class; sets `has_trained_head`."""
-        super().load_nemo_weights(restore_path, *args, **kwargs)
+    def load_nemo_weights(
+        self,
+        restore_path: str | Path,
+        strict: bool = True,
+        missing_ok: tuple[str, ...] = (),
+        skip: tuple[str, ...] = (),
+    ) -> None:
+        """Load the weights as the base class does, and set `has_trained_head`."""
+        super().load_nemo_weights(restore_path, strict, missing_ok, skip)
         has_head = broadcast_from_last_stage(self.has_trained_head)
         if not has_head:
             logging.info(
-                f"the head is new: its weights come from model.seed={self.cfg.get('seed', 1234)}"
+                f"the head is new: its initial weights come from model.seed={self.cfg.seed}"
             )
-        gives_values = bool(nemo_archive.read_config(restore_path).get("output_sequence", False))
+        gives_values = complete_model(nemo_archive.read_config(restore_path)).output_sequence
         self.has_trained_head = has_head and not gives_values
 
     def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
+        """Load the weights as the base class does, and set `has_trained_head`."""
         super().load_sharded_weights(loaded, strict=strict)
         self.has_trained_head = any(
             name.startswith("model.rm_head.") for chunk in loaded.values() for name in chunk
@@ -140,64 +154,59 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     def module_provider(
         self, pre_process: bool, post_process: bool, vp_stage: int | None = None
     ) -> GPTRewardModel:
-        name = str(self.cfg.get("force_head_dtype", None) or "float32")
-        if name not in HEAD_DTYPES:
-            raise ConfigError(
-                f"model.force_head_dtype={name!r} is not supported; use float32 or bfloat16."
-            )
-        regression = self.cfg.get("regression") or {}
-        attributes_weights = regression.get("attribute_weights", None)
+        """The bare Megatron module of one chunk."""
+        cfg = self.cfg
+        weights = cfg.regression.attribute_weights
         return GPTRewardModel(
             transformer_layer_spec=build_layer_spec(self.transformer_config, vp_stage),
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
-            output_sequence=self.cfg.get("output_sequence", False),
-            use_avg_pool=self.cfg.get("use_avg_pool", False),
+            output_sequence=cfg.output_sequence,
+            use_avg_pool=cfg.use_avg_pool,
             head_dtype=torch.promote_types(
-                HEAD_DTYPES[name], self.transformer_config.params_dtype
+                HEAD_DTYPES[str(cfg.force_head_dtype)], self.transformer_config.params_dtype
             ),
-            head_seed=self.cfg.get("seed", 1234),
-            num_attributes=num_attributes(self.cfg),
-            merge_attributes=bool(regression.get("merge_attributes", False)),
-            attributes_weights=list(attributes_weights)
-            if attributes_weights is not None
-            else None,
+            head_seed=cfg.seed,
+            num_attributes=cfg.regression.num_attributes,
+            merge_attributes=cfg.regression.merge_attributes,
+            attributes_weights=None if weights is None else list(weights),
             **self.module_args(),
         )
 
-    # --- training -------------------------------------------------------------------------------------------------
+    # --- training -------------------------------------------------------------------------------
 
     def get_loss_and_metrics(
-        self, batch: dict, forward_only: bool = False
-    ) -> tuple[float, dict[str, float]]:
-        """Bradley-Terry loss of a global batch of pairs, and its gradient unless `forward_only`;
-        all ranks call it.
+        self, batch: PairBatch, forward_only: bool = False
+    ) -> tuple[float, Mapping[str, float | Tensor]]:
+        """Bradley-Terry loss of a global batch of pairs, and its gradient unless `forward_only`.
+
+        All ranks call it.
 
         Args:
-            batch: a `PairBatch`: `chosen`, `rejected` int64 [B, S], `chosen_length`,
-                `rejected_length` int64 [B], `loss_mask` [B, S], all zero where a pair must not
-                count.
+            batch: this data-parallel rank's share of the global batch.
+            forward_only: compute no gradient.
 
         Returns:
             The loss and, over the pairs that count: `loss`, `acc` (share in the right order),
-            `weights` (how many), `rewards_{chosen,rejected,all}_mean` and `rewards_all_std`.
+            `weights` (number of pairs), `rewards_{chosen,rejected,all}_mean` and
+            `rewards_all_std`.
         """
         valid = batch["loss_mask"].ne(0).any(dim=-1).float()
         lengths = _interleave(batch["chosen_length"], batch["rejected_length"])
-        width = int(lengths.max())  # what is behind the longest text is padding
-        rows = {
+        width = int(lengths.max())  # the rest is padding
+        inputs = {
             "tokens": _interleave(batch["chosen"], batch["rejected"])[:, :width],
             "lengths": lengths,
-            # The same weight for both texts of a pair.
+            # The same weight for both samples of a pair.
             "weights": loss_weights(
                 valid.to(get_device()), sum_over_dp=sum_over_dp
             ).repeat_interleave(2),
         }
 
-        def loss_fn(rewards, rows):
+        def loss_fn(rewards: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
             chosen, rejected = rewards.reshape(-1, 2).unbind(-1)
-            weights = rows["weights"][0::2]
+            weights = micro_batch["weights"][0::2]
             loss, metrics = preference_loss(
                 rewards_chosen=chosen, rewards_rejected=rejected, weights=weights
             )
@@ -211,9 +220,9 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
             ).sum() / 2
             return loss, metrics
 
-        metrics = forward_backward(
+        metrics, _ = forward_backward(
             self.model,
-            rows,
+            inputs,
             micro_batch_size=2 * self.cfg.micro_batch_size,
             loss_fn=loss_fn,
             forward_only=forward_only,
@@ -227,29 +236,36 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         metrics["weights"] = float(sum_over_dp(valid.sum().to(get_device())))
         return metrics["loss"], metrics
 
-    # --- inference ------------------------------------------------------------------------------------------------
+    # --- inference ------------------------------------------------------------------------------
 
     def prepare_for_inference(self) -> None:
+        """Enter evaluation mode (dropout off)."""
         self.set_eval()
 
     def finish_inference(self) -> None:
+        """Enter training mode."""
         self.set_train()
 
-    def infer(self, inputs, add_BOS: bool = False, add_EOS: bool = False) -> Tensor:
-        """Rewards (or, with `output_sequence`, values of every position); a TP x PP x CP group
-        calls it with the same rows.
+    def infer(
+        self,
+        inputs: list[str] | tuple[Tensor, Tensor],
+        add_BOS: bool = False,
+        add_EOS: bool = False,
+    ) -> Tensor:
+        """Rewards, or with `output_sequence` the value of every position; every rank of a TP x PP
+        x CP group calls it with the same samples.
 
         Args:
-            inputs: list of str, or (tokens int64 [N, S], lengths int64 [N] or [N, 1]) with lengths
+            inputs: N strings, or (tokens int64 [N, S], lengths int64 [N] or [N, 1]) with lengths
                 from 1 to S.
-            add_BOS, add_EOS: put these tokens around each str.
+            add_BOS, add_EOS: put these tokens around each string.
 
         Returns:
             float32 on `get_device()`: [N, 1], [N, A] with several attributes, or [N, S].
 
         Raises:
-            UserError: a text without tokens or longer than `encoder_seq_length`, or a length out
-            of range.
+            UserError: a string without tokens or longer than `encoder_seq_length`, or a length
+                out of range.
         """
         tokens, lengths = (
             inputs if isinstance(inputs, tuple) else self.tokenize(inputs, add_BOS, add_EOS)
@@ -259,17 +275,16 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         if shortest < 1 or longest > tokens.size(1):
             raise UserError(
                 f"sequence lengths from {shortest} to {longest} for {tokens.size(1)} token "
-                "columns; a length counts "
-                "the tokens of a row without its padding, and is at least 1."
+                "columns; a length counts the tokens of a sample without its padding, and is at "
+                "least 1."
             )
-        outputs = forward_collect(
+        return forward_collect(
             self.model,
             {"tokens": tokens, "lengths": lengths},
             micro_batch_size=self.forward_micro_batch_size,
             output_fn=lambda output, _: self._standardize(output.float()),
             model_inputs=("lengths",),
         )
-        return outputs
 
     def _standardize(self, rewards: Tensor) -> Tensor:
         if self.reward_mean_std is None:
@@ -280,35 +295,35 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     def tokenize(
         self, sentences: list[str], add_BOS: bool = False, add_EOS: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [N, longest], padded with eos, and lengths int64 [N], of N texts; nothing
+        """Tokens int64 [N, longest], padded with eos, and lengths int64 [N] of N strings; nothing
         is cut off.
 
         Raises:
-            UserError: a text without tokens, or longer than `encoder_seq_length`.
+            UserError: a string without tokens, or longer than `encoder_seq_length`.
         """
         tokenizer, limit = self.tokenizer, self.cfg.encoder_seq_length
-        rows = []
+        samples = []
         for number, sentence in enumerate(sentences):
-            row = (
+            ids = (
                 [tokenizer.bos_id] * add_BOS
                 + tokenizer.text_to_ids(sentence)
                 + [tokenizer.eos_id] * add_EOS
             )
-            if not 1 <= len(row) <= limit:
+            if not 1 <= len(ids) <= limit:
                 raise UserError(
-                    f"text {number} has {len(row)} tokens; a reward model reads 1 to "
+                    f"sentence {number} has {len(ids)} tokens; a reward model reads 1 to "
                     f"model.encoder_seq_length={limit}."
                 )
-            rows.append(row)
-        width = max(map(len, rows))
+            samples.append(ids)
+        width = max(map(len, samples))
         tokens = torch.tensor(
-            [row + [tokenizer.eos_id] * (width - len(row)) for row in rows], dtype=torch.int64
+            [ids + [tokenizer.eos_id] * (width - len(ids)) for ids in samples], dtype=torch.int64
         )
-        return tokens, torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return tokens, torch.tensor([len(ids) for ids in samples], dtype=torch.int64)
 
 
 def _interleave(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """[2B, ...]: each pair's two rows next to each other, so that every micro-batch holds whole
+    """[2B, ...]: the samples of a pair next to each other, so that micro-batches hold whole
     pairs.
     """
     return torch.stack([chosen, rejected], dim=1).flatten(0, 1)

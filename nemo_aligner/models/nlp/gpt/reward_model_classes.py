@@ -12,6 +12,8 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 
 
 class RewardModelType(Enum):
+    """Values of `model.reward_model_type`."""
+
     BINARY_RANKING = "binary_ranking"
     REGRESSION = "regression"
 
@@ -23,8 +25,7 @@ REWARD_MODEL_CLASS_DICT = {
 
 
 def reward_model_type(name: str | None) -> RewardModelType:
-    """The kind that `model.reward_model_type` names; None (a checkpoint that does not say) means
-    binary ranking.
+    """The kind that `model.reward_model_type` names; None means binary ranking.
 
     Raises:
         ConfigError: an unknown kind.
@@ -39,15 +40,19 @@ def reward_model_type(name: str | None) -> RewardModelType:
 
 
 def reward_model_class(name: str | None) -> type[MegatronGPTRewardModel]:
-    """The class for `model.reward_model_type` (see `reward_model_type`)."""
+    """The class for `model.reward_model_type`; None and errors as in `reward_model_type`."""
     return REWARD_MODEL_CLASS_DICT[reward_model_type(name)]
 
 
-def held_out_text(kind: RewardModelType, metrics: dict[str, float], samples: float) -> str:
-    """What validation says, in plain words: "held-out accuracy 0.980 on 256 pairs".
+def held_out_text(
+    kind: RewardModelType, metrics: dict[str, float], samples: float, num_attributes: int = 1
+) -> str:
+    """The result of a validation in words: "held-out accuracy 0.980 on 256 pairs".
 
     Args:
+        kind: of the reward model.
         metrics, samples: an entry of `SupervisedTrainer.held_out`.
+        num_attributes: of the reward model; with several, the correlation of each is named.
     """
     key, name, unit = {
         RewardModelType.BINARY_RANKING: ("acc", "accuracy", "pairs"),
@@ -55,9 +60,9 @@ def held_out_text(kind: RewardModelType, metrics: dict[str, float], samples: flo
     }[kind]
     value = f"{metrics[key]:.3f}" if key in metrics else "undefined"
     by_attribute = [
-        f"{k.partition('_')[2]}: {v:.3f}"
-        for k, v in metrics.items()
-        if k.startswith("correlation_")
+        f"{attribute}: {metrics[f'correlation_{attribute}']:.3f}"
+        for attribute in range(num_attributes)
+        if f"correlation_{attribute}" in metrics
     ]
     details = f" (by attribute {', '.join(by_attribute)})" if by_attribute else ""
     return f"held-out {name} {value} on {samples:.0f} {unit}{details}"

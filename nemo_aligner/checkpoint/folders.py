@@ -1,0 +1,79 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of training checkpoints: their names, and which of them are complete and to be kept.
+
+A folder is written under a temporary name and renamed when it is complete. Nothing is ever read
+out of its name.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+MARKER = "COMPLETE"  # written last; a folder without it is ignored
+STATE_FILE = "state.json"
+WRITING_SUFFIX = ".writing"
+
+Checkpoint = tuple[Path, dict[str, Any]]  # a complete folder and the contents of its state.json
+
+
+def format_name(template: str, metrics: dict[str, float]) -> str:
+    """`"gpt-{step}-{val:.3f}"` -> `"gpt-step=10-val=0.812"`; a missing metric reads `nan`."""
+
+    def fill(match: re.Match[str]) -> str:
+        key, spec = match.group(1), match.group(2) or ""
+        value = metrics.get(key, math.nan)
+        if not spec and float(value).is_integer():
+            value = int(value)
+        return f"{key}={format(value, spec)}"
+
+    return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, template)
+
+
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """Contents of `state.json` of a complete checkpoint, else None."""
+    if not (folder / MARKER).is_file():
+        return None
+    try:
+        return json.loads((folder / STATE_FILE).read_text())
+    except FileNotFoundError:  # another thread or job is removing the folder
+        return None
+
+
+def complete_checkpoints(root: Path) -> list[Checkpoint]:
+    """Complete checkpoints under `root`, oldest first."""
+    if not root.is_dir():
+        return []
+    found = [(path, read_state(path)) for path in root.iterdir() if path.is_dir()]
+    complete = [(path, state) for path, state in found if state is not None]
+    return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"])
+
+
+def outdated(
+    checkpoints: list[Checkpoint], monitor: str | None, mode: str, save_top_k: int
+) -> list[Path]:
+    """Folders that are neither among the best nor the last two.
+
+    If a job dies between the critic's save and the actor's, the older of the last two match.
+
+    Args:
+        checkpoints: complete ones, oldest first.
+        monitor: metric that they are ranked by. A checkpoint where it is missing or NaN ranks
+            last; of equals the newer one wins.
+        mode: "max" or "min".
+        save_top_k: how many of the best to keep; below 0: all.
+    """
+    if save_top_k < 0:
+        return []
+    sign = 1 if mode == "min" else -1
+
+    def rank(checkpoint: Checkpoint) -> tuple[float, int]:
+        state = checkpoint[1]
+        value = sign * state["metrics"].get(monitor, math.nan)
+        return (math.inf if math.isnan(value) else value, -state["save_number"])
+
+    best = sorted(checkpoints, key=rank)[:save_top_k]
+    keep = {path for path, _ in [*best, *checkpoints[-2:]]}
+    return [path for path, _ in checkpoints if path not in keep]

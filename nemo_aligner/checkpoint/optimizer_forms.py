@@ -1,0 +1,156 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer states that another kind of optimizer can load.
+
+Megatron Core has three forms of an optimizer's state, and loads each only into the kind of
+optimizer that saved it:
+
+* fp32 weights: `{"state", "param_groups"}`;
+* bf16 weights: `{"optimizer": {"state", "param_groups"}, MAIN_WEIGHTS}`;
+* the distributed optimizer: `{"optimizer": {"param_groups"}, "param_state", ...}`.
+
+With experts there are two optimizers, whose states are under 0 and 1.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from nemo_aligner.parallel.megatron_switches import all_weights_named, groups_in_order
+from nemo_aligner.training.optim import chained_optimizers
+
+State = dict[Any, Any]
+
+# The key of a bf16 model's fp32 weights in Megatron Core's optimizer states.
+MAIN_WEIGHTS = "fp32_from_fp16_params"
+# Megatron Core's name of the distributed optimizer's form that loads at another split.
+FULLY_RESHARDABLE = "fully_reshardable"
+# Prefixes of the fp32 copies of the weights in a checkpoint: of the distributed optimizer, and of
+# a bf16 model without it. Without either the weights are fp32 themselves.
+_MAIN_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
+
+
+def optimizer_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """Settings of each parameter group that come from the configuration; rate and weight decay
+    come from the schedule.
+    """
+    keys = ("max_lr", "min_lr", "betas", "eps")
+    return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, weights: State, is_loading: bool, metadata: dict[str, Any]
+) -> State:
+    """Megatron Core's sharded optimizer state, complete for models with weights of two dtypes.
+
+    Args:
+        optimizer: from `setup_megatron_optimization`.
+        weights: sharded state dict of the weights.
+        is_loading: the state will be loaded, not saved.
+        metadata: of Megatron Core.
+    """
+    with all_weights_named(chained_optimizers(optimizer)):
+        state = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+    for part in _parts(state):
+        if MAIN_WEIGHTS in part:  # Megatron Core cannot reassemble lists with empty lists in them
+            part[MAIN_WEIGHTS] = [group for group in part[MAIN_WEIGHTS] if group]
+    return state
+
+
+def read_main_weights(state: State, stored: set[str]) -> None:
+    """Let `state`, about to be loaded, read the fp32 weights under the names `stored` in the
+    checkpoint.
+    """
+    for tensor in nested_values(state):
+        prefix = next(
+            (p for p in _MAIN_PREFIXES[:2] if str(getattr(tensor, "key", "")).startswith(p)), None
+        )
+        if prefix is not None:
+            names = [
+                other + tensor.key.removeprefix(prefix) for other in (prefix, *_MAIN_PREFIXES)
+            ]
+            tensor.key = next((name for name in names if name in stored), tensor.key)
+
+
+def load_optimizer_state(optimizer: MegatronOptimizer, loaded: State) -> None:
+    """Load a state into `optimizer`, whatever kind of optimizer saved it.
+
+    The configuration of the job wins over the stored settings: a user may resume with another
+    learning rate.
+    """
+    settings = optimizer_settings(optimizer)
+    own = chained_optimizers(optimizer)
+    parts = [_in_form_of(part, state) for part, state in zip(own, _parts(loaded), strict=True)]
+    state = dict(enumerate(parts)) if len(parts) > 1 else parts[0]
+    with groups_in_order(own):
+        optimizer.load_state_dict(_with_step(state))
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
+
+
+def _parts(state: State) -> list[State]:
+    """The states of chained optimizers, or that of the only one."""
+    if state and all(isinstance(key, int) for key in state):
+        return [state[key] for key in sorted(state)]
+    return [state]
+
+
+def _with_step(state: State) -> State:
+    """`state` with a step count: Megatron Core writes none before the first step, but needs one to
+    load.
+    """
+    if "state" in state:
+        state["state"].setdefault("common_step", torch.tensor(0.0))
+    for key, part in state.items():
+        if key == "optimizer" or isinstance(key, int):
+            _with_step(part)
+    return state
+
+
+def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
+    """The state `loaded` in the form of `optimizer`.
+
+    A distributed optimizer keeps its step count with the settings of the parameter groups,
+    PyTorch's Adam with the parameters. Only that count is needed of the stored settings: the rest
+    comes from the configuration, and without the distributed optimizer they list only the
+    parameters of the first pipeline stage.
+    """
+    was_distributed = "param_state_sharding_type" in loaded
+    is_distributed = isinstance(optimizer, DistributedOptimizer)
+    if (was_distributed and is_distributed) or getattr(optimizer, "is_stub_optimizer", False):
+        return loaded
+    state, step = _state_and_step(loaded)
+    own = optimizer.state_dict()
+    groups = (own if "param_groups" in own else own["optimizer"])["param_groups"]
+    is_pytorch = isinstance(optimizer.optimizer, torch.optim.AdamW)
+    if is_distributed or not is_pytorch:
+        groups = [{**group, "step": float(step) if is_pytorch else int(step)} for group in groups]
+    if is_distributed:
+        return {
+            "optimizer": {"param_groups": groups},
+            "param_state": loaded["param_state"],
+            "param_state_sharding_type": FULLY_RESHARDABLE,
+        }
+    if is_pytorch:
+        state = {**state, "common_step": torch.tensor(float(step))}
+    plain = {"state": state, "param_groups": groups}
+    if "param_groups" in own:
+        return plain
+    main = iter(loaded[MAIN_WEIGHTS])
+    return {
+        "optimizer": plain,
+        MAIN_WEIGHTS: [next(main) if group else [] for group in own[MAIN_WEIGHTS]],
+    }
+
+
+def _state_and_step(loaded: State) -> tuple[State, float]:
+    """Adam's states in any form, and how many steps were done; 0 where it is not stored."""
+    nested = loaded.get("optimizer", {})
+    state = loaded.get("state", nested.get("state", {}))
+    if "common_step" in state:
+        return state, state["common_step"]
+    groups = [*loaded.get("param_groups", []), *nested.get("param_groups", [])]
+    return state, next((group["step"] for group in groups if group.get("step")), 0)
