@@ -1,13 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 #
-# GPU container: PyTorch from the base image, Transformer Engine and apex built from source, and this package.
+# GPU container: PyTorch from the base image, Transformer Engine and apex built from source, and
+# this package.
 #
 #   docker build --build-arg BASE_IMAGE=<image> --tag nemo-aligner-mcore .
 #   docker run --gpus all --ipc=host --network=host -it nemo-aligner-mcore
 #
-# BASE_IMAGE: an image with the CUDA toolkit, PyTorch 2.6 to 2.13 and Python 3.10 to 3.12, such as NVIDIA's PyTorch container.
-# --ipc=host (or --shm-size=8g): requests to the critic pass through /dev/shm, whose default of 64 MB is too small.
+# BASE_IMAGE: an image with the CUDA toolkit, PyTorch 2.6 to 2.13 and Python 3.10 to 3.12, such as
+# NVIDIA's PyTorch container.
+# --ipc=host (or --shm-size=8g): requests to the critic pass through /dev/shm, whose default size
+# of 64 MB is too small.
 ARG BASE_IMAGE
 FROM ${BASE_IMAGE}
 
@@ -19,7 +22,7 @@ ARG TORCH_CUDA_ARCH_LIST="8.0 9.0"
 ARG MAX_JOBS=8
 ENV TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST} MAX_JOBS=${MAX_JOBS}
 
-# Some base images pin every package; Triton's Python backend needs numpy below 2, whatever they say.
+# Some base images pin every package, but Triton's Python backend needs numpy below 2.
 ENV PIP_CONSTRAINT="" PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
 
 # The served critic needs the shared libpython.
@@ -36,7 +39,7 @@ RUN git clone https://github.com/NVIDIA/apex /opt/apex \
     && rm -rf /opt/apex/build
 
 WORKDIR /opt/nemo_aligner
-# First what setup.py needs to be read, so that a change in the code does not repeat the installation.
+# First only what setup.py reads, so that a change in the code does not repeat the installation.
 COPY setup.py pyproject.toml LICENSE ./
 COPY nemo_aligner/__init__.py nemo_aligner/
 RUN torch_before=$(python -c 'import torch; print(torch.__version__)') \

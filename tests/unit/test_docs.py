@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.mutants import MUTANTS
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nemo_aligner"
 PAGES = [
@@ -223,6 +225,11 @@ def test_readme_and_results_tell_of_the_same_run():
     assert told["validation reward"] == row.group(1, 2)
     assert told["gold score (-1 to 1)"] == row.group(3, 4)
     assert told["KL to the reference, per token"] == ("0.000", row.group(5))
+
+
+def test_results_count_the_planted_faults():
+    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    assert f"plants {len(MUTANTS)} faults" in results
 
 
 @every_page
