@@ -68,6 +68,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["nemo_aligner", "nemo_aligner.*"]),
+    package_data={"nemo_aligner": ["conf/*.yaml"]},  # a link to conf/: the defaults of every key
     python_requires=">=3.10,<3.13",
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,

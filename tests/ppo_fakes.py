@@ -8,6 +8,7 @@ weight. Everything that the trainer calls is appended to `events`, so a test can
 calls.
 """
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.ppo import PPOTrainer
+from nemo_aligner.core.types import Scores
 from nemo_aligner.parallel import parallel_state
 
 EOS = 0
@@ -206,12 +208,9 @@ class FakeCritic:
         tokens = rollout_batch["response_tokens"]
         values = (tokens[:, :-1] / 10).masked_fill(tokens[:, :-1] == EOS, torch.nan)
         rewards = tokens.sum(-1) / rollout_batch["response_lengths"] / 10
-        future = FakeFuture(self.events, "critic_infer_result", (rewards, values))
-        future.reward_parts = {
-            "kind": rewards,
-            "terse": -rollout_batch["response_lengths"].float(),
-        }
-        return future
+        parts = {"kind": rewards, "terse": -rollout_batch["response_lengths"].float()}
+        scores = Scores(rewards, values, parts)
+        return FakeFuture(self.events, "critic_infer_result", scores)
 
     def train(self, data):
         self.events.append("critic_train")
@@ -235,7 +234,7 @@ class FakeRewards(FakeCritic):
 
     def infer_rm_critic(self, rollout_batch):
         future = super().infer_rm_critic(rollout_batch)
-        future.value = (future.value[0], None)
+        future.value = dataclasses.replace(future.value, values=None)
         return future
 
     def train(self, data):

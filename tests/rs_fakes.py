@@ -7,6 +7,7 @@ milliseconds.
 import torch
 
 from nemo_aligner.algorithms.rs import RSTrainer
+from nemo_aligner.core.types import Scores
 from nemo_aligner.data.nlp.samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
@@ -56,9 +57,8 @@ class FakeRewardModel:
             (tuple(row[:length].tolist()), float(reward))
             for row, length, reward in zip(tokens, lengths, rewards)
         ]
-        future = FakeFuture(self.events, "rm_result", rewards[:, None])
-        future.reward_parts = {"kind": rewards, "terse": -lengths.float()}
-        return future
+        scores = Scores(rewards, parts={"kind": rewards, "terse": -lengths.float()})
+        return FakeFuture(self.events, "rm_result", scores)
 
 
 def dataloader(global_batch_size, micro_batch_size, *, random=False, num_workers=0, dataset=None):

@@ -28,7 +28,6 @@ advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL ter
 """
 
 from collections.abc import Iterator
-from typing import Optional
 
 import torch
 
@@ -269,7 +268,7 @@ class PPOTrainer:
         self.logger.finalize()
 
     @torch.no_grad()
-    def generate_rollouts(self, sampling_step: Optional[int] = None) -> tuple[dict, dict, dict]:
+    def generate_rollouts(self, sampling_step: int | None = None) -> tuple[dict, dict, dict]:
         """One rollout with the current policy: `(data, metrics, timings)`; all ranks call it.
 
         Args:
@@ -338,10 +337,10 @@ class PPOTrainer:
             wait_for_all(pending for future in futures for pending in future.pending)
             scores = []
             for future in futures:
-                rewards, values = future.result()
-                unused = is_validation or values is None  # without a critic there are none
+                scored = future.result()
+                unused = is_validation or scored.values is None  # without a critic there are none
                 scores.append(
-                    reward_columns(rewards, future) | ({} if unused else {"values": values})
+                    reward_columns(scored) | ({} if unused else {"values": scored.values})
                 )
             width = rollout["response_tokens"].size(1)
             scores = PPORolloutBatch.from_rollout_batches(
@@ -465,7 +464,7 @@ class PPOTrainer:
 
     # ----------------------------------------------------------------------- checkpoint and resume
 
-    def save(self, extra_candidates: Optional[dict] = None, is_train_end: bool = False) -> None:
+    def save(self, extra_candidates: dict | None = None, is_train_end: bool = False) -> None:
         """Save actor and critic side by side; all ranks call it.
 
         Args:

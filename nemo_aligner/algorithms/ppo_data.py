@@ -9,7 +9,6 @@ alignment. All DP ranks call these functions.
 """
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 
@@ -50,18 +49,18 @@ class DataSettings:
     gae_lambda: float
     normalize_advantages: bool
     use_absolute_kl: bool = True
-    kl_estimator: Optional[str] = None
+    kl_estimator: str | None = None
     advantage_estimator: str = "gae"
-    critic_gae_lambda: Optional[float] = None
-    advantage_clip: Optional[float] = None
-    reward_clip: Optional[float] = None
+    critic_gae_lambda: float | None = None
+    advantage_clip: float | None = None
+    reward_clip: float | None = None
     whiten_rewards: bool = False
     overlong_buffer_len: int = 0
     overlong_penalty_factor: float = 1.0
-    max_response_length: Optional[int] = None
+    max_response_length: int | None = None
 
     @classmethod
-    def from_config(cls, cfg, max_response_length: Optional[int] = None) -> "DataSettings":
+    def from_config(cls, cfg, max_response_length: int | None = None) -> "DataSettings":
         """Of `trainer.ppo`. A configuration written before a variant existed does not have its
         keys.
         """

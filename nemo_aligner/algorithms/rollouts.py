@@ -9,13 +9,13 @@ response).
 
 from collections import UserDict
 from collections.abc import Iterable, Iterator
-from typing import Optional
 
 import torch
 
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.masks import create_mask
 from nemo_aligner.core.seeds import sample_seeds
+from nemo_aligner.core.types import Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import rebalance_nd_tensor
 from nemo_aligner.parallel.device import get_device
@@ -26,7 +26,7 @@ class PPORolloutBatch(UserDict):
 
     @classmethod
     def from_rollout_batches(
-        cls, rollout_batches: list[dict], eos_id: int, rollout_batch_seq_length: Optional[int]
+        cls, rollout_batches: list[dict], eos_id: int, rollout_batch_seq_length: int | None
     ) -> "PPORolloutBatch":
         """Join this rank's micro-batches, padded on the right to one width over all ranks; all
         ranks call it.
@@ -81,7 +81,7 @@ class PPORolloutBatch(UserDict):
         )
 
     def chunk(
-        self, rank: int, split_size: int, seed: int, global_batch_size: Optional[int] = None
+        self, rank: int, split_size: int, seed: int, global_batch_size: int | None = None
     ) -> "PPORolloutBatch":
         """This rank's share of the shuffled rows; needs no communication, every rank holds all
         rows.
@@ -127,7 +127,7 @@ def _common_layout(rollout_batches: list[dict]) -> dict:
 
 
 def deal(
-    num_rows: int, rank: int, split_size: int, global_batch_size: Optional[int] = None
+    num_rows: int, rank: int, split_size: int, global_batch_size: int | None = None
 ) -> torch.Tensor:
     """Places in a shuffled rollout, int64 `[num_rows / split_size]`, that belong to one of
     `split_size` ranks.
@@ -188,15 +188,12 @@ def with_prompt_columns(rollout: dict, batch: dict) -> dict:
     return dict(rollout) | {key: batch[key].to(get_device()) for key in kept if key in batch}
 
 
-def reward_columns(rewards: torch.Tensor, future) -> dict[str, torch.Tensor]:
-    """Columns f32 `[b]` of a scored micro-batch: `rewards`, and `rewards_<name>` for each model of
-    an ensemble.
-
-    Args:
-        rewards: `[b]` or `[b, 1]`, from `future.result()`; `future.reward_parts` is known by then.
+def reward_columns(scores: Scores) -> dict[str, torch.Tensor]:
+    """Return the columns f32 `[b]` of a scored micro-batch: `rewards`, and `rewards_<name>` for
+    each model of an ensemble.
     """
-    parts = {f"rewards_{name}": part.flatten() for name, part in future.reward_parts.items()}
-    return {"rewards": rewards.flatten()} | parts
+    parts = {f"rewards_{name}": part for name, part in scores.parts.items()}
+    return {"rewards": scores.rewards} | parts
 
 
 def answer_mask(rollout) -> torch.Tensor:

@@ -20,7 +20,6 @@ the updates and ranks.
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Optional
 
 import torch
 
@@ -294,7 +293,7 @@ class RSTrainer:
         with self.timer("rm_wait"):
             wait_for_all(pending for future in futures for pending in future.pending)
             for rollout, future in zip(rollouts, futures, strict=True):
-                rollout.update(reward_columns(future.result(), future))
+                rollout.update(reward_columns(future.result()))
         eos_id, min_width = self.model.tokenizer.eos_id, self.cfg.rollout_batch_seq_length
         rollout = PPORolloutBatch.from_rollout_batches(
             rollouts, eos_id, min_width
@@ -347,7 +346,7 @@ class RSTrainer:
 
     # ----------------------------------------------------------------------- checkpoint and resume
 
-    def save(self, extra_candidates: Optional[dict] = None, is_train_end: bool = False) -> None:
+    def save(self, extra_candidates: dict | None = None, is_train_end: bool = False) -> None:
         """Save a checkpoint; all ranks call it.
 
         Args:

@@ -32,7 +32,7 @@ ADVANTAGE_ESTIMATORS = {
 }
 
 # Estimators of the KL divergence (`core/kl.py`), for the reward and for the loss.
-KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 
 # How the loss of a global batch is averaged (`core/losses.py:loss_weights`).
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")

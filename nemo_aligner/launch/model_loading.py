@@ -7,7 +7,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint import nemo_archive
-from nemo_aligner.config.checks import drop_unset
+from nemo_aligner.config.defaults import drop_unset
 from nemo_aligner.launch.processes import launch_processes
 
 

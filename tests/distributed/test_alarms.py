@@ -168,7 +168,7 @@ def jobs(tokenizer_dir):
     def infer_rm_critic(rollout):
         future = score(rollout)
         if torch.distributed.get_rank() == 1:
-            future.value[0][1] = NAN
+            future.value.rewards[1] = NAN
         return future
 
     trainer.rm_critic.infer_rm_critic = infer_rm_critic

@@ -28,7 +28,7 @@ PLUS_PLUS = WITHOUT_CRITIC | dict(
 
 
 def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
-    from nemo_aligner.servers.reward_critic_clients import _training_payload
+    from nemo_aligner.servers.payloads import training_payload
     from tests import ppo_fakes
 
     trainer = ppo_fakes.make_trainer(**settings)
@@ -38,7 +38,7 @@ def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
     return {
         "batches": trainer.model.batches,
         "sent_to_critic": [
-            _training_payload(batch)
+            training_payload(batch)
             for batch in trainer.rm_critic.train_batches
             if "values" in batch
         ],

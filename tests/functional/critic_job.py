@@ -65,6 +65,7 @@ def build_model():
 
         def misbehave(self, tokens):
             if (tokens == SLEEP).any():
+                print("the model met SLEEP", flush=True)
                 time.sleep(60)
             if (tokens == RAISE).any():
                 raise ArithmeticError("the model met a token it cannot stand")
@@ -307,7 +308,7 @@ class CriticJob:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def wait_until_serving(self, limit_s=90):
+    def wait_until_serving(self, limit_s=300):
         """Return once all endpoints answer."""
         deadline = Deadline(limit_s)
         while "serving critic_infer" not in self.log():

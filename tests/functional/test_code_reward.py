@@ -77,7 +77,7 @@ def code_reward_server(
 
 
 def reward_client(port, tokenizer=None, init_timeout_s=20):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
+    from nemo_aligner.servers.reward_client import RemoteGPTRMClient
 
     address = {"name": "reward_model", "ip": "127.0.0.1", "port": port}
     cfg = {
@@ -109,7 +109,7 @@ def rollout(tokenizer, pairs: list[tuple[str, str]], ended: bool = True) -> dict
 def ask(port, batch: dict, tokenizer=None, **changes) -> list[float]:
     client = reward_client(port, tokenizer, **changes)
     try:
-        return client.infer_rm(batch).result().flatten().tolist()
+        return client.infer_rm(batch).result().rewards.tolist()
     finally:
         client.communicator.close()
 

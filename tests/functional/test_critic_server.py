@@ -24,13 +24,12 @@ from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
-from tests.patience import patience
+from tests.patience import patience, wait_until
 
 pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings(
-        "ignore:Client network and/or connection timeout"
-    ),  # said of time-outs that are larger
+    pytest.mark.timeout(600),
+    # PyTriton's client warns of time-outs above its default.
+    pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),
 ]
 STOP_LIMIT_S = 15
 
@@ -103,7 +102,7 @@ def client_config(job, **changes):
             "pad_to_length": None,
             "combine_rm_and_critic_server": True,
             "init_timeout_s": patience(20),
-            "inference_timeout_s": patience(30),
+            "inference_timeout_s": patience(90),
             "critic": {"ip": "127.0.0.1", "port": job if isinstance(job, int) else job.port},
             "reward_model": {"ip": "127.0.0.1", "port": 1},
             **changes,
@@ -257,7 +256,7 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(job, mirror, endpoint
 
 
 def test_an_error_of_the_model_comes_back_with_its_traceback(job, mirror):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     client = RemoteGPTRMCriticClient(client_config(job))
     try:
@@ -275,7 +274,7 @@ def test_an_error_of_the_model_comes_back_with_its_traceback(job, mirror):
 
 
 def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     class Other(TinyTokenizer):
         eos_id = 1
@@ -303,7 +302,7 @@ def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
 
 
 def test_client_checks_before_it_sends(job):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     client = RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
     try:
@@ -325,11 +324,11 @@ def test_client_checks_before_it_sends(job):
         )
     finally:
         client.communicator.close()
-    assert not [t for t in threading.enumerate() if "_worker" in t.name and t.is_alive()]
+    assert not [thread for thread in threading.enumerate() if str(job.port) in thread.name]
 
 
 def test_wrong_endpoint_name_and_wrong_port(job):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     start = time.monotonic()
     with pytest.raises(ServerUnreachableError, match="127.0.0.1:1 after 1 s.*init_timeout_s"):
@@ -346,7 +345,7 @@ def test_wrong_endpoint_name_and_wrong_port(job):
 def two_rank_client(port, tp):
     """On each rank: what the client's calls return or raise."""
     from nemo_aligner.parallel import parallel_state
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     parallel_state.initialize(tensor_model_parallel_size=tp)
     rank = parallel_state.get_data_parallel_rank()
@@ -512,7 +511,43 @@ def test_a_rank_that_fails_alone_ends_the_job_and_tells_the_client():
         job.assert_nothing_left()
 
 
-def test_strange_port_is_refused_at_start():
+def test_killing_the_critic_in_an_update_is_one_error_with_its_cause():
+    """The update fails, and so does the scoring request that waits for it: nothing is sent to a
+    server that may have come back with other weights.
+    """
+    from nemo_aligner.servers.connection import RESTART_REMEDY
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
+
+    with CriticJob() as job:
+        client = RemoteGPTRMCriticClient(client_config(job.wait_until_serving()))
+        try:
+            data = make_training_data(4, 9)
+            data["tokens"] = torch.full_like(data["tokens"], SLEEP)
+            data |= {"response_tokens": data["tokens"], "values": data["prev_values"]}
+            update = client.train(data)
+            scores = client.infer_rm_critic(
+                {
+                    "response_tokens": torch.ones(2, 5).long(),
+                    "response_lengths": torch.tensor([5, 5]),
+                }
+            )
+            wait_until(lambda: "SLEEP" in job.log(), 60, job.log)  # the model says so
+            job.look_around()
+            job.signal_rank(0, signal.SIGKILL)
+            killed = time.monotonic()
+            with pytest.raises(ServerRequestError) as caught:
+                update.result()
+            print(f"noticed after {time.monotonic() - killed:.1f} s: {caught.value}")
+            where = f"critic_train at 127.0.0.1:{job.port} failed: "
+            assert where in str(caught.value) and RESTART_REMEDY in str(caught.value)
+            assert time.monotonic() - killed < patience(60)  # long before inference_timeout_s
+            with pytest.raises(ServerRequestError, match="critic_infer at .* failed: "):
+                scores.result()
+        finally:
+            client.close()
+
+
+def test_a_taken_port_is_refused_at_start():
     import socket
 
     with socket.socket() as taken:

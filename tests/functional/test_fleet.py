@@ -18,8 +18,9 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import fleet as fleet_module
+from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
-from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient, RemoteGPTRMCriticClient
+from nemo_aligner.servers.reward_client import RemoteGPTRMClient
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import CriticJob, build_model
 from tests.functional.toy_reward_server import (
@@ -93,9 +94,10 @@ def rollout(seed, first=None):
 
 
 def assert_right(rewards, batch, scale=1.0):
+    """Rewards float32 [b] of a micro-batch against those of the toy server's formula."""
     want = expected_rewards(
         batch["response_tokens"], batch["response_lengths"], batch["prompt_lengths"], scale
-    )
+    ).flatten()
     assert rewards.dtype == torch.float32 and rewards.shape == want.shape
     np.testing.assert_allclose(rewards.numpy(), want, rtol=0, atol=1e-3)
 
@@ -109,7 +111,7 @@ class Stream:
 
     def __init__(self, client):
         self.client, self.sent = client, []
-        self.fleet = client.reward_models.fleets[None]
+        self.fleet = client.reward_models.fleets["reward_model"]
 
     def send(self, count):
         for _ in range(count):
@@ -132,12 +134,14 @@ class Stream:
         """Whether the first `count` requests have their answers."""
         sent = self.sent[: max(count, 0)]
         return all(
-            future.done() for _, pending in sent for future in pending.rm_future._futures.values()
+            request.future.done()
+            for _, pending in sent
+            for request in pending.rm_future._sent.values()
         )
 
     def assert_all_right(self):
         for batch, future in self.sent:
-            assert_right(future.result(), batch)
+            assert_right(future.result().rewards, batch)
 
 
 def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines, record_property):
@@ -287,7 +291,7 @@ def test_answers_that_cannot_be_used_are_raised_at_once(pair, first, words, line
         assert any(server.address in str(caught.value) for server in pair)
         assert len(a.rows()) + len(b.rows()) <= calls + 1  # not sent again
         batch = rollout(2)
-        assert_right(client.infer_rm(batch).result(), batch)
+        assert_right(client.infer_rm(batch).result().rewards, batch)
         assert not any("left out" in line for line in lines)
     finally:
         client.close()
@@ -304,20 +308,18 @@ def test_an_ensemble_adds_weighted_rewards_and_tells_the_parts(pair):
         try:
             for seed in range(4):
                 batch = rollout(seed)
-                future = client.infer_rm(batch)
-                rewards = future.result()
-                assert set(future.reward_parts) == {"helpful", "terse"}
-                parts = future.reward_parts
-                assert_right(parts["helpful"][:, None], batch)
-                assert_right(parts["terse"][:, None], batch, scale=-2.0)
+                scores = client.infer_rm(batch).result()
+                assert set(scores.parts) == {"helpful", "terse"} and scores.values is None
+                assert_right(scores.parts["helpful"], batch)
+                assert_right(scores.parts["terse"], batch, scale=-2.0)
                 torch.testing.assert_close(
-                    rewards, (0.5 * parts["helpful"] + 0.25 * parts["terse"])[:, None]
+                    scores.rewards, 0.5 * scores.parts["helpful"] + 0.25 * scores.parts["terse"]
                 )
             single = RemoteGPTRMClient(section(a, b))
             try:
-                future = single.infer_rm(batch)
-                assert_right(future.result(), batch)
-                assert future.reward_parts == {}
+                scores = single.infer_rm(batch).result()
+                assert_right(scores.rewards, batch)
+                assert scores.parts == {} and scores.values is None
             finally:
                 single.close()
         finally:
@@ -368,7 +370,7 @@ def two_rank_client(port, dead_port, log_file):
     )
     fleet_module.START_GRACE_S = 1.0
     client = RemoteGPTRMClient(config)
-    rewards = client.infer_rm(rollout(2)).result()
+    rewards = client.infer_rm(rollout(2)).result().rewards
     errors = []
     for bad in (RAISE, NAN):
         try:
@@ -383,7 +385,7 @@ def two_rank_client(port, dead_port, log_file):
         client.infer_rm(unsuitable).result()
     except ServerRequestError as error:
         errors.append(str(error))
-    again = client.infer_rm(rollout(2)).result()
+    again = client.infer_rm(rollout(2)).result().rewards
     connections = len(client.reward_models.fleets)
     client.close()
     config = OmegaConf.create(
@@ -430,13 +432,12 @@ def test_separate_mode_takes_values_from_the_critic_and_rewards_from_the_fleet(p
                 "prompt_lengths": torch.tensor([1, 2]),
             }
             for attempt in range(2):
-                future = client.infer_rm_critic(batch)
-                rewards, values = future.result()
-                torch.testing.assert_close(values, model(tokens)[:, :-1].detach())
-                assert_right(future.reward_parts["sum"][:, None], batch)
-                assert_right(future.reward_parts["triple"][:, None], batch, scale=3.0)
+                scores = client.infer_rm_critic(batch).result()
+                torch.testing.assert_close(scores.values, model(tokens)[:, :-1].detach())
+                assert_right(scores.parts["sum"], batch)
+                assert_right(scores.parts["triple"], batch, scale=3.0)
                 torch.testing.assert_close(
-                    rewards, 2.0 * future.reward_parts["sum"] - future.reward_parts["triple"]
+                    scores.rewards, 2.0 * scores.parts["sum"] - scores.parts["triple"]
                 )
                 if attempt == 0:
                     a.kill()

@@ -120,7 +120,7 @@ def through_client(
     """Rewards [N, 1] as an actor gets them; the rollout is padded with the last token id, as
     `infer` pads with eos.
     """
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
+    from nemo_aligner.servers.reward_client import RemoteGPTRMClient
 
     client = RemoteGPTRMClient(client_config(port, pad_to_length=pad_to_length), tokenizer)
     try:
@@ -129,6 +129,7 @@ def through_client(
         return (
             client.infer_rm({"response_tokens": tokens, "response_lengths": lengths})
             .result()
+            .rewards[:, None]
             .numpy()
         )
     finally:

@@ -161,7 +161,7 @@ class ToyRewardServer:
             )
 
     def is_ready(self) -> bool:
-        from nemo_aligner.servers.http_communicator import http_status
+        from nemo_aligner.servers.exchange import http_status
 
         return http_status("127.0.0.1", self.port, f"/v2/models/{self.endpoint}/ready", 2.0) == 200
 

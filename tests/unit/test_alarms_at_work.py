@@ -3,6 +3,8 @@
 """Every alarm among the real parts: the fault is planted in a PPO job with a real policy, or in a
 critic's update, and the alarm fires; a healthy job is silent."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -65,7 +67,9 @@ def make_job(actor, **thresholds):
         sent.append(rollout)
         future = score(rollout)
         rewards, values = future.value
-        future.value = rewards / 10, values.nan_to_num() / 100
+        future.value = dataclasses.replace(
+            future.value, rewards=rewards / 10, values=values.nan_to_num() / 100
+        )
         return future
 
     trainer.rm_critic.infer_rm_critic = infer_rm_critic
@@ -195,11 +199,9 @@ def test_a_critic_of_noise_and_answers_without_end_are_heard(tiny_tokenizer_dir,
 
     def noise(rollout):
         future = score(rollout)
-        rewards, values = future.value
-        future.value = (
-            rewards,
-            10 * torch.randn(values.shape, generator=torch.Generator().manual_seed(0)),
-        )
+        shape = future.value.values.shape
+        values = 10 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        future.value = dataclasses.replace(future.value, values=values)
         return future
 
     trainer.rm_critic.infer_rm_critic = noise
@@ -240,9 +242,8 @@ def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir,
     def infer_rm_critic(rollout):
         future = score(rollout)
         if len(trainer.sent) == 3:
-            future.value[part][1] = (
-                bad  # one NaN value is enough: advantages are normalized over all answers
-            )
+            # One NaN value is enough: advantages are normalized over all responses.
+            tuple(future.value)[part][1] = bad
         return future
 
     trainer.rm_critic.infer_rm_critic = infer_rm_critic

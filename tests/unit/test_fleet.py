@@ -3,14 +3,12 @@
 """How a fleet spreads requests, and failures at moments that a real server cannot be made to fail
 at.
 
-The servers here are sockets that follow a script: they close after half an answer, say nothing, or
+The servers here are sockets that follow a script: they close after half a reply, say nothing, or
 end while they read. Real servers that are killed are in tests/functional/test_fleet.py.
 """
 
-import concurrent.futures
 import json
 import re
-import socket
 import threading
 import time
 
@@ -20,8 +18,10 @@ import pytest
 from nemo_aligner.config.reward_models import RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import exchange, fleet, schema
-from nemo_aligner.servers.http_communicator import PendingAnswer, ServerUnreachableError
+from nemo_aligner.servers.http_communicator import ServerUnreachableError
+from nemo_aligner.servers.reward_client import send_to_fleets
 from tests.patience import patience, wait_until
+from tests.scripted_server import ScriptedServer, answer, closed_port, failure, http, slowly
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 HANG_S = 100.0  # longer than anything here takes
@@ -48,98 +48,6 @@ def lines(monkeypatch):
     monkeypatch.setattr(fleet.logging, "info", said.append)
     monkeypatch.setattr(fleet.logging, "warning", said.append)
     return said
-
-
-class ScriptedServer:
-    """A socket that speaks as much HTTP as a probe and a request need.
-
-    Attributes:
-        ready: answer of probes: an HTTP status, or None for silence.
-        script: function(index of the request, its rewards) -> bytes to send before the connection
-            is closed, or None to keep it open without a word.
-        requests: number of requests so far; `at_once`: the most that were open at the same time.
-    """
-
-    def __init__(self, script=None, ready=200):
-        self.script, self.ready = script or (lambda index, rewards: answer(rewards)), ready
-        self.probes = self.requests = self.open = self.at_once = 0
-        self._lock = threading.Lock()
-        self._hold = threading.Event()
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.port = self.socket.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.stop()
-
-    def stop(self):
-        """Refuse connections; those that are held without a word are closed."""
-        self._hold.set()
-        self.socket.shutdown(
-            socket.SHUT_RDWR
-        )  # a thread waits in `accept`: closing alone would let one more in
-        self.socket.close()
-
-    def _accept(self):
-        while True:
-            try:
-                connection, _ = self.socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection):
-        with connection:
-            data = b""
-            while b"\r\n\r\n" not in data:
-                if not (more := connection.recv(65536)):
-                    return
-                data += more
-            head, body = data.split(b"\r\n\r\n", 1)
-            if head.startswith(b"GET"):
-                self.probes += 1
-                if self.ready is None:
-                    self._hold.wait()
-                else:
-                    connection.sendall(
-                        f"HTTP/1.1 {self.ready} X\r\nContent-Length: 0\r\n\r\n".encode()
-                    )
-                return
-            fields = dict(line.lower().split(": ", 1) for line in head.decode().split("\r\n")[1:])
-            while len(body) < int(fields["content-length"]):
-                body += connection.recv(65536)
-            with self._lock:
-                index = self.requests
-                self.requests += 1
-                self.open += 1
-                self.at_once = max(self.at_once, self.open)
-            tokens = np.frombuffer(
-                body[int(fields["inference-header-content-length"]) :], np.int64
-            )
-            reply = self.script(index, [[float(tokens[0])]])
-            with self._lock:
-                self.open -= 1
-            if reply is None:
-                self._hold.wait()
-            else:
-                connection.sendall(reply)
-
-
-def answer(rewards, status=200):
-    output = {"name": "rewards", "datatype": "FP32", "shape": [len(rewards), len(rewards[0])]}
-    return http({"outputs": [{**output, "data": [x for row in rewards for x in row]}]}, status)
-
-
-def http(content, status):
-    body = json.dumps(content).encode()
-    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def failure(text, status=500):
-    return lambda index, rewards: http({"error": text}, status)
 
 
 class Running:
@@ -180,16 +88,6 @@ class Running:
 
     def wait_for(self, condition):
         wait_until(condition, 10)
-
-
-def closed_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
-def slowly(index, rewards):
-    time.sleep(0.1)
-    return answer(rewards)
 
 
 def test_requests_are_spread_and_answers_are_in_their_places():
@@ -316,7 +214,7 @@ def test_a_request_that_ends_every_server_is_given_up():
         ScriptedServer(lambda *_: b"") as b,
         Running(a, b) as running,
     ):
-        with pytest.raises(ServerRequestError, match="5 times a server ended .* 1 row.*memory"):
+        with pytest.raises(ServerRequestError, match="5 times a server ended .* 1 sample.*memory"):
             running.ready().ask(1)
         assert a.requests + b.requests == 5
 
@@ -337,7 +235,7 @@ def test_a_hanging_model_is_given_up_and_its_server_waits_for_a_restart(lines):
         hang.clear()
         time.sleep(0.5)  # several probes say that it is ready
         assert not running.fleet.servers[0].available and a.requests == 1
-        assert f"no answer within {limit_s:.0f} s, although it answers probes" in "\n".join(lines)
+        assert f"no reply within {limit_s:.0f} s, although it answers probes" in "\n".join(lines)
         a.ready, probes = 503, a.probes  # it is down for a moment
         running.wait_for(lambda: a.probes > probes + 1)
         a.ready = 200
@@ -348,7 +246,7 @@ def test_a_second_time_out_is_an_error():
     with ScriptedServer(lambda *_: None) as a, ScriptedServer(lambda *_: None) as b:
         with Running(a, b, inference_timeout_s=patience(0.4)) as running:
             with pytest.raises(
-                ServerRequestError, match="remote_rm.inference_timeout_s.* 1 row.*hangs"
+                ServerRequestError, match="remote_rm.inference_timeout_s.* 1 sample.*hangs"
             ):
                 running.ready().ask(3)
             assert (a.requests, b.requests) == (1, 1)
@@ -469,7 +367,7 @@ def test_closing_fails_what_is_open_and_ends_all_threads():
         future = running.send(1)  # before the fleet is ready: it waits
         running.wait_for(lambda: server.requests == 1)
         running.fleet.close()
-        with pytest.raises(ServerRequestError, match="closed before the answer"):
+        with pytest.raises(ServerRequestError, match="closed before the reply"):
             future.result(5)
         with pytest.raises(ServerRequestError, match="closed"):
             running.send(2)
@@ -487,7 +385,7 @@ def test_the_first_error_of_an_ensemble_does_not_wait_for_the_others():
                 "tokens": np.ones((1, 3), np.int64),
                 "sequence_lengths": np.full((1, 1), 3, np.int64),
             }
-            pending = fleet.PendingRewards({"a": a.ready().fleet, "b": b.ready().fleet}, data)
+            pending = send_to_fleets({"a": a.ready().fleet, "b": b.ready().fleet}, data)
             assert pending.done(5)
             with pytest.raises(ServerRequestError, match="ArithmeticError: no"):
                 pending.result()
@@ -526,25 +424,11 @@ def test_errors_of_an_ending_server_job_are_known_by_their_names():
         ServerStoppingError("toy is shutting down"),
         ServerJobError("toy failed: closed by peer"),
     ):
-        text = f"TritonModelException: ... {type(error).__module__}.{type(error).__qualname__}: {error}\n\nAt:\n  x"
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
+        text = f"TritonModelException: ... {name}: {error}\n\nAt:\n  x"
         result = exchange._server_error(500, json.dumps({"error": text}).encode())
         assert isinstance(result, exchange.NotServingError) and str(error) in str(result)
     text = f"nemo_aligner.servers.server_loop.{OperationFailedError.__qualname__}: FORWARD failed"
     assert isinstance(
         exchange._server_error(500, json.dumps({"error": text}).encode()), ServerRequestError
     )
-
-
-def test_a_critic_that_answers_nan_is_refused_with_its_address():
-    future = concurrent.futures.Future()
-    future.set_result({"values": np.array([[0.0, np.nan]], np.float32)})
-
-    def check(arrays):
-        schema.validate_response(
-            schema.critic_infer_endpoint(False), arrays, 1, used=np.array([[True, True]])
-        )
-
-    with pytest.raises(
-        ServerRequestError, match="critic_infer at 127.0.0.1:7 failed: 'values' is nan in row 0"
-    ):
-        PendingAnswer(future, "critic_infer", "127.0.0.1", 7, check).result()

@@ -47,7 +47,7 @@ from nemo_aligner.launch.processes import (
     user_errors_end_the_job,
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
 from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 from nemo_aligner.training.timers import Timer

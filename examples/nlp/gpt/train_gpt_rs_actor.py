@@ -40,7 +40,7 @@ from nemo_aligner.launch.processes import (
     user_errors_end_the_job,
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
-from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
+from nemo_aligner.servers.reward_client import RemoteGPTRMClient
 from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 from nemo_aligner.training.timers import Timer
 

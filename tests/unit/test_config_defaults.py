@@ -1,0 +1,127 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Partial and older configurations are completed from the YAML files (config/defaults.py)."""
+
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_aligner.config.defaults import CONF, complete, complete_config, complete_model
+from nemo_aligner.config.schema import CONFIG_NAMES
+from nemo_aligner.core.errors import ConfigError
+
+TINY = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "encoder_seq_length": 32}
+
+
+def load(name):
+    return OmegaConf.load(CONF / f"{name}.yaml")
+
+
+def test_a_missing_key_has_the_value_of_the_yaml_file():
+    ppo = complete({"gae_lambda": 0.5}, "gpt_ppo_actor", "trainer.ppo")
+
+    assert ppo.gae_lambda == 0.5
+    assert ppo.ratio_eps == load("gpt_ppo_actor").trainer.ppo.ratio_eps
+    assert ppo.adaptive_kl.horizon == 10000
+
+
+def test_a_default_that_is_a_reference_has_the_value_of_the_completed_section():
+    rs = complete({"rollout_micro_batch_size": 3}, "gpt_rs_actor", "model.rs")
+
+    assert rs.forward_micro_batch_size == 3
+    assert rs.length_params.max_length == 2048  # half of model.encoder_seq_length in the YAML
+
+
+def test_references_resolve_in_the_configuration_that_the_section_is_a_part_of():
+    cfg = OmegaConf.create(
+        {
+            "model": {"global_batch_size": 5, "x": 7},
+            "trainer": {"ppo": {"ratio_eps": "${model.x}"}},
+        }
+    )
+
+    ppo = complete(cfg.trainer.ppo, "gpt_ppo_actor", "trainer.ppo")
+
+    assert ppo.model_gbs == 5 and ppo.ratio_eps == 7
+    assert "model_gbs" not in cfg.trainer.ppo
+
+
+@pytest.mark.parametrize("key, value", [("alarms", None), ("gradient_clip_val", None)])
+def test_a_null_with_a_meaning_is_kept(key, value):
+    assert complete({key: value}, "gpt_ppo_actor", "trainer.ppo")[key] is value
+
+
+def test_a_section_that_is_null_has_the_defaults():
+    assert (
+        complete({"adaptive_kl": None}, "gpt_ppo_actor", "trainer.ppo").adaptive_kl.target == 6.0
+    )
+
+
+def test_an_ensemble_of_rewards_is_kept_as_it_is():
+    members = {"a": {"ip": "x", "port": 1}}
+    assert (
+        complete({"reward_models": members}, "gpt_rs_actor", "remote_rm").reward_models == members
+    )
+
+
+def test_none_and_no_keys_give_the_same():
+    assert complete(None, "inference_rm", "inference") == complete({}, "inference_rm", "inference")
+
+
+def test_architecture_keys_that_are_null_get_their_fallback():
+    model = complete_model(TINY | {"ffn_hidden_size": None, "bias": None}, "gpt_ppo_actor")
+
+    assert (model.ffn_hidden_size, model.num_query_groups, model.bias) == (64, 4, True)
+    assert (model.tensor_model_parallel_size, model.normalization) == (1, "layernorm")
+    assert model.max_position_embeddings == 32 and model.ppo.num_rollouts_per_prompt == 1
+
+
+def test_a_model_built_outside_a_job_computes_in_float32():
+    assert complete_model(TINY, "gpt_ppo_actor").precision == 32
+    assert complete_config({}, "gpt_ppo_actor").model.precision == "bf16"
+
+
+def test_an_optimizer_without_schedule_keeps_its_rate():
+    cfg = {"model": {"optim": {"name": "adam", "lr": 0.1}}}
+
+    assert "sched" not in complete_config(cfg, "gpt_ppo_actor").model.optim
+    optim = complete(cfg["model"]["optim"], "gpt_ppo_actor", "model.optim")
+    assert (optim.sched.name, optim.sched.constant_steps, optim.weight_decay) == ("constant", 0, 0)
+
+
+def test_a_model_section_without_optimizer_and_data_stays_without():
+    model = complete_model(TINY, "gpt_ppo_actor")
+    assert "optim" not in model and "data" not in model
+
+
+def test_a_default_that_cannot_be_computed_names_its_key():
+    with pytest.raises(ConfigError, match="model.ffn_hidden_size is not set"):
+        complete_model({"num_attention_heads": 2})
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_a_complete_configuration_stays_as_it_is(name):
+    cfg = load(name)
+    assert complete_config(cfg, name) == OmegaConf.merge(cfg)
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_an_empty_configuration_becomes_that_of_the_yaml_file(name):
+    cfg = load(name)
+    cfg.pop("defaults", None)
+    assert complete_config({}, name) == cfg
+
+
+def test_what_stands_in_the_place_of_a_section_is_left_to_the_checks():
+    assert complete_config({"trainer": 3}, "gpt_sft").trainer == 3
+
+
+def test_loading_defaults_imports_neither_torch_nor_nemo():
+    code = (
+        "import sys; from nemo_aligner.config.defaults import complete; "
+        "complete({}, 'gpt_ppo_actor', 'trainer.ppo'); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'nemo', 'lightning', 'megatron')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
