@@ -110,7 +110,8 @@ class ScriptJob:
             self._note_processes()
             return self.process.poll() is not None
 
-        wait_until(has_ended, timeout_s, lambda: f"the end of\n{self.log[-3000:]}", 0.2)
+        # Listing the processes of a machine takes a while: not too often.
+        wait_until(has_ended, timeout_s, lambda: f"the end of\n{self.log[-3000:]}", 0.5)
         return self.process.returncode
 
     def stop(self, timeout_s: float = 20.0) -> int:

@@ -19,22 +19,24 @@ from nemo_aligner.servers.connection import RESTART_REMEDY, ServerConnection
 from nemo_aligner.servers.futures import PendingReply, SentRequest
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.validation import validate_reply
+from tests.patience import patience, wait_until
 from tests.scripted_server import ScriptedServer, answer, failure, slowly
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
+HANG_S = 100.0  # longer than anything here takes
 
 
 @pytest.fixture
 def fast(monkeypatch):
     """Silent servers are noticed in tenths of seconds."""
     for name in ("PROBE_INTERVAL_S", "PROBE_TIMEOUT_S", "CLOSING_GRACE_S"):
-        monkeypatch.setattr(connection_module, name, 0.2)
+        monkeypatch.setattr(connection_module, name, patience(0.2))
 
 
 class Client:
     """A connection to a scripted server, with requests whose reward is their first token."""
 
-    def __init__(self, server, inference_timeout_s=20.0):
+    def __init__(self, server, inference_timeout_s=2 * HANG_S):
         self.connection = ServerConnection(
             "127.0.0.1", server.port, inference_timeout_s, "remote_critic_rm"
         )
@@ -51,7 +53,7 @@ class Client:
 
 
 def rewards(futures):
-    return [float(future.result(20)["rewards"][0, 0]) for future in futures]
+    return [float(future.result(HANG_S)["rewards"][0, 0]) for future in futures]
 
 
 def test_wrong_port_is_one_clear_error_in_time(monkeypatch):
@@ -92,7 +94,7 @@ def test_requests_overlap_except_those_that_keep_their_place():
         value = int(rewards[0][0])
         with lock:
             events.append(("begins", value))
-        time.sleep(0.3 if value < 100 else 0.1)
+        time.sleep(patience(0.3 if value < 100 else 0.1))
         with lock:
             events.append(("ends", value))
         return answer(rewards)
@@ -139,7 +141,7 @@ def test_a_failed_request_is_one_error_with_its_cause(script, words):
     with ScriptedServer(script) as server, Client(server) as client:
         future = client.send(1, alone=True)
         with pytest.raises(ServerRequestError) as caught:
-            future.result(20)
+            future.result(HANG_S)
         message = str(caught.value)
         assert message.startswith(f"request to critic_infer at 127.0.0.1:{server.port} failed: ")
         for word in words:
@@ -147,7 +149,7 @@ def test_a_failed_request_is_one_error_with_its_cause(script, words):
         assert (RESTART_REMEDY in message) == (RESTART_REMEDY in words)
         assert server.requests == 1
         with pytest.raises(ServerRequestError):
-            client.send(2).result(20)  # the next request is sent
+            client.send(2).result(HANG_S)  # the next request is sent
         assert server.requests == 2
 
 
@@ -156,7 +158,7 @@ def test_a_server_that_is_gone_is_named():
         assert rewards([client.send(7)]) == [7]
         server.stop()
         with pytest.raises(ServerRequestError) as caught:
-            client.send(8).result(20)
+            client.send(8).result(HANG_S)
     assert "ConnectionRefusedError" in str(caught.value)
     assert f"The server is gone. {RESTART_REMEDY}" in str(caught.value)
 
@@ -169,9 +171,9 @@ def test_a_server_that_falls_silent_is_given_up(fast):
         assert not future.done()  # it answers probes
         server.ready = None
         with pytest.raises(ServerRequestError, match="no longer answers .[0-9] probes in a row"):
-            future.result(20)
+            future.result(HANG_S)
         with pytest.raises(ServerRequestError, match="no longer answers .[0-9] probes in a row"):
-            waiting.result(20)
+            waiting.result(HANG_S)
 
 
 def test_the_time_limit_ends_a_request_that_hangs():
@@ -180,7 +182,7 @@ def test_the_time_limit_ends_a_request_that_hangs():
             ServerRequestError,
             match=r"got no reply within 1 s \(remote_critic_rm.inference_timeout_s\)",
         ):
-            client.send(1).result(20)
+            client.send(1).result(HANG_S)
 
 
 def test_values_of_nan_are_refused_with_the_address():
@@ -194,7 +196,7 @@ def test_values_of_nan_are_refused_with_the_address():
             ServerRequestError,
             match=f"critic_infer at 127.0.0.1:{server.port} failed: 'rewards' is nan in row 0",
         ):
-            client.send(1, check=check).result(20)
+            client.send(1, check=check).result(HANG_S)
 
 
 def test_closing_fails_what_is_open_and_ends_all_threads(fast):
@@ -202,14 +204,11 @@ def test_closing_fails_what_is_open_and_ends_all_threads(fast):
     with ScriptedServer(lambda *_: None) as server:
         with Client(server) as client:
             sent, waiting = client.send(1, alone=True), client.send(2)
-            deadline = time.monotonic() + 10
-            while server.requests == 0:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: server.requests, 10, "the first request")
         with pytest.raises(ServerRequestError, match="closed before the reply came"):
-            sent.result(5)
+            sent.result(HANG_S)
         with pytest.raises(ServerRequestError, match="closed before it was sent"):
-            waiting.result(5)
+            waiting.result(HANG_S)
         with pytest.raises(ServerRequestError, match="this client is closed"):
             client.send(3)
         mine = [t for t in set(threading.enumerate()) - before if str(server.port) in t.name]
