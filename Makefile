@@ -4,11 +4,13 @@
 # make quickstart   watch a policy learn, on this machine, in a few minutes
 # make rs           the same with rejection sampling against a served reward model
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
-# make test         the tests that run without a GPU (on two cores in less than 25 minutes)
-# make test-full    the same and the long matrices of splits
+# make test-fast    unit tests of the mathematics, the configuration and the trainers (one minute)
+# make test         all tests that run without a GPU (on two cores in less than 20 minutes)
+# make test-full    the same, and those marked full: every split, the long jobs
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
 # make test-gpu     the tests that need a GPU
-# make lint         ruff, check and format
+# make lint         ruff (check and format) and mypy
+# make docs         build the documentation into site/, without a warning
 # make clean        remove what the targets made (.venv too)
 #
 # Each target makes .venv and installs into it first, and again only when setup.py changes.
@@ -29,11 +31,11 @@ RUN := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs arithmetic test test-full test-gpu mutants lint format clean
+.PHONY: help install quickstart rs arithmetic test-fast test test-full test-gpu mutants lint format docs clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '4,24s/^# \{0,1\}//p' Makefile
+	@sed -n '4,/^$$/s/^# \{0,1\}//p' Makefile
 
 $(RUN):
 	@command -v $(PYTHON) >/dev/null || { \
@@ -58,6 +60,10 @@ $(VENV)/.installed-test: $(VENV)/.installed tests/oracles.txt
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) --no-deps --target $(VENV)/oracles --requirement tests/oracles.txt
 	@touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(RUN) -m pip install --quiet $(PIP_FLAGS) --editable '.[docs]'
+	@touch $@
+
 install: $(VENV)/.installed
 
 quickstart: install
@@ -69,11 +75,18 @@ rs: install
 arithmetic: install
 	$(RUN) examples/quickstart/run_arithmetic.py $(ARGS)
 
+# Files with servers and ranks go first and in this order: the short ones keep both workers busy to the end.
+BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
+ALL_TESTS := tests/functional tests/distributed tests/unit
+
+test-fast: $(VENV)/.installed-test
+	$(RUN) -m pytest $(BY_FILE) -m "not slow and not full" tests/unit $(ARGS)
+
 test: $(VENV)/.installed-test
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not full" tests/unit tests/distributed tests/functional $(ARGS)
+	$(RUN) -m pytest $(BY_FILE) -m "not full" $(ALL_TESTS) $(ARGS)
 
 test-full: $(VENV)/.installed-test
-	$(RUN) -m pytest -n 2 --dist loadfile tests/unit tests/distributed tests/functional $(ARGS)
+	$(RUN) -m pytest $(BY_FILE) $(ALL_TESTS) $(ARGS)
 
 mutants: $(VENV)/.installed-test
 	$(RUN) -m tests.mutants $(ARGS)
@@ -84,11 +97,16 @@ test-gpu: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 format: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# The sources are read, not imported. The variable silences an advertisement of the theme.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

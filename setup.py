@@ -51,7 +51,13 @@ EXTRAS_REQUIRE = {
     ],
     "dev": [
         "ruff==0.17.5",  # pinned: other versions format differently
+        "mypy==2.4.1",  # pinned: each version finds other errors; configured in pyproject.toml
         "pre-commit>=4,<5",  # runs ruff before each commit
+    ],
+    "docs": [
+        "mkdocs>=1.6.1,<2",  # builds the site; 1.6 can generate pages, 2 has no plugins
+        "mkdocs-material>=9.5,<10",  # the theme; its search works without a server
+        "mkdocstrings[python]>=0.28,<2",  # API pages from docstrings, read without importing
     ],
 }
 
@@ -60,7 +66,7 @@ setup(
     version=re.search(
         r'__version__ = "(.+)"', (ROOT / "nemo_aligner/__init__.py").read_text()
     ).group(1),
-    description="RLHF for Megatron models on today's Megatron Core: the same scripts on a laptop and on a cluster",
+    description="RLHF for Megatron models on today's Megatron Core, from a laptop to a cluster",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8")
     if (ROOT / "README.md").exists()
     else "",

@@ -1,19 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory and time of log-probs and entropy over the vocabulary: `vocab_parallel` beside the
-naive way.
+"""Peak memory and time of log-probs and entropy over the vocabulary: the blockwise computation of
+`vocab_parallel`, compared with the naive one.
 
     OMP_NUM_THREADS=1 python benchmarks/logprob_memory.py
 
 The naive way is `log_softmax` of the whole `[B, S, V]` in float32 and a gather; with tensor
-parallelism the slices of the vocabulary are gathered first. Both ways compute the same numbers,
-which is checked, in the same process, in turns.
+parallelism the slices of the vocabulary are gathered first. Both ways run in the same process, in
+turns, and their results are compared.
 
-Counted is every allocation of tensor memory, temporaries inside of operations too: on a CPU as
+Every allocation of tensor memory counts, temporaries inside operations included: on a CPU as
 PyTorch's allocator reports it to the profiler, on a GPU by `torch.cuda.max_memory_allocated`.
-"Beyond" is the peak beside the logits, which are there before; the gradient of the logits, where
-there is one, is part of it. "With" is the sum of both. Time is the best of a few runs, without the
-profiler.
+"Beyond" is the peak beside the logits, which exist before; the gradient of the logits, if there is
+one, is part of it. "With" adds the logits. Time is the best of a few runs, without the profiler.
 """
 
 import argparse
@@ -25,34 +24,34 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
 
 import torch  # noqa: E402  (the environment comes first)
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from nemo_aligner.config.defaults import complete_model  # noqa: E402
-from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec, build_transformer_config  # noqa: E402
+from nemo_aligner.models.nlp.gpt.megatron_config import (  # noqa: E402
+    build_layer_spec,
+    build_transformer_config,
+)
 from nemo_aligner.parallel import parallel_state  # noqa: E402
-from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.vocab_parallel import (
+from nemo_aligner.parallel.device import get_device  # noqa: E402
+from nemo_aligner.parallel.vocab_parallel import (  # noqa: E402
     from_parallel_logits_to_logprobs,
     logprobs_and_entropy,
-)  # noqa: E402
+)
 from nemo_aligner.servers.ports import find_free_port  # noqa: E402
-
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402  isort: skip
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402  isort: skip
-from megatron.core.transformer.module import Float16Module  # noqa: E402  isort: skip
 
 CASES = ("log-probs, inference", "log-probs, training", "log-probs and entropy, training")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HEADER = (
-    "| case | V | logits | TP | naive, beyond | ours, beyond | ratio | naive, with | ours, with | "
-    "ratio "
-    "| naive, s | ours, s | ratio |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| case | V | logits | TP | naive, beyond | blockwise, beyond | ratio "
+    "| naive, with | blockwise, with | ratio | naive, s | blockwise, s | ratio |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """Most tensor memory in use at one time while `function` runs, beyond what was in use
-    before.
-    """
+    """Peak of the tensor memory while `function` runs, beyond what was in use before."""
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -73,21 +72,21 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 
 def naive(logits: torch.Tensor, tokens: torch.Tensor, case: str) -> list[torch.Tensor]:
-    """What `case` needs, from logits `[B, S, V/TP]` and tokens `[B, S]`: `[B, S-1]` log-probs,
-    entropy.
+    """Log-probs `[B, S-1]`, and the entropy if `case` has it, from logits `[B, S, V/TP]` and
+    tokens `[B, S]`.
     """
     several_ranks = parallel_state.get_tensor_model_parallel_world_size() > 1
     whole = gather_from_tensor_model_parallel_region(logits) if several_ranks else logits
     logprobs = whole.float().log_softmax(-1)
-    # The last column, which predicts nothing, is dropped at the end: a slice of the logits would
-    # be one more copy.
+    # The last column, which predicts nothing, is dropped at the end: slicing the logits would copy
+    # them.
     results = [logprobs.gather(-1, tokens.roll(-1, 1).unsqueeze(-1)).squeeze(-1)]
     if "entropy" in case:
         results.append(-(logprobs.exp() * logprobs).sum(-1))
     return [result[:, :-1] for result in results]
 
 
-def ours(logits: torch.Tensor, tokens: torch.Tensor, case: str) -> list[torch.Tensor]:
+def blockwise(logits: torch.Tensor, tokens: torch.Tensor, case: str) -> list[torch.Tensor]:
     """As `naive`; the gradient takes the place of the logits, as in the models' training."""
     if "entropy" in case:
         return list(logprobs_and_entropy(logits, tokens, overwrite_logits=True))
@@ -100,9 +99,7 @@ def ours(logits: torch.Tensor, tokens: torch.Tensor, case: str) -> list[torch.Te
 
 
 def run(way, logits: torch.Tensor, tokens: torch.Tensor, case: str) -> list[torch.Tensor]:
-    """Results of `case`, and with training the gradient of the logits for one output gradient of
-    all ones.
-    """
+    """Results of `case`; with training, also the gradient of their sum by the logits."""
     with torch.set_grad_enabled("training" in case):
         results = way(logits, tokens, case)
         if "training" in case:
@@ -119,8 +116,11 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def measure(case: str, vocab: int, dtype: str, elements: int, repeats: int) -> dict[str, float]:
-    """Bytes and seconds (of `repeats` runs) of both ways on logits of about `elements` elements
-    over all ranks.
+    """Peak bytes and best seconds of both ways.
+
+    Args:
+        elements: size of the logits of all ranks together, approximately.
+        repeats: runs per timing.
     """
     size, rank = (
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -134,14 +134,14 @@ def measure(case: str, vocab: int, dtype: str, elements: int, repeats: int) -> d
     ).requires_grad_()
 
     def logits():
-        return source.clone()  # no leaf, as a model's
+        return source.clone()  # not a leaf, as in a model
 
     expected = run(naive, logits(), tokens, case)
-    for mine, theirs in zip(run(ours, logits(), tokens, case), expected, strict=True):
+    for mine, theirs in zip(run(blockwise, logits(), tokens, case), expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-2 if dtype == "bf16" else 1e-4)
     del expected, mine, theirs
     figures = {"logits": source.nbytes}
-    ways = {"naive": naive, "ours": ours}
+    ways = {"naive": naive, "blockwise": blockwise}
     for name, way in ways.items():
         x = logits()
         figures[f"{name} bytes"] = peak_bytes(functools.partial(run, way, x, tokens, case))
@@ -156,17 +156,18 @@ def measure(case: str, vocab: int, dtype: str, elements: int, repeats: int) -> d
 def table_row(case: str, vocab: int, dtype: str, tp: int, f: dict[str, float]) -> str:
     cells = [case, vocab, dtype, tp]
     for extra in (0, f["logits"]):
-        a, b = f["naive bytes"] + extra, f["ours bytes"] + extra
+        a, b = f["naive bytes"] + extra, f["blockwise bytes"] + extra
         cells += [f"{a / 2**20:.1f} MiB", f"{b / 2**20:.1f} MiB", f"{b / a:.3f}"]
-    cells += [f"{f['naive s']:.3f}", f"{f['ours s']:.3f}", f"{f['ours s'] / f['naive s']:.2f}"]
+    cells += [f"{f['naive s']:.3f}", f"{f['blockwise s']:.3f}"]
+    cells += [f"{f['blockwise s'] / f['naive s']:.2f}"]
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
-    """A tiny bf16 GPT, forward and (training) backward: float32 logits, `Float16Module`'s default,
-    or bf16 logits.
+    """Peaks of a tiny bf16 GPT, forward and backward, with `Float16Module`'s float32 copy of the
+    logits and without it.
     """
-    rows, columns = 2, max(2, elements // vocab // 2)
+    samples, columns = 2, max(2, elements // vocab // 2)
     shape = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2}
     transformer_config = build_transformer_config(
         complete_model({**shape, "encoder_seq_length": columns, "precision": "bf16"})
@@ -180,7 +181,7 @@ def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
     )
     model = Float16Module(transformer_config, module.to(get_device()))
     torch.manual_seed(0)
-    tokens = torch.randint(0, vocab, (rows, columns), device=get_device())
+    tokens = torch.randint(0, vocab, (samples, columns), device=get_device())
     positions = torch.arange(columns, device=get_device()).expand_as(tokens)
 
     def step(fp32_output: bool, training: bool):
@@ -194,7 +195,7 @@ def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
         return logprobs.detach()
 
     for training in (False, True):
-        step(True, training)  # what is allocated once
+        step(True, training)  # allocates what is kept
         if not torch.equal(step(True, training), step(False, training)):
             raise AssertionError("log-probs from bf16 logits and from their float32 copy differ")
         peaks = [
@@ -202,8 +203,9 @@ def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
             for fp32_output in (True, False)
         ]
         name = "forward and backward" if training else "forward"
-        size = rows * columns * vocab * 2 / 2**20
-        yield f"| {name} | {size:.1f} MiB | {peaks[0]:.1f} MiB | {peaks[1]:.1f} MiB | {peaks[1] / peaks[0]:.3f} |"
+        sizes = [samples * columns * vocab * 2 / 2**20, *peaks]
+        cells = " | ".join(f"{size:.1f} MiB" for size in sizes)
+        yield f"| {name} | {cells} | {peaks[1] / peaks[0]:.3f} |"
 
 
 def _rank_main(rank: int, tp: int, port: int, arguments: argparse.Namespace) -> None:
@@ -259,7 +261,8 @@ def main() -> None:
             )
     if arguments.results:
         print(
-            "\nA bf16 model of one narrow layer, both with our log-probs: peak memory of a pass\n"
+            "\nA bf16 model of one narrow layer, both with blockwise log-probs: peak memory of a "
+            "pass\n"
         )
         print(
             "| pass | bf16 logits | with Float16Module's float32 copy | without | ratio "

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that many tests share: two tiny tokenizers, trained on the spot in milliseconds, with
-no download.
+"""Fixtures that many tests share (tiny tokenizers, trained in milliseconds), and the time limit of
+a test.
 """
 
 import io
@@ -10,12 +10,15 @@ import os
 import shutil
 import sys
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # tests are small; several of them may share the machine
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several small tests share the machine
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402  (the environment comes first)
+
+from tests.patience import patience  # noqa: E402
+
+# The limit of a test ends the whole run, so it strikes after those of the ranks and jobs in it.
+LAST = 4
 
 END_OF_TEXT = "<|endoftext|>"
 CORPUS = [
@@ -24,6 +27,15 @@ CORPUS = [
     "I loved the music; the story is warm and bright.",
     "Review: the film was bad. Answer: a sad film.",
 ]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Stretch the time limit of a test for a machine that is as busy as this one is now."""
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(LAST * patience(limit_s)), append=False)
+    return (yield)
 
 
 @pytest.fixture(scope="module", autouse=True)

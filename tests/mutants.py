@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("nemo_aligner", "tests", "benchmarks", "conf", "examples", "setup.py", "pyproject.toml")
-TIME_LIMIT_S = 600  # for one run of pytest
+TIME_LIMIT_S = 3600  # for one run of pytest, which has limits of its own
 
 UNIT, DISTRIBUTED = "tests/unit/", "tests/distributed/"
 
@@ -63,12 +63,12 @@ def _two_ranks(split: str) -> tuple[str, ...]:
 MUTANTS = [
     # --- rollouts: masks, rewards, advantages
     Mutant(
-        "the mask of the answer starts one column late",
+        "the mask of the response starts one column late",
         "core/masks.py",
         "start = prompt_lengths.to(values.device).reshape(-1, 1) - 1",
         "start = prompt_lengths.to(values.device).reshape(-1, 1)",
         _unit(
-            "test_ppo_utils.py",
+            "test_ppo_mathematics.py",
             "test_worked_vector",
             "test_mask_has_as_many_ones_as_response_tokens",
         ),
@@ -79,7 +79,7 @@ MUTANTS = [
         "response_lengths.to(values.device).reshape(-1, 1) - 2)",
         "response_lengths.to(values.device).reshape(-1, 1) - 1).clamp(max=values.shape[1] - 1)",
         _unit(
-            "test_ppo_utils.py",
+            "test_ppo_mathematics.py",
             "test_worked_vector",
             "test_reward_sits_at_the_last_response_column",
         ),
@@ -89,7 +89,7 @@ MUTANTS = [
         "core/rewards.py",
         "per_token - penalty_factor * init_policy_kl",
         "per_token + penalty_factor * init_policy_kl",
-        _unit("test_ppo_utils.py", "test_worked_vector"),
+        _unit("test_ppo_mathematics.py", "test_worked_vector"),
     ),
     Mutant(
         "the KL is that of the reference to the policy",
@@ -106,14 +106,14 @@ MUTANTS = [
         _unit("test_oracles.py", "test_same_as[GAE-trl]", "test_same_as[GAE-torchrl]"),
     ),
     Mutant(
-        "values after the answer are bootstrapped: no mask before the recursion",
+        "values after the response are bootstrapped: no mask before the recursion",
         "core/advantages.py",
         "values, rewards = torch.where(keep, values, 0), torch.where(keep, rewards, 0)",
         "values, rewards = values.nan_to_num(), rewards.nan_to_num()",
-        _unit("test_ppo_utils.py", "test_gae_against_a_naive_double_sum"),
+        _unit("test_ppo_mathematics.py", "test_gae_against_a_naive_double_sum"),
     ),
     Mutant(
-        "an answer is its own baseline (RLOO)",
+        "a sample is its own baseline (RLOO)",
         "core/advantages.py",
         "dtype=reward.dtype).index_add_(0, group, gained)[group] - gained",
         "dtype=reward.dtype).index_add_(0, group, gained)[group]",
@@ -131,11 +131,11 @@ MUTANTS = [
         "parallel/collectives.py",
         "return _all_reduce(sums.to(get_device()), group).to(sums.device)",
         "return sums",
-        (DISTRIBUTED + "test_distributed_utils.py::test_on_two_ranks",),
+        (DISTRIBUTED + "test_collectives.py::test_on_two_ranks",),
     ),
     # --- losses
     Mutant(
-        "mean of means: the mean of the rows' means for the mean over tokens",
+        "mean of means: the mean of the samples' means for the mean over tokens",
         "core/losses.py",
         "denominator = sum_over_dp(rows.sum(dtype=torch.float64))",
         "denominator = sum_over_dp(rows.any(1).sum(dtype=torch.float64)) * _count(rows, 1)",
@@ -361,7 +361,10 @@ def check_untouched(copy: Path, mutants: list[Mutant]) -> str | None:
     failed = [test for test, outcome in outcomes.items() if outcome != "passed"]
     empty = [test for test in tests if not any(name.startswith(test) for name in outcomes)]
     if failed or empty or not outcomes:
-        return f"without a fault these fail: {failed}, and these ran nothing: {empty}\n{output[-5000:]}"
+        return (
+            f"without a fault these fail: {failed}, and these ran nothing: {empty}\n"
+            f"{output[-5000:]}"
+        )
     print(f"{len(outcomes)} tests pass without a fault", flush=True)
     return None
 

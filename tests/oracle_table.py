@@ -56,8 +56,8 @@ class Comparisons(dict):
 
 
 class Case:
-    """A random rollout of GROUPS prompts with GROUP_SIZE answers each, rows in random order,
-    answers of any length.
+    """A random rollout of GROUPS prompts with GROUP_SIZE responses of any
+    length each, samples in random order.
     """
 
     def __init__(self, seed: int):
@@ -66,7 +66,7 @@ class Case:
         self.prompt_lengths = torch.randint(1, 5, (rows,), generator=random)
         self.lengths = self.prompt_lengths + torch.randint(1, 8, (rows,), generator=random)
         columns = torch.arange(width)
-        # By hand, not by create_mask: transitions of the answer, [P-1, R-1).
+        # By hand, not by create_mask: transitions of the response, [P-1, R-1).
         self.keep = (columns >= self.prompt_lengths[:, None] - 1) & (
             columns < self.lengths[:, None] - 1
         )
@@ -93,7 +93,7 @@ class Case:
         return ((n - 1) / n).sqrt()
 
     def token_scores(self) -> Tensor:
-        """Token rewards whose sum over each row is `scores`: what the critic-free estimators of
+        """Token rewards whose sum over each sample is `scores`: what the critic-free estimators of
         verl read.
         """
         shares = (

@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.ppo import PPOTrainer
+from nemo_aligner.core.types import Scores
 from nemo_aligner.parallel import parallel_state
 
 EOS = 0
@@ -206,12 +207,8 @@ class FakeCritic:
         tokens = rollout_batch["response_tokens"]
         values = (tokens[:, :-1] / 10).masked_fill(tokens[:, :-1] == EOS, torch.nan)
         rewards = tokens.sum(-1) / rollout_batch["response_lengths"] / 10
-        future = FakeFuture(self.events, "critic_infer_result", (rewards, values))
-        future.reward_parts = {
-            "kind": rewards,
-            "terse": -rollout_batch["response_lengths"].float(),
-        }
-        return future
+        parts = {"kind": rewards, "terse": -rollout_batch["response_lengths"].float()}
+        return FakeFuture(self.events, "critic_infer_result", Scores(rewards, values, parts))
 
     def train(self, data):
         self.events.append("critic_train")
@@ -235,7 +232,7 @@ class FakeRewards(FakeCritic):
 
     def infer_rm_critic(self, rollout_batch):
         future = super().infer_rm_critic(rollout_batch)
-        future.value = (future.value[0], None)
+        future.value = Scores(future.value.rewards, None, future.value.parts)
         return future
 
     def train(self, data):
@@ -302,6 +299,7 @@ def config(**changes):
             "gae_lambda": 0.95,
             "normalize_advantages": True,
             "rollout_batch_seq_length": None,
+            "alarms": None,
             "model_gbs": 4,
             "model_mbs": 2,
         }

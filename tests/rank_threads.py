@@ -10,16 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-TIME_LIMIT = 30  # seconds that a rank waits for the others
+HANG_S = 300  # longer than a rank waits for another, however busy the machine is
 
 
 def run_rank_threads(num_ranks: int, function: Callable) -> list:
     """`function(rank, sum_over_ranks)` on every rank at once; returns the results in rank order.
 
-    A rank that reduces more or less often than the others fails after `TIME_LIMIT`, as does
+    A rank that reduces more or less often than the others fails after `HANG_S` seconds, as does
     everybody with it.
     """
-    barrier = threading.Barrier(num_ranks, timeout=TIME_LIMIT)
+    barrier = threading.Barrier(num_ranks, timeout=HANG_S)
     sent: list = [None] * num_ranks
 
     def rank_main(rank: int):

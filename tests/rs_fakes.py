@@ -7,6 +7,7 @@ milliseconds.
 import torch
 
 from nemo_aligner.algorithms.rs import RSTrainer
+from nemo_aligner.core.types import Scores
 from nemo_aligner.data.nlp.samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
@@ -42,7 +43,9 @@ class FakeRSPolicy(FakePolicy):
 
 
 class FakeRewardModel:
-    """Reward of an answer: mean of all its tokens / 10, or what `score(rollout)` says, f32 [b]."""
+    """Reward of a response: mean of all its tokens / 10, or what `score(rollout)` says, f32
+    [b].
+    """
 
     def __init__(self, events, score=None):
         self.events, self.score = events, score
@@ -56,9 +59,8 @@ class FakeRewardModel:
             (tuple(row[:length].tolist()), float(reward))
             for row, length, reward in zip(tokens, lengths, rewards)
         ]
-        future = FakeFuture(self.events, "rm_result", rewards[:, None])
-        future.reward_parts = {"kind": rewards, "terse": -lengths.float()}
-        return future
+        parts = {"kind": rewards, "terse": -lengths.float()}
+        return FakeFuture(self.events, "rm_result", Scores(rewards, None, parts))
 
 
 def dataloader(global_batch_size, micro_batch_size, *, random=False, num_workers=0, dataset=None):
@@ -86,7 +88,7 @@ def make_rs_trainer(
     *,
     rollout_size=8,
     micro_batch_size=2,
-    answers=3,
+    responses=3,
     top_n=2,
     time_limit=None,
     score=None,
@@ -95,8 +97,8 @@ def make_rs_trainer(
     dataset=None,
     **changes,
 ):
-    """A trainer among fakes, `events` its record of calls; 24 prompts, 8 per step, 3 answers each
-    of which 2 are kept, global batches of 4."""
+    """A trainer among fakes, `events` its record of calls; 24 prompts, 8 per step, 3 responses
+    each of which 2 are kept, global batches of 4."""
     events = []
     policy = FakeRSPolicy(events)
     loaders = {"random": random, "num_workers": num_workers, "dataset": dataset}
@@ -110,7 +112,7 @@ def make_rs_trainer(
         logger=FakeLogger(),
         ckpt_callback=FakeCheckpoints(events),
         run_timer=FakeRunTimer(time_limit),
-        num_rollouts_per_prompt=answers,
+        num_rollouts_per_prompt=responses,
         top_n_rollouts=top_n,
         rm=FakeRewardModel(events, score),
     )

@@ -1,13 +1,14 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Write the data set and tokenizer of two-digit sums: `python arithmetic_data.py --out DIR [--seed
-0]`, no download.
+"""Write the data set and tokenizer of two-digit sums, without a download:
+`python arithmetic_data.py --out DIR [--seed 0]`.
 
     DIR/sft_{train,validation}.jsonl       {"input": "12+34=", "output": "46"}
     DIR/prompts_{train,validation}.jsonl   {"text": "12+34="}
-    DIR/tokenizer/                         one token per character, a Hugging Face fast tokenizer, end = <|endoftext|>
+    DIR/tokenizer/                         Hugging Face fast tokenizer, one token per character,
+                                           end = <|endoftext|>
 
-All 8100 sums of two numbers from 10 to 99, split once: a sum of a validation file occurs in no
+The 8100 sums of two numbers from 10 to 99 are split once: a sum of a validation file occurs in no
 training file, nor does the same sum with its numbers swapped. The same seed writes the same bytes.
 """
 
@@ -38,16 +39,16 @@ def make_data(out: Path, seed: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for split, sums in split_sums(random.Random(seed)).items():
         prompts = [f"{a}+{b}=" for a, b in sums]
-        answers = [str(a + b) for a, b in sums]
-        sft = [{"input": prompt, "output": answer} for prompt, answer in zip(prompts, answers)]
+        results = [str(a + b) for a, b in sums]
+        sft = [{"input": prompt, "output": result} for prompt, result in zip(prompts, results)]
         write_jsonl(out / f"sft_{split}.jsonl", sft)
         write_jsonl(out / f"prompts_{split}.jsonl", [{"text": prompt} for prompt in prompts])
     save_tokenizer(character_tokenizer(), out / "tokenizer")
 
 
 def split_sums(rng: random.Random) -> dict[str, list[tuple[int, int]]]:
-    """`train` and `validation`, each in shuffled order; a sum and its swapped twin are always on
-    the same side.
+    """`train` and `validation`, each in shuffled order; a sum and its swapped twin are always in
+    the same split.
     """
     pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a <= b]
     rng.shuffle(pairs)
@@ -62,7 +63,7 @@ def split_sums(rng: random.Random) -> dict[str, list[tuple[int, int]]]:
 
 
 def character_tokenizer():
-    """A `tokenizers.Tokenizer` that knows `CHARACTERS` and the end of text; any other character is
+    """A `tokenizers.Tokenizer` of `CHARACTERS` and the end of text; any other character becomes
     `UNKNOWN`.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

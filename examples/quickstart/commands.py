@@ -11,8 +11,10 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "nlp" / "gpt"
 
 
 def script_job(name: str, script: str, folder: Path, overrides: dict, threads: int = 1) -> Job:
-    """One of the project's scripts with Hydra overrides. Actor and critic work at once: a core for
-    each is enough.
+    """One of the project's scripts with Hydra overrides.
+
+    Args:
+        threads: CPU threads; actor and critic run at the same time, so one for each is enough.
     """
     command = [
         sys.executable,
@@ -23,7 +25,7 @@ def script_job(name: str, script: str, folder: Path, overrides: dict, threads: i
 
 
 def hydra_value(value) -> str:
-    """`value` in Hydra's override grammar; text is quoted, so that any path is safe."""
+    """`value` in Hydra's override grammar; strings are quoted, so that any path is safe."""
     if value is None:
         return "null"
     if isinstance(value, bool | int | float):
@@ -41,7 +43,7 @@ def on_cpu() -> dict:
 
 
 def training(folder: Path, seed: int, seq_length: int) -> dict:
-    """What every script that trains is told; it writes to `folder`."""
+    """Overrides of every script that trains; it writes to `folder`."""
     return {
         **on_cpu(),
         "exp_manager.explicit_log_dir": folder,
@@ -53,7 +55,7 @@ def training(folder: Path, seed: int, seq_length: int) -> dict:
 
 
 def optimizer(lr: float, warmup: int = 10) -> dict:
-    """A cosine from `lr` down to a tenth over the whole job."""
+    """A cosine from `lr` down to a tenth of it over the whole job."""
     return {
         "model.optim.lr": lr,
         "model.optim.weight_decay": 0.01,
@@ -64,7 +66,7 @@ def optimizer(lr: float, warmup: int = 10) -> dict:
 
 
 def from_scratch(data: Path, architecture: dict, batch_size: int, steps: int) -> dict:
-    """SFT of random weights on the files in `data`, at whose end the .nemo is written."""
+    """SFT from random weights on the files in `data`; the .nemo is written at the end."""
     return {
         **{f"model.{key}": value for key, value in architecture.items()},
         "model.restore_from_path": None,
@@ -80,19 +82,17 @@ def from_scratch(data: Path, architecture: dict, batch_size: int, steps: int) ->
 
 
 def schedule(section: str, steps: int, val_check_interval: int) -> dict:
-    """Run for `steps` steps, however many passes over the data that makes; save at the end
-    only.
-    """
+    """Run for `steps` steps, however many epochs that makes; save at the end only."""
     return {
         f"{section}.max_steps": steps,
-        f"{section}.max_epochs": steps,  # a step takes less than the whole data
+        f"{section}.max_epochs": steps,  # a step takes less than an epoch
         f"{section}.val_check_interval": val_check_interval,
         f"{section}.save_interval": steps,
     }
 
 
 def policy_training(section: str, steps: int) -> dict:
-    """`schedule` of PPO or RS: one validation before the first step, some in between, one at the
+    """`schedule` of PPO or RS, with validations before the first step, in between and at the
     end.
     """
     return {**schedule(section, steps, max(steps // 5, 1)), f"{section}.run_init_validation": True}
@@ -105,5 +105,5 @@ def data_prefix(data: Path, kind: str) -> dict:
 
 
 def nemo_file(run_dir: Path, job: str) -> Path:
-    """The model that a training job left behind."""
+    """The model that a training job wrote."""
     return run_dir / job / "checkpoints" / f"{job}.nemo"

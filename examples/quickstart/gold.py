@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gold score: what the quickstart really wants, counted from the grammar's own word lists.
 
-It is never shown to the reward model, which only sees which of two texts was preferred. If PPO
-raised the reward while this score stood still, the policy would have learned to fool the reward
-model instead of writing kinder reviews.
+The reward model never sees it, only which of two reviews is preferred. If PPO raised the reward
+while this score stood still, the policy would have learned to fool the reward model instead of
+writing kinder reviews.
 """
 
 import re
@@ -13,10 +13,10 @@ from grammar import BAD_WORDS, GOOD_WORDS
 
 
 def gold_score(review: str) -> float:
-    """(good - bad) / (good + bad) sentiment words, from -1 (only bad) to 1 (only good); 0 without
+    """(good - bad) / (good + bad) sentiment words: from -1 (only bad) to 1 (only good), 0 without
     any.
 
-    It counts each *different* word once, so that repeating one good word for ever gains nothing.
+    Each *different* word counts once, so that repeating one good word gains nothing.
     """
     words = set(re.findall(r"[a-z]+", review.lower()))
     good, bad = len(words & GOOD_WORDS), len(words & BAD_WORDS)

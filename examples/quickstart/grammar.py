@@ -3,16 +3,17 @@
 """The toy language of the quickstart: prompts that name a film, and reviews of two to four short
 sentences.
 
-Every opinion sentence is good or bad, so the sentiment of a review is known exactly (see
-`gold.py`).
+Every opinion sentence is good or bad, so the sentiment of a review is known exactly (`gold.py`).
 """
 
 import itertools
 import random
 
 GENRES = "drama comedy thriller western mystery musical romance fable".split()
-ADJECTIVES = "Silent Golden Broken Hidden Last Red Frozen Little Distant Wild Lonely Paper Second Burning Quiet Blue".split()
-NOUNS = "Harbor Garden River Letter Winter Summer Mirror Road Island Forest Bridge Crown Train Shadow Window Song".split()
+ADJECTIVES = """Silent Golden Broken Hidden Last Red Frozen Little Distant Wild Lonely Paper Second
+    Burning Quiet Blue""".split()
+NOUNS = """Harbor Garden River Letter Winter Summer Mirror Road Island Forest Bridge Crown Train
+    Shadow Window Song""".split()
 DIRECTORS = "Rossi Tanaka Weber Novak Silva Okoye Dubois Larsen Moreno Haas Singh Baker".split()
 
 GOOD_ADJECTIVES = "superb moving funny charming clever lovely gripping brilliant".split()
@@ -26,7 +27,7 @@ PLACES = "Paris Lagos Lima Oslo".split()
 GOOD_WORDS = frozenset(GOOD_ADJECTIVES + GOOD_VERBS)
 BAD_WORDS = frozenset(BAD_ADJECTIVES + BAD_VERBS)
 
-# How often an opinion sentence agrees with the mood of its review; the rest makes mixed reviews,
+# How often an opinion sentence agrees with the mood of its review; the others make reviews mixed,
 # as people write them.
 MOOD_STRENGTH = 0.8
 

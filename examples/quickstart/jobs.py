@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's child processes: started, followed through their metrics file, and never left
-behind.
+"""The child processes of a walk-through: started, followed through their metrics file, and stopped
+in every case.
 """
 
 import ctypes
@@ -15,16 +15,20 @@ from pathlib import Path
 
 import psutil
 
-# A served critic ends its own job (Triton, shared memory, ports) within 15 s of SIGTERM; only then
-# may we kill.
+# A critic server ends its job (Triton, shared memory, ports) within 15 s of SIGTERM; kill only
+# after that.
 STOP_SECONDS = 20.0
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_LIBC = ctypes.CDLL(None)  # loaded now: after a fork only the simplest of calls is safe
+_LIBC = ctypes.CDLL(None)  # loaded now: after a fork few calls are safe
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class JobFailed(Exception):
-    """A child process ended with an error; `job` tells which."""
+    """A child process ended with an error.
+
+    Attributes:
+        job: which one.
+    """
 
     def __init__(self, job: "Job"):
         super().__init__(
@@ -34,7 +38,7 @@ class JobFailed(Exception):
 
 
 class Interrupted(BaseException):
-    """A signal asked us to stop; not an `Exception`, so that nothing swallows it."""
+    """A signal asked for the end; not an `Exception`, so that nothing swallows it."""
 
     def __init__(self, signum: int):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -42,9 +46,7 @@ class Interrupted(BaseException):
 
 
 class Job:
-    """One script of the project in its own process, with its own folder, log file and metrics
-    file.
-    """
+    """One script of the project in its own process, with its own folder, log and metrics file."""
 
     def __init__(
         self, name: str, command: list[str], folder: Path, env: dict[str, str] | None = None
@@ -72,7 +74,8 @@ class Job:
                     "TOKENIZERS_PARALLELISM": "false",
                     **self.env,
                 },
-                start_new_session=True,  # Ctrl-C reaches us only; we stop the children in order
+                # Ctrl-C reaches only this process, which stops the children in order.
+                start_new_session=True,
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
 
@@ -89,8 +92,8 @@ class Job:
         return text.replace("\r", "\n").splitlines()[-count:]
 
     def stop(self) -> None:
-        """SIGTERM to the process, which ends its own children; what is left of its group
-        afterwards is killed.
+        """Send SIGTERM to the process, which ends its own children; then kill what is left of its
+        group.
         """
         if self.process is None:
             return
@@ -108,8 +111,8 @@ class Job:
 
 
 class Jobs:
-    """Context in which jobs run: signals become `Interrupted`, and whatever way it is left, every
-    child is stopped.
+    """Context in which jobs run: signals become `Interrupted`, and every child is stopped when it
+    is left, in whatever way.
     """
 
     def __init__(self):
@@ -122,11 +125,10 @@ class Jobs:
         return self
 
     def __exit__(self, *exc_info) -> None:
-        for signum in (
-            SIGNALS
-        ):  # a second Ctrl-C must not cut the clean-up short; it is bounded by STOP_SECONDS
+        # A second Ctrl-C must not cut the clean-up short; STOP_SECONDS bounds it.
+        for signum in SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
-        # The newest first: an actor should not see its critic vanish.
+        # The newest first, so that an actor does not see its critic vanish.
         for job in reversed(self.started):
             job.stop()
         for signum, handler in self._old_handlers.items():
@@ -139,11 +141,14 @@ class Jobs:
     def follow(
         self, job: Job, on_records, companions: tuple[Job, ...] = (), poll_seconds: float = 0.5
     ) -> None:
-        """Wait for `job`, handing new metrics records to `on_records(records)` (an empty list as a
-        heartbeat).
+        """Wait for `job`, and hand its new metrics records to `on_records` as they appear.
+
+        Args:
+            on_records: called with a list, which is empty as a heartbeat.
+            companions: the job needs them until it ends.
 
         Raises:
-            JobFailed: the job failed, or one of the `companions` that it needs ended before it.
+            JobFailed: the job failed, or one of the companions ended before it.
         """
         next_memory = 0.0
         while True:
@@ -154,9 +159,8 @@ class Jobs:
                 next_memory = time.monotonic() + 2.0
             if not running and job.process.returncode == 0:
                 return
-            for companion in (
-                companions
-            ):  # first: when one dies, the job that needs it fails too, with a lesser reason
+            # First: when a companion dies, the job fails too, but its reason says less.
+            for companion in companions:
                 if not companion.is_running():
                     raise JobFailed(companion)
             if not running:
@@ -165,8 +169,8 @@ class Jobs:
 
 
 class MetricsTail:
-    """Reads the complete lines that a `metrics.jsonl` has gained since the last call; the file may
-    not exist yet.
+    """Reads the complete lines that a `metrics.jsonl`, which may not exist yet, has gained since
+    the last call.
     """
 
     def __init__(self, path: Path):
@@ -186,8 +190,8 @@ class MetricsTail:
 
 
 def tree_memory() -> int:
-    """Bytes of memory of this process and all below it; shared pages are counted once (PSS) where
-    the system tells.
+    """Bytes of memory of this process and all its descendants; shared pages count once (PSS) where
+    the system reports them.
     """
     total = 0
     me = psutil.Process()
@@ -196,7 +200,7 @@ def tree_memory() -> int:
             info = process.memory_full_info()
             total += getattr(info, "pss", None) or info.rss
         except psutil.Error:
-            continue  # it ended between the listing and the question
+            continue  # the process has ended since it was listed
     return total
 
 
@@ -205,7 +209,7 @@ def _interrupt(signum, frame) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the child, before exec: ask Linux for SIGTERM when the parent dies, even if it is killed
-    outright.
+    """In the child, before exec: ask Linux for SIGTERM when the parent dies, even if it is
+    killed.
     """
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

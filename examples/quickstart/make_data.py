@@ -1,19 +1,21 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Write the quickstart's data set and tokenizer: `python make_data.py --out DIR [--seed 0]`, a
-second, no download.
+"""Write the quickstart's data set and tokenizer, in a second and without a download:
+`python make_data.py --out DIR [--seed 0]`.
 
-    DIR/sft_{train,validation}.jsonl       {"input": prompt, "output": review}, half good and half bad reviews
-    DIR/pairs_{train,validation}.jsonl     neighbouring lines: {"text": prompt + better}, {"text": prompt + worse}
+    DIR/sft_{train,validation}.jsonl       {"input": prompt, "output": review}, half of them good
+    DIR/pairs_{train,validation}.jsonl     neighbouring lines: {"text": prompt + better},
+                                           {"text": prompt + worse}
     DIR/prompts_{train,validation}.jsonl   {"text": prompt}
     DIR/labels_{train,validation}.jsonl    {"text": prompt + review, "label": [gold score]}
-    DIR/tokenizer/                         byte-level BPE as a Hugging Face fast tokenizer, end of text = <|endoftext|>
+    DIR/tokenizer/                         Hugging Face fast tokenizer, byte-level BPE,
+                                           end = <|endoftext|>
 
 No film of a validation file occurs in any training file. The same seed writes the same bytes.
 
 A prompt never ends with a space; the review follows after one. The tokenizer splits words before
-spaces, so prompt and answer always have the same tokens, whether they are tokenized together or
-apart: `prompt` + ` answer`.
+spaces, so prompt and response have the same tokens whether they are tokenized together or apart:
+`prompt` + ` response`.
 """
 
 import argparse
@@ -77,8 +79,8 @@ def sft_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
 
 
 def pair_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
-    """Two reviews per film, the more positive one first. Moods are free, so many pairs differ by a
-    shade only.
+    """Two reviews per film, the kinder one first. Moods are random, so many pairs differ little:
+    the gold scores only have to differ.
     """
     lines = []
     for prompt in prompts:
@@ -91,12 +93,12 @@ def pair_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
 
 
 def prompt_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
-    """Prompts alone; `rng` is unused, the films come shuffled."""
+    """Prompts alone; `rng` is unused, because the films are shuffled already."""
     return [{"text": prompt} for prompt in prompts]
 
 
 def label_lines(rng: random.Random, prompts: list[str]) -> list[dict]:
-    """One review per film with its gold score; moods are free."""
+    """One review per film with its gold score; moods are random."""
     reviews = [grammar.review(rng, rng.random() < 0.5) for _ in prompts]
     return [
         {"text": f"{prompt} {review}", "label": [gold_score(review)]}
@@ -114,13 +116,11 @@ def read_texts(sft_path: Path) -> list[str]:
 
 
 def train_tokenizer(texts: Iterable[str], out: Path) -> None:
-    """Train a byte-level BPE (any text round-trips) and save it as a Hugging Face fast tokenizer
-    folder.
-    """
+    """Train a byte-level BPE, which round-trips any text, and save it with `save_tokenizer`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # Splits before each space: no token spans the boundary of a prompt and a review.
+    # Splits before each space, so that no token spans the boundary of prompt and review.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -134,8 +134,8 @@ def train_tokenizer(texts: Iterable[str], out: Path) -> None:
 
 
 def save_tokenizer(tokenizer, out: Path) -> None:
-    """Save a `tokenizers.Tokenizer` that knows `END_OF_TEXT` as a Hugging Face fast tokenizer
-    folder.
+    """Save a `tokenizers.Tokenizer` that knows `END_OF_TEXT` as the folder of a Hugging Face fast
+    tokenizer.
     """
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the story of a quickstart run: progress bars on a terminal, plain lines everywhere
-else.
-"""
+"""Shows the progress of a walk-through: bars on a terminal, plain lines elsewhere."""
 
 import time
 from dataclasses import dataclass, field
@@ -15,13 +13,20 @@ from rich.table import Table
 
 @dataclass
 class Phase:
-    """One phase of the run and what is known of its progress."""
+    """One phase of the run and its progress.
+
+    Attributes:
+        total: number of steps.
+        planned_seconds: estimate of its duration until its own speed is known.
+        step_key: a metrics record with this key reports a finished step.
+        headline: metrics to show, as key -> word.
+    """
 
     title: str
-    total: int  # steps
-    planned_seconds: float  # used for the time left until the phase has shown its own speed
-    step_key: str = ""  # a metrics record with this key means: one more step is done
-    headline: dict[str, str] = field(default_factory=dict)  # metrics key -> word to show
+    total: int
+    planned_seconds: float
+    step_key: str = ""
+    headline: dict[str, str] = field(default_factory=dict)
     steps: set[int] = field(default_factory=set)
     values: dict[str, float] = field(default_factory=dict)
     started: float | None = None
@@ -29,7 +34,7 @@ class Phase:
     finished: float | None = None
 
     def add(self, records: list[dict], now: float) -> None:
-        """Take in new metrics records."""
+        """Update from new metrics records."""
         for record in records:
             if self.step_key in record:
                 self.first_step = self.first_step or now
@@ -39,7 +44,7 @@ class Phase:
             )
 
     def seconds_left(self, now: float) -> float:
-        """From the speed since the first step (start-up is not speed); before that, from the
+        """Estimate from the speed since the first step (start-up excluded), before that from the
         plan.
         """
         if self.finished is not None:
@@ -63,9 +68,8 @@ class Phase:
 class Narrator:
     """Shows a list of phases that run one after another.
 
-    On a terminal there is one bar per phase, redrawn in place. Otherwise a line is printed when a
-    phase starts, about `lines_per_phase` times in between, and when it ends, so that a log file
-    stays readable.
+    On a terminal there is one bar per phase. Elsewhere a line is printed when a phase starts,
+    about `lines_per_phase` times in between, and when it ends, so that a log file stays readable.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class Narrator:
             self._progress.stop()
 
     def say(self, text: str) -> None:
-        """A line outside the bars."""
+        """Print a line outside the bars."""
         self.console.print(escape(text), highlight=False)
 
     def start(self, phase: Phase, detail: str = "") -> None:
@@ -132,7 +136,7 @@ class Narrator:
             )
 
     def update(self, phase: Phase, records: list[dict]) -> None:
-        """Take in new metrics records of the running phase and show where it stands."""
+        """Show the progress of the running phase with its new metrics records."""
         now = self._clock()
         phase.add(records, now)
         done = len(phase.steps)

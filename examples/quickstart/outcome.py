@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # Each score must rise by at least this many standard errors of the difference of the two means (by
-# chance alone, one run in thirty thousand would)...
+# chance alone, one run in thirty thousand does)...
 MIN_STANDARD_ERRORS = 4.0
-# ...and by at least `Score.min_rise`. For the reward, whose scale is the reward model's own, it is
-# in standard deviations before training: 0.5 is what statisticians call a medium effect, a reader
-# sees it in the samples.
+# ...and by at least `Score.min_rise`. The reward has the reward model's own scale, so its least
+# rise is in standard deviations before training; 0.5 is called a medium effect in statistics.
 MIN_REWARD_RISE_IN_STD = 0.5
 
 
@@ -26,17 +25,23 @@ class NoOutcome(Exception):
 
 @dataclass(frozen=True)
 class Score:
-    """A number of every validation sample (a line of `val_samples.jsonl`), and which rise of its
-    mean is clear.
+    """A number of every validation sample, and which rise of its mean is clear.
+
+    Attributes:
+        key: in summary.json.
+        of: score of a sample (a line of `val_samples.jsonl`).
+        in_std: `min_rise` is in standard deviations of the score before training.
+        scale: range of the score, for the reader.
+        form: number format of a single sample's score.
     """
 
-    key: str  # in summary.json
+    key: str
     name: str
     of: Callable[[dict], float]
     min_rise: float
-    in_std: bool = False  # `min_rise` is in standard deviations of the score before training
-    scale: str = ""  # for the reader
-    form: str = "+.2f"  # of a single sample's score
+    in_std: bool = False
+    scale: str = ""
+    form: str = "+.2f"
 
 
 REWARD = Score(
@@ -64,19 +69,25 @@ class Rise:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the last lines of a run tell."""
+    """What changed in a run.
+
+    Attributes:
+        rises: by the keys of the scores.
+        ended_before, ended_after: fraction of responses that end by themselves.
+        kl_first, kl_last: KL to the reference per token, exactly 0 at the first rollout; None
+            without a reference.
+        pairs: per prompt, both responses and their scores.
+    """
 
     first_step: int
     last_step: int
     num_samples: int
-    rises: dict[str, Rise]  # by the keys of the scores
-    ended_before: float | None  # fraction of answers that ended by themselves
+    rises: dict[str, Rise]
+    ended_before: float | None
     ended_after: float | None
-    kl_first: (
-        float | None
-    )  # KL to the reference per token at the first rollout: exactly 0. None without a reference
+    kl_first: float | None
     kl_last: float | None
-    pairs: list[dict]  # prompt, before, after and their scores
+    pairs: list[dict]
 
     @property
     def learned(self) -> bool:
@@ -88,7 +99,7 @@ class Outcome:
 
 
 def read_outcome(actor_dir: Path, scores: Sequence[Score]) -> Outcome:
-    """Compare the first and the last validation in an actor's folder: `val_samples.jsonl` has
+    """Compare the first and the last validation of an actor; `val_samples.jsonl` in its folder has
     every sample of both.
 
     Raises:
@@ -130,7 +141,7 @@ def read_outcome(actor_dir: Path, scores: Sequence[Score]) -> Outcome:
 
 
 def rise(score: Score, before: list[dict], after: list[dict]) -> Rise:
-    """How the mean of `score` differs between two lists of samples, at least 2 each."""
+    """Change of the mean of `score` between two lists of at least 2 samples."""
     old, new = ([score.of(sample) for sample in part] for part in (before, after))
     error = math.sqrt(statistics.variance(old) / len(old) + statistics.variance(new) / len(new))
     minimum = score.min_rise * (statistics.stdev(old) if score.in_std else 1.0)
@@ -143,7 +154,7 @@ def rise(score: Score, before: list[dict], after: list[dict]) -> Rise:
 
 
 def _pairs(before: list[dict], after: list[dict], scores: Sequence[Score]) -> list[dict]:
-    """The answers to the same prompt side by side, in the order of the first validation."""
+    """The responses to the same prompt side by side, in the order of the first validation."""
     after_by_prompt = {sample["prompt"]: sample for sample in after}
     pairs = []
     for old in before:

@@ -23,8 +23,8 @@ from outcome import REWARD, Score, first_and_last
 from walkthrough import Steps, Walk
 
 SEQ_LENGTH = 56  # the longest prompt has about 20 tokens
-MAX_ANSWER = 32  # reviews of the grammar have at most 30 tokens with the end
-BATCH_SIZE = 64  # of every optimizer step
+MAX_RESPONSE = 32  # reviews of the grammar have at most 30 tokens with the end
+BATCH_SIZE = 64  # samples of every update
 
 ARCHITECTURE = {  # Llama-like, 0.2 million parameters
     "num_layers": 2,
@@ -38,7 +38,7 @@ ARCHITECTURE = {  # Llama-like, 0.2 million parameters
     "share_embeddings_and_output_weights": False,
 }
 
-# +0.3 means that 15 more of every 100 sentiment words are good instead of bad.
+# A rise of 0.3: of 100 sentiment words, 15 more are good instead of bad.
 GOLD = Score(
     "gold", "gold score", lambda sample: gold_score(sample["response"]), 0.3, scale="(-1 to 1)"
 )
@@ -47,7 +47,7 @@ STEPS = (Steps("--sft-steps", 300), Steps("--rm-steps", 100))
 
 
 def phases(args) -> dict[str, Phase]:
-    """Those of `up_to_the_reward_model`."""
+    """The phases of `up_to_the_reward_model`."""
     return {
         "data": Phase("Data and tokenizer", 1, 2),
         "sft": Phase(
@@ -89,7 +89,7 @@ def up_to_the_reward_model(walk: Walk) -> None:
 
 
 def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
-    """A tiny GPT learns the language from random weights, kind and unkind reviews alike."""
+    """A tiny GPT learns the language, kind and unkind reviews alike, from random weights."""
     overrides = {
         **training(run_dir / "sft", seed, SEQ_LENGTH),
         **from_scratch(run_dir / "data", ARCHITECTURE, BATCH_SIZE, steps),
@@ -110,7 +110,7 @@ def reward_model_job(run_dir: Path, seed: int, steps: int) -> Job:
         "model.micro_batch_size": BATCH_SIZE // 2,
         "model.force_head_dtype": "float32",
         "model.data.data_prefix": data_prefix(run_dir / "data", "pairs"),
-        # The policy's answers are rewarded at their end, which is the end-of-text token: train it
+        # The policy's responses are rewarded at their end token, so the reward model is trained
         # there too.
         "++model.data.append_eod": True,
         **schedule("trainer.rm", steps, steps),

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """PPO from nothing on a laptop: `python run.py` (or `make quickstart`), a few minutes on two
-cores, no download.
+cores, without a download.
 
-    data and tokenizer -> SFT of a tiny GPT -> reward model -> critic server + PPO actor -> what changed
+    data and tokenizer -> SFT of a tiny GPT -> reward model -> critic server + PPO actor -> verdict
 
 Every phase after the first is one of the project's own scripts in its own process, as on a
-cluster. What a job wrote is in `RUN_DIR/<job>.log` and `RUN_DIR/<job>/`. This file only chooses
-sizes, starts the jobs, and tells what happens.
+cluster. Each job writes to `RUN_DIR/<job>.log` and `RUN_DIR/<job>/`. This file only chooses sizes
+and starts the jobs.
 
 Exit code: 0 if the validation reward and the gold score rose clearly (`outcome.py` says what is
 clear), 1 if not, 2 if a job failed or the arguments make no sense, 128 + signal number if it was
@@ -24,13 +24,13 @@ import walkthrough
 from commands import data_prefix, nemo_file, optimizer, policy_training, script_job, training
 from jobs import Job
 from narrator import Phase
-from reviews import BATCH_SIZE, MAX_ANSWER, SEQ_LENGTH
+from reviews import BATCH_SIZE, MAX_RESPONSE, SEQ_LENGTH
 from walkthrough import Ending, Steps, Walk
 
 from nemo_aligner.servers.ports import find_free_port
 
-ROLLOUT_SIZE = 128  # a rollout makes two optimizer steps
-STEPS = Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} answers")
+ROLLOUT_SIZE = 128  # a rollout makes two updates
+STEPS = Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} samples")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def story(walk: Walk) -> None:
-    """All phases in their order. Raises `JobFailed` when one of the scripts fails."""
+    """Run all phases; raises `JobFailed` when one of the scripts fails."""
     reviews.up_to_the_reward_model(walk)
     port = find_free_port()
     critic = critic_job(walk.run_dir, walk.args.seed, walk.args.steps, port)
@@ -62,9 +62,7 @@ def story(walk: Walk) -> None:
 
 
 def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
-    """The server that gives rewards and values and trains the critic; it starts from the reward
-    model.
-    """
+    """The server of rewards and values; it trains the critic and starts from the reward model."""
     overrides = {
         **training(run_dir / "critic", seed, SEQ_LENGTH),
         **optimizer(lr=1e-3),
@@ -76,7 +74,7 @@ def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
         "trainer.ppo.strip_sequence_length_to_multiple": 8,
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,
-        "model.loss_clip_val": 1.0,  # rewards of this reward model span about -3 to 3
+        "model.loss_clip_val": 1.0,  # rewards of this reward model range from about -3 to 3
     }
     return script_job("Critic server", "serve_ppo_critic.py", run_dir / "critic", overrides)
 
@@ -91,15 +89,15 @@ def actor_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
         "remote_critic_rm.reward_model.port": port,
         "remote_critic_rm.critic.port": port,
         "remote_critic_rm.init_timeout_s": 120,
-        # Strong, for the reward model is easy to fool: without it the grammar of the answers falls
-        # apart.
+        # Strong, because the reward model is easy to fool: without it the responses lose their
+        # grammar.
         "trainer.ppo.initial_policy_kl_penalty": 0.15,
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,
         "model.ppo.num_rollout_samples": ROLLOUT_SIZE,
         "model.ppo.rollout_micro_batch_size": ROLLOUT_SIZE,
         "model.ppo.num_val_samples": make_data.SIZES["prompts"]["validation"],
-        "model.ppo.length_params.max_length": MAX_ANSWER,
+        "model.ppo.length_params.max_length": MAX_RESPONSE,
         "model.data.data_prefix": data_prefix(run_dir / "data", "prompts"),
     }
     return script_job("PPO actor", "train_gpt_ppo_actor.py", run_dir / "ppo_actor", overrides)

@@ -1,20 +1,20 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO with Python code as reward: `python run_arithmetic.py` (or `make arithmetic`), a few minutes
-on two cores.
+"""PPO with a Python function as reward: `python run_arithmetic.py` (or `make arithmetic`), a few
+minutes on two cores.
 
-    two-digit sums -> short SFT of a tiny GPT -> code-reward server + critic server + PPO actor -> what changed
+    two-digit sums -> short SFT of a tiny GPT -> reward and critic server + PPO actor -> verdict
 
-SFT ends early, when the policy gets some of the sums right. From then on it is shown no answer:
-the reward, computed by `examples/rewards/arithmetic.py` in a server of its own, only says right
-(1) or wrong (0). The measure is the share of exact answers to 512 sums that no training file
-holds, sampled at temperature 1 as the policy is trained. Every phase after the first is one of the
-project's own scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
+SFT ends early, when the policy gets some of the sums right. From then on it sees no result: the
+reward, computed by `examples/rewards/arithmetic.py` in a server of its own, only says right (1) or
+wrong (0). The measure is the share of exact responses to 512 sums that no training file holds,
+sampled at temperature 1 as in training. Every phase after the first is one of the project's own
+scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
 
-With `--estimator grpo` (or rloo) there is no critic: each sum is answered several times, and an
-answer's advantage is what its reward is above those of the others.
+With `--estimator grpo` (or rloo) there is no critic: the policy generates several responses to
+each sum, and the advantage of a response is its reward compared with those of the others.
 
-Exit code: 0 if the share of exact answers rose clearly (`outcome.py` says what is clear), 1 if
+Exit code: 0 if the share of exact responses rose clearly (`outcome.py` says what is clear), 1 if
 not, 2 if a job failed or the arguments make no sense, 128 + signal number if it was stopped.
 """
 
@@ -43,15 +43,14 @@ from nemo_aligner.servers.ports import find_free_port
 
 REWARD_FUNCTION = Path(__file__).resolve().parents[1] / "rewards" / "arithmetic.py"
 SEQ_LENGTH = 16
-MAX_ANSWER = 5  # the longest sum has 3 digits and the end token
+MAX_RESPONSE = 5  # the longest result has 3 digits, and the end token follows
 SFT_BATCH_SIZE = 128
-# With a reward of 0 or 1 an answer tells little, so many are needed for an update that is more
-# than noise.
+# A reward of 0 or 1 says little, so an update that is more than noise needs many samples.
 ROLLOUT_SIZE = 512
 BATCH_SIZE = 256
 PPO_EPOCHS = 2
 CRITIC_WARMUP = 4  # rollouts that train only the critic, whose head is fresh
-ANSWERS = 8  # to each sum, where they are compared with each other
+RESPONSES = 8  # to each sum, for estimators that compare them
 
 # 0.3 million parameters; every digit has its fixed place, so absolute positions suit best
 ARCHITECTURE = {
@@ -66,10 +65,10 @@ ARCHITECTURE = {
     "share_embeddings_and_output_weights": False,
     "make_vocab_size_divisible_by": 16,
 }
-# Of every 100 held-out sums, 20 more are right.
+# Of 100 held-out sums, 20 more are right.
 MIN_RISE = 0.2
 STEPS = (
-    Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} answers"),
+    Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} samples"),
     Steps("--sft-steps", 180, "the more, the better the policy that PPO starts from"),
 )
 ESTIMATOR = Variant(
@@ -98,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         args,
         phases,
         story,
-        lambda: Ending("ppo_actor", "PPO", (exact_answers(args.run_dir / "data"),)),
+        lambda: Ending("ppo_actor", "PPO", (exact_responses(args.run_dir / "data"),)),
     )
 
 
@@ -106,8 +105,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return walkthrough.parse_args(argv, __doc__, "arithmetic", STEPS, (ESTIMATOR,))
 
 
-def exact_answers(data: Path) -> Score:
-    """1 for the answer that the data set has, digit by digit, else 0. It does not ask the reward
+def exact_responses(data: Path) -> Score:
+    """1 for the result that the data set has, digit by digit, else 0; independent of the reward
     function.
     """
     right = {line["input"]: line["output"] for line in read_jsonl(data / "sft_validation.jsonl")}
@@ -116,12 +115,12 @@ def exact_answers(data: Path) -> Score:
         return float(sample["response"] == right[sample["prompt"]])
 
     return Score(
-        "exact", "share of exact answers", is_exact, MIN_RISE, scale="(0 to 1)", form=".0f"
+        "exact", "share of exact responses", is_exact, MIN_RISE, scale="(0 to 1)", form=".0f"
     )
 
 
 def story(walk: Walk) -> None:
-    """All phases in their order. Raises `JobFailed` when one of the scripts fails."""
+    """Run all phases; raises `JobFailed` when one of the scripts fails."""
     run_dir, seed, steps = walk.run_dir, walk.args.seed, walk.args.steps
 
     def write_data() -> str:
@@ -145,7 +144,7 @@ def story(walk: Walk) -> None:
 
 
 def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
-    """A tiny GPT learns to add from random weights, and is stopped when it is half-way."""
+    """A tiny GPT learns to add from random weights and is stopped half-way."""
     overrides = {
         **training(run_dir / "sft", seed, SEQ_LENGTH),
         **from_scratch(run_dir / "data", ARCHITECTURE, SFT_BATCH_SIZE, steps),
@@ -156,7 +155,7 @@ def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
 
 
 def reward_server_job(run_dir: Path, port: int) -> Job:
-    """The server of the code reward; of the SFT model it uses the tokenizer only."""
+    """The server of the reward function; it uses only the tokenizer of the SFT model."""
     overrides = {
         **on_cpu(),
         "rm_model_file": nemo_file(run_dir, "sft"),
@@ -171,8 +170,8 @@ def reward_server_job(run_dir: Path, port: int) -> Job:
 
 
 def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
-    """The server that gives values and trains the critic; it starts from the SFT model with a
-    fresh head.
+    """The server of values, which trains the critic; it starts from the SFT model with a fresh
+    head.
     """
     overrides = {
         **training(run_dir / "critic", seed, SEQ_LENGTH),
@@ -193,7 +192,7 @@ def with_critic(port: int) -> dict:
     """The actor's settings for PPO with a critic server at `port`."""
     return {
         "remote_critic_rm.critic.port": port,
-        # answers of 3 or 4 tokens: the whole reward may count for each
+        # Responses have 3 or 4 tokens: the whole reward may count for each of them.
         "trainer.ppo.gae_lambda": 1.0,
         "trainer.ppo.critic_warmup_steps": CRITIC_WARMUP,
         "model.ppo.num_rollout_samples": ROLLOUT_SIZE,
@@ -201,17 +200,19 @@ def with_critic(port: int) -> dict:
 
 
 def without_critic(estimator: str) -> dict:
-    """The actor's settings for as many answers to fewer sums, compared with each other."""
+    """The actor's settings for as many responses to fewer sums, compared with each other."""
     return {
         "trainer.ppo.advantage_estimator": estimator,
-        "model.ppo.num_rollout_samples": ROLLOUT_SIZE // ANSWERS,
-        "model.ppo.num_rollouts_per_prompt": ANSWERS,
+        "model.ppo.num_rollout_samples": ROLLOUT_SIZE // RESPONSES,
+        "model.ppo.num_rollouts_per_prompt": RESPONSES,
     }
 
 
 def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, advantages: dict) -> Job:
-    """PPO from the SFT model, with a reward server; `advantages`: how its rewards become
-    advantages.
+    """PPO from the SFT model, with a reward server.
+
+    Args:
+        advantages: settings of how rewards become advantages.
     """
     overrides = {
         **training(run_dir / "ppo_actor", seed, SEQ_LENGTH),
@@ -223,16 +224,16 @@ def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, advantages
         "remote_critic_rm.reward_model.port": reward_port,
         "remote_critic_rm.init_timeout_s": 120,
         "trainer.ppo.ppo_epochs": PPO_EPOCHS,
-        # Answers that do not end are not trained on, so nothing but the distance to the SFT model
-        # keeps the end token likely after a wrong number. It must be the signed log-ratio: the
-        # absolute one would make what has become unlikely rarer still.
+        # Truncated responses are not trained on, so only the distance to the SFT model keeps the
+        # end token likely after a wrong number. It must be the signed log-ratio: the absolute one
+        # would make rarer what has become unlikely.
         "trainer.ppo.initial_policy_kl_penalty": 0.05,
         "trainer.ppo.use_absolute_kl": False,
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,
         "model.ppo.rollout_micro_batch_size": advantages["model.ppo.num_rollout_samples"],
         "model.ppo.num_val_samples": arithmetic_data.NUM_VALIDATION,
-        "model.ppo.length_params.max_length": MAX_ANSWER,
+        "model.ppo.length_params.max_length": MAX_RESPONSE,
         "model.data.data_prefix": data_prefix(run_dir / "data", "prompts"),
     }
     return script_job("PPO actor", "train_gpt_ppo_actor.py", run_dir / "ppo_actor", overrides)

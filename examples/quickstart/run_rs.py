@@ -3,11 +3,11 @@
 """Rejection sampling on the quickstart's data: `python run_rs.py` (or `make rs`), a few minutes on
 two cores.
 
-    data and tokenizer -> SFT of a tiny GPT -> reward model -> reward-model server + RS actor -> what changed
+    data and tokenizer -> SFT of a tiny GPT -> reward model -> its server + RS actor -> verdict
 
-The first three phases are those of `run.py`. Then the policy answers every prompt several times,
-the server's reward model scores the answers, and the policy is trained on the best one with the
-likelihood loss: there is no critic. Every phase after the first is one of the project's own
+The first three phases are those of `run.py`. Then the policy generates several responses to every
+prompt, the server's reward model scores them, and the policy is trained on the best one with the
+likelihood loss. There is no critic. Every phase after the first is one of the project's own
 scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
 
 Exit code: 0 if the validation reward and the gold score rose clearly (`outcome.py` says what is
@@ -33,15 +33,15 @@ from commands import (
 )
 from jobs import Job
 from narrator import Phase
-from reviews import BATCH_SIZE, MAX_ANSWER, SEQ_LENGTH
+from reviews import BATCH_SIZE, MAX_RESPONSE, SEQ_LENGTH
 from walkthrough import Ending, Steps, Walk
 
 from nemo_aligner.servers.ports import find_free_port
 
-NUM_PROMPTS = 128  # per step: two optimizer steps on the best answer to each
-ANSWERS = 4  # to each prompt
+NUM_PROMPTS = 128  # per step: two updates on the best response to each
+RESPONSES = 4  # to each prompt
 STEPS = Steps(
-    "--steps", 30, f"RS steps, each {NUM_PROMPTS} prompts with {ANSWERS} answers to each"
+    "--steps", 30, f"RS steps, each {NUM_PROMPTS} prompts with {RESPONSES} responses to each"
 )
 
 
@@ -65,7 +65,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def story(walk: Walk) -> None:
-    """All phases in their order. Raises `JobFailed` when one of the scripts fails."""
+    """Run all phases; raises `JobFailed` when one of the scripts fails."""
     reviews.up_to_the_reward_model(walk)
     port = find_free_port()
     server = reward_server_job(walk.run_dir, port)
@@ -98,20 +98,20 @@ def actor_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
     overrides = {
         **training(run_dir / "rs_actor", seed, SEQ_LENGTH),
         **policy_training("trainer.rs", steps),
-        **optimizer(
-            lr=5e-4
-        ),  # faster, and the answers grow until they are cut off: more kind sentences score higher
+        # With a higher rate the responses grow until they are truncated: more kind sentences score
+        # higher.
+        **optimizer(lr=5e-4),
         "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
         "remote_rm.reward_model.port": port,
         "remote_rm.init_timeout_s": 120,
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,
         "model.rs.num_rollout_samples": NUM_PROMPTS,
-        "model.rs.num_rollouts_per_prompt": ANSWERS,
+        "model.rs.num_rollouts_per_prompt": RESPONSES,
         "model.rs.top_n_rollouts": 1,
         "model.rs.rollout_micro_batch_size": NUM_PROMPTS,
         "model.rs.num_val_samples": make_data.SIZES["prompts"]["validation"],
-        "model.rs.length_params.max_length": MAX_ANSWER,
+        "model.rs.length_params.max_length": MAX_RESPONSE,
         "model.data.data_prefix": data_prefix(run_dir / "data", "prompts"),
     }
     return script_job("RS actor", "train_gpt_rs_actor.py", run_dir / "rs_actor", overrides)

@@ -1,7 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the walk-throughs have in common: arguments, the course of a run, and the verdict at its
-end.
+"""What the walk-throughs share: arguments, the course of a run, and the verdict at its end.
 
 Exit codes: 0 if every score rose clearly (`outcome.py` says what is clear), 1 if not, 2 if a job
 failed or the arguments make no sense, 128 + signal number if the run was stopped.
@@ -31,7 +30,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Variant:
-    """One of several ways that the user may choose."""
+    """One of several variants that the user may choose."""
 
     option: str  # --estimator
     values: tuple[str, ...]  # the first is the default
@@ -45,8 +44,9 @@ def parse_args(
     choices: Sequence[Steps],
     variants: Sequence[Variant] = (),
 ) -> argparse.Namespace:
-    """`run_dir` (made if missing), `seed`, one number per `choices` and one name per `variants`;
-    exits with 2 if they make no sense."""
+    """`run_dir` (created if missing), `seed`, one number per entry of `choices` and one name per
+    entry of `variants`; exits with 2 if they make no sense.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +71,7 @@ def parse_args(
         args.run_dir = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     args.run_dir = args.run_dir.absolute()
     if args.run_dir.exists() and (not args.run_dir.is_dir() or any(args.run_dir.iterdir())):
-        # The scripts would resume what they find there instead of starting anew.
+        # The scripts would resume what they find there.
         parser.error(f"--run-dir {args.run_dir} is not empty; name a new folder, or remove it")
     args.run_dir.mkdir(parents=True, exist_ok=True)
     return args
@@ -79,22 +79,24 @@ def parse_args(
 
 @dataclass
 class Walk:
-    """A walk-through under way, as its story sees it."""
+    """A running walk-through.
+
+    Attributes:
+        findings: (description, value) by the key in summary.json.
+    """
 
     args: argparse.Namespace
     phases: dict[str, Phase]
     narrator: Narrator
     jobs: Jobs
-    findings: dict[str, tuple[str, float]] = field(
-        default_factory=dict
-    )  # key in summary.json: what, in words; value
+    findings: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     @property
     def run_dir(self) -> Path:
         return self.args.run_dir
 
     def do(self, phase: str, work: Callable[[], str]) -> None:
-        """A phase that is done by `work()`, which returns what it has done, in words."""
+        """Run a phase in this process; `work()` returns a description of its result."""
         self.narrator.start(self.phases[phase])
         self.narrator.finish(self.phases[phase], work())
 
@@ -106,13 +108,15 @@ class Walk:
         detail: str = "starting",
         result: Callable = str,
     ) -> None:
-        """A phase that is `job`, with the `servers` that it waits for and needs until it ends.
+        """Run a phase that is a job.
 
         Args:
-            result: gives what the job has found out, in words, once it is done.
+            servers: started first; the job needs them until it ends.
+            detail: what the phase shows at its start.
+            result: returns a description of the result once the job has ended.
 
         Raises:
-            JobFailed: one of them failed.
+            JobFailed: the job or a server failed.
         """
         self.narrator.start(self.phases[phase], detail)
         for server in servers:
@@ -128,9 +132,13 @@ class Walk:
 
 @dataclass(frozen=True)
 class Ending:
-    """What a walk-through is judged by."""
+    """The basis of the verdict.
 
-    actor: str  # folder of the job that trained the policy
+    Attributes:
+        actor: folder of the job that trained the policy.
+    """
+
+    actor: str
     algorithm: str
     scores: tuple[Score, ...]
 
@@ -141,11 +149,11 @@ def run(
     story: Callable[[Walk], None],
     ending: Callable[[], Ending],
 ) -> int:
-    """Tell the whole story and judge it; returns the exit code. Whatever happens, no child process
-    is left behind.
+    """Run all phases and give the verdict; returns the exit code. No child process survives.
 
     Args:
-        ending: called after the story, when all files are written.
+        story: runs the phases.
+        ending: called after them, when all files are written.
     """
     started = time.monotonic()
     narrator = Narrator(list(phases.values()))
@@ -169,8 +177,8 @@ def run(
 
 
 def conclude(walk: Walk, ending: Ending, seconds: float) -> int:
-    """Say what changed, write `summary.json` and `report.html`, and judge."""
-    from nemo_aligner.report import write_report  # here: the narrator speaks at once
+    """Say what changed, write `summary.json` and `report.html`, and give the verdict."""
+    from nemo_aligner.report import write_report  # here, so that a walk-through starts at once
 
     narrator, run_dir, peak_memory = walk.narrator, walk.run_dir, walk.jobs.peak_memory
     try:
@@ -179,7 +187,7 @@ def conclude(walk: Walk, ending: Ending, seconds: float) -> int:
         narrator.say(f"\nNo result: {error}.")
         return 2
     tell(outcome, ending, narrator)
-    findings = {key: value for key, (_what, value) in walk.findings.items()}
+    findings = {key: value for key, (_, value) in walk.findings.items()}
     summary = {
         **outcome.to_dict(),
         **findings,
@@ -187,8 +195,8 @@ def conclude(walk: Walk, ending: Ending, seconds: float) -> int:
         "peak_memory_bytes": peak_memory,
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    for what, value in walk.findings.values():
-        narrator.say(f"{what}: {value:.3f}")
+    for description, value in walk.findings.values():
+        narrator.say(f"{description}: {value:.3f}")
     narrator.say(f"\nReport: {write_report(run_dir)}")
     narrator.say(
         f"Took {clock_text(seconds)} minutes and at most {peak_memory / 2**30:.2f} GiB of memory."
@@ -208,7 +216,7 @@ def conclude(walk: Walk, ending: Ending, seconds: float) -> int:
 
 
 def tell(outcome: Outcome, ending: Ending, narrator: Narrator) -> None:
-    """Two tables: the numbers, and five prompts with their answers."""
+    """Print two tables: the scores, and five prompts with their responses."""
     rows = []
     for score in ending.scores:
         rise = outcome.rises[score.key]
@@ -219,7 +227,7 @@ def tell(outcome: Outcome, ending: Ending, narrator: Narrator) -> None:
             ]
         )
     for name, before, after in (
-        ("answers that end by themselves", outcome.ended_before, outcome.ended_after),
+        ("responses that end by themselves", outcome.ended_before, outcome.ended_after),
         ("KL to the reference, per token", outcome.kl_first, outcome.kl_last),
     ):
         if before is not None:
@@ -242,7 +250,7 @@ def tell(outcome: Outcome, ending: Ending, narrator: Narrator) -> None:
     rows = [
         [pair["prompt"], cell(pair, "before"), cell(pair, "after")] for pair in outcome.pairs[:5]
     ]
-    narrator.table("Five prompts", ["prompt", "answer before", "answer after"], rows)
+    narrator.table("Five prompts", ["prompt", "response before", "response after"], rows)
 
 
 def _numbers(*values: float) -> list[str]:

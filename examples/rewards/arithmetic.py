@@ -1,12 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reward for arithmetic: is the answer the right number?
+"""Reward for arithmetic: is the response the right number?
 
     python examples/nlp/gpt/serve_reward_model.py rm_model_file=policy.nemo \\
         inference.reward_fn=examples/rewards/arithmetic.py:exact_answer
 
-Prompts end with a task such as `12+34=`; text before it (an instruction, examples) does not
-matter.
+Prompts end with a task such as `12+34=`; text before it (an instruction, examples) is ignored.
 """
 
 import re
@@ -16,10 +15,10 @@ OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 def exact_answer(prompts: list[str], responses: list[str], lengths: list[int]) -> list[float]:
-    """1.0 for a response that is the result, digit by digit: no more, no less, no space; else 0.0.
+    """1.0 for a response that is exactly the result, without a space; else 0.0.
 
     Raises:
-        ValueError: a prompt that does not end with a task.
+        ValueError: a prompt does not end with a task.
     """
     return [
         float(response == right_answer(prompt)) for prompt, response in zip(prompts, responses)

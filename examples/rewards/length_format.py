@@ -5,8 +5,8 @@
     python examples/nlp/gpt/serve_reward_model.py rm_model_file=policy.nemo \\
         inference.reward_fn=examples/rewards/length_format.py:concise_sentences
 
-Alone it teaches a policy to write short sentences about nothing: weigh it against a reward for
-content (`remote_rm.reward_models`, docs/config.md).
+Alone it teaches a policy to write short sentences about nothing; combine it with a reward for
+content (`remote_rm.reward_models`, docs/rewards.md).
 """
 
 import re
@@ -22,14 +22,12 @@ def concise_sentences(
     target: int = 32,
     weight_of_length: float = 0.5,
 ) -> list[float]:
-    """From 0 to 1: how much of the response is whole sentences, and how near it stays to `target`
-    tokens.
+    """Score from 0 to 1: the share of whole sentences, and how close the length is to `target`.
 
     Args:
         lengths: tokens of each response, its end token included.
-        target: a response of up to this many tokens has the full score for its length, one of
-            twice as many none.
-        weight_of_length: share of the score that the length decides.
+        target: up to this many tokens earn the full score for the length, twice as many none.
+        weight_of_length: share of the length in the score.
     """
     scores = []
     for response, length in zip(responses, lengths):
@@ -41,9 +39,7 @@ def concise_sentences(
 
 
 def share_of_sentences(text: str) -> float:
-    """Share of the words that stand in whole sentences: a capital or a digit first, a full stop
-    last.
-    """
+    """Share of the words that are in whole sentences (`is_sentence`)."""
     words = len(text.split())
     inside = sum(
         len(part.split()) for part in BETWEEN_SENTENCES.split(text.strip()) if is_sentence(part)
@@ -52,5 +48,6 @@ def share_of_sentences(text: str) -> float:
 
 
 def is_sentence(text: str) -> bool:
+    """True if `text` starts with a capital or a digit and ends with a full stop or the like."""
     text = text.strip(QUOTES)
     return (text[:1].isupper() or text[:1].isdigit()) and text.endswith((".", "!", "?"))

@@ -1,26 +1,30 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Alarms: what goes wrong in silence in this field, seen at run time.
+"""Alarms: failures that this field knows as silent, noticed at run time.
 
-Every alarm watches a metric. Some end the run, on all ranks together, because no number after them
-can be trusted: a policy that is not the reference at step 0, rewards, losses and gradients that
+Every alarm watches a metric. Some end the run, on all ranks together, because no later number
+could be trusted: a policy that is not its reference at step 0, rewards, losses and gradients that
 are not finite (`training/finite.py`), replicas that drift apart (`parallel/replicas.py`). The
-others are warnings past a threshold of the section `alarms` (null: off), said when a state begins
-and not again until it has ended. docs/metrics.md has the table of all.
+others warn past a threshold of the section `alarms` (null switches one off): once when the state
+begins, and not again until it has ended. docs/metrics.md lists them all.
 
 Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length.
 Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from nemo.utils import logging
 from torch import Tensor
 
 from nemo_aligner.core.errors import NonFiniteError, PolicyReferenceError
+from nemo_aligner.core.interfaces import Tokenizer
+from nemo_aligner.core.types import PPOTrainBatch, Rollout, RolloutBatch, Scores
+from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce_dict, masked_global_mean_var
 from nemo_aligner.parallel.replicas import check_replicas
@@ -28,27 +32,34 @@ from nemo_aligner.training.timers import ScopedTimer
 
 PROMPT_CHARACTERS = 80  # of a prompt that an error quotes
 
+Metrics = Mapping[str, Any]
 
-# ---------------------------------------------------------------------------------------- warnings
+
+# -------------------------------------------------------------------------------------- warnings
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A quantity that a warning is about, and what it means when it is past its threshold.
+    """A quantity with a threshold, and what it means when it is past it.
 
     Attributes:
         key: of the threshold in the section `alarms`; also the quantity's name in messages.
-        quantity: metrics of a phase -> the quantity, or None if they do not hold it.
+        quantity: computes the quantity from the metrics of a phase; None if they do not hold it.
         bad_above: True if the quantity is bad above the threshold, False if below.
-        meaning: what it usually means, and what to do.
-        first_step: earlier the quantity is expected to be bad.
+        meaning: the usual causes, and what to do.
+        first_step: before this step the quantity is expected to be bad.
     """
 
     key: str
-    quantity: Callable[[Mapping], float | None]
+    quantity: Callable[[Metrics], float | None]
     bad_above: bool
     meaning: str
     first_step: int = 0
+
+
+def _truncated_fraction(metrics: Metrics) -> float | None:
+    ended = metrics.get("fraction_of_samples_properly_ended")
+    return None if ended is None else 1.0 - ended
 
 
 WARNINGS = (
@@ -57,47 +68,35 @@ WARNINGS = (
         lambda metrics: metrics.get("sampling_ratio_mean_error"),
         True,
         "The sampler gave the tokens other probabilities than the trainer computes for them, so "
-        "every update is "
-        "off-policy from its start. Usual causes: a temperature that one of them does not apply, "
-        "dropout left on, "
-        "another precision or kernel in decoding, or stale weights in the sampler. See "
-        "sampling_ratio_max for the "
-        "worst token.",
+        "every update is off-policy from its start. Usual causes: a temperature that one of them "
+        "does not apply, dropout left on, another precision or kernel in decoding, or stale "
+        "weights in the sampler. See sampling_ratio_max for the worst token.",
     ),
     Watched(
         "clip_fraction",
         lambda metrics: metrics.get("ppo_clip_fraction"),
         True,
         "The ratios of so many tokens are outside the clip range that they no longer train the "
-        "policy: it moves too "
-        "far within one rollout. Lower model.optim.lr or trainer.ppo.ppo_epochs, use larger "
-        "global batches, or set "
-        "trainer.ppo.target_kl.",
+        "policy: it moves too far within one rollout. Lower model.optim.lr or "
+        "trainer.ppo.ppo_epochs, use larger global batches, or set trainer.ppo.target_kl.",
     ),
     Watched(
         "explained_variance",
         lambda metrics: metrics.get("explained_variance"),
         False,
-        "The critic's values predict the returns worse than their mean would: the advantages are "
-        "mostly its noise. "
-        "Raise trainer.ppo.critic_warmup_steps or the critic's learning rate, start the critic "
-        "from the reward model, "
-        "and look at critic_loss.",
+        "The critic's values predict the returns worse than their mean would, so the advantages "
+        "are mostly its noise. Raise trainer.ppo.critic_warmup_steps or the critic's learning "
+        "rate, start the critic from the reward model, and look at critic_loss.",
         first_step=10,  # a new critic has to learn
     ),
     Watched(
         "truncated_fraction",
-        lambda metrics: (
-            1.0 - metrics["fraction_of_samples_properly_ended"]
-            if "fraction_of_samples_properly_ended" in metrics
-            else None
-        ),
+        _truncated_fraction,
         True,
-        "Almost no answer ends by itself; answers that are cut off do not train the policy "
-        "(unless "
-        "model.ppo.train_on_truncated), and their rewards are of halves. Raise "
-        "length_params.max_length, check that "
-        "the SFT data end with the eos token, or set sampling_params.end_strings.",
+        "Almost no response ends by itself. Responses that are cut off do not train the policy "
+        "(unless model.ppo.train_on_truncated), and their rewards are those of fragments. Raise "
+        "length_params.max_length, check that the SFT data end with the eos token, or set "
+        "sampling_params.end_strings.",
     ),
 )
 
@@ -107,15 +106,19 @@ class Alarms:
 
     Args:
         section: name of the thresholds' section, for messages: "trainer.ppo.alarms".
-        thresholds: key -> number, or None: off; a missing key is off too.
-        warn: called with the text of a warning, on rank 0 only.
+        thresholds: number by key; a key that is None or missing is off, and so are all if the
+            section is None.
+        warn: called with the text of a warning, on rank 0 only; the log if not given.
 
     Attributes:
         active: keys of the warnings whose state lasts.
     """
 
     def __init__(
-        self, section: str, thresholds: Mapping | None, warn: Callable[[str], None] | None = None
+        self,
+        section: str,
+        thresholds: Mapping[str, Any] | None,
+        warn: Callable[[str], None] | None = None,
     ):
         self.section = section
         thresholds = thresholds or {}
@@ -124,19 +127,18 @@ class Alarms:
         }
         self.replica_check_interval = int(thresholds.get("replica_check_interval") or 0)
         self.active: set[str] = set()
-        self._warn = warn or logging.warning
+        self._warn = warn or _log_warning
 
     @property
     def needs_sampling_logprobs(self) -> bool:
         """Whether the sampler must tell the log-probs of the tokens that it chose."""
         return "sampling_mismatch" in self.thresholds
 
-    def watch(self, metrics: Mapping, step: int) -> dict[str, int]:
-        """Warn of the quantities in `metrics` that have gone past their thresholds; equal metrics
-        on all ranks.
+    def watch(self, metrics: Metrics, step: int) -> dict[str, int]:
+        """Warn of the quantities in `metrics` (equal on all ranks) that have passed their
+        thresholds.
 
-        A quantity that is absent leaves its warning as it is; one that is NaN is not defined, and
-        no reason to warn.
+        A quantity that is absent or NaN leaves its warning as it is.
 
         Returns:
             `alarms_active`, the number of warnings whose state lasts, to be logged with the
@@ -165,11 +167,13 @@ class Alarms:
             side = "above" if watched.bad_above else "below"
             self._warn(
                 f"alarm: {watched.key} is {value:.4g} at step {step}, {side} "
-                f"{self.section}.{watched.key}="
-                f"{threshold:g}. {watched.meaning} (Said once until it has ended.)"
+                f"{self.section}.{watched.key}={threshold:g}. {watched.meaning} (Not repeated "
+                "until this state has ended.)"
             )
 
-    def check_replicas(self, model, step: int, timer: ScopedTimer | None = None) -> None:
+    def check_replicas(
+        self, model: SupervisedInterface, step: int, timer: ScopedTimer | None = None
+    ) -> None:
         """Every `replica_check_interval` steps, compare the weights of the replicas; all ranks
         call it.
 
@@ -182,13 +186,17 @@ class Alarms:
         """
         if not self.replica_check_interval or step % self.replica_check_interval:
             return
-        if timer is None:
-            return check_replicas(model.unwrapped())
-        with timer("replica_check"):
+        with timer("replica_check") if timer else contextlib.nullcontext():
             check_replicas(model.unwrapped())
 
 
-# -------------------------------------------------------------------------------------- quantities
+def _log_warning(text: str) -> None:
+    from nemo.utils import logging  # importing NeMo takes a second
+
+    logging.warning(text)
+
+
+# ------------------------------------------------------------------------------------ quantities
 
 
 def sampling_ratio_metrics(
@@ -230,15 +238,15 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return 1.0 - variances[0] / variances[1] if variances[1] > 0 else math.nan
 
 
-def rollout_health(rollout_batch: Mapping, data: Mapping) -> dict[str, float]:
-    """The quantities above of this rank's rows, as far as these tensors are there; all DP ranks
-    call it.
+def rollout_health(rollout_batch: RolloutBatch, data: PPOTrainBatch) -> dict[str, float]:
+    """The quantities above, as far as these tensors are there, over the samples of all DP ranks,
+    which all call.
 
     Args:
         rollout_batch: may hold `sampling_logprobs`, then also `logprobs`.
         data: of the updates: `mask`, and with a critic `values` and `returns`.
     """
-    metrics = {}
+    metrics: dict[str, float] = {}
     if "sampling_logprobs" in rollout_batch:
         metrics |= sampling_ratio_metrics(
             rollout_batch["logprobs"], rollout_batch["sampling_logprobs"], data["mask"]
@@ -250,13 +258,13 @@ def rollout_health(rollout_batch: Mapping, data: Mapping) -> dict[str, float]:
     return metrics
 
 
-# ------------------------------------------------------------------------------------------ errors
+# ---------------------------------------------------------------------------------------- errors
 
 
 def check_policy_equals_reference(
     logprobs: Tensor, init_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """Before the first update policy and reference are the same weights, so their log-probs must
+    """Before the first update policy and reference have the same weights, so their log-probs must
     be the same bits.
 
     A difference is a defect that training would hide: the KL penalty would be off by it for the
@@ -274,44 +282,38 @@ def check_policy_equals_reference(
     if largest > 0:
         raise PolicyReferenceError(
             "before the first update, log-probs of the policy and of the reference differ by up "
-            f"to {largest:.3e}; "
-            "they must be equal. Check that the reference was copied from the weights that are "
-            "trained, that dropout "
-            "is off during inference, and that no kernel in use is non-deterministic."
+            f"to {largest:.3e}; they must be equal. Check that the reference was copied from the "
+            "weights that are trained, that dropout is off during inference, and that no kernel "
+            "in use is non-deterministic."
         )
     return {"policy_reference_difference": largest}
 
 
-def check_rewards(rollout: Mapping, tokenizer) -> None:
+def check_rewards(rollout: Rollout, scores: Scores, tokenizer: Tokenizer) -> None:
     """Refuse rewards that are NaN or infinite. The rollout is that of all ranks, so all raise
     together.
 
     Args:
-        rollout: `rewards` (and `rewards_<name>` of an ensemble) f32 `[N]`; `idx`, `prompt_lengths`
-            int64 `[N]`; `response_tokens` int64 `[N, S]`.
+        rollout: `idx`, `prompt_lengths` int64 `[N]`; `response_tokens` int64 `[N, S]`.
+        scores: of these samples.
 
     Raises:
         NonFiniteError: names the first such sample by its dataset index and prompt.
     """
-    for name in sorted(key for key in rollout if key == "rewards" or key.startswith("rewards_")):
-        bad = (~rollout[name].isfinite()).nonzero().flatten().tolist()
+    parts = {f"rewards_{name}": part for name, part in sorted(scores.parts.items())}
+    for name, rewards in ({"rewards": scores.rewards} | parts).items():
+        bad = (~rewards.isfinite()).nonzero().flatten().tolist()
         if bad:
-            row = bad[0]
-            tokens = rollout["response_tokens"][row, : int(rollout["prompt_lengths"][row])]
+            first = bad[0]
+            tokens = rollout["response_tokens"][first, : int(rollout["prompt_lengths"][first])]
             prompt = tokenizer.ids_to_text(tokens.tolist())
-            prompt = (
-                prompt
-                if len(prompt) <= PROMPT_CHARACTERS
-                else prompt[: PROMPT_CHARACTERS - 3] + "..."
-            )
+            if len(prompt) > PROMPT_CHARACTERS:
+                prompt = prompt[: PROMPT_CHARACTERS - 3] + "..."
             raise NonFiniteError(
-                f"{name} of sample {int(rollout['idx'][row])} (index in the data set; prompt "
-                f"{prompt!r}) is "
-                f"{float(rollout[name][row])}; {len(bad)} of {len(rollout[name])} are not finite. "
-                "Nothing was trained "
-                "on them. Check the reward model's weights or the reward function on this prompt, "
-                "and the weights of "
-                "an ensemble."
+                f"{name} of sample {int(rollout['idx'][first])} (index in the data set; prompt "
+                f"{prompt!r}) is {float(rewards[first])}; {len(bad)} of {len(rewards)} are not "
+                "finite. Nothing was trained on them. Check the reward model's weights or the "
+                "reward function on this prompt, and the weights of an ensemble."
             )
 
 

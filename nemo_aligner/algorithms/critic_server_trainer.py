@@ -3,23 +3,25 @@
 """The critic job: a critic model (and, combined with it, a reward model) that remote actors use,
 train and save.
 
-A request goes: Triton thread (decode, check) -> queue -> main thread of rank 0 -> all ranks
-compute -> answer. See `servers/server_loop.py` for the threads and for how the job ends,
-`servers/scoring.py` for the way of an infer request, `servers/schema.py` for each endpoint's
-tensors. N is the number of rows of a request, n that of one data-parallel rank's share, S the
-padded token length; column t of a [N, S-1] tensor belongs to token t+1.
+Path of a request: Triton thread (decode, check) -> queue -> main thread of rank 0 -> all ranks
+compute -> reply. See `servers/server_loop.py` for the threads and the end of the job,
+`servers/scoring.py` for the path of an infer request, `servers/schema.py` for each endpoint's
+tensors. N is the number of samples of a request, n that of one data-parallel rank's share, S the
+padded token length; column t of a [N, S-1] tensor belongs to the prediction of token t+1.
 """
 
 import collections
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from nemo.utils import logging
 from omegaconf import DictConfig
+from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.core.errors import ConfigError
@@ -27,13 +29,22 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.control_group import ControlGroup
 from nemo_aligner.servers.requests import pad_rows
-from nemo_aligner.servers.scoring import Scorer, batcher_options, local_rows, model_limits
-from nemo_aligner.servers.server_loop import ControlGroup, ServerLoop
+from nemo_aligner.servers.schema import Arrays
+from nemo_aligner.servers.scoring import (
+    Inputs,
+    Scorer,
+    batcher_options,
+    model_limits,
+    share_of_rank,
+)
+from nemo_aligner.servers.server_loop import ServerLoop
+from nemo_aligner.servers.validation import validate_training_inputs
 from nemo_aligner.training.finite import naming_step
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.update import train_on_batch
 
-# How many answers of critic_train are kept for clients that repeat a request.
+# Number of critic_train replies that are kept for clients that repeat a request.
 REMEMBERED_REQUESTS = 64
 
 
@@ -49,8 +60,8 @@ class CriticServerTrainer:
         ckpt_callback: has `custom_save(monitor_candidates, is_train_end, trainer_state)` and
             `saved_at(counter)`.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
-        gbs: rows of one optimizer step, over all data-parallel ranks.
-        model_forward_micro_batch_size: rows of one forward pass per data-parallel rank.
+        gbs: samples of one optimizer step, over all data-parallel ranks.
+        model_forward_micro_batch_size: samples of one forward pass per data-parallel rank.
     """
 
     failure_grace_s = 30.0  # after one rank failed, how long the others may take to fail likewise
@@ -87,8 +98,8 @@ class CriticServerTrainer:
         if gbs % dp_size:
             raise ConfigError(
                 f"model.global_batch_size={gbs} does not divide over the critic's {dp_size} "
-                "data-parallel ranks. "
-                "Change it, trainer.devices, or the tensor and pipeline parallel sizes."
+                "data-parallel ranks. Change it, trainer.devices, or the tensor and pipeline "
+                "parallel sizes."
             )
         self.vocab_size, self.max_length = model_limits(model)
         self._scorer = Scorer(
@@ -105,17 +116,19 @@ class CriticServerTrainer:
         self.step = 0  # optimizer steps of the weights in memory
         self.saved_step = 0  # optimizer steps of the last checkpoint written or loaded
         self.actor_step = 0  # actor step of that checkpoint
-        self._finish = None  # ends what the model was last prepared for, if it was interrupted
-        self._answers = collections.OrderedDict()
-        self._loop = None
+        # Ends what the model was last prepared for, if that was interrupted.
+        self._finish: Callable[[], None] | None = None
+        self._replies: collections.OrderedDict[str, Arrays | Exception] = collections.OrderedDict()
+        self._loop: ServerLoop | None = None
 
     # ---- state ----
 
-    def state_dict(self) -> dict:
-        """Counters stored in the checkpoint."""
+    def state_dict(self) -> dict[str, int]:
+        """Return the counters that a checkpoint stores."""
         return {"step": self.step, "actor_step": self.actor_step}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from the counters of a checkpoint."""
         self.step = self.saved_step = int(state["step"])
         self.actor_step = int(state.get("actor_step", schema.UNKNOWN_STEP))
 
@@ -148,12 +161,12 @@ class CriticServerTrainer:
         )
         self._loop.run()
 
-    def server_infer(self, **inputs) -> dict[str, np.ndarray]:
-        """Handler of `critic_infer`."""
-        return self._scorer.answer(self._loop, inputs)
+    def server_infer(self, **inputs: np.ndarray) -> Arrays:
+        """Handle `critic_infer`."""
+        return self._scorer.reply_to(inputs, self._loop)
 
-    def server_train(self, **inputs) -> dict[str, np.ndarray]:
-        """Handler of `critic_train`. A `request_id` seen before gets its first answer; nothing is
+    def server_train(self, **inputs: np.ndarray) -> Arrays:
+        """Handle `critic_train`. A `request_id` seen before gets its first reply again: nothing is
         applied twice.
         """
         request_id = inputs.pop("request_id", None)
@@ -161,39 +174,38 @@ class CriticServerTrainer:
         if request_id is None:
             return self._loop.submit(ServerSignal.TRAIN, arrays)
         request_id = bytes(np.asarray(request_id).reshape(-1)[0]).decode()
-        if request_id in self._answers:
+        if request_id in self._replies:
             logging.warning(
-                f"critic_train: request {request_id} came again; answering it without another "
-                "update"
+                f"critic_train: request {request_id} came again; replying without another update"
             )
         else:
             step = self.step
             try:
-                answer = self._loop.submit(ServerSignal.TRAIN, arrays)
+                reply = self._loop.submit(ServerSignal.TRAIN, arrays)
             except Exception as error:
                 if self.step == step:
                     raise  # nothing was applied: the client may try again
-                answer = error
-            self._answers[request_id] = answer
-            if len(self._answers) > REMEMBERED_REQUESTS:
-                self._answers.popitem(last=False)
-        answer = self._answers[request_id]
-        if isinstance(answer, Exception):
+                reply = error
+            self._replies[request_id] = reply
+            if len(self._replies) > REMEMBERED_REQUESTS:
+                self._replies.popitem(last=False)
+        reply = self._replies[request_id]
+        if isinstance(reply, Exception):
             raise RuntimeError(
                 f"critic_train: request {request_id} failed halfway; it is not repeated"
-            ) from answer
-        return answer
+            ) from reply
+        return reply
 
-    def server_save(self, **inputs) -> dict[str, np.ndarray]:
-        """Handler of `critic_save`."""
+    def server_save(self, **inputs: np.ndarray) -> Arrays:
+        """Handle `critic_save`."""
         actor_step = inputs.get("actor_step")
         actor_step = schema.UNKNOWN_STEP if actor_step is None else int(actor_step.reshape(-1)[0])
         return self._loop.submit(
             ServerSignal.SAVE, {"actor_step": np.array([actor_step], dtype=np.int64)}
         )
 
-    def server_status(self, **_inputs) -> dict[str, np.ndarray]:
-        """Handler of `critic_status`; answered at once, also during a training request."""
+    def server_status(self, **_inputs: np.ndarray) -> Arrays:
+        """Handle `critic_status`; replies at once, also during a training request."""
         values = {
             "actor_step": self.actor_step,
             "critic_step": self.step,
@@ -204,7 +216,7 @@ class CriticServerTrainer:
         return {**numbers, "checkpoints": np.array([checkpoints.encode()])}
 
     def _recover(self, signal_: ServerSignal) -> None:
-        """Leave what the model was prepared for when an operation failed on all ranks alike."""
+        """Finish what the model was prepared for, after an operation failed on all ranks alike."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -213,13 +225,13 @@ class CriticServerTrainer:
 
     @property
     def control(self) -> ControlGroup:
-        """The group that carries request data."""
+        """Return the group that carries request data."""
         return self._scorer.control
 
     @contextlib.contextmanager
-    def _prepared(self, prepare: Callable, finish: Callable):
-        """`prepare()` now, `finish()` at the end; after an error `finish` waits until all ranks
-        are known to agree.
+    def _prepared(self, prepare: Callable[[], None], finish: Callable[[], None]) -> Iterator[None]:
+        """Call `prepare()` now and `finish()` at the end; after an error only `_recover` calls
+        `finish`, once all ranks are known to have failed alike.
         """
         prepare()
         self._finish = finish
@@ -227,7 +239,7 @@ class CriticServerTrainer:
         self._finish = None
         finish()
 
-    def run_inference(self, **inputs) -> dict[str, np.ndarray]:
+    def run_inference(self, **inputs: np.ndarray) -> Arrays:
         """Score a batch: values float32 [N, S] and, when combined, rewards float32 [N, 1].
 
         Every rank calls it, rank 0 with `tokens` int64 [N, S] and `sequence_lengths` int64 [N] or
@@ -236,18 +248,18 @@ class CriticServerTrainer:
         return self._scorer.run(inputs)
 
     def _score_rows(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, _prompt_lengths
-    ) -> dict[str, torch.Tensor]:
-        """Values [n, S] and, when combined, rewards [n, 1] of this rank's rows."""
+        self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Return values [n, S] and, when combined, rewards [n, 1] of this rank's samples."""
         with self._prepared(self.model.prepare_for_inference, self.model.finish_inference):
             if not self.combine_rm_and_critic_server:
                 return {"values": self.model.infer((tokens, lengths))}
             rewards, values = self.model.infer_rm_critic((tokens, lengths))
             return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
 
-    def _prepare_training(self, inputs: dict) -> dict:
-        """Checked arrays of a train request, with empty rows (mask 0) up to a multiple of the
-        global batch size.
+    def _prepare_training(self, inputs: Inputs) -> Arrays:
+        """Return the checked arrays of a train request, with empty rows (mask 0) up to a multiple
+        of the global batch size.
         """
         names = ("tokens", "returns", "prev_values", "mask")
         missing = [name for name in names if inputs.get(name) is None]
@@ -256,66 +268,64 @@ class CriticServerTrainer:
                 f"critic_train: input tensor '{missing[0]}' is missing; send {', '.join(names)}."
             )
         arrays = {name: inputs[name] for name in names}
-        schema.validate_training_inputs(
-            **arrays, vocab_size=self.vocab_size, max_length=self.max_length
-        )
+        validate_training_inputs(**arrays, vocab_size=self.vocab_size, max_length=self.max_length)
         return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
 
-    def run_training(self, **inputs) -> dict[str, np.ndarray]:
-        """One optimizer step per `gbs` rows, in order; returns {"loss_mean": float32 [1]}, the
-        mean of their losses.
+    def run_training(self, **inputs: np.ndarray) -> Arrays:
+        """Run one optimizer step per `gbs` samples, in order.
 
         Every rank calls it, rank 0 with `tokens` int64 [N, S] and `returns`, `prev_values`, `mask`
-        float32 [N, S-1].
-        Rows that fill up the last global batch have mask 0: they have no weight in the loss.
+        float32 [N, S-1]. Rows that fill up the last global batch have mask 0: they have no weight
+        in the loss.
+
+        Returns:
+            {"loss_mean": float32 [1]}, the mean of the losses.
         """
         arrays = self.control.from_rank_zero(lambda: self._prepare_training(inputs))
         losses = []
         with self._prepared(self.model.prepare_for_training, self.model.finish_training):
             for start in range(0, arrays["tokens"].shape[0], self.gbs):
-                rows = local_rows(start, self.gbs)
+                share = share_of_rank(start, self.gbs)
                 with naming_step(f"critic step {self.step + 1}"):
                     losses.append(
-                        self._train_step({k: torch.from_numpy(v[rows]) for k, v in arrays.items()})
+                        self._train_step(
+                            {k: torch.from_numpy(v[share]) for k, v in arrays.items()}
+                        )
                     )
         return {"loss_mean": np.array([np.mean(losses)], dtype=np.float32)}
 
-    def _train_step(self, batch: dict) -> float:
-        """One optimizer step on this rank's rows of a global batch; returns the loss over all of
-        it.
+    def _train_step(self, batch: dict[str, Tensor]) -> float:
+        """Run one optimizer step on this rank's share of a global batch; return the loss over the
+        whole batch.
         """
         start = time.monotonic()
         batch = {name: tensor.to(get_device()) for name, tensor in batch.items()}
-        self.optimizer.zero_grad()
-        self.model.prepare_for_training_step()
-        loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=False)
-        self.model.finish_training_step()
-        metrics = {**metrics, "loss": float(loss), "lr": self.optimizer.param_groups[0]["lr"]}
-        grad_norm = optimizer_step(self.optimizer, self.scheduler, self.gradient_clip_val)
-        if grad_norm is not None:
-            metrics["grad_norm"] = float(grad_norm)
+        metrics = train_on_batch(
+            self.model, self.optimizer, self.scheduler, batch, self.gradient_clip_val
+        )
         metrics["step_time"] = time.monotonic() - start
         self.step += 1
         self.logger.log_metrics(metrics, step=self.step, prefix="train/")
         self.alarms.check_replicas(self.model, self.step)
-        return float(loss)
+        return metrics["loss"]
 
-    def _save(self, **inputs) -> dict[str, np.ndarray]:
+    def _save(self, **inputs: np.ndarray) -> Arrays:
+        """Run `ServerSignal.SAVE`."""
         actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
         self.save(actor_step=actor_step)
         return {"status": np.zeros(1, dtype=np.int64)}
 
     def save(
         self,
-        extra_candidates: dict | None = None,
+        extra_candidates: dict[str, Any] | None = None,
         is_train_end: bool = False,
         save_top_only: bool = False,
         actor_step: int = schema.UNKNOWN_STEP,
     ) -> None:
         """Write a checkpoint that belongs to `actor_step`; every rank calls it.
 
-        `save_top_only` is accepted for old callers: which checkpoints are kept is the callback's
-        decision.
+        `save_top_only` has no effect (the callback decides which checkpoints are kept); it is
+        there for old callers.
         """
         previous, self.actor_step = self.actor_step, actor_step
         try:

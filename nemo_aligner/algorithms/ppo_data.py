@@ -8,21 +8,24 @@ Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks
 alignment. All DP ranks call these functions.
 """
 
-from dataclasses import dataclass
-from typing import Optional
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import torch
+from omegaconf import DictConfig
+from torch import Tensor
 
-from nemo_aligner.algorithms.rollouts import PPORolloutBatch, answer_mask
+from nemo_aligner.algorithms.rollouts import PPORolloutBatch, response_mask
 from nemo_aligner.core.advantages import (
-    calculate_advantages_and_returns,
-    calculate_grpo_advantages,
-    calculate_reinforce_returns,
-    calculate_rloo_advantages,
+    RESPONSE_ESTIMATORS,
+    TOKEN_ESTIMATORS,
     clip_advantages,
     group_rows,
     spread_over_response,
 )
+from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from nemo_aligner.core.kl import AdaptiveKLController, FixedKLController, calculate_kl_penalty
 from nemo_aligner.core.masks import masked_mean, masked_sum
 from nemo_aligner.core.rewards import (
@@ -30,12 +33,9 @@ from nemo_aligner.core.rewards import (
     calculate_ppo_rewards,
     clip_rewards,
 )
+from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import masked_global_mean_var, normalize_tensor
-
-# Of the answers to one prompt, each with one score: [N] scores, groups and validity to [N]
-# advantages.
-GROUP_ESTIMATORS = {"rloo": calculate_rloo_advantages, "grpo": calculate_grpo_advantages}
 
 
 @dataclass(frozen=True)
@@ -43,61 +43,61 @@ class DataSettings:
     """How rewards become advantages: the keys of `trainer.ppo` of the same names (docs/ppo.md).
 
     Attributes:
-        max_response_length: most tokens of an answer; needed for the overlong penalty only.
+        max_response_length: most tokens of a response; needed for the overlong penalty only.
     """
 
     discount_factor: float
     gae_lambda: float
     normalize_advantages: bool
-    use_absolute_kl: bool = True
-    kl_estimator: Optional[str] = None
-    advantage_estimator: str = "gae"
-    critic_gae_lambda: Optional[float] = None
-    advantage_clip: Optional[float] = None
-    reward_clip: Optional[float] = None
-    whiten_rewards: bool = False
-    overlong_buffer_len: int = 0
-    overlong_penalty_factor: float = 1.0
-    max_response_length: Optional[int] = None
+    use_absolute_kl: bool
+    kl_estimator: str | None
+    advantage_estimator: str
+    critic_gae_lambda: float | None
+    advantage_clip: float | None
+    reward_clip: float | None
+    whiten_rewards: bool
+    overlong_buffer_len: int
+    overlong_penalty_factor: float
+    max_response_length: int | None = None
 
     @classmethod
-    def from_config(cls, cfg, max_response_length: Optional[int] = None) -> "DataSettings":
-        """Of `trainer.ppo`. A configuration written before a variant existed does not have its
-        keys.
-        """
-        names = [name for name in cls.__dataclass_fields__ if name in cfg]
-        return cls(**{name: cfg[name] for name in names}, max_response_length=max_response_length)
+    def from_config(cls, cfg: DictConfig, max_response_length: int | None = None) -> DataSettings:
+        """From `trainer.ppo`, complete."""
+        keys = [field.name for field in fields(cls) if field.name != "max_response_length"]
+        return cls(**{key: cfg[key] for key in keys}, max_response_length=max_response_length)
 
     @property
-    def uses_critic(self) -> bool:
-        return self.advantage_estimator == "gae"
+    def estimator(self) -> AdvantageEstimator:
+        """What follows from the choice of `advantage_estimator`."""
+        return ADVANTAGE_ESTIMATORS[self.advantage_estimator]
 
 
-def make_kl_controller(cfg) -> FixedKLController | AdaptiveKLController:
-    """Of the weight of the KL penalty, as `trainer.ppo` says."""
-    adaptive = cfg.get("adaptive_kl") or {}
-    if adaptive.get("enable", False):
+def make_kl_controller(cfg: DictConfig) -> FixedKLController | AdaptiveKLController:
+    """The controller of the KL penalty's weight that `trainer.ppo` asks for."""
+    if cfg.adaptive_kl.enable:
         return AdaptiveKLController(
-            cfg.initial_policy_kl_penalty, adaptive.target, adaptive.horizon
+            cfg.initial_policy_kl_penalty, cfg.adaptive_kl.target, cfg.adaptive_kl.horizon
         )
     return FixedKLController(cfg.initial_policy_kl_penalty)
 
 
-def make_ppo_data(rollout_batch, settings: DataSettings, kl_penalty: float) -> tuple[dict, dict]:
-    """Training data of this rank's rows of a scored rollout: `(data, metrics)`; see
+def make_ppo_data(
+    rollout_batch: RolloutBatch, settings: DataSettings, kl_penalty: float
+) -> tuple[PPOTrainBatch, dict[str, Any]]:
+    """Training data of this rank's samples of a scored rollout: `(data, metrics)`; see
     `PPOTrainer.generate_ppo_data`.
 
     Args:
-        rollout_batch: what `PPOTrainer._run_inference` describes; with `values` if the estimator
-            uses a critic, and with `init_logprobs` if there is a KL to measure. Slots outside the
-            response may hold anything.
+        rollout_batch: with `values` if the estimator needs a critic, and with `init_logprobs` if
+            there is a KL to measure. Slots outside the response may hold anything.
         kl_penalty: beta, the weight of the KL in the reward.
     """
-    mask = answer_mask(rollout_batch)
+    mask = response_mask(rollout_batch)
+    columns = cast(dict[str, Tensor], rollout_batch)
     response = {
-        key: torch.where(mask.bool(), rollout_batch[key], 0)
+        key: torch.where(mask.bool(), columns[key], 0)
         for key in ("logprobs", "init_logprobs", "values")
-        if key in rollout_batch
+        if key in columns
     }
     init_policy_kl = torch.zeros_like(response["logprobs"])
     if "init_logprobs" in response:
@@ -123,36 +123,37 @@ def make_ppo_data(rollout_batch, settings: DataSettings, kl_penalty: float) -> t
     if settings.whiten_rewards:
         token_rewards = normalize_tensor(token_rewards, mask, group=_dp_group(), shift_mean=False)
 
-    learnt, learnt_metrics = estimate_advantages(
+    learned, estimate_metrics = estimate_advantages(
         token_rewards, response.get("values"), rollout_batch, mask, settings
     )
-    metrics |= learnt_metrics
-    learnt["advantages"], clip_metrics = shape_advantages(learnt["advantages"], mask, settings)
+    learned["advantages"], clip_metrics = shape_advantages(learned["advantages"], mask, settings)
     data = {
         "response_tokens": rollout_batch["response_tokens"],
         "is_end": rollout_batch["is_end"],
         "mask": mask,
         "prev_logprobs": response["logprobs"],
         **{key: response[key] for key in ("values", "init_logprobs") if key in response},
-        **learnt,
+        **learned,
     }
-    return data, metrics | clip_metrics
+    return cast(PPOTrainBatch, data), metrics | estimate_metrics | clip_metrics
 
 
-# ----------------------------------------------------------------------------------------- rewards
+# --------------------------------------------------------------------------------------- rewards
 
 
 def shape_rewards(
-    rollout_batch, mask: torch.Tensor, settings: DataSettings
-) -> tuple[torch.Tensor, dict]:
-    """Rewards `[B]` of the whole answers, clipped and less the penalty of overlong ones; and
-    metrics of that.
+    rollout_batch: RolloutBatch, mask: Tensor, settings: DataSettings
+) -> tuple[Tensor, dict[str, float]]:
+    """Rewards `[B]` of the responses, clipped and less the penalty of overlong ones; and metrics
+    of that.
     """
     counts, metrics = mask.bool().any(-1), {}
     rewards = clip_rewards(rollout_batch["rewards"], settings.reward_clip)
     if settings.reward_clip is not None:
-        metrics["fraction_of_rewards_clipped"] = _mean(rewards != rollout_batch["rewards"], counts)
+        clipped = rewards != rollout_batch["rewards"]
+        metrics["fraction_of_rewards_clipped"] = _mean(clipped, counts)
     if settings.overlong_buffer_len > 0:
+        assert settings.max_response_length is not None
         penalty = calculate_overlong_penalty(
             rollout_batch["response_lengths"] - rollout_batch["prompt_lengths"],
             settings.max_response_length,
@@ -164,87 +165,87 @@ def shape_rewards(
     return rewards, metrics
 
 
-# -------------------------------------------------------------------------------------- advantages
+# ------------------------------------------------------------------------------------ advantages
 
 
 def estimate_advantages(
-    token_rewards: torch.Tensor, values, rollout_batch, mask: torch.Tensor, settings: DataSettings
-) -> tuple[dict, dict]:
-    """What policy and critic learn of the rewards: `({"advantages"[, "returns"]}, metrics)`.
+    token_rewards: Tensor,
+    values: Tensor | None,
+    rollout_batch: RolloutBatch,
+    mask: Tensor,
+    settings: DataSettings,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What policy and critic learn from the rewards: `({"advantages"[, "returns"]}, metrics)`.
 
     Args:
         token_rewards: `[B, S-1]`, KL penalty included.
         values: `[B, S-1]`, or None: no critic.
     """
-    metrics = {}
-    if settings.uses_critic:
-        advantages, returns = calculate_advantages_and_returns(
-            values=values,
-            rewards=token_rewards,
-            discount_factor=settings.discount_factor,
-            gae_lambda=settings.gae_lambda,
-            mask=mask,
-            critic_gae_lambda=settings.critic_gae_lambda,
+    metrics: dict[str, float] = {}
+    if settings.estimator.compares_responses:
+        scores = masked_sum(token_rewards, mask, dim=1)
+        advantages, metrics = compare_responses(
+            scores, rollout_batch["idx"], mask, settings.advantage_estimator
         )
-        learnt = {"advantages": advantages, "returns": returns}
-        metrics = _mean_and_std("returns", returns, mask) | _mean_and_std("values", values, mask)
-    elif settings.advantage_estimator == "reinforce_plus_plus":
-        learnt = {
-            "advantages": calculate_reinforce_returns(
-                token_rewards, settings.discount_factor, mask
-            )
-        }
+        learned = {"advantages": advantages}
     else:
-        learnt, metrics = compare_answers(
-            masked_sum(token_rewards, mask, dim=1),
-            rollout_batch["idx"],
+        estimate = TOKEN_ESTIMATORS[settings.advantage_estimator](
+            token_rewards,
+            values,
             mask,
-            settings.advantage_estimator,
+            settings.discount_factor,
+            settings.gae_lambda,
+            settings.critic_gae_lambda,
         )
-    return learnt, _mean_and_std("advantages", learnt["advantages"], mask) | metrics
+        learned = {"advantages": estimate.advantages}
+        if estimate.returns is not None and values is not None:
+            learned["returns"] = estimate.returns
+            metrics = _mean_and_std("returns", estimate.returns, mask)
+            metrics |= _mean_and_std("values", values, mask)
+    return learned, _mean_and_std("advantages", learned["advantages"], mask) | metrics
 
 
-def compare_answers(
-    scores: torch.Tensor, idx: torch.Tensor, mask: torch.Tensor, estimator: str
-) -> tuple[dict, dict]:
-    """Advantages of answers over the others to the same prompt, which may be on other DP ranks;
-    see above.
+def compare_responses(
+    scores: Tensor, idx: Tensor, mask: Tensor, estimator: str
+) -> tuple[Tensor, dict[str, float]]:
+    """Advantages `[B, S-1]` of responses over the others to the same prompt, which may be on other
+    DP ranks; and metrics of that.
 
     Args:
-        scores: `[B]`, of whole answers.
-        idx: int64 `[B]`, dataset index: what the answers to one prompt have in common, as texts
-            may occur twice.
-        estimator: a key of `GROUP_ESTIMATORS`.
+        scores: `[B]`, of whole responses.
+        idx: int64 `[B]`, dataset index: what the responses to one prompt have in common, as two
+            prompts may have the same text.
+        mask: `[B, S-1]`.
+        estimator: a key of `RESPONSE_ESTIMATORS`.
     """
-    rows = PPORolloutBatch(
+    gathered = PPORolloutBatch(
         scores=scores, idx=idx, valid=mask.bool().any(-1)
     ).gather_and_balance_globally()
-    advantages = GROUP_ESTIMATORS[estimator](rows["scores"], rows["idx"], rows["valid"])
-    group, size = group_rows(rows["idx"])
+    advantages = RESPONSE_ESTIMATORS[estimator](
+        gathered["scores"], gathered["idx"], gathered["valid"]
+    )
+    group, size = group_rows(gathered["idx"])
 
-    def any_in_group(rows_: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(size).index_add_(0, group, rows_.to(size)) > 0
+    def any_in_group(samples: Tensor) -> Tensor:
+        return torch.zeros_like(size).index_add_(0, group, samples.to(size)) > 0
 
     without_signal = ~any_in_group(advantages != 0)
+    counts = any_in_group(gathered["valid"])
     metrics = {
-        "fraction_of_prompts_without_signal": masked_mean(
-            without_signal.double(), any_in_group(rows["valid"])
-        ).item()
+        "fraction_of_prompts_without_signal": masked_mean(without_signal.double(), counts).item()
     }
-    first = parallel_state.get_data_parallel_rank() * len(scores)  # every rank has as many rows
-    return {
-        "advantages": spread_over_response(advantages[first : first + len(scores)], mask)
-    }, metrics
+    first = parallel_state.get_data_parallel_rank() * len(scores)  # ranks have equal shares
+    return spread_over_response(advantages[first : first + len(scores)], mask), metrics
 
 
 def shape_advantages(
-    advantages: torch.Tensor, mask: torch.Tensor, settings: DataSettings
-) -> tuple[torch.Tensor, dict]:
+    advantages: Tensor, mask: Tensor, settings: DataSettings
+) -> tuple[Tensor, dict[str, float]]:
     """Advantages `[B, S-1]` normalized and clipped, and metrics of that.
 
-    Those of a group of answers are not normalized: they have a scale of their own.
+    Those of compared responses are not normalized: they have a scale of their own.
     """
-    if settings.normalize_advantages and settings.advantage_estimator not in GROUP_ESTIMATORS:
+    if settings.normalize_advantages and not settings.estimator.compares_responses:
         advantages = normalize_tensor(advantages, mask, group=_dp_group())
     if settings.advantage_clip is None:
         return advantages, {}
@@ -252,10 +253,10 @@ def shape_advantages(
     return clipped, {"fraction_of_advantages_clipped": _mean(clipped != advantages, mask)}
 
 
-# ----------------------------------------------------------------------------------------- metrics
+# --------------------------------------------------------------------------------------- metrics
 
 
-def mean_of_sample_means(values: torch.Tensor, mask: torch.Tensor) -> float:
+def mean_of_sample_means(values: Tensor, mask: Tensor) -> float:
     """Mean over the samples of all DP ranks of each sample's masked mean; samples without a masked
     slot do not count.
 
@@ -267,19 +268,19 @@ def mean_of_sample_means(values: torch.Tensor, mask: torch.Tensor) -> float:
     return _mean(masked_sum(values, mask, dim=-1) / count.clamp(min=1), count > 0)
 
 
-def mean_of_sample_sums(values: torch.Tensor, mask: torch.Tensor) -> float:
+def mean_of_sample_sums(values: Tensor, mask: Tensor) -> float:
     """As `mean_of_sample_means`, of each sample's masked sum."""
     return _mean(masked_sum(values, mask, dim=-1), (mask != 0).any(-1))
 
 
-def _mean_and_std(name: str, values: torch.Tensor, mask: torch.Tensor) -> dict:
+def _mean_and_std(name: str, values: Tensor, mask: Tensor) -> dict[str, float]:
     mean, var = masked_global_mean_var(values, mask, group=_dp_group())
     return {f"{name}_mean": float(mean), f"{name}_std": float(var) ** 0.5}
 
 
-def _mean(values: torch.Tensor, mask: torch.Tensor) -> float:
+def _mean(values: Tensor, mask: Tensor) -> float:
     return float(masked_global_mean_var(values, mask, group=_dp_group())[0])
 
 
-def _dp_group():
+def _dp_group() -> Any:
     return parallel_state.get_data_parallel_group()

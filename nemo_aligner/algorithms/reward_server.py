@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reward-model job: a reward model, or a function, behind one endpoint.
 
-See `servers/server_loop.py` for the threads and for how the job ends, `servers/scoring.py` for the
-way of a request, `servers/schema.py` for the endpoint's tensors. N is the number of rows of a
+See `servers/server_loop.py` for the threads and the end of the job, `servers/scoring.py` for the
+path of a request, `servers/schema.py` for the endpoint's tensors. N is the number of samples of a
 request, n that of one data-parallel rank's share, S the padded token length.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.schema import Arrays
 from nemo_aligner.servers.scoring import Scorer, batcher_options
 from nemo_aligner.servers.server_loop import ServerLoop
 
 
 @dataclasses.dataclass
 class RewardModelServer:
-    """Serves one endpoint, `model_name`: sentences or tokens in, the reward [N, 1] of each row
+    """Serves one endpoint, `model_name`: sentences or tokens in, the reward [N, 1] of each sample
     out.
 
     Every rank of the job constructs it, with a model that is ready for inference, and calls
@@ -30,28 +32,28 @@ class RewardModelServer:
 
     Attributes:
         infer_fn: (tokens int64 [n, S], lengths int64 [n]) as one tuple -> rewards [n, 1] or [n];
-            every rank calls it with its data-parallel share of the rows.
+            every rank calls it with its data-parallel share of the samples.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         model_name: name of the endpoint.
         port: of the endpoint.
-        inference_micro_batch_size: rows per data-parallel rank that are worth waiting for, a
-        number or several.
-        model_forward_micro_batch_size: rows of one forward pass per data-parallel rank.
-        strip_sequence_length_to_multiple: columns that no row uses are cut, down to this multiple;
-        None keeps them.
+        inference_micro_batch_size: samples per data-parallel rank that are worth waiting for, a
+            number or several.
+        model_forward_micro_batch_size: samples of one forward pass per data-parallel rank.
+        strip_sequence_length_to_multiple: columns that no sample uses are cut, down to this
+            multiple; None keeps them.
         max_queue_delay_microseconds: how long a request waits for others to be scored with it.
         host: address to listen on.
         vocab_size, max_length: bounds of the model for token ids and S; requests beyond are
-        refused.
+            refused.
         needs_prompt_lengths: `infer_fn` is called as (tokens, lengths, prompt_lengths int64 [n]),
-            and a request that does not say where its answers begin is refused. Models score whole
-            texts and do without.
+            and a request that does not say where its responses start is refused. Models score
+            whole samples and do not need them.
         tokenizer: of the model or function; a request that names another one is refused. None
-        refuses none.
+            refuses none.
     """
 
-    infer_fn: Callable
-    tokenize_func: Callable
+    infer_fn: Callable[..., Tensor | np.ndarray]
+    tokenize_func: Callable[[list[str]], tuple]
     model_name: str
     port: int
     inference_micro_batch_size: int | list[int]
@@ -62,10 +64,10 @@ class RewardModelServer:
     vocab_size: int | None = None
     max_length: int | None = None
     needs_prompt_lengths: bool = False
-    tokenizer: object | None = None
+    tokenizer: Any = None
 
-    def __post_init__(self):
-        self._loop = None
+    def __post_init__(self) -> None:
+        self._loop: ServerLoop | None = None
         self._scorer = Scorer(
             self._score_rows,
             self.tokenize_func,
@@ -99,12 +101,10 @@ class RewardModelServer:
         self._loop.run()
 
     def run_subscriber_loop(self) -> None:
-        """What ranks above 0 do in `run_server`, under its own name: follow rank 0 until the job
-        ends.
-        """
+        """Follow rank 0 until the job ends: `run_server`, as ranks above 0 may call it."""
         self.run_server()
 
-    def infer(self, **inputs) -> dict[str, np.ndarray]:
+    def infer(self, **inputs: np.ndarray) -> Arrays:
         """Score a request: {"rewards": float32 [N, 1]}.
 
         In a running server it is the endpoint's handler. Without one every rank calls it, rank 0
@@ -117,12 +117,14 @@ class RewardModelServer:
         Raises:
             UserError: on rank 0, naming the tensor that does not fit.
         """
-        return self._scorer.answer(self._loop, inputs) if self._loop else self._scorer.run(inputs)
+        if self._loop is None:
+            return self._scorer.run(inputs)
+        return self._scorer.reply_to(inputs, self._loop)
 
     def _score_rows(
         self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
-        """Rewards [n, 1] of this rank's rows."""
+        """Return the rewards [n, 1] of this rank's samples."""
         if self.needs_prompt_lengths:
             rewards = self.infer_fn(tokens, lengths, prompt_lengths)
         else:
@@ -131,8 +133,7 @@ class RewardModelServer:
         if rewards.numel() != tokens.shape[0]:
             raise RuntimeError(
                 f"the served reward gave numbers of shape {list(rewards.shape)} for "
-                f"{tokens.shape[0]} row(s); it must "
-                "give one number per row. A model with several attributes must merge them: "
-                "model.regression.merge_attributes=True."
+                f"{tokens.shape[0]} row(s); it must give one number per row. A model with several "
+                "attributes must merge them: model.regression.merge_attributes=True."
             )
         return {"rewards": rewards.reshape(-1, 1)}

@@ -1,33 +1,48 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts: joining the micro-batches of all ranks, dealing them out to the ranks again, and
-measuring them.
+"""Rollouts: prompts repeated for several responses, the micro-batches of all ranks joined, dealt
+out to the ranks again, and measured.
 
-Shapes: N samples of a rollout over all DP ranks, B of them on this rank, S padded length (prompt +
-response).
+Shapes: N samples of a rollout over all data-parallel (DP) ranks, B of them on this rank, S padded
+length (prompt + response). `nemo_aligner.core.types` names the columns and their alignment.
 """
 
+from __future__ import annotations
+
 from collections import UserDict
-from collections.abc import Iterable, Iterator
-from typing import Optional
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.interfaces import PromptLoader, Tokenizer
 from nemo_aligner.core.masks import create_mask
 from nemo_aligner.core.seeds import sample_seeds
+from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import rebalance_nd_tensor
 from nemo_aligner.parallel.device import get_device
 
+# ---------------------------------------------------------------------------- joining and dealing
 
-class PPORolloutBatch(UserDict):
-    """Tensors of a rollout by name; the leading dimension of each is the samples."""
+
+class PPORolloutBatch(UserDict[str, Tensor]):
+    """Columns of a rollout by name; the leading dimension of each is the samples."""
+
+    @property
+    def columns(self) -> RolloutBatch:
+        """The same columns as the plain dict that the mathematics takes."""
+        return cast(RolloutBatch, self.data)
 
     @classmethod
     def from_rollout_batches(
-        cls, rollout_batches: list[dict], eos_id: int, rollout_batch_seq_length: Optional[int]
-    ) -> "PPORolloutBatch":
+        cls,
+        rollout_batches: list[Any],
+        eos_id: int,
+        rollout_batch_seq_length: int | None,
+    ) -> PPORolloutBatch:
         """Join this rank's micro-batches, padded on the right to one width over all ranks; all
         ranks call it.
 
@@ -42,31 +57,24 @@ class PPORolloutBatch(UserDict):
         for key, (dtype, width) in sorted(_common_layout(rollout_batches).items()):
             parts = [rollout[key].to(get_device()) for rollout in rollout_batches]
             if width is None:
-                batch[key] = (
-                    torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=get_device())
-                )
+                empty = torch.empty(0, dtype=dtype, device=get_device())
+                batch[key] = torch.cat(parts) if parts else empty
                 continue
             is_tokens = key == "response_tokens"
             if rollout_batch_seq_length is not None:
-                width = max(
-                    width, rollout_batch_seq_length if is_tokens else rollout_batch_seq_length - 1
-                )
+                least = rollout_batch_seq_length if is_tokens else rollout_batch_seq_length - 1
+                width = max(width, least)
             pad_value = eos_id if is_tokens else 0
             padded = [
                 torch.nn.functional.pad(part, (0, width - part.size(1)), value=pad_value)
                 for part in parts
             ]
-            batch[key] = (
-                torch.cat(padded)
-                if padded
-                else torch.empty((0, width), dtype=dtype, device=get_device())
-            )
+            empty = torch.empty((0, width), dtype=dtype, device=get_device())
+            batch[key] = torch.cat(padded) if padded else empty
         return batch
 
-    def gather_and_balance_globally(self) -> "PPORolloutBatch":
-        """The rows of all DP ranks, in the order of the ranks, on every rank; all ranks call
-        it.
-        """
+    def gather_and_balance_globally(self) -> PPORolloutBatch:
+        """The samples of all DP ranks, in the order of the ranks, on every rank; all call it."""
         gathered = type(self)()
         for key, tensor in sorted(self.data.items()):
             gathered[key] = rebalance_nd_tensor(
@@ -74,75 +82,116 @@ class PPORolloutBatch(UserDict):
             )
         return gathered
 
-    def select(self, rows: torch.Tensor) -> "PPORolloutBatch":
-        """A copy of the given rows (int64 `[n]`), in that order."""
+    def select(self, samples: Tensor) -> PPORolloutBatch:
+        """A copy of the samples at the given places (int64 `[n]`), in that order."""
         return type(self)(
-            {key: tensor[rows.to(tensor.device)] for key, tensor in self.data.items()}
+            {key: tensor[samples.to(tensor.device)] for key, tensor in self.data.items()}
         )
 
     def chunk(
-        self, rank: int, split_size: int, seed: int, global_batch_size: Optional[int] = None
-    ) -> "PPORolloutBatch":
-        """This rank's share of the shuffled rows; needs no communication, every rank holds all
-        rows.
+        self, rank: int, split_size: int, seed: int, global_batch_size: int | None = None
+    ) -> PPORolloutBatch:
+        """One rank's share of the shuffled samples; needs no communication, as every rank holds
+        all samples.
 
         Args:
             rank, split_size: which share, of how many.
             seed: of the permutation, the same on every rank.
-            global_batch_size: deal the permutation in global batches of this many rows (see
-                `deal`); None: as `split_size` consecutive pieces.
+            global_batch_size: deal the permutation in global batches of this size (see `deal`);
+                None: as `split_size` consecutive pieces.
         """
         sizes = {key: len(tensor) for key, tensor in self.data.items()}
-        num_rows = next(iter(sizes.values()))
-        assert set(sizes.values()) == {num_rows}, (
-            f"tensors of one rollout have different numbers of rows: {sizes}"
+        num_samples = next(iter(sizes.values()))
+        assert set(sizes.values()) == {num_samples}, (
+            f"columns of one rollout have different numbers of samples: {sizes}"
         )
-        permutation = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
-        return self.select(permutation[deal(num_rows, rank, split_size, global_batch_size)])
+        permutation = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+        return self.select(permutation[deal(num_samples, rank, split_size, global_batch_size)])
 
 
-def _common_layout(rollout_batches: list[dict]) -> dict:
+_Layout = dict[str, tuple[torch.dtype, "int | None"]]
+
+
+def _common_layout(rollout_batches: list[Any]) -> _Layout:
     """`{key: (dtype, width or None for 1-D)}` over all ranks, one exchange for all keys; all ranks
     call it.
     """
-    layout = {}
+    layout: _Layout = {}
     for rollout in rollout_batches:
         for key, tensor in rollout.items():
             width = tensor.size(1) if tensor.dim() > 1 else None
-            if width is not None and key in layout:
-                width = max(width, layout[key][1])
-            layout[key] = (tensor.dtype, width)
+            _widen(layout, key, tensor.dtype, width)
     if parallel_state.get_world_size() == 1:
         return layout
     # A rank whose queue was empty knows neither keys nor dtypes: it learns them from the others.
-    layouts = [None] * parallel_state.get_world_size()
+    layouts: list[Any] = [None] * parallel_state.get_world_size()
     torch.distributed.all_gather_object(layouts, layout)
-    common = {}
+    common: _Layout = {}
     for other in layouts:
         for key, (dtype, width) in other.items():
-            if width is not None and key in common:
-                width = max(width, common[key][1])
-            common[key] = (dtype, width)
+            _widen(common, key, dtype, width)
     return common
 
 
+def _widen(layout: _Layout, key: str, dtype: torch.dtype, width: int | None) -> None:
+    known = layout[key][1] if key in layout else None
+    layout[key] = (dtype, width if width is None or known is None else max(width, known))
+
+
 def deal(
-    num_rows: int, rank: int, split_size: int, global_batch_size: Optional[int] = None
-) -> torch.Tensor:
-    """Places in a shuffled rollout, int64 `[num_rows / split_size]`, that belong to one of
+    num_samples: int, rank: int, split_size: int, global_batch_size: int | None = None
+) -> Tensor:
+    """Places in a shuffled rollout, int64 `[num_samples / split_size]`, that belong to one of
     `split_size` ranks.
 
-    With `global_batch_size` G, rows k*G .. (k+1)*G-1 are global batch k whatever `split_size` is;
-    a rank gets a consecutive share of each. 8 rows, G = 4, 2 ranks: rank 0 gets 0 1 4 5, rank 1
-    gets 2 3 6 7.
+    With `global_batch_size` G, places k*G .. (k+1)*G-1 are global batch k whatever `split_size`
+    is; a rank gets a consecutive share of each. 8 samples, G = 4, 2 ranks: rank 0 gets 0 1 4 5,
+    rank 1 gets 2 3 6 7.
     """
-    places = torch.arange(num_rows)
+    places = torch.arange(num_samples)
     if global_batch_size is None:
         return places.tensor_split(split_size)[rank]
     return places.view(-1, split_size, global_batch_size // split_size)[:, rank].flatten()
 
 
-def compute_num_rollout_microbatches(dataloader) -> int:
+def local_places(num_samples: int, global_batch_size: int) -> Tensor:
+    """Places in the shuffled rollout of this rank's samples, int64 `[B]`."""
+    rank, size = _rank_and_size()
+    return deal(num_samples, rank, size, global_batch_size).to(get_device())
+
+
+def local_share(
+    rollout: PPORolloutBatch, seed: int, step: int, global_batch_size: int, epoch: int = 0
+) -> PPORolloutBatch:
+    """This rank's samples of a gathered rollout, shuffled anew for each step and each epoch over
+    the rollout.
+    """
+    # Prompts use streams of index >= 0 of this step, so negative ones are free for shuffling.
+    shuffle_seed = int(sample_seeds(seed, step, torch.tensor([-2 - epoch]))[0])
+    rank, size = _rank_and_size()
+    return rollout.chunk(rank, size, shuffle_seed, global_batch_size)
+
+
+def shares_of_global_batches(
+    share: Mapping[str, Tensor], global_batch_size: int
+) -> Iterator[dict[str, Tensor]]:
+    """This rank's share of one global batch after the other, from what `local_share` gave it."""
+    per_rank = global_batch_size // parallel_state.get_data_parallel_world_size()
+    for start in range(0, len(share["mask"]), per_rank):
+        yield {key: tensor[start : start + per_rank] for key, tensor in share.items()}
+
+
+def _rank_and_size() -> tuple[int, int]:
+    return (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+
+
+# ------------------------------------------------------------------------------ around inference
+
+
+def compute_num_rollout_microbatches(dataloader: PromptLoader) -> int:
     """Micro-batches of one rollout on each DP rank.
 
     Raises:
@@ -154,55 +203,83 @@ def compute_num_rollout_microbatches(dataloader) -> int:
     if num_samples % (micro_batch_size * dp_size):
         raise ConfigError(
             f"a rollout of {num_samples} samples (num_rollout_samples or num_val_samples) is not "
-            "divisible "
-            f"by the rollout micro-batch size {micro_batch_size} x {dp_size} data-parallel "
-            "rank(s); change one."
+            f"divisible by the rollout micro-batch size {micro_batch_size} x {dp_size} "
+            "data-parallel rank(s); change one."
         )
     return num_samples // (micro_batch_size * dp_size)
 
 
-def answers_to(batches: Iterable[dict], answers: int, seed: int, step: int) -> Iterator[dict]:
-    """Each batch of prompts `answers` times, for one answer to each of its prompts after the
-    other.
+def repeat_prompts(
+    batches: Iterable[InferenceBatch], num_responses: int, seed: int, step: int
+) -> Iterator[InferenceBatch]:
+    """Each batch of prompts `num_responses` times: every pass asks for one response per prompt.
 
     Args:
         batches: must carry `idx`, int64 `[b]`, the dataset indices.
         seed: of the run.
-        step: of training, so that a prompt that comes back is answered anew.
+        step: of training, so that a prompt that comes back gets another response.
 
     Yields:
         The batch with `sample_seeds` int64 `[b]`, which depend on (seed, step, index, number of
-        the answer) alone, so that with more answers the first ones stay what they were; and
-        `sample_key` int64 `[b]`, unique and in the order of index and answer.
+        the response) alone, so that asking for more responses leaves the first ones what they
+        were; and `sample_key` int64 `[b]`, unique and in the order of index and response.
     """
     for batch in batches:
         first = sample_seeds(seed, step, batch["idx"])
-        for answer in range(answers):
-            seeds = first if answer == 0 else sample_seeds(seed, answer, first)
-            yield batch | {"sample_seeds": seeds, "sample_key": batch["idx"] * answers + answer}
+        for number in range(num_responses):
+            seeds = first if number == 0 else sample_seeds(seed, number, first)
+            key = batch["idx"] * num_responses + number
+            yield {**batch, "sample_seeds": seeds, "sample_key": key}
 
 
-def with_prompt_columns(rollout: dict, batch: dict) -> dict:
-    """What `infer` returned for a batch of prompts, and what must stay with each row of them."""
-    kept = ("idx", "sample_key", "loss_multiplier")
-    return dict(rollout) | {key: batch[key].to(get_device()) for key in kept if key in batch}
+def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Tensor]:
+    """What `infer` returned for a batch of prompts, with the columns of the prompts that must stay
+    with their samples.
+    """
+    kept = {"idx", "sample_key", "loss_multiplier"}
+    prompts = cast(dict[str, Tensor], batch)
+    columns = {key: prompts[key].to(get_device()) for key in kept if key in prompts}
+    return {**cast(dict[str, Tensor], rollout), **columns}
 
 
-def reward_columns(rewards: torch.Tensor, future) -> dict[str, torch.Tensor]:
-    """Columns f32 `[b]` of a scored micro-batch: `rewards`, and `rewards_<name>` for each model of
-    an ensemble.
+def gather_scores(scores: list[Scores], width: int) -> Scores:
+    """The scores of all DP ranks, in the order of the ranks, on every rank; all ranks call it.
 
     Args:
-        rewards: `[b]` or `[b, 1]`, from `future.result()`; `future.reward_parts` is known by then.
+        scores: of this rank's micro-batches; either all or none with values, on every rank.
+        width: S of the gathered rollout; values get S-1 columns.
     """
-    parts = {f"rewards_{name}": part.flatten() for name, part in future.reward_parts.items()}
-    return {"rewards": rewards.flatten()} | parts
+    columns: list[dict[str, Tensor]] = []
+    for micro_batch in scores:
+        column = {"rewards": micro_batch.rewards.flatten()}
+        if micro_batch.values is not None:
+            column["values"] = micro_batch.values
+        columns.append(column)
+    parts = [{name: part.flatten() for name, part in s.parts.items()} for s in scores]
+    gathered, gathered_parts = (
+        PPORolloutBatch.from_rollout_batches(x, 0, width).gather_and_balance_globally()
+        for x in (columns, parts)
+    )
+    return Scores(gathered["rewards"], gathered.get("values"), gathered_parts.data)
 
 
-def answer_mask(rollout) -> torch.Tensor:
-    """f32 `[B, S-1]`: 1 on the transitions of the answers, their end tokens included; never on
-    padding, nor in the row of a stand-in for a prompt that could not be used (`loss_multiplier`
-    0).
+def select_scores(scores: Scores, samples: Tensor) -> Scores:
+    """The scores of the samples at the given places (int64 `[n]`), in that order."""
+    return Scores(
+        scores.rewards[samples],
+        None if scores.values is None else scores.values[samples],
+        {name: part[samples] for name, part in scores.parts.items()},
+    )
+
+
+# ---------------------------------------------------------------------------------- measurements
+
+
+def response_mask(rollout: Rollout) -> Tensor:
+    """f32 `[B, S-1]`: 1 on the transitions of the responses, their end tokens included.
+
+    It is 0 on prompts and padding, and in the whole row of a stand-in for a prompt that could not
+    be used (`loss_multiplier` 0).
     """
     tokens = rollout["response_tokens"]
     mask = create_mask(
@@ -215,43 +292,44 @@ def answer_mask(rollout) -> torch.Tensor:
     return mask
 
 
-def sample_rows(rollout_batch, tokenizer, num_rows: int) -> list[dict]:
-    """Prompt and response of the first samples as text, with reward and whether the response ended
-    by itself.
+def sample_table(
+    rollout: Rollout, scores: Scores, tokenizer: Tokenizer, num_samples: int | None = None
+) -> list[dict[str, Any]]:
+    """Prompt and response of the first samples (None: of all), decoded, with their reward and
+    whether the response ended by itself.
     """
     rows = []
-    for i in range(min(num_rows, len(rollout_batch["rewards"]))):
-        tokens = rollout_batch["response_tokens"][i].tolist()
-        prompt_length, length = (
-            int(rollout_batch[key][i]) for key in ("prompt_lengths", "response_lengths")
-        )
+    for i in range(len(scores.rewards) if num_samples is None else num_samples):
+        if i >= len(scores.rewards):
+            break
+        tokens = rollout["response_tokens"][i].tolist()
+        prompt_length = int(rollout["prompt_lengths"][i])
+        length = int(rollout["response_lengths"][i])
         rows.append(
             {
                 "prompt": tokenizer.ids_to_text(tokens[:prompt_length]),
                 "response": tokenizer.ids_to_text(tokens[prompt_length:length]),
-                "reward": rollout_batch["rewards"][i].item(),
-                "is_end": bool(rollout_batch["is_end"][i]),
+                "reward": scores.rewards[i].item(),
+                "is_end": bool(rollout["is_end"][i]),
             }
         )
     return rows
 
 
-def compute_rollout_metrics(rollout_batch) -> dict[str, float]:
-    """Means over the samples of a gathered rollout (lengths in tokens), with those of an
-    ensemble's `rewards_<name>`.
+def compute_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
+    """Means over the samples of a gathered rollout (lengths in tokens), with `rewards_<name>` for
+    each reward model of an ensemble.
 
     Stand-ins for prompts that could not be used (`loss_multiplier` 0) train nothing and are left
     out of the means.
     """
-    lengths, prompt_lengths = (
-        rollout_batch["response_lengths"].float(),
-        rollout_batch["prompt_lengths"].float(),
-    )
+    lengths = rollout["response_lengths"].float()
+    prompt_lengths = rollout["prompt_lengths"].float()
     counts = torch.ones_like(lengths)
-    if "loss_multiplier" in rollout_batch and (rollout_batch["loss_multiplier"] > 0).any():
-        counts = (rollout_batch["loss_multiplier"] > 0).to(lengths)
+    if "loss_multiplier" in rollout and (rollout["loss_multiplier"] > 0).any():
+        counts = (rollout["loss_multiplier"] > 0).to(lengths)
 
-    def mean(values):
+    def mean(values: Tensor) -> float:
         return ((values.float() * counts).sum() / counts.sum()).item()
 
     return {
@@ -259,11 +337,7 @@ def compute_rollout_metrics(rollout_batch) -> dict[str, float]:
         "response_lengths": mean(lengths),  # prompt + response
         "prompt_lengths": mean(prompt_lengths),
         "generation_length": mean(lengths - prompt_lengths),
-        "rewards": mean(rollout_batch["rewards"]),
-        **{
-            key: mean(values)
-            for key, values in rollout_batch.items()
-            if key.startswith("rewards_")
-        },
-        "fraction_of_samples_properly_ended": mean(rollout_batch["is_end"]),
+        "rewards": mean(scores.rewards),
+        **{f"rewards_{name}": mean(part) for name, part in scores.parts.items()},
+        "fraction_of_samples_properly_ended": mean(rollout["is_end"]),
     }

@@ -2,17 +2,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on labelled data: supervised fine-tuning and reward models.
 
-`SupervisedTrainer.fit` is the loop; what the loss is, the model knows (`SupervisedInterface`). One
-step is one optimizer update on one global batch. Metrics at step k describe the weights after k
-updates, so the training loss at k and a validation at k belong to the same weights.
+`SupervisedTrainer.fit` is the loop; the model knows the loss (`SupervisedInterface`). One step is
+one optimizer update on one global batch. Metrics at step k describe the weights after k updates,
+so the training loss at k and a validation at k belong to the same weights.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 from nemo.utils import logging
+from omegaconf import DictConfig
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from nemo_aligner.algorithms.alarms import Alarms
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.interfaces import (
+    CheckpointWriter,
+    Logger,
+    Optimizer,
+    RunTimer,
+    Scheduler,
+)
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
+from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.schedule import (
@@ -23,7 +39,7 @@ from nemo_aligner.training.schedule import (
     is_complete,
 )
 from nemo_aligner.training.timers import ScopedTimer
-from nemo_aligner.training.update import learning_rate, optimizer_step
+from nemo_aligner.training.update import train_on_batch
 
 POSTFIX_KEYS = ("train_loss", "val_loss")
 
@@ -31,54 +47,57 @@ POSTFIX_KEYS = ("train_loss", "val_loss")
 class SupervisedTrainer:
     """Runs the steps, validates, logs and saves.
 
-    Args:
-        cfg: `trainer.sft` or `trainer.rm`: `max_epochs`, `max_steps` (below 0: no limit),
-            `val_check_interval` (steps; a float is a fraction of an epoch), `save_interval`,
-            `limit_train_batches`, `limit_val_batches`, `gradient_clip_val`, `alarms`.
-        model: a `SupervisedInterface`; `model.cfg.global_batch_size` is read.
-        optimizer, scheduler: see `train_utils.optimizer_step`.
-        train_dataloader: yields this rank's share of each global batch
-        (`builders.build_dataloader`).
-        val_dataloader: the same for validation; or a dict of them by key, of which `validation` is
-            the one that checkpoints are ranked by; or None.
-        test_dataloader: is run through once at the end of training, under `test/`; or None.
-        logger: `CustomLoggerWrapper`.
-        ckpt_callback: `CheckpointCallback`.
-        run_timer: wall-clock limit of this job (`timers.Timer`).
-        run_init_validation: validate before the first step too.
-
     Attributes:
-        step: optimizer updates done.
+        step: finished optimizer updates.
         consumed_samples: samples of all ranks that they used; it alone says where in the data a
-        resumed job goes on.
+            resumed job goes on.
         held_out: latest metrics of each validation set, and of the test set as `test`, with the
             number of samples that they are over (the sum of the model's metric `weights`).
     """
 
     def __init__(
         self,
-        cfg,
-        model,
-        optimizer,
-        scheduler,
-        train_dataloader,
-        val_dataloader,
-        test_dataloader,
-        logger,
-        ckpt_callback,
-        run_timer,
-        run_init_validation=False,
+        cfg: DictConfig,
+        model: SupervisedInterface,
+        optimizer: Optimizer,
+        scheduler: Scheduler,
+        train_dataloader: DataLoader[Any],
+        val_dataloader: DataLoader[Any] | Mapping[str, DataLoader[Any] | None] | None,
+        test_dataloader: DataLoader[Any] | None,
+        logger: Logger,
+        ckpt_callback: CheckpointWriter,
+        run_timer: RunTimer,
+        run_init_validation: bool = False,
     ):
-        self.cfg = cfg
+        """Every rank builds one.
+
+        Args:
+            cfg: `trainer.sft` or `trainer.rm`: `max_epochs`, `max_steps` (below 0: no limit),
+                `val_check_interval` (steps; a float is a fraction of an epoch), `save_interval`,
+                `limit_train_batches`, `limit_val_batches`, `gradient_clip_val`, `alarms`. Missing
+                keys take their values from `conf/gpt_sft.yaml`.
+            model: with `cfg.global_batch_size`.
+            optimizer, scheduler: of the model.
+            train_dataloader: yields this rank's share of each global batch
+                (`builders.build_dataloader`).
+            val_dataloader: the same for validation; or several by name, of which `validation` is
+                the one that checkpoints are ranked by; or None.
+            test_dataloader: is run through once at the end of training, under `test/`; or None.
+            logger, ckpt_callback, run_timer: see `core/interfaces.py`.
+            run_init_validation: validate before the first step too.
+
+        Raises:
+            ConfigError: values that cannot work together.
+        """
+        self.cfg = cfg = complete(cfg, "gpt_sft", "trainer.sft")
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.train_dataloader = train_dataloader
-        self.val_dataloaders = (
-            val_dataloader if isinstance(val_dataloader, dict) else {"validation": val_dataloader}
-        )
+        if not isinstance(val_dataloader, Mapping):
+            val_dataloader = {"validation": val_dataloader}
         self.val_dataloaders = {
-            key: loader for key, loader in self.val_dataloaders.items() if loader is not None
+            name: loader for name, loader in val_dataloader.items() if loader is not None
         }
         self.test_dataloader = test_dataloader
         self.logger = logger
@@ -86,50 +105,48 @@ class SupervisedTrainer:
         self.run_timer = run_timer
         self.run_init_validation = run_init_validation
         self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
-        self.alarms = Alarms("alarms", cfg.get("alarms"))
+        self.alarms = Alarms("alarms", cfg.alarms)
 
         self.step = 0
         self.consumed_samples = 0
         self.held_out: dict[str, tuple[dict[str, float], float]] = {}
-        sampler = train_dataloader.batch_sampler
         self.num_steps_per_epoch = compute_num_steps_per_epoch(
-            sampler, cfg.get("limit_train_batches", 1.0)
+            train_dataloader.batch_sampler, cfg.limit_train_batches
         )
         if self.num_steps_per_epoch == 0:
             raise ConfigError(
-                f"limit_train_batches={cfg.get('limit_train_batches')} leaves no batch to train "
-                "on."
+                f"limit_train_batches={cfg.limit_train_batches} leaves no batch to train on."
             )
-        self.limit_val_batches = cfg.get("limit_val_batches", 1.0) if self.val_dataloaders else 0
-        self.val_check_interval = cfg.get("val_check_interval", -1)
+        self.limit_val_batches = cfg.limit_val_batches if self.val_dataloaders else 0
+        self.val_check_interval = cfg.val_check_interval
         if isinstance(self.val_check_interval, float):
             self.val_check_interval = compute_limit_batches(
                 self.num_steps_per_epoch, self.val_check_interval
             )
-        self.save_interval = cfg.get("save_interval", -1)
+        self.save_interval = cfg.save_interval
         self.set_max_steps()
-        self._check_progress(
-            run_time_exceeded=False
-        )  # intervals that do not go together are an error at start
+        self._check_progress(run_time_exceeded=False)  # refuses intervals that do not fit
+        self._check_epochs()
+
+    def _check_epochs(self) -> None:
+        sampler = self.train_dataloader.batch_sampler
         epochs = -(-self.max_steps // self.num_steps_per_epoch)
         if epochs > 1 and not isinstance(sampler, MegatronPretrainingRandomBatchSampler):
             raise ConfigError(
                 f"{epochs} epochs need a random sampler (trainer.rm.train_random_sampler=True, or "
-                "shuffle=True in the"
-                f" SFT data section): the sampler in use, {type(sampler).__name__}, makes one "
-                "pass. Or set"
-                " max_epochs=1."
+                "shuffle=True in the SFT data section): the sampler in use, "
+                f"{type(sampler).__name__}, makes one pass. Or set max_epochs=1."
             )
 
     @property
     def epoch(self) -> int:
-        """Epochs done."""
+        """Finished epochs."""
         return self.step // self.num_steps_per_epoch
 
     def set_max_steps(self) -> None:
         """`max_steps` of this run: all epochs, or fewer steps if the configuration says so."""
-        max_epochs, max_steps = self.cfg.get("max_epochs", 1), self.cfg.get("max_steps", -1)
-        max_steps = -1 if max_steps is None else max_steps
+        max_epochs = self.cfg.max_epochs
+        max_steps = -1 if self.cfg.max_steps is None else self.cfg.max_steps
         if max_epochs is None and max_steps < 0:
             raise ConfigError(
                 "max_epochs=null needs max_steps: one of them must say when training ends."
@@ -137,7 +154,7 @@ class SupervisedTrainer:
         limits = [] if max_epochs is None else [self.num_steps_per_epoch * max_epochs]
         self.max_steps = min(limits + ([max_steps] if max_steps >= 0 else []))
 
-    # ------------------------------------------------------------------------------------ the loop
+    # ----------------------------------------------------------------------------------- the loop
 
     def fit(self) -> None:
         """Train until `max_steps` or until the time is over; all ranks call it together."""
@@ -150,7 +167,7 @@ class SupervisedTrainer:
             self.run_validation()
 
         batches = endless_batches(self.train_dataloader, self)
-        val_metrics = {}
+        val_metrics: dict[str, float] = {}
         with self._progress_bar() as progress:
             while self.step < self.max_steps:
                 train_metrics = self.train_single_step(next(batches))
@@ -180,25 +197,18 @@ class SupervisedTrainer:
                     self._score("test", self.test_dataloader, limit_batches=None)
         self.logger.finalize()
 
-    def train_single_step(self, batch) -> dict[str, float]:
+    def train_single_step(self, batch: Any) -> dict[str, float]:
         """One optimizer update on this rank's share of a global batch; returns its metrics."""
         with self.timer("step_time"), naming_step(f"training step {self.step}"):
-            lr = learning_rate(self.optimizer)
-            self.optimizer.zero_grad()
-            self.model.prepare_for_training_step()
-            loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=False)
-            self.model.finish_training_step()
-            grad_norm = optimizer_step(
-                self.optimizer, self.scheduler, self.cfg.get("gradient_clip_val")
+            metrics = train_on_batch(
+                self.model, self.optimizer, self.scheduler, batch, self.cfg.gradient_clip_val
             )
         self.consumed_samples += self.model.cfg.global_batch_size
-        metrics = (
+        return (
             self.model.summarize_metrics(metrics)
-            | {"loss": loss, "lr": lr}
             | self.timer.consume_durations()
+            | {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
         )
-        metrics |= {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
-        return metrics if grad_norm is None else metrics | {"grad_norm": grad_norm}
 
     def run_validation(self) -> dict[str, float]:
         """Validate on every validation set and log; returns the metrics of the one that
@@ -210,17 +220,22 @@ class SupervisedTrainer:
         self.logger.log_metrics(self.timer.consume_durations(), step=self.step, prefix="timers/")
         return self.held_out["validation"][0] if "validation" in self.val_dataloaders else {}
 
-    def _score(self, key: str, dataloader, limit_batches) -> None:
+    def _score(
+        self, key: str, dataloader: DataLoader[Any], limit_batches: int | float | None
+    ) -> None:
         """Validate on one set, log it under its name and keep it in `held_out`."""
         self.held_out[key] = self._validate(dataloader, limit_batches)
         self.logger.log_metrics(self.held_out[key][0], step=self.step, prefix=f"{key}/")
 
-    def _validate(self, dataloader, limit_batches) -> tuple[dict[str, float], float]:
+    def _validate(
+        self, dataloader: DataLoader[Any], limit_batches: int | float | None
+    ) -> tuple[dict[str, float], float]:
         """Means over the batches, weighted by their metric `weights` (valid samples; a batch
         counts 1 where the model does not give it), as the model summarizes them; and the sum of
         the weights.
         """
-        sums, total = {}, 0.0
+        sums: dict[str, float] = {}
+        total = 0.0
         limit = compute_limit_batches(len(dataloader), limit_batches)
         for _, batch in zip(range(limit), dataloader, strict=False):
             self.model.prepare_for_validation_step()
@@ -228,14 +243,13 @@ class SupervisedTrainer:
             self.model.finish_validation_step()
             metrics = {**metrics, "loss": loss}
             weight = float(metrics.pop("weights", 1.0))
+            if not weight:
+                continue  # a batch of stand-ins has no values
             total += weight
-            for key, value in (
-                metrics.items() if weight else ()
-            ):  # a batch of empty slots has no values
+            for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + weight * value
-        return self.model.summarize_metrics(
-            {key: value / total for key, value in sums.items()}
-        ), total
+        means = {key: value / total for key, value in sums.items()}
+        return self.model.summarize_metrics(means), total
 
     def _check_progress(self, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
         intervals = self.val_check_interval, self.save_interval
@@ -243,7 +257,7 @@ class SupervisedTrainer:
             self.step, self.max_steps, *intervals, self.limit_val_batches, run_time_exceeded
         )
 
-    def _progress_bar(self):
+    def _progress_bar(self) -> tqdm:
         quiet = parallel_state.get_rank() != 0
         return tqdm(
             total=self.max_steps,
@@ -253,11 +267,15 @@ class SupervisedTrainer:
             dynamic_ncols=True,
         )
 
-    # -------------------------------------------------------------------------- checkpoint, resume
+    # ------------------------------------------------------------------------- checkpoint, resume
 
-    def save(self, extra_candidates=None, is_train_end=False) -> None:
-        """Save a checkpoint; all ranks call it. `extra_candidates`: metrics that checkpoints may
-        be ranked by.
+    def save(
+        self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False
+    ) -> None:
+        """Save a checkpoint; all ranks call it.
+
+        Args:
+            extra_candidates: metrics that a checkpoint may be ranked by, beside the counters.
         """
         self.ckpt_callback.custom_save(
             monitor_candidates=(extra_candidates or {}) | self.state_dict(),
@@ -266,16 +284,17 @@ class SupervisedTrainer:
         )
 
     def state_dict(self) -> dict[str, int]:
+        """The counters, which `load_state_dict` takes."""
         return {"step": self.step, "consumed_samples": self.consumed_samples, "epoch": self.epoch}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from `state_dict()` of an earlier job: the next batch is the one that it would
-        have had next.
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Continue where `state_dict()` was taken: the next batch is the one that the earlier job
+        would have had next.
         """
         self.step = int(state_dict["step"])
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.set_max_steps()
 
 
-def _prefixed(prefix: str, metrics: dict) -> dict:
+def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}{key}": value for key, value in metrics.items()}

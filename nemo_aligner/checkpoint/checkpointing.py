@@ -21,6 +21,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 
 from nemo_aligner.checkpoint import dist_ckpt
@@ -42,10 +45,6 @@ from nemo_aligner.checkpoint.optimizer_forms import (
 )
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
-
-from megatron.core import dist_checkpointing, tensor_parallel  # isort: skip
-from megatron.core.optimizer import MegatronOptimizer  # isort: skip
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
 
 class CheckpointedModel(Protocol):

@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
 from torch.distributed.checkpoint import FileSystemWriter
-
-from nemo_aligner.parallel import parallel_state  # noqa: F401  (adapts Megatron Core before the imports below)
-
-from megatron.core import dist_checkpointing  # isort: skip
-from megatron.core.dist_checkpointing.strategies import torch as mcore_torch  # isort: skip
 
 
 def barrier() -> None:

@@ -12,17 +12,15 @@ optimizer that saved it:
 With experts there are two optimizers, whose states are under 0 and 1.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from nemo_aligner.parallel.megatron_switches import all_weights_named, groups_in_order
 from nemo_aligner.training.optim import chained_optimizers
-
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
-from megatron.core.optimizer import MegatronOptimizer  # isort: skip
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 
 State = dict[Any, Any]
 
@@ -54,7 +52,7 @@ def sharded_optimizer_state(
         is_loading: the state will be loaded, not saved.
         metadata: of Megatron Core.
     """
-    with _all_weights_named(optimizer):
+    with all_weights_named(chained_optimizers(optimizer)):
         state = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     for part in _parts(state):
         if MAIN_WEIGHTS in part:  # Megatron Core cannot reassemble lists with empty lists in them
@@ -87,7 +85,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: State) -> None:
     own = chained_optimizers(optimizer)
     parts = [_in_form_of(part, state) for part, state in zip(own, _parts(loaded), strict=True)]
     state = dict(enumerate(parts)) if len(parts) > 1 else parts[0]
-    with _groups_in_order(optimizer):
+    with groups_in_order(own):
         optimizer.load_state_dict(_with_step(state))
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)
@@ -110,48 +108,6 @@ def _with_step(state: State) -> State:
         if key == "optimizer" or isinstance(key, int):
             _with_step(part)
     return state
-
-
-@contextlib.contextmanager
-def _all_weights_named(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Inside, the optimizer of a bf16 model finds the names of its fp32 weights (a head) too.
-
-    Megatron Core numbers only the bf16 weights, and would take the state of one weight for that of
-    another.
-    """
-    mixed = [
-        part for part in chained_optimizers(optimizer) if hasattr(part, "fp32_from_fp32_groups")
-    ]
-    numbered = [part.float16_groups for part in mixed]
-    for part in mixed:
-        part.float16_groups = [
-            a + b for a, b in zip(part.float16_groups, part.fp32_from_fp32_groups, strict=True)
-        ]
-    try:
-        yield
-    finally:
-        for part, groups in zip(mixed, numbered, strict=True):
-            part.float16_groups = groups
-
-
-@contextlib.contextmanager
-def _groups_in_order(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Inside, parameter groups are loaded in the order in which they are given.
-
-    Megatron Core matches them by settings, which two groups of different dtype may share.
-    """
-    parts = [
-        part
-        for part in chained_optimizers(optimizer)
-        if not isinstance(part, DistributedOptimizer)
-    ]
-    for part in parts:
-        part._filter_and_reorder_param_groups = lambda _own, given: given
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._filter_and_reorder_param_groups
 
 
 def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:

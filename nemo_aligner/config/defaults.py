@@ -9,9 +9,10 @@ Called at the edge, by scripts and constructors; code behind it reads plain valu
 * `complete_model`: a `model` section, by the constructor of a model. Keys whose null means "as in
   the checkpoint" and keys that no job's YAML has come from `conf/model_fallbacks.yaml`.
 
-What a configuration gives wins. A null in it is kept, with three exceptions: a section that is
-null reads as a section without keys, except `alarms` (null switches them off); a null key of
-`model_fallbacks.yaml` takes the value there; and so does a key of `NULL_IS_DEFAULT`.
+What a configuration gives wins, also a null, but for two cases. A section that is null reads as
+one without keys, except `alarms` (null switches them off); `complete_config` leaves it null where
+a key below needs a value, so that the checks can say so. In `complete` and `complete_model`, a
+null key of `model_fallbacks.yaml` or of `NULL_IS_DEFAULT` takes its default.
 """
 
 import copy
@@ -23,26 +24,27 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.resolvers import register_resolvers
-from nemo_aligner.config.schema import FREE
+from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FREE, REQUIRED
 from nemo_aligner.core.errors import ConfigError
 
-CONF = Path(__file__).parents[1] / "conf"  # of a checkout: a link to conf/ of the repository
+CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
 FALLBACKS = "model_fallbacks"
+REWARD_MODEL_JOBS = ("training_rm", "gpt_ppo_critic", "inference_rm")
 
 # Keys for which null has no meaning of its own and reads as "the default".
-NULL_IS_DEFAULT = ("model.loss_reduction", "model.forward_micro_batch_size")
-# Keys of a job's YAML that a section completed alone does not take from there.
-NOT_FROM_JOB = ("model.precision", "model.optim")
+NULL_IS_DEFAULT = (
+    "model.loss_reduction",
+    "model.forward_micro_batch_size",
+    "remote_rm.reward_model.name",
+    "remote_rm.reward_model.ip",
+    "remote_rm.reward_model.port",
+)
+# Keys of a job's YAML file that a section completed alone does not take from there.
+NOT_FROM_JOB = ("precision", "optim")  # of `model`
 # Sections of `model` that belong to a job rather than to a model.
 JOB_SECTIONS = ("data", "overwrite_base_config", "optim")
-# Sections that a user gives as a whole, and those that null switches off.
-WHOLE = FREE
-OFF_WHEN_NULL = (
-    "trainer.ppo.alarms",
-    "trainer.rs.alarms",
-    "trainer.rm.alarms",
-    "trainer.sft.alarms",
-)
+# Sections that null switches off.
+OFF_WHEN_NULL = tuple(f"trainer.{kind}.alarms" for kind in ("ppo", "rs", "rm", "sft"))
 
 register_resolvers()
 
@@ -51,14 +53,19 @@ def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
     """Copy of a job's configuration in which each missing key has the value of
     `conf/<config_name>.yaml`; references stay references.
 
-    Below `model.optim` nothing is added to a schedule, and no schedule to an optimizer that has
-    none: see `conf/model_fallbacks.yaml`.
+    An optimizer that is given is left as it is: its learning rate and the schedule of the YAML
+    file belong together (see `conf/model_fallbacks.yaml`).
     """
     result = _copy(cfg)
     defaults = _job_tree(config_name)
     if OmegaConf.select(result, "model.optim", throw_on_missing=False) is not None:
         defaults = defaults | {"model": {**defaults["model"], "optim": {}}}
-    _fill(result, defaults, nulls=lambda key: False)
+
+    def is_default(key: str, default: object) -> bool:
+        needs_value = any(required.startswith(f"{key}.") for required in REQUIRED[config_name])
+        return isinstance(default, Mapping) and not needs_value
+
+    _fill(result, defaults, is_default)
     return result
 
 
@@ -80,10 +87,37 @@ def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> Di
     """Copy of a `model` section in which each key that a model of the job `config_name` reads has
     a value; None: of the bare language model.
 
-    The sections that belong to a job (`data`, ...) are left as they are; `optim` is completed
-    where it is given.
+    The sections that belong to a job (`data`, ...) are not added; `optim` is completed where it is
+    given.
     """
     return _complete(cfg, config_name, "model", leave_out=JOB_SECTIONS)
+
+
+def model_fallback(key: str) -> object:
+    """The value of `model.<key>` where neither a job nor a checkpoint gives one."""
+    return OmegaConf.select(OmegaConf.create(_tree(FALLBACKS)), f"model.{key}")
+
+
+def drop_unset(model_cfg: DictConfig) -> DictConfig:
+    """Copy of `model_cfg` without the architecture keys that are null: they must not override a
+    checkpoint's values.
+
+    Keys that say how the weights look (`num_layers`, `tokenizer.*`, parallel sizes, ...) are null
+    in the YAML files to mean "as in the checkpoint". Other keys keep their null.
+    """
+    tree = OmegaConf.to_container(model_cfg, resolve=False)
+    for key in ARCHITECTURE_KEYS:
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.get(parent) or {}
+        if leaf in node and node[leaf] is None:
+            del node[leaf]
+    if tree.get("tokenizer") == {}:
+        del tree["tokenizer"]
+    result = OmegaConf.create(tree, flags={"allow_objects": True})
+    result._set_parent(model_cfg._get_parent())  # ${trainer.precision} and the like still resolve
+    return result
 
 
 def _complete(
@@ -92,13 +126,14 @@ def _complete(
     section: str,
     leave_out: tuple[str, ...],
 ) -> DictConfig:
+    """Copy of `cfg`, completed but for the keys `leave_out`, which are not added."""
     result = _copy({} if cfg is None else cfg)
     tree = _section_tree(config_name)
     defaults = functools.reduce(lambda node, name: node.get(name) or {}, section.split("."), tree)
     absent = [key for key in leave_out if key not in result]
     defaults = {key: value for key, value in defaults.items() if key not in absent}
-    added = _fill(result, defaults, nulls=_reads_as_default, prefix=f"{section}.")
-    references = [key for key in added if OmegaConf.is_interpolation(*_leaf(result, key))]
+    added = _fill(result, defaults, _reads_as_default, prefix=f"{section}.")
+    references = [key for key in added if OmegaConf.is_interpolation(*_holder(result, key))]
     if references:
         _resolve(result, references, tree, section)
     return result
@@ -107,14 +142,14 @@ def _complete(
 def _fill(
     result: DictConfig,
     defaults: Mapping,
-    nulls: Callable[[str], bool],
+    is_default: Callable[[str, object], bool],
     prefix: str = "",
     path: str = "",
 ) -> list[str]:
     """Add to `result` what only `defaults` has; returns the added leaves by their dotted keys.
 
     Args:
-        nulls: whether a null at a dotted key reads as the default.
+        is_default: `(key, default) -> bool`, whether a null at a dotted key reads as the default.
         prefix: dotted key of the whole section, with a dot at its end.
         path: likewise, of `result` in the section.
     """
@@ -127,14 +162,19 @@ def _fill(
         elif OmegaConf.is_interpolation(result, name) or OmegaConf.is_missing(result, name):
             continue
         elif result[name] is None:
-            is_section = isinstance(default, Mapping) and key not in (*WHOLE, *OFF_WHEN_NULL)
-            if default is not None and (is_section or nulls(key)):
-                OmegaConf.update(result, name, copy.deepcopy(default))
-                added += _leaves(default, f"{path}{name}")
+            if default is not None and key not in (*FREE, *OFF_WHEN_NULL):
+                if is_default(key, default):
+                    OmegaConf.update(result, name, copy.deepcopy(default))
+                    added += _leaves(default, f"{path}{name}")
         elif isinstance(default, Mapping) and isinstance(result[name], DictConfig):
-            if key not in WHOLE:
-                added += _fill(result[name], default, nulls, prefix, f"{path}{name}.")
+            if key not in FREE:
+                added += _fill(result[name], default, is_default, prefix, f"{path}{name}.")
     return added
+
+
+def _reads_as_default(key: str, default: object) -> bool:
+    """Whether a null at `key` reads as its default, in a section that is completed alone."""
+    return isinstance(default, Mapping) or key in NULL_IS_DEFAULT or key in _fallback_keys()
 
 
 def _leaves(value: object, path: str) -> list[str]:
@@ -144,7 +184,7 @@ def _leaves(value: object, path: str) -> list[str]:
     return [leaf for name, child in value.items() for leaf in _leaves(child, f"{path}.{name}")]
 
 
-def _leaf(cfg: DictConfig, key: str) -> tuple[DictConfig, str]:
+def _holder(cfg: DictConfig, key: str) -> tuple[DictConfig, str]:
     """The node that holds `key`, and the last name of `key`."""
     parent, _, name = key.rpartition(".")
     return (OmegaConf.select(cfg, parent) if parent else cfg), name
@@ -167,25 +207,21 @@ def _resolve(result: DictConfig, references: list[str], tree: Mapping, section: 
                 f"{section}.{key} is not set, and its default cannot be computed: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        node, name = _leaf(result, key)
+        node, name = _holder(result, key)
         OmegaConf.update(node, name, value)
 
 
 def _copy(cfg: DictConfig | dict) -> DictConfig:
-    """Deep copy with the parent of `cfg`, whose structure may be extended."""
+    """Deep copy with the parent of `cfg`."""
     if not OmegaConf.is_config(cfg):
         return OmegaConf.create(cfg, flags={"allow_objects": True})
     return copy.deepcopy(cfg)
 
 
-def _reads_as_default(key: str) -> bool:
-    """Whether a null at `key` reads as its default."""
-    return key in NULL_IS_DEFAULT or key in _fallback_keys()
-
-
 @functools.cache
 def _fallback_keys() -> frozenset[str]:
-    return frozenset(_leaves(_tree(FALLBACKS)["model"], "model"))
+    tables = _tree(FALLBACKS)
+    return frozenset(_leaves(tables["model"] | tables["reward_model"], "model"))
 
 
 @functools.cache
@@ -196,16 +232,22 @@ def _tree(name: str) -> dict:
 
 @functools.cache
 def _job_tree(config_name: str) -> dict:
-    """The defaults of a job, without Hydra's own list."""
+    """The defaults of a job, without Hydra's own list; not to be changed."""
     return {key: value for key, value in _tree(config_name).items() if key != "defaults"}
 
 
 @functools.cache
 def _section_tree(config_name: str | None) -> dict:
-    """The defaults of a job's sections: its YAML file over the fallbacks of the model."""
+    """The defaults of a job's sections, its YAML file over the fallbacks of the model; not to be
+    changed.
+    """
     tree = {} if config_name is None else copy.deepcopy(_job_tree(config_name))
     for key in NOT_FROM_JOB:
-        tree.get("model", {}).pop(key.removeprefix("model."), None)
+        tree.get("model", {}).pop(key, None)
+    tables = _tree(FALLBACKS)
+    fallbacks = tables["model"]
+    if config_name in REWARD_MODEL_JOBS:
+        fallbacks = fallbacks | tables["reward_model"]
     result = OmegaConf.create(tree)
-    _fill(result, _tree(FALLBACKS), nulls=lambda key: True)
+    _fill(result, {"model": fallbacks}, lambda key, default: True)
     return OmegaConf.to_container(result, resolve=False)

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which devices, ranks, parallel sizes and architectures cannot work together; called by
-`config_rules.py`.
-"""
+"""Which devices, ranks, parallel sizes and architectures cannot work together."""
 
 import os
 from collections.abc import Mapping
@@ -10,8 +8,9 @@ from collections.abc import Mapping
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+Devices = int | str | list[int]  # `trainer.devices`
 
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 
 # Sizes may come from a checkpoint, where the user never saw them.
 EP_REMEDY = (
@@ -30,17 +29,18 @@ def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
     if world_size % product:
         raise ConfigError(
             f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
-            f"context_parallel_size={cp} = "
-            f"{product} does not divide the {world_size} rank{'s' if world_size > 1 else ''} of "
-            "this job; set "
-            f"trainer.devices x trainer.num_nodes to a multiple of {product}, or smaller parallel "
-            "sizes."
+            f"context_parallel_size={cp} = {product} does not divide the {world_size} "
+            f"rank{'s' if world_size > 1 else ''} of this job; set trainer.devices x "
+            f"trainer.num_nodes to a multiple of {product}, or smaller parallel sizes."
         )
     return world_size // product
 
 
 def count_ranks(
-    devices, num_nodes: int, visible_devices: int = 0, env: Mapping[str, str] | None = None
+    devices: Devices,
+    num_nodes: int,
+    visible_devices: int = 0,
+    env: Mapping[str, str] | None = None,
 ) -> int:
     """World size of the job: what the launcher says (torchrun and Lightning's children set RANK
     and WORLD_SIZE), else devices x num_nodes.
@@ -56,7 +56,7 @@ def count_ranks(
     return count_devices(devices, visible_devices) * num_nodes
 
 
-def count_devices(devices, visible_devices: int = 0) -> int:
+def count_devices(devices: Devices, visible_devices: int = 0) -> int:
     """Processes per node that `trainer.devices` asks for (see `count_ranks`)."""
     text = str(devices).strip()
     if text in ("auto", "-1"):
@@ -78,13 +78,16 @@ def count_devices(devices, visible_devices: int = 0) -> int:
 
 
 def cuda_devices() -> int:
-    import torch
+    """CUDA devices that PyTorch sees on this machine."""
+    import torch  # here: importing PyTorch takes a second
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def check_accelerator(accelerator: str, devices, visible_devices: int) -> None:
-    """Raise when a GPU is asked for that is not there. `visible_devices`: GPUs of this machine."""
+def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) -> None:
+    """Raise `ConfigError` when a GPU is asked for that is not there. `visible_devices`: GPUs of
+    this machine.
+    """
     if accelerator not in ACCELERATORS:
         raise ConfigError(
             f"trainer.accelerator={accelerator!r} is not supported; use one of "
@@ -93,16 +96,13 @@ def check_accelerator(accelerator: str, devices, visible_devices: int) -> None:
     if accelerator in ("gpu", "cuda") and visible_devices == 0:
         raise ConfigError(
             f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine; "
-            "use "
-            "trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check that "
-            "nvidia-smi lists the "
-            "GPUs."
+            "use trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check "
+            "that nvidia-smi lists the GPUs."
         )
     if accelerator != "cpu" and 0 < visible_devices < count_devices(devices, visible_devices):
         raise ConfigError(
             f"trainer.devices={devices}, but the number of GPUs on this machine is "
-            f"{visible_devices}; "
-            f"set trainer.devices={visible_devices}."
+            f"{visible_devices}; set trainer.devices={visible_devices}."
         )
 
 
@@ -113,29 +113,36 @@ def parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int
     dp = data_parallel_size(ranks, tp or 1, pp or 1, cp or 1)
     if not complete and not (tp and pp):
         return {}
-    experts, ep = (
+    check_expert_parallel(
         values.whole("model.num_moe_experts", 1),
         values.whole("model.expert_model_parallel_size", 1) or 1,
+        dp,
+        cp or 1,
     )
-    if ep > 1:
-        if not experts:
-            raise ConfigError(
-                f"model.expert_model_parallel_size={ep} spreads experts over ranks, but this "
-                "model has none; set it "
-                f"to 1 ({EP_REMEDY})."
-            )
-        require_multiple(
-            "model.num_moe_experts", experts, {"model.expert_model_parallel_size": ep}
-        )
-        name = f"the number of data-parallel x context-parallel ranks, {dp} x {cp or 1}"
-        remedy = f"use other numbers of ranks or a smaller size ({EP_REMEDY})"
-        require_multiple(name, dp * (cp or 1), {"model.expert_model_parallel_size": ep}, remedy)
     return {"data parallel size": dp}
 
 
+def check_expert_parallel(experts: int | None, expert_parallel: int, dp: int, cp: int) -> None:
+    """Raise `ConfigError` unless `expert_parallel` divides the number of experts and of data- and
+    context-parallel ranks.
+    """
+    if expert_parallel == 1:
+        return
+    size = {"model.expert_model_parallel_size": expert_parallel}
+    if not experts:
+        raise ConfigError(
+            f"model.expert_model_parallel_size={expert_parallel} spreads experts over ranks, but "
+            f"this model has none; set it to 1 ({EP_REMEDY})."
+        )
+    require_multiple("model.num_moe_experts", experts, size)
+    name = f"the number of data-parallel x context-parallel ranks, {dp} x {cp}"
+    remedy = f"use other numbers of ranks or a smaller size ({EP_REMEDY})"
+    require_multiple(name, dp * cp, size, remedy)
+
+
 def virtual_pipeline_group(values: Values) -> dict[str, int]:
-    """Virtual pipelining needs as many micro-batches as there are stages, or a multiple: that
-    factor of a batch.
+    """The factor that virtual pipelining adds to a batch: it needs as many micro-batches as there
+    are stages, or a multiple.
     """
     pp, vpp = (
         values.whole(f"model.{name}pipeline_model_parallel_size", 1) or 1
@@ -145,8 +152,8 @@ def virtual_pipeline_group(values: Values) -> dict[str, int]:
 
 
 def _require_split(name: str, value: int, sizes: Mapping[str, int], fixed: bool) -> None:
-    """Raise unless the parallel `sizes` divide `value`, which is `fixed` where a checkpoint says
-    it.
+    """Raise `ConfigError` unless the parallel `sizes` divide `value`, which a checkpoint may have
+    `fixed`.
     """
     product = " x ".join(sizes)
     remedy = (
@@ -156,21 +163,20 @@ def _require_split(name: str, value: int, sizes: Mapping[str, int], fixed: bool)
 
 
 def check_architecture(values: Mapping, fixed: bool = False) -> None:
-    """Sizes of `model.*` that cannot work together.
+    """Refuse sizes of `model.*` that cannot work together.
 
     Args:
         values: `cfg.model`.
         fixed: they are those of a checkpoint, so that only the parallel sizes can change.
     """
     v = Values({"model": values})
-    heads, hidden, groups = (
-        v.whole(f"model.{k}", 1)
-        for k in ("num_attention_heads", "hidden_size", "num_query_groups")
+    heads, hidden, groups, layers = (
+        v.whole(f"model.{key}", 1)
+        for key in ("num_attention_heads", "hidden_size", "num_query_groups", "num_layers")
     )
-    tp, pp = (v.whole(f"model.{k}_model_parallel_size", 1) or 1 for k in ("tensor", "pipeline"))
-    vpp, layers = (
-        v.whole("model.virtual_pipeline_model_parallel_size", 1) or 1,
-        v.whole("model.num_layers", 1),
+    tp, pp, vpp = (
+        v.whole(f"model.{name}_model_parallel_size", 1) or 1
+        for name in ("tensor", "pipeline", "virtual_pipeline")
     )
     if heads and hidden and v.get("model.kv_channels") is None:
         require_multiple("model.hidden_size", hidden, {"model.num_attention_heads": heads})
@@ -191,8 +197,7 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
     if vpp > 1 and pp == 1:
         raise ConfigError(
             f"model.virtual_pipeline_model_parallel_size={vpp} needs "
-            "model.pipeline_model_parallel_size of 2 or more; "
-            "set it to null."
+            "model.pipeline_model_parallel_size of 2 or more; set it to null."
         )
     if layers:
         _check_recomputed_layers(v, layers // (pp * vpp))
@@ -206,30 +211,25 @@ def _check_experts(v: Values, fixed: bool) -> None:
         )
     v.number("model.moe_aux_loss_coeff", 0)
     v.number("model.moe_z_loss_coeff", 0)
-    v.choice(
-        "model.moe_token_dispatcher_type", ("alltoall",)
-    )  # the others want rows of one length on all ranks
+    # The other dispatchers need samples of one length on all ranks.
+    v.choice("model.moe_token_dispatcher_type", ("alltoall",))
     v.choice("model.moe_router_load_balancing_type", ("aux_loss", "none"))
     v.whole("model.moe_ffn_hidden_size", 1)
     if experts or fixed:  # the configuration of a dense checkpoint may well hold such keys
         return
-    keys = [
-        f"model.{key}"
-        for key in v.get("model", {})
-        if key.startswith("moe_") and v.get(f"model.{key}")
-    ]
+    moe_keys = [f"model.{key}" for key in v.get("model") if key.startswith("moe_")]
+    keys = [key for key in moe_keys if v.get(key)]
     if keys:
         raise ConfigError(
             f"{keys[0]}={v.get(keys[0])} is of a mixture of experts, but model.num_moe_experts is "
-            "not set; set it, or "
-            f"{keys[0]} to null."
+            f"not set; set it, or {keys[0]} to null."
         )
 
 
 def check_recomputation(v: Values, complete: bool) -> None:
-    """`model.activations_checkpoint_*`; `complete` as in `config_rules.check_values`.
+    """Check `model.activations_checkpoint_*`; `complete` as in `rules.check_values`.
 
-    A user may say a part of it and leave the rest to the checkpoint; and a checkpoint may have
+    A user may set a part of them and leave the rest to the checkpoint; and a checkpoint may have
     been trained with a method that its user has switched off since.
     """
     v.choice(RECOMPUTE + "granularity", ("selective", "full"))
@@ -238,27 +238,22 @@ def check_recomputation(v: Values, complete: bool) -> None:
     if granularity == "full" and complete:
         for key in ("method", "num_layers"):
             if v.get(RECOMPUTE + key) is None:
+                give = "uniform or block" if key == "method" else "a number of layers such as 1"
                 raise ConfigError(
                     f"{RECOMPUTE}granularity=full needs {RECOMPUTE}{key}, which is not set; give "
-                    + (
-                        "uniform or block."
-                        if key == "method"
-                        else "a number of layers, for example 1."
-                    )
+                    f"{give}."
                 )
     if granularity == "selective" and complete and layers is not None:
         raise ConfigError(
             f"{RECOMPUTE}num_layers={layers} is only for granularity=full, but it is selective, "
-            "which recomputes the "
-            "attention of every layer; set num_layers to null."
+            "which recomputes the attention of every layer; set num_layers to null."
         )
     off = granularity == "selective" or v.is_null(RECOMPUTE + "granularity")
     for key in ("method", "num_layers"):
         if off and not complete and v.get(RECOMPUTE + key) is not None:
             raise ConfigError(
                 f"{RECOMPUTE}{key}={v.get(RECOMPUTE + key)} has no effect unless "
-                f"{RECOMPUTE}granularity=full; set "
-                "that, or this to null."
+                f"{RECOMPUTE}granularity=full; set that, or this to null."
             )
 
 
@@ -267,6 +262,5 @@ def _check_recomputed_layers(v: Values, stage: int) -> None:
     if v.get(RECOMPUTE + "granularity") == "full" and layers and layers > stage:
         raise ConfigError(
             f"{RECOMPUTE}num_layers={layers} is more than the {stage} layers of a pipeline stage; "
-            "set it to at most "
-            f"{stage}."
+            f"set it to at most {stage}."
         )

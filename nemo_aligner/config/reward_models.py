@@ -12,11 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError
 
-# Defaults: the endpoint of a reward model, and its port.
-REWARD_MODEL = "reward_model"
-REWARD_MODEL_PORT = 5555
+# Name and port of a reward model's endpoint where the configuration does not give them.
+_DEFAULT = complete({}, "gpt_rs_actor", "remote_rm.reward_model")
+REWARD_MODEL, REWARD_MODEL_PORT = _DEFAULT.name, _DEFAULT.port
 _MEMBER_KEYS = ("ip", "port", "name", "weight")
 
 
@@ -34,24 +35,24 @@ class RewardModelSpec:
 
     name: str | None
     endpoint: str
-    addresses: tuple
+    addresses: tuple[tuple[str, int], ...]
     weight: float
     setting: str
 
 
-def read_reward_models(cfg, setting: str) -> list[RewardModelSpec]:
-    """The reward models of `cfg`, the section called `setting`; `host` and `port` in it win over
-    `reward_model`'s.
+def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
+    """The reward models of `cfg`, the section called `setting`.
+
+    `host` and `port` of `remote_rm` win over those of its `reward_model`.
 
     Raises:
         ConfigError: naming the key, its value and what it should be.
     """
-    ensemble = cfg.get("reward_models", None)
-    host, port = cfg.get("host", None), cfg.get("port", None)
+    ensemble = cfg.get("reward_models")
+    host, port = cfg.get("host"), cfg.get("port")  # keys of remote_rm only
     if ensemble is None:
-        section = cfg.get("reward_model", None) or {}
         own = f"{setting}.reward_model"
-        return [_read_one(section, own, ip=host, port=port)]
+        return [_read_one(cfg.get("reward_model") or {}, own, ip=host, port=port)]
     if not isinstance(ensemble, Mapping) or not ensemble:
         raise ConfigError(
             f"{setting}.reward_models={ensemble!r} must map names to servers, for example "
@@ -61,9 +62,8 @@ def read_reward_models(cfg, setting: str) -> list[RewardModelSpec]:
     if host is not None or port is not None:
         raise ConfigError(
             f"{setting}.host={host} and {setting}.port={port} are the address of one reward "
-            "model, but "
-            f"{setting}.reward_models names {len(ensemble)}; give the addresses there and leave "
-            "host and port null."
+            f"model, but {setting}.reward_models names {len(ensemble)}; give the addresses there "
+            "and leave host and port null."
         )
     for name, member in ensemble.items():
         _check_member(f"{setting}.reward_models", name, member)
@@ -79,13 +79,13 @@ def read_reward_models(cfg, setting: str) -> list[RewardModelSpec]:
     return specs
 
 
-def _check_member(setting: str, name, member) -> None:
-    """A member's name, and its keys: one that is misspelt would leave its default in force."""
+def _check_member(setting: str, name: str, member: Mapping) -> None:
+    """Check a member's name and keys; a key that is misspelt would leave its default in force."""
     if not str(name).isidentifier() or name == "with_kl":
         raise ConfigError(
             f"{setting} has the name {name!r}, which becomes part of a metric's name, "
-            "rewards_<name>: use letters, "
-            "digits and underscores, and not with_kl, which is a metric already."
+            "rewards_<name>: use letters, digits and underscores, and not with_kl, which is a "
+            "metric already."
         )
     if not isinstance(member, Mapping):
         raise ConfigError(
@@ -99,7 +99,7 @@ def _check_member(setting: str, name, member) -> None:
                 f"{', '.join(_MEMBER_KEYS)}."
             )
     for key in ("ip", "port"):
-        if member.get(key, None) is None:
+        if member.get(key) is None:
             raise ConfigError(
                 f"{setting}.{name}.{key} is not set; every member of an ensemble needs ip and "
                 "port."
@@ -107,36 +107,37 @@ def _check_member(setting: str, name, member) -> None:
 
 
 def _read_one(
-    section, setting: str, name: str | None = None, ip=None, port=None
+    section: Mapping,
+    setting: str,
+    name: str | None = None,
+    ip: str | Sequence[str] | None = None,
+    port: int | Sequence[int] | None = None,
 ) -> RewardModelSpec:
+    """One reward model; `ip` and `port` win over those of its `section`."""
     if not isinstance(section, Mapping):
         raise ConfigError(
             f"{setting}={section!r} must be a section with ip, port and optionally name and "
             "weight."
         )
-    weight = section.get("weight", 1.0)
-    if (
-        isinstance(weight, bool)
-        or not isinstance(weight, (int, float))
-        or not math.isfinite(weight)
-    ):
+    weight = section.get("weight", 1.0)  # a member that has none counts as it is
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight):
         raise ConfigError(f"{setting}.weight={weight!r} must be a finite number.")
-    if ip is None:
-        ip = section.get("ip", None)
-    if port is None:
-        port = section.get("port", None)
+    section = complete(dict(section), "gpt_rs_actor", "remote_rm.reward_model")
     return RewardModelSpec(
         name=name,
-        endpoint=section.get("name", None) or REWARD_MODEL,
+        endpoint=section.name,
         addresses=_read_addresses(
-            "localhost" if ip is None else ip, REWARD_MODEL_PORT if port is None else port, setting
+            section.ip if ip is None else ip, section.port if port is None else port, setting
         ),
         weight=float(weight),
         setting=setting,
     )
 
 
-def _read_addresses(ip, port, setting: str) -> tuple:
+def _read_addresses(
+    ip: str | Sequence[str], port: int | Sequence[int], setting: str
+) -> tuple[tuple[str, int], ...]:
     """((host, port), ...): lists of equal length are paired, a single value goes with each item of
     the other list.
     """
@@ -144,9 +145,8 @@ def _read_addresses(ip, port, setting: str) -> tuple:
     for value in ips:
         if not isinstance(value, str) or not value.strip():
             raise ConfigError(f"{setting}.ip={ip!r}: {value!r} is not a host name or IP address.")
-        if (
-            "/" in value or value.count(":") == 1 or any(map(str.isspace, value))
-        ):  # IPv6 addresses have more colons
+        # IPv6 addresses have more than one colon.
+        if "/" in value or value.count(":") == 1 or any(map(str.isspace, value)):
             raise ConfigError(
                 f"{setting}.ip={ip!r}: give the host name or IP address alone; the port goes to "
                 f"{setting}.port."
@@ -166,8 +166,7 @@ def _read_addresses(ip, port, setting: str) -> tuple:
     if len(ips) != len(ports):
         raise ConfigError(
             f"{setting}.ip={ips} names {len(ips)} servers, but {setting}.port={ports} has "
-            f"{len(ports)} ports; give "
-            "one port for all of them, or one for each."
+            f"{len(ports)} ports; give one port for all of them, or one for each."
         )
     addresses = tuple(zip(ips, ports))
     for address in addresses:
@@ -179,6 +178,6 @@ def _read_addresses(ip, port, setting: str) -> tuple:
     return addresses
 
 
-def _as_list(value) -> list:
+def _as_list(value: object) -> list:
     is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     return list(value) if is_list else [value]

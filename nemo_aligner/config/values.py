@@ -1,25 +1,28 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a configuration's values: a tree by dotted keys, with the checks that every rule
-needs.
-"""
+"""Read access to a configuration by dotted key, and the checks of single values."""
 
 import math
 from collections.abc import Mapping
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.core.errors import ConfigError
 
 
-def resolved(cfg) -> dict:
-    """Plain nested dict of a `DictConfig`; a dict is taken as it is."""
+def resolved(cfg: DictConfig | dict) -> dict:
+    """Plain nested dict of a `DictConfig`, with its references resolved; a dict is returned as it
+    is.
+
+    Raises:
+        ConfigError: a reference that cannot be resolved.
+    """
     if not OmegaConf.is_config(cfg):
         return cfg
     cfg = cfg.copy()
     if OmegaConf.select(cfg, "exp_manager.checkpoint_callback_params") is not None:
-        # In old YAML files it refers to sizes that only the checkpoint knows. Nobody reads it.
+        # In older YAML files it refers to sizes that only the checkpoint knows. It has no effect.
         cfg.exp_manager.checkpoint_callback_params.model_parallel_size = None
     try:
         return OmegaConf.to_container(cfg, resolve=True)
@@ -35,7 +38,8 @@ class Values:
     def __init__(self, tree: Mapping):
         self.tree = tree
 
-    def get(self, key: str, default=None):
+    def get(self, key: str, default: object = None) -> object:
+        """The value at `key`; `default` where it is absent or null."""
         node = self.tree
         for name in key.split("."):
             if not isinstance(node, Mapping) or name not in node:
@@ -55,7 +59,11 @@ class Values:
         return False
 
     def whole(self, key: str, minimum: int | None = None) -> int | None:
-        """A whole number, or None when not set."""
+        """The whole number at `key`, or None when it is not set.
+
+        Raises:
+            ConfigError: it is no whole number, or below `minimum`.
+        """
         value = self.get(key)
         if value is None:
             return None
@@ -68,17 +76,14 @@ class Values:
     def number(
         self, key: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False
     ) -> None:
-        """Raise unless the value, where set, is a number in [low, high] (in (low, high] with
-        `above`).
+        """Raise `ConfigError` unless the value, where set, is a number in [low, high]; in
+        (low, high] with `above`.
         """
         value = self.get(key)
         if value is None:
             return
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not math.isfinite(value)
-        ):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
             raise ConfigError(f"{key}={value!r} must be a finite number.")
         if not low <= value <= high or (above and value == low):
             bounds = [f"above {low}" if above else f"at least {low}"] if low > -math.inf else []
@@ -86,23 +91,43 @@ class Values:
             raise ConfigError(f"{key}={value} must be {' and '.join(bounds)}.")
 
     def choice(self, key: str, choices: tuple) -> None:
+        """Raise `ConfigError` unless the value, where set, is one of `choices`."""
         value = self.get(key)
         if value is not None and value not in choices:
             raise ConfigError(f"{key}={value!r} must be one of {', '.join(choices)}.")
 
     def port(self, key: str) -> None:
+        """Raise `ConfigError` unless the value, where set, is a TCP port."""
         value = self.whole(key)
         if value is not None and not 1 <= value <= 65535:
             raise ConfigError(f"{key}={value} is not a TCP port; use a number from 1 to 65535.")
+
+    def same(self, key: str, other: str) -> None:
+        """Raise `ConfigError` if the two keys have different values; `other` is the one to set."""
+        a, b = self.get(key), self.get(other)
+        if a is not None and b is not None and a != b:
+            raise ConfigError(
+                f"{key}={a} and {other}={b} must be the same value; set only {other}."
+            )
+
+    def multiple(self, whole: str, *parts: str, times: Mapping[str, int]) -> None:
+        """Raise `ConfigError` unless the size at key `whole` is a multiple of the product of those
+        at `parts` and of the sizes in `times`; no check if one of the keys is not set.
+        """
+        total = self.whole(whole, minimum=1)
+        factors = {part: self.whole(part, minimum=1) for part in parts}
+        if total is not None and all(factors.values()):
+            require_multiple(whole, total, factors | dict(times))
 
 
 def require_multiple(
     name: str, value: int, factors: Mapping[str, int], remedy: str | None = None
 ) -> None:
-    """Raise unless `value` is a positive multiple of the product of `factors` (name -> size).
+    """Raise `ConfigError` unless `value` is a positive multiple of the product of `factors`
+    (name -> size).
 
     Args:
-        remedy: what to do; None: the nearest multiples in the place of `value`.
+        remedy: what to do; None: use one of the nearest multiples.
     """
     product = math.prod(factors.values())
     if value > 0 and value % product == 0:

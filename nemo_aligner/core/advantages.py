@@ -3,11 +3,14 @@
 """Advantage estimators: GAE with a critic; REINFORCE returns, RLOO and GRPO without one. Torch
 only, no ranks.
 
-Shapes: [B, S-1] is per transition, see `nemo_aligner.core.types`. N is the number of rows that are
-compared with each other within their groups; where ranks hold the rows of one group, gather their
-scores first. A mask is non-zero (or True) where a slot, or a row, counts; elsewhere a tensor may
-hold anything, NaN included.
+Shapes: [B, S-1] is per transition, see `nemo_aligner.core.types`. N is the number of samples that
+are compared within their groups; gather their scores first if several ranks hold samples of one
+group. A mask is non-zero (or True) where a slot, or a sample, counts; elsewhere a tensor may hold
+anything, NaN included.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,11 +26,13 @@ def calculate_advantages_and_returns(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2015, arXiv:1506.02438, eq. 16).
 
-        delta_t = r_t + gamma * v_{t+1} - v_t,    A_t = delta_t + gamma * lambda * A_{t+1},    return_t = A_t + v_t
+        delta_t = r_t + gamma * v_{t+1} - v_t
+        A_t = delta_t + gamma * lambda * A_{t+1}
+        return_t = A_t + v_t
 
-    Values and rewards outside the mask are replaced by 0 *before* the recursion: a critic's value
-    after the end token would otherwise be bootstrapped into every advantage of the row. Prompt
-    columns receive an advantage too; only the loss mask removes it.
+    Values and rewards outside the mask are replaced by 0 *before* the recursion. Otherwise a
+    critic's value after the end token would be bootstrapped into every advantage of the sample.
+    Prompt columns receive an advantage too; only the loss mask removes it.
 
     Args:
         values: [B, S-1].
@@ -68,8 +73,8 @@ def calculate_reinforce_returns(
 ) -> Tensor:
     """Discounted sum of the rewards to come: G_t = sum over k >= t of gamma^(k-t) r_k.
 
-    Of token rewards with a KL penalty, and normalised over the global batch
-    (`distributed.normalize_tensor`), these are the advantages of REINFORCE++ (Hu et al. 2025,
+    Computed from token rewards with a KL penalty, and normalized over the global batch
+    (`collectives.normalize_tensor`), these are the advantages of REINFORCE++ (Hu et al. 2025,
     arXiv:2501.03262).
 
     Args:
@@ -88,15 +93,15 @@ def calculate_reinforce_returns(
 
 def calculate_rloo_baseline(prompts: Tensor, reward: Tensor, mask: Tensor) -> Tensor:
     """Leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740): mean reward of the prompt's
-    *other* valid rows.
+    *other* valid samples.
 
     Args:
-        prompts: int [N] or [N, P]; identical rows belong together.
+        prompts: int [N] or [N, P]; equal entries belong to one prompt.
         reward: [N].
-        mask: [N], non-zero where a row is valid.
+        mask: [N], non-zero where a sample is valid.
 
     Returns:
-        [N]; a row without a valid other row gets its own reward (so its advantage is 0).
+        [N]; a sample without a valid companion gets its own reward, so its advantage is 0.
     """
     group, size = group_rows(prompts)
     valid = (mask != 0).to(reward.dtype)
@@ -113,12 +118,12 @@ def calculate_rloo_advantages(
     `calculate_rloo_baseline`.
 
     Args:
-        scores: [N], of a whole answer: the sum of its token rewards, KL penalty included.
-        prompts: int [N] or [N, P]; identical rows belong together.
-        mask: [N], non-zero where a row is valid; None: all are.
+        scores: [N], of a whole response: the sum of its token rewards, KL penalty included.
+        prompts: int [N] or [N, P]; equal entries belong to one prompt.
+        mask: [N], non-zero where a sample is valid; None: all are.
 
     Returns:
-        [N], dtype of `scores`; 0 for rows that are not valid or have no valid companion.
+        [N], dtype of `scores`; 0 for samples that are not valid or have no valid companion.
     """
     valid = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask != 0
     kept = torch.where(valid, scores, 0).double()
@@ -137,19 +142,19 @@ def calculate_grpo_advantages(
     """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300, section 4.1.2): (score -
     mean) / (std + eps).
 
-    Mean and standard deviation (Bessel-corrected) are those of the prompt's valid rows.
+    Mean and standard deviation (Bessel-corrected) are those of the prompt's valid samples.
 
     Args:
-        scores: [N], of a whole answer: the sum of its token rewards, KL penalty included.
-        prompts: int [N] or [N, P]; identical rows belong together.
-        mask: [N], non-zero where a row is valid; None: all are.
+        scores: [N], of a whole response: the sum of its token rewards, KL penalty included.
+        prompts: int [N] or [N, P]; equal entries belong to one prompt.
+        mask: [N], non-zero where a sample is valid; None: all are.
         normalize_std: False leaves the division out (Liu et al. 2025, arXiv:2503.20783, "Dr.
             GRPO").
         eps: added to the deviation.
 
     Returns:
-        [N], dtype of `scores`; 0 for rows that are not valid, have no valid companion, or are all
-        equal.
+        [N], dtype of `scores`; 0 for samples that are not valid or have no valid companion, and
+        where all scores of a prompt are equal.
     """
     valid = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask != 0
     group, size = group_rows(prompts)
@@ -169,10 +174,10 @@ def calculate_grpo_advantages(
 
 
 def spread_over_response(scores: Tensor, mask: Tensor) -> Tensor:
-    """The number of each row on all of its response's transitions, 0 elsewhere.
+    """The score of each sample on all of its response's transitions, 0 elsewhere.
 
     Args:
-        scores: [B] or [B, 1]; a row without a response may hold anything.
+        scores: [B] or [B, 1]; a sample without a response may hold anything.
         mask: [B, S-1] from `create_mask`.
 
     Returns:
@@ -182,15 +187,72 @@ def spread_over_response(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def clip_advantages(advantages: Tensor, limit: float | None) -> Tensor:
-    """`advantages` [B, S-1] kept within [-limit, limit]; as they are if `limit` is None. Normalise
-    them first.
+    """`advantages` [B, S-1], normalized before, clipped to [-limit, limit]; unchanged if `limit`
+    is None.
     """
     return advantages if limit is None else advantages.clamp(-limit, limit)
 
 
 def group_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(group of each row int64 [N], size of each group): equal rows share a group; groups are in
-    sorted order.
+    """Group of each row (int64 [N]), and size of each group. Equal rows share a group; groups are
+    in sorted order.
     """
     _, group, size = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
     return group, size
+
+
+# ---------------------------------------------------------------------- estimators by their name
+
+
+@dataclass(frozen=True)
+class TokenEstimate:
+    """What policy and critic learn from rewards per transition.
+
+    Attributes:
+        advantages: [B, S-1].
+        returns: [B, S-1], target of the critic; None without one.
+    """
+
+    advantages: Tensor
+    returns: Tensor | None = None
+
+
+def _gae_with_critic(
+    rewards: Tensor,
+    values: Tensor | None,
+    mask: Tensor,
+    discount_factor: float,
+    gae_lambda: float,
+    critic_gae_lambda: float | None,
+) -> TokenEstimate:
+    assert values is not None, "GAE needs the critic's values"
+    return TokenEstimate(
+        *calculate_advantages_and_returns(
+            values, rewards, discount_factor, gae_lambda, mask, critic_gae_lambda
+        )
+    )
+
+
+def _reinforce_plus_plus(
+    rewards: Tensor,
+    values: Tensor | None,
+    mask: Tensor,
+    discount_factor: float,
+    gae_lambda: float,
+    critic_gae_lambda: float | None,
+) -> TokenEstimate:
+    return TokenEstimate(calculate_reinforce_returns(rewards, discount_factor, mask))
+
+
+# From rewards per transition: (rewards [B, S-1], values [B, S-1] or None, mask [B, S-1], gamma,
+# lambda, lambda of the returns).
+TOKEN_ESTIMATORS: dict[
+    str, Callable[[Tensor, Tensor | None, Tensor, float, float, float | None], TokenEstimate]
+] = {"gae": _gae_with_critic, "reinforce_plus_plus": _reinforce_plus_plus}
+
+# From one score per response, by comparison with the other responses to its prompt: (scores [N],
+# prompt of each [N], mask [N]) to advantages [N].
+RESPONSE_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "rloo": calculate_rloo_advantages,
+    "grpo": calculate_grpo_advantages,
+}

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that a job ends with, each with one message and no traceback of its own: those that a
-user caused and can mend (the message names the offending value and the remedy), those that came
-from a server, and those of alarms.
+"""Errors that end a job with one message and no traceback: those that a user caused (the message
+names the value and the remedy), those that came from a server, and those of alarms.
 """
 
 
@@ -15,13 +14,13 @@ class ConfigError(UserError):
 
 
 class ServerRequestError(RuntimeError):
-    """A request failed on the server, or its answer never came; the message carries the remote
+    """A request failed on the server, or no response arrived; the message carries the remote
     traceback.
     """
 
 
 class AlarmError(RuntimeError):
-    """What an alarm ends a run with; raised by all ranks together."""
+    """An alarm ends the run; raised by all ranks together."""
 
 
 class NonFiniteError(AlarmError):

@@ -1,16 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers expect of the parts that are not models: the remote critic and reward models, the
-logger, the checkpoints, the clock. Models are in `models/alignable_interface.py`.
+"""What trainers expect of the parts that are not models: the remote critic and reward models, data
+loaders, optimizer, logger, checkpoints, clock. Models are in `models/alignable_interface.py`.
 
 These are protocols: a class fulfils one by having its methods, as the remote clients and the fakes
 of the tests do. Unless a method says otherwise, every rank of the job calls it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
+from nemo_aligner.core.types import InferenceBatch, PPOTrainBatch, Rollout, Scores
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -115,3 +115,73 @@ class RunTimer(Protocol):
 
     def is_finished(self) -> bool:
         """True on every rank once the time is over."""
+
+
+class Tokenizer(Protocol):
+    """What trainers need of a NeMo tokenizer."""
+
+    eos_id: int
+
+    def ids_to_text(self, ids: list[int]) -> str:
+        """Decode token ids."""
+
+
+class Optimizer(Protocol):
+    """What updates need of Megatron Core's optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero."""
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Update the weights: (succeeded, norm of the gradient, number of zeros in it)."""
+
+
+class Scheduler(Protocol):
+    """The schedule of the learning rate."""
+
+    def step(self, increment: int) -> None:
+        """Advance by `increment` updates."""
+
+
+class Trainable(Protocol):
+    """What an update needs of a model; see `models/alignable_interface.py:SupervisedInterface`."""
+
+    def get_loss_and_metrics(
+        self, batch: Any, forward_only: bool
+    ) -> tuple[float, dict[str, float]]:
+        """Loss of a global batch, and its gradient unless `forward_only`."""
+
+    def prepare_for_training_step(self) -> None:
+        """Called before it."""
+
+    def finish_training_step(self) -> None:
+        """Called after it, before the optimizer steps."""
+
+
+class PromptSampler(Protocol):
+    """Yields the dataset indices of this rank's micro-batches, one rollout after the other."""
+
+    total_samples: int
+    consumed_samples: int
+    global_batch_size: int  # prompts of one rollout, over all ranks
+    micro_batch_size: int
+    drop_last: bool
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The indices of one micro-batch after the other."""
+
+
+class PromptLoader(Protocol):
+    """A data loader of prompts."""
+
+    batch_sampler: PromptSampler
+    dataset: Any
+
+    def __iter__(self) -> Iterator[InferenceBatch]:
+        """The micro-batches."""
+
+
+PromptLoaderBuilder = Callable[..., PromptLoader]  # called as builder(consumed_samples=...)
+PromptIterator = Callable[..., Iterable[InferenceBatch]]  # see data/nlp/batch_iterators.py

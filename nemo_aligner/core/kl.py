@@ -11,11 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
+from nemo_aligner.core.estimators import KL_ESTIMATORS
+
 # Ziegler et al. 2019 move beta by at most this share (times n / horizon) in one update.
 _MAX_RELATIVE_ERROR = 0.2
-# exp of more says nothing of a divergence any more, and would overflow float32 in the next square
-# or sum.
+# A larger exponent carries no information about the divergence, and squares or sums of it overflow
+# float32.
 _MAX_K3_EXPONENT = 20.0
 
 
@@ -32,24 +33,24 @@ def calculate_kl_penalty(
         "k1"   k1                    unbiased; single estimates may be negative
         "abs"  |k1|                  biased, never negative
         "k2"   k1^2 / 2              biased (little where a is close to b), never negative
-        "k3"   exp(-k1) - 1 + k1     unbiased, never negative; the exponent is cut at 20
+        "k3"   exp(-k1) - 1 + k1     unbiased, never negative; the exponent is at most 20
 
-    As a term of a loss, with a the policy in training, it is the gradient that counts. Its
-    expectation over tokens drawn from a is, for "k1": 0, so that the term adds nothing but noise;
-    "abs": the gradient of sum |a - b| over the vocabulary, twice the total variation; "k2": the
-    gradient of KL(a || b); "k3": the gradient of KL(b || a).
+    In a loss, with a the policy in training, what matters is the expected gradient over tokens
+    drawn from a. It is, for "k1": 0, so the term adds only noise; for "abs": the gradient of sum
+    |a - b| over the vocabulary, twice the total variation; for "k2": the gradient of KL(a || b);
+    for "k3": the gradient of KL(b || a).
 
     Args:
         log_probs_a: [B, S-1].
         log_probs_b: [B, S-1].
-        use_absolute_kl: "abs" if True, else "k1"; looked at only if no estimator is named.
+        use_absolute_kl: "abs" if True, else "k1"; ignored if `estimator` is given.
         estimator: one of `KL_ESTIMATORS`.
 
     Returns:
         [B, S-1], dtype of the arguments. Every slot depends on its own log-probs alone.
 
     Raises:
-        ValueError: an unknown estimator.
+        ValueError: the estimator is unknown.
     """
     if estimator is None:
         estimator = "abs" if use_absolute_kl else "k1"
@@ -61,7 +62,7 @@ def calculate_kl_penalty(
     if estimator == "k2":
         return 0.5 * k1.square()
     if estimator == "k3":
-        # expm1: between policies that hardly differ, exp(-k1) - 1 would be rounding error.
+        # expm1: for policies that hardly differ, exp(-k1) - 1 would be rounding error.
         return torch.expm1((-k1).clamp(max=_MAX_K3_EXPONENT)) + k1
     raise ValueError(
         f"KL estimator {estimator!r} is unknown; choose one of {', '.join(KL_ESTIMATORS)}"
@@ -69,23 +70,21 @@ def calculate_kl_penalty(
 
 
 class FixedKLController:
-    """A coefficient that stays what it is, with the face of `AdaptiveKLController`."""
+    """A constant coefficient, with the methods of `AdaptiveKLController`."""
 
     def __init__(self, init_kl_coef: float):
         self.value = float(init_kl_coef)
 
     def update(self, kl: float, num_samples: int) -> float:
-        """Nothing is adapted; returns `value`."""
+        """Returns `value`, unchanged."""
         return self.value
 
     def state_dict(self) -> dict[str, float]:
-        """Empty: the coefficient is the configuration's, also when a run is resumed with another
-        one.
-        """
+        """Empty: a resumed run takes the coefficient from its configuration."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing to take over."""
+        """Does nothing; see `state_dict`."""
 
 
 class AdaptiveKLController:
@@ -135,25 +134,24 @@ class AdaptiveKLController:
         """
         if not math.isfinite(kl):
             raise ValueError(
-                f"the KL to the reference policy is {kl}; its coefficient cannot be adapted to "
-                "that"
+                f"the KL to the reference policy is {kl}, so its coefficient cannot be adapted"
             )
         if not _MAX_RELATIVE_ERROR * num_samples < self.horizon:
             raise ValueError(
                 f"horizon={self.horizon:g} is too short for rollouts of {num_samples} samples: "
-                "the KL coefficient "
-                f"could turn negative; it must be above {_MAX_RELATIVE_ERROR * num_samples:g}"
+                "the KL coefficient could turn negative; it must be above "
+                f"{_MAX_RELATIVE_ERROR * num_samples:g}"
             )
         error = min(max(kl / self.target - 1.0, -_MAX_RELATIVE_ERROR), _MAX_RELATIVE_ERROR)
         self.value *= 1.0 + error * num_samples / self.horizon
         return self.value
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold; target and horizon are the configuration's."""
+        """What a checkpoint must hold; target and horizon come from the configuration."""
         return {"kl_coef": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue with the coefficient of `state_dict()`; the empty state of a fixed controller
-        changes nothing.
+        leaves it unchanged.
         """
         self.value = float(state.get("kl_coef", self.value))

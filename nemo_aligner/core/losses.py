@@ -4,12 +4,12 @@
 
 **One convention.** The loss of an optimizer step over the global batch is
 
-    loss = sum over all rows and slots of  weights * per_slot_loss
+    loss = sum over all samples and slots of  weights * per_slot_loss
 
-with `weights` computed once per global batch by `loss_weights`, before anything is split. A loss
-function sees a micro-batch with its rows of `weights` and returns a *partial sum*; so do its
-metrics. Summed over micro-batches and data-parallel ranks they give the value, and the gradient,
-of the global batch, whatever the split was.
+`loss_weights` computes `weights` once per global batch, before anything is split. A loss function
+gets a micro-batch with its part of `weights` and returns a *partial sum*, and so are its metrics.
+Summed over micro-batches and data-parallel ranks they give the value, and the gradient, of the
+global batch, whatever the split.
 
 Shapes: per-transition tensors are [B, S-1] (see `nemo_aligner.core.types`), pairs are [B],
 attributes of a regression reward model [B, A]. A slot of weight 0 may hold NaN: it changes neither
@@ -39,12 +39,12 @@ def loss_weights(
         mask: [B, S-1], [B, A] or [B], non-zero where a slot counts; this data-parallel rank's
             whole share of the global batch.
         reduction: "token": mean over all counting slots of the global batch. "sequence": mean over
-            rows of their own means; rows without a counting slot are left out. "microbatch": mean
-            over micro-batches of their means (0 for an empty one), which depends on the split;
-            kept to compare with NeMo-Aligner.
-        micro_batch_size: rows per micro-batch; used by "microbatch" only.
-        sum_over_dp: sums a tensor over the data-parallel ranks; every one of them must call this
-        function.
+            samples of their own means; samples without a counting slot are left out.
+            "microbatch": mean over micro-batches of their means (0 for an empty one), which
+            depends on the split; kept to compare with NeMo-Aligner.
+        micro_batch_size: samples per micro-batch; used by "microbatch" only.
+        sum_over_dp: sums a tensor over the data-parallel ranks; all of them must call this
+            function.
 
     Returns:
         float32, shape of `mask`; all zero if no slot counts on any rank.
@@ -61,8 +61,8 @@ def loss_weights(
     elif reduction == "microbatch":
         if not micro_batch_size or rows.shape[0] % micro_batch_size:
             raise ValueError(
-                f"micro_batch_size={micro_batch_size} does not divide the {rows.shape[0]} rows of "
-                "the batch"
+                f"micro_batch_size={micro_batch_size} does not divide the {rows.shape[0]} samples "
+                "of the batch"
             )
         splits = rows.reshape(rows.shape[0] // micro_batch_size, -1)
         dp_size = sum_over_dp(torch.ones((), dtype=torch.float64, device=mask.device))
@@ -79,17 +79,17 @@ def loss_weights(
 def loss_count(
     mask: Tensor, reduction: str = "token", micro_batch_size: int | None = None
 ) -> float:
-    """How many things `loss_weights` takes the mean over, on this rank: slots, rows or
-    micro-batches.
+    """Number of slots, samples or micro-batches of this rank that `loss_weights` averages over.
 
-    Means of several global batches are combined with these weights. Arguments as for
-    `loss_weights`.
+    Means of several global batches are combined with it. Arguments as for `loss_weights`.
     """
     keep = mask != 0
     if reduction == "token":
         return float(keep.sum())
     if reduction == "sequence":
         return float(keep.reshape(keep.shape[0], -1).any(1).sum())
+    if not micro_batch_size:
+        raise ValueError(f"micro_batch_size={micro_batch_size}: {reduction!r} needs one")
     return keep.shape[0] / micro_batch_size
 
 
@@ -112,13 +112,14 @@ def ppo_actor_loss(
 
     With rho = exp(logprobs - prev_logprobs), per slot:
 
-        surrogate = max(-A rho, -A clamp(rho, 1-eps, 1+eps)),  and with dual_clip where A < 0: min(surrogate, -A c)
+        surrogate = max(-A rho, -A clamp(rho, 1-eps, 1+eps))
+        surrogate = min(surrogate, -A c)     with dual_clip c, where A < 0
         loss = surrogate + kl_loss_coef * KL(logprobs, ref_logprobs) - entropy_bonus * H
 
-    The dual clip (Ye et al. 2020, arXiv:1912.09729, eq. 5) bounds what a token can cost that the
-    policy has come to like although it is bad, where the first clip does not bound it. The KL in
-    the loss (Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4) is differentiated through its
-    estimator: `kl.calculate_kl_penalty` says what that gives.
+    The dual clip (Ye et al. 2020, arXiv:1912.09729, eq. 5) bounds the loss of a token with a
+    negative advantage and a large ratio, which the first clip leaves unbounded. The KL in the loss
+    (Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4) is differentiated through its estimator;
+    `kl.calculate_kl_penalty` describes the resulting gradient.
 
     Args:
         logprobs: [B, S-1], of the policy in training; carries the gradient.
@@ -134,24 +135,23 @@ def ppo_actor_loss(
         entropy_bonus: coefficient of the entropy.
 
     Returns:
-        Partial sums: the loss, and the metrics, which are weighted means:
-        `loss`; `ppo_ratio`, `ppo_ratio_clamped` (rho); `ppo_clip_fraction` (share of slots whose
-        gradient the clip
-        cuts: the ratio is outside the range on the side that the advantage pushes to); `approx_kl`
-        (KL of the policy that generated to the one in training, estimator k3); `scaled_entropy`
-        (bonus times mean entropy); with `dual_clip`, `dual_clip_fraction` (share of slots whose
-        gradient that cuts); with `kl_loss_coef`, `kl_loss` (the mean estimate, without the
-        coefficient); with `entropy`, `entropy`.
+        Partial sums: the loss, and the metrics, which are weighted means. `loss`; `ppo_ratio`,
+        `ppo_ratio_clamped` (rho); `ppo_clip_fraction` (share of slots whose gradient the clip
+        removes: the ratio is outside the range on the side that the advantage pushes to);
+        `approx_kl` (KL of the policy that generated to the one in training, estimator k3);
+        `scaled_entropy` (bonus times mean entropy); with `dual_clip`, `dual_clip_fraction` (share
+        of slots whose gradient it removes); with `kl_loss_coef`, `kl_loss` (the mean estimate,
+        without the coefficient); with `entropy`, `entropy`.
 
     Raises:
-        ValueError: a tensor that a coefficient needs is missing, `dual_clip` is not above 1, or an
-        unknown estimator.
+        ValueError: a tensor that a coefficient needs is missing, `dual_clip` is not above 1, or
+            the estimator is unknown.
     """
     logprobs, prev_logprobs, advantages = (
         _kept(x, weights) for x in (logprobs, prev_logprobs, advantages)
     )
-    # Beyond e^80 a float32 ratio would overflow, and 0 * inf make a NaN gradient of a slot that
-    # the clip has cut.
+    # Beyond e^80 a float32 ratio would overflow, and 0 * inf would give a clipped slot a NaN
+    # gradient.
     ratio = (logprobs - prev_logprobs).clamp(max=80.0).exp()
     clamped = ratio.clamp(1.0 - ratio_eps, 1.0 + ratio_eps)
     unclipped, clipped = -advantages * ratio, -advantages * clamped
@@ -166,10 +166,10 @@ def ppo_actor_loss(
         surrogate, metrics["dual_clip_fraction"] = _dual_clip(surrogate, advantages, dual_clip)
     loss = (weights * surrogate).sum()
     if kl_loss_coef:
-        _require(
-            ref_logprobs,
-            f"kl_loss_coef={kl_loss_coef} needs the log-probs of the reference policy",
-        )
+        if ref_logprobs is None:
+            raise ValueError(
+                f"kl_loss_coef={kl_loss_coef} needs the log-probs of the reference policy"
+            )
         kl = calculate_kl_penalty(
             logprobs, _kept(ref_logprobs, weights), estimator=kl_loss_estimator
         )
@@ -178,8 +178,9 @@ def ppo_actor_loss(
     scaled_entropy = torch.zeros_like(loss)
     if entropy is not None:
         metrics["entropy"] = _kept(entropy, weights)
-    if entropy_bonus:  # without it the entropy is not worth a backward pass either
-        _require(entropy, f"entropy_bonus={entropy_bonus} needs the entropy of each slot")
+    if entropy_bonus:  # without it the entropy needs no backward pass
+        if entropy is None:
+            raise ValueError(f"entropy_bonus={entropy_bonus} needs the entropy of each slot")
         scaled_entropy = entropy_bonus * (weights * metrics["entropy"]).sum()
         loss = loss - scaled_entropy
     means = {name: (weights * value.detach()).sum() for name, value in metrics.items()}
@@ -187,7 +188,7 @@ def ppo_actor_loss(
 
 
 def _dual_clip(surrogate: Tensor, advantages: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """(`surrogate` of at most -A * limit where A < 0, bool: where that bounds it)."""
+    """`surrogate`, at most -A * limit where A < 0; and where that bounds it (bool)."""
     if not limit > 1:
         raise ValueError(f"dual_clip={limit} must be above 1 (or None: off)")
     bound = -advantages * limit
@@ -203,11 +204,13 @@ def ppo_critic_loss(
     weights: Tensor,
     loss_clip_val: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half squared error to the returns, the values kept within `loss_clip_val` of those at
-    rollout time.
+    """Half the squared error to the returns, with values clipped to within `loss_clip_val` of
+    those at rollout time.
 
-    Per slot: 0.5 * max((v_clipped - ret)^2, (v - ret)^2), v_clipped = prev + clamp(v - prev,
-    -clip, clip).
+    Per slot:
+
+        v_clipped = prev + clamp(v - prev, -clip, clip)
+        loss = 0.5 * max((v_clipped - ret)^2, (v - ret)^2)
 
     Args:
         values: [B, S-1], of the critic in training; carries the gradient.
@@ -218,9 +221,8 @@ def ppo_critic_loss(
 
     Returns:
         Partial sums: the loss, and metrics `loss` and `value_clip_fraction` (share of slots whose
-        gradient the clip
-        cuts: the clipped value is the worse one; 0 if clipping is off).
-        `metrics.explained_variance_moments` has those of the explained variance.
+        gradient the clip removes, because the clipped value is the worse one; 0 if clipping is
+        off). The explained variance is in `core/metrics.py`.
     """
     values, prev_values, returns = (_kept(x, weights) for x in (values, prev_values, returns))
     error = (values - returns).square()
@@ -228,7 +230,7 @@ def ppo_critic_loss(
     if loss_clip_val is not None and loss_clip_val > 0:
         clipped = prev_values + (values - prev_values).clamp(-loss_clip_val, loss_clip_val)
         clipped_error = (clipped - returns).square()
-        # Where nothing is clipped, prev + (v - prev) may differ from v by a rounding.
+        # Where nothing is clipped, prev + (v - prev) may differ from v by rounding.
         cut = (clipped_error > error) & ((values - prev_values).abs() > loss_clip_val)
         error = torch.maximum(clipped_error, error)
     loss = 0.5 * (weights * error).sum()
@@ -237,7 +239,7 @@ def ppo_critic_loss(
 
 def sft_loss(*, logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of the weighted tokens (supervised fine-tuning, and the selected
-    rollouts of RS).
+    samples of rejection sampling).
 
     Args:
         logprobs: [B, S-1], carries the gradient.
@@ -292,23 +294,17 @@ def regression_loss(
     if not predictions.shape == labels.shape == weights.shape:
         raise ValueError(
             f"predictions, labels and weights of shapes {tuple(predictions.shape)}, "
-            f"{tuple(labels.shape)} and "
-            f"{tuple(weights.shape)}: they must be equal"
+            f"{tuple(labels.shape)} and {tuple(weights.shape)}: they must be equal"
         )
     loss = (weights * (_kept(predictions, weights) - _kept(labels, weights)).square()).sum()
     return loss, {"loss": loss.detach()}
 
 
 def _kept(values: Tensor, weights: Tensor) -> Tensor:
-    """float32 `values` where the weight is not 0, else 0: a selection, since 0 * NaN would stay
-    NaN, backward too.
+    """float32 `values` where the weight is not 0, else 0. A selection, not a product: 0 * NaN is
+    NaN, in the backward pass too.
     """
     return torch.where(weights != 0, values.float(), 0.0)
-
-
-def _require(tensor: Tensor | None, message: str) -> None:
-    if tensor is None:
-        raise ValueError(message)
 
 
 def _count(keep: Tensor, dim: int) -> Tensor:

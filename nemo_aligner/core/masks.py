@@ -37,8 +37,8 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `values` where `mask` (same shape) is non-zero, over all of it or along `dim`; 0
-    where nothing is.
+    """Mean of `values` where `mask` (same shape) is non-zero, over all of it or along `dim`; 0 if
+    no slot counts.
     """
     keep = mask != 0
     kept = torch.where(keep, values, 0)
@@ -48,8 +48,8 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_std(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Standard deviation (Bessel-corrected) where `mask` is non-zero, over all or along `dim`; 0
-    below two values.
+    """Standard deviation (Bessel-corrected) where `mask` is non-zero, over all of it or along
+    `dim`; 0 for fewer than two values.
     """
     keep = mask != 0
     if dim is None:
@@ -91,14 +91,14 @@ def whiten(
     """(x - mean) / sqrt(var + 1e-8) with `masked_mean_var`, plus the mean again unless
     `shift_mean`.
 
-    Token rewards are whitened without shifting their mean, as a reward that moves with the others
-    of its batch would no longer say what is good (TRL does the same, with the Bessel-corrected
+    Token rewards are whitened without shifting their mean: a reward that moves with the others of
+    its batch would no longer say what is good (TRL does the same, with the Bessel-corrected
     variance).
 
     Args:
         values: any shape; slots outside the mask may hold NaN.
         mask: same shape, non-zero where a slot counts.
-        shift_mean: False keeps the mean what it was.
+        shift_mean: False keeps the mean.
         sum_over_dp: sums a float64 tensor over the ranks; all of them call this function.
 
     Returns:

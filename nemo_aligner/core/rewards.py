@@ -23,14 +23,14 @@ def calculate_ppo_rewards(
     """Reward per transition: the scalar reward at column R-2, minus the KL penalty at every
     column.
 
-    Columns outside the response are penalised too; `calculate_advantages_and_returns` masks them.
+    Columns outside the response are penalized too; `calculate_advantages_and_returns` masks them.
 
     Args:
         values: [B, S-1]; only its shape, dtype and device matter.
         rewards: [B] or [B, 1], of the whole response.
         response_lengths: int [B], R.
         init_policy_kl: [B, S-1], or a number.
-        penalty_factor: beta; with 0 the KL is not looked at.
+        penalty_factor: beta; 0 ignores the KL.
 
     Returns:
         [B, S-1].
@@ -44,7 +44,7 @@ def calculate_ppo_rewards(
 
 
 def clip_rewards(rewards: Tensor, limit: float | None) -> Tensor:
-    """Scalar `rewards` [B] kept within [-limit, limit]; as they are if `limit` is None. NaN stays
+    """Scalar `rewards` [B] clipped to [-limit, limit]; unchanged if `limit` is None. NaN stays
     NaN.
     """
     return rewards if limit is None else rewards.clamp(-limit, limit)
@@ -53,17 +53,17 @@ def clip_rewards(rewards: Tensor, limit: float | None) -> Tensor:
 def calculate_overlong_penalty(
     response_token_counts: Tensor, max_length: int, buffer_len: int, factor: float = 1.0
 ) -> Tensor:
-    """Soft punishment of answers that come close to the length limit (Yu et al. 2025, DAPO,
+    """Soft penalty on responses close to the length limit (Yu et al. 2025, DAPO,
     arXiv:2503.14476, eq. 13).
 
-    With L tokens: 0 up to max_length - buffer_len, then falling evenly to -factor at max_length,
+    With L tokens: 0 up to max_length - buffer_len, then falling linearly to -factor at max_length,
     -factor beyond:
 
         factor * clip((max_length - buffer_len - L) / buffer_len, -1, 0)
 
     Args:
-        response_token_counts: int [B], R - P: tokens of the answers alone, end token included.
-        max_length: L_max, the most tokens an answer can have.
+        response_token_counts: int [B], R - P: tokens of the responses, end tokens included.
+        max_length: L_max, the most tokens a response can have.
         buffer_len: L_cache, length of the slope; 0 switches the penalty off.
         factor: of the penalty.
 
@@ -86,20 +86,21 @@ def calculate_overlong_penalty(
 def select_topk(
     batch: dict[str, Tensor], num_select: int = 1, group_by: str = "prompt_tokens"
 ) -> dict[str, Tensor]:
-    """Keep the `num_select` best rewarded rows of each prompt (all of a prompt that has fewer).
+    """Keep the `num_select` samples of each prompt with the highest rewards (all of a prompt that
+    has fewer).
 
-    Of equally rewarded rows the later ones are kept.
+    Of samples with equal rewards the later ones are kept.
 
     Args:
-        batch: every tensor has N rows; `rewards` is [N] or [N, 1].
-        num_select: rows to keep for each prompt.
-        group_by: the tensor, [N] or [N, P], that says which rows belong together (equal ones).
-            Texts take a prompt that occurs twice in the data for one; the index in the data set
-            (`idx`) does not.
+        batch: every tensor has N samples; `rewards` is [N] or [N, 1].
+        num_select: samples to keep for each prompt.
+        group_by: name of the tensor, [N] or [N, P], that is equal for samples of one prompt. The
+            tokens of the prompt confuse prompts that occur twice in the data; the index in the
+            data set (`idx`) does not.
 
     Returns:
-        The kept rows of every tensor: prompts in sorted order of `group_by`, rewards ascending
-        inside a prompt.
+        The kept samples of every tensor: prompts in sorted order of `group_by`, rewards ascending
+        within a prompt.
 
     Raises:
         ValueError: a reward is NaN, or `num_select` below 1.

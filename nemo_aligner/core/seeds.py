@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A random stream of its own for each sample, so that its text depends on nothing else."""
+"""A random stream for each sample, so that its response depends on nothing else."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from torch import Tensor
 def sample_seeds(seed: int, step: int, idx: Tensor) -> Tensor:
     """A seed for each sample's own random stream, from (seed, step, index in the data set) alone.
 
-    The text of a sample then does not depend on the rank, batch or row it is generated in.
+    The response then does not depend on the rank, batch or place in which it is generated.
 
     Args:
         seed: of the run.
-        step: of training, so that a prompt that comes back is answered anew.
+        step: of training, so that a prompt that comes back gets another response.
         idx: int64 [B].
 
     Returns:

@@ -2,33 +2,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the batches hold, and the one alignment convention of the project.
 
-Notation: B rows, S padded number of tokens, P prompt length, R **total** length (prompt +
+Notation: B samples, S padded number of tokens, P prompt length, R **total** length (prompt +
 response, with its end token). `response_tokens` holds prompt + response, and `response_lengths` is
 R, everywhere.
 
-**Alignment.** A per-transition tensor has width S-1; its column t speaks of the prediction of
-token t+1 from the
-tokens 0..t. So for a row with P=3 prompt tokens, R=6 tokens in all and S=8 columns:
+**Alignment.** A per-transition tensor has width S-1; its column t belongs to the prediction of
+token t+1 from the tokens 0..t. So for a sample with P=3 prompt tokens, R=6 tokens in all and S=8:
 
     token index       0   1   2   3   4   5   6   7
     response_tokens   p0  p1  p2  a   b   eos pad pad      [S]
     column t          0   1   2   3   4   5   6            [S-1]
     predicts token    p1  p2  a   b   eos pad pad
-    mask              0   0   1   1   1   0   0            True on [P-1, R-1): R-P ones, the end token's included
+    mask              0   0   1   1   1   0   0            True on [P-1, R-1): R-P ones, with the
+                                                           one of the end token
     logprobs          .   .   a   b   eos .   .            log-prob of the predicted token
-    values            .   .   p2  a   b   .   .            the critic's value of the state "tokens 0..t"
-    reward            .   .   .   .   2.0 .   .            the scalar reward sits at R-2, the last masked column
+    values            .   .   p2  a   b   .   .            the critic's value of "tokens 0..t"
+    reward            .   .   .   .   2.0 .   .            at R-2, the last masked column
 
 Where the mask is False a slot may hold anything, NaN included: no loss, gradient or metric depends
 on it.
 
-Batches are plain dicts (Megatron's data iterator and the wire want dicts); the classes below say
-what is in them.
+Batches are plain dicts, because Megatron's data iterator and the wire need dicts; the classes
+below name their entries.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -40,33 +40,39 @@ class InferenceBatch(TypedDict, total=False):
     length: Tensor  # int64 [B]: P
     loss_multiplier: Tensor  # float32 [B]: 0 for a sample that must not be trained on, else 1
     idx: Tensor  # int64 [B]: index in the data set
-    # int64 [B]: unique for each answer; in the order of index in the data set and answer
-    sample_key: Tensor
+    sample_key: Tensor  # int64 [B]: unique; in the order of index in the data set and response
     sample_seeds: Tensor  # int64 [B], optional: seed of each sample's own random stream
-    return_logprobs: bool  # optional: return `sampling_logprobs` too
+    return_logprobs: bool  # ask for the sampler's log-probs too
 
 
-class Rollout(TypedDict):
-    """What `infer` returns for one batch of prompts."""
-
+class _Responses(TypedDict):
     response_tokens: Tensor  # int64 [B, S]: prompt + response, then eos
     response_lengths: Tensor  # int64 [B]: R
     prompt_lengths: Tensor  # int64 [B]: P
     is_end: Tensor  # bool [B]: True if the response reached an end token or string
-    # float32 [B, S-1]: of the sampler, 0 outside the response; only with `return_logprobs`
-    sampling_logprobs: NotRequired[Tensor]
+
+
+class Rollout(_Responses, total=False):
+    """What `infer` returns for one batch of prompts, and the columns of the prompts that trainers
+    keep with it.
+    """
+
+    sampling_logprobs: Tensor  # float32 [B, S-1]: of the sampler, if asked for
+    idx: Tensor  # int64 [B]: as in the prompts, and so are the next two
+    sample_key: Tensor  # int64 [B]
+    loss_multiplier: Tensor  # float32 [B]
 
 
 class RolloutBatch(Rollout, total=False):
-    """One data-parallel rank's share of the rollouts, scored by policy, reference, critic and
-    reward model.
+    """One data-parallel rank's share of a rollout, scored by policy, reference, critic and reward
+    model.
     """
 
-    logprobs: Tensor  # float32 [B, S-1]: of the policy that generated, at the sampling temperature
-    # float32 [B, S-1]: of the reference policy; only with a KL in the reward or the loss
-    init_logprobs: Tensor
+    logprobs: Tensor  # float32 [B, S-1]: of the policy that generated, at its temperature
+    init_logprobs: Tensor  # float32 [B, S-1]: of the reference; only if a KL is measured
     rewards: Tensor  # float32 [B]: scalar reward of the whole response
-    values: Tensor  # float32 [B, S-1]: critic; not there without one
+    values: Tensor  # float32 [B, S-1]: of the critic; absent without one
+    sample_order: Tensor  # int64 [B]: place of the sample in the shuffled rollout of all ranks
 
 
 @dataclass(frozen=True)
@@ -92,27 +98,24 @@ class Scores:
 class _PolicyTrainBatch(TypedDict):
     response_tokens: Tensor  # int64 [B, S]
     mask: Tensor  # float32 [B, S-1]: 1 on the response's transitions (see above), else 0
-    # bool [B]: False removes the row from the policy loss (not the critic's) by default
-    is_end: Tensor
+    is_end: Tensor  # bool [B]: False leaves the sample out of the policy loss, by default
     prev_logprobs: Tensor  # float32 [B, S-1]: log-probs at rollout time
-    advantages: (
-        Tensor  # float32 [B, S-1]: normalised over the masked slots of all ranks if configured
-    )
+    advantages: Tensor  # float32 [B, S-1]: normalized over all ranks if configured
 
 
 class PPOTrainBatch(_PolicyTrainBatch, total=False):
     """What the optimizer steps of actor and critic consume (`generate_ppo_data`)."""
 
     init_logprobs: Tensor  # float32 [B, S-1]: of the reference policy, as above
-    values: Tensor  # float32 [B, S-1]: critic's values at rollout time; not there without a critic
-    # float32 [B, S-1]: what the critic learns: advantages (before normalisation) + values
-    returns: Tensor
+    values: Tensor  # float32 [B, S-1]: critic's values at rollout time; absent without a critic
+    returns: Tensor  # float32 [B, S-1]: target of the critic: advantages (not normalised) + values
+    sample_order: Tensor  # int64 [B]: as above; not used by the updates
 
 
 class RSTrainBatch(TypedDict):
     """What the optimizer steps of rejection sampling consume (`generate_rs_data`)."""
 
-    response_tokens: Tensor  # int64 [B, S]: only the best answers to each prompt
+    response_tokens: Tensor  # int64 [B, S]: only the best responses to each prompt
     mask: Tensor  # float32 [B, S-1]: 1 on the response's transitions (see above), else 0
 
 
@@ -133,7 +136,7 @@ class PairBatch(TypedDict):
     rejected: Tensor  # int64 [B, S]
     chosen_length: Tensor  # int64 [B]: tokens of `chosen` without padding
     rejected_length: Tensor  # int64 [B]
-    loss_mask: Tensor  # float32 [B, S]: all zero in a row whose pair must not count
+    loss_mask: Tensor  # float32 [B, S]: all zero where a pair must not count
 
 
 class RegressionBatch(TypedDict):
@@ -142,7 +145,7 @@ class RegressionBatch(TypedDict):
     inputs: Tensor  # int64 [B, S]
     lengths: Tensor  # int64 [B]: tokens of `inputs` without padding
     labels: Tensor  # float32 [B, A]; `regression.loss_mask_val` where there is none
-    loss_mask: Tensor  # float32 [B, S]: all zero in a row that must not count
+    loss_mask: Tensor  # float32 [B, S]: all zero where a sample must not count
 
 
 class SFTBatch(TypedDict):
@@ -150,4 +153,4 @@ class SFTBatch(TypedDict):
 
     tokens: Tensor  # int64 [B, S]: prompt + response + eos, padded
     labels: Tensor  # int64 [B, S]: the token that follows
-    loss_mask: Tensor  # [B, S]: non-zero where the label belongs to the answer
+    loss_mask: Tensor  # [B, S]: non-zero where the label belongs to the response

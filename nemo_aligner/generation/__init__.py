@@ -1,10 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text generation behind a small interface: prompts in; tokens, lengths and whether a text ended
-out.
-"""
+"""Text generation behind a small interface: from prompts to tokens, lengths and ends."""
 
-from nemo_aligner.generation.engine import GenerationOutput, MegatronGenerator, TextGenerator
-from nemo_aligner.generation.text_generation_utils import GenerationParams
+from nemo_aligner.generation.engine import MegatronGenerator
+from nemo_aligner.generation.interface import GenerationOutput, TextGenerator
+from nemo_aligner.generation.params import GenerationParams
 
 __all__ = ["GenerationOutput", "GenerationParams", "MegatronGenerator", "TextGenerator"]

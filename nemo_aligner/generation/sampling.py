@@ -1,15 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to the next token: pure functions of plain tensors, which know no ranks and no
-model.
+"""From logits to the next token: pure functions of plain tensors, without ranks or a model.
 
-b rows, V ids of the vocabulary (padding ids are cut off before). A forbidden id has the logit
--inf.
+b samples, V ids of the vocabulary, without padding ids. A forbidden id has the logit -inf.
 
-Randomness is one uniform number for each (sample, position), taken from the sample's own stream,
-and a token is drawn
-by inverting the cumulative distribution: it depends on the row's logits and on its seed, never on
-its neighbours.
+Each (sample, position) has one uniform number, from the sample's own stream, and the token is
+drawn by inverting the cumulative distribution: it depends on the sample's logits and seed, never
+on other samples.
 """
 
 import torch
@@ -28,7 +25,7 @@ def sample_uniforms(sample_seeds: Tensor, max_length: int) -> Tensor:
 
     Args:
         sample_seeds: int64 `[b]`.
-        max_length: numbers per row.
+        max_length: numbers per sample.
 
     Returns:
         float64 `[b, max_length]` in [0, 1).
@@ -48,7 +45,7 @@ def seen_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
 
 
 def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make ids less likely that the row already holds (Keskar et al. 2019, CTRL, section 4.1).
+    """Make ids less likely that the sample already has (Keskar et al. 2019, CTRL, section 4.1).
 
     Args:
         logits: `[b, V]`.
@@ -58,19 +55,15 @@ def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Te
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def forbid_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> Tensor:
-    """`logits` `[b, V]` with -inf at `token_ids` `[n]` in those rows where `rows` (bool `[b]`) is
-    True.
-    """
+def forbid_tokens(logits: Tensor, token_ids: Tensor, where: Tensor) -> Tensor:
+    """Put -inf at `token_ids` `[n]` of `logits` `[b, V]` where `where`, bool `[b]`, is True."""
     columns = torch.zeros(logits.size(1), dtype=torch.bool, device=logits.device)
     columns[token_ids] = True
-    return logits.masked_fill(rows.unsqueeze(1) & columns, float("-inf"))
+    return logits.masked_fill(where.unsqueeze(1) & columns, float("-inf"))
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
-    """Forbid all but the k likeliest ids of each row of `logits` `[b, V]`; ids that tie with the
-    k-th stay.
-    """
+    """Forbid all but the k likeliest ids of `logits` `[b, V]`; ids that tie with the k-th stay."""
     if top_k >= logits.size(1):
         return logits
     threshold = logits.topk(top_k, dim=1).values[:, -1:]
@@ -78,8 +71,7 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Nucleus sampling (Holtzman et al. 2020): keep the fewest likeliest ids whose probabilities
-    reach `top_p`.
+    """Keep the fewest likeliest ids whose probabilities reach `top_p` (Holtzman et al. 2020).
 
     An id stays if the likelier ones together are below `top_p`, so at least one does.
     """
@@ -91,8 +83,14 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 
 
 def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """The id, int64 `[b]`, where the cumulative probability of `logits` `[b, V]` passes `uniforms`
-    (float64 `[b]`).
+    """Draw ids: where the cumulative probability of `logits` `[b, V]` passes `uniforms`.
+
+    Args:
+        logits: `[b, V]`.
+        uniforms: float64 `[b]` in [0, 1).
+
+    Returns:
+        int64 `[b]`.
     """
     cumulative = logits.softmax(dim=1).double().cumsum(dim=1)
     total = cumulative[:, -1:]
@@ -117,7 +115,7 @@ def choose_tokens(
     end_token_ids: Tensor | None = None,
     too_short: Tensor | None = None,
 ) -> Tensor:
-    """Next token of each row.
+    """Choose the next token of each sample.
 
     Order: repetition penalty, temperature, minimum length, top-k, top-p, then the draw.
 
@@ -125,20 +123,30 @@ def choose_tokens(
         logits: float32 `[b, V]`.
         uniforms: float64 `[b]` in [0, 1); None takes the likeliest id, whatever temperature, top-k
             and top-p are.
+        temperature: divides the logits.
         top_k: ids to keep; 0 keeps all.
         top_p: probability to keep; 1 keeps all.
-        seen: bool `[b, V]`, True for ids that the row holds; needed if `repetition_penalty` is not
-        1.
-        end_token_ids: int64 `[n]`, ids that rows with `too_short` (bool `[b]`) must not take.
+        repetition_penalty: as in `apply_repetition_penalty`; 1 has no effect.
+        seen: bool `[b, V]`, True for ids that the sample has; needed if `repetition_penalty` is
+            not 1.
+        end_token_ids: int64 `[n]`, ids that samples with `too_short` must not take.
+        too_short: bool `[b]`, True for responses below their minimum length; None for none.
 
     Returns:
-        int64 `[b]`; -1 for a row whose logits are not finite.
+        int64 `[b]`; -1 for a sample whose logits are not finite.
+
+    Raises:
+        ValueError: a repetition penalty without `seen`, or `too_short` without `end_token_ids`.
     """
     if repetition_penalty != 1.0:
+        if seen is None:
+            raise ValueError("repetition_penalty needs `seen`, the ids that each sample has")
         logits = apply_repetition_penalty(logits, seen, repetition_penalty)
     if too_short is not None:
+        if end_token_ids is None:
+            raise ValueError("too_short needs end_token_ids")
         logits = forbid_tokens(logits, end_token_ids, too_short)
-    finite = logits.amax(dim=1).isfinite()  # a NaN anywhere in the row is its maximum
+    finite = logits.amax(dim=1).isfinite()  # a NaN among logits is their maximum
     if uniforms is None:
         tokens = logits.argmax(dim=1)
     else:

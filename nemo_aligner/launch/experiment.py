@@ -1,25 +1,83 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The experiment of a job: its folder, loggers and checkpoints, and where a resumed one goes on."""
+"""The experiment of a job: its folder, loggers and checkpoints, and the state it resumes from.
+
+Every function reads a completed configuration (`config.defaults.complete_config`).
+"""
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch import Trainer
+from nemo.utils import logging
 from nemo.utils.exp_manager import exp_manager as nemo_exp_manager
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 
+from megatron.core.optimizer import MegatronOptimizer  # isort: skip
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
+
+# Keys of `exp_manager.checkpoint_callback_params` that `CheckpointCallback` takes.
+CHECKPOINT_OPTIONS = (
+    "filename",
+    "monitor",
+    "mode",
+    "save_top_k",
+    "save_nemo_on_train_end",
+    "always_save_nemo",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every training job starts with.
+
+    Attributes:
+        trainer: the Lightning trainer; it knows the ranks.
+        log_dir: the folder of the experiment.
+        logger: metrics go to TensorBoard, W&B and `metrics.jsonl`.
+    """
+
+    trainer: Trainer
+    log_dir: Path
+    logger: CustomLoggerWrapper
+
+
+def start_job(cfg: DictConfig, section: str) -> Job:
+    """Resolve and log `cfg`, make the experiment's folder and loggers, start the processes of the
+    job and join them; every rank calls it.
+
+    Args:
+        section: of `cfg.trainer`, with the job's own settings: "ppo", "rs", "rm" or "sft".
+    """
+    trainer = resolve_and_create_trainer(cfg, section)
+    log_config(cfg)
+    log_dir = setup_experiment(trainer, cfg)
+    logger = build_logger(trainer, log_dir)
+    init_distributed(trainer)
+    return Job(trainer, log_dir, logger)
+
+
+def log_config(cfg: DictConfig) -> None:
+    """Write the whole configuration to the log."""
+    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
+
 
 def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
-    """Log folder and loggers through NeMo's `exp_manager`; every rank calls it. Returns the log
-    folder.
+    """Make the log folder and the loggers with NeMo's `exp_manager`; every rank calls it. Returns
+    the log folder.
 
-    Checkpoints, resume and time limits are this project's own, so those keys are kept from it.
+    Checkpoints, resuming and time limits are this project's own, so NeMo does not see those keys.
+
+    Raises:
+        UserError: the folder cannot be written.
     """
     options = copy.deepcopy(cfg.exp_manager)
     with open_dict(options):
@@ -33,9 +91,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
         log_dir = Path(nemo_exp_manager(trainer, options))
     except OSError as error:
         raise UserError(
-            f"the log folder exp_manager.explicit_log_dir={options.get('explicit_log_dir')} "
-            "cannot be written: "
-            f"{error}; give another one."
+            f"the log folder exp_manager.explicit_log_dir={options.explicit_log_dir} cannot be "
+            f"written: {error}; give another one."
         ) from error
     if is_rank_zero():
         _keep_json_lines(log_dir)
@@ -43,7 +100,7 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
 
 
 def _keep_json_lines(log_dir: Path) -> None:
-    """`exp_manager` moves the files of a former run to `run_<n>`; the JSON lines come back, for a
+    """Move the JSON lines of a former run, which `exp_manager` has moved to `run_<n>`, back: a
     resumed job continues them.
     """
     runs = sorted(log_dir.glob("run_*"), key=lambda run: int(run.name.removeprefix("run_")))
@@ -53,52 +110,47 @@ def _keep_json_lines(log_dir: Path) -> None:
 
 
 def build_logger(trainer: Trainer, log_dir: Path) -> CustomLoggerWrapper:
-    """TensorBoard / W&B loggers of the trainer and `metrics.jsonl` in `log_dir`."""
+    """TensorBoard and W&B loggers of the trainer, and `metrics.jsonl` in `log_dir`."""
     return CustomLoggerWrapper(trainer.loggers, metrics_file=log_dir / "metrics.jsonl")
 
 
 def build_checkpoint_callback(
-    cfg: DictConfig, log_dir: Path, model, optimizer, scheduler
+    cfg: DictConfig,
+    log_dir: Path,
+    model: MegatronGPTModel,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
 ) -> CheckpointCallback:
     """`CheckpointCallback` from `exp_manager.checkpoint_callback_params`."""
-    params = cfg.exp_manager.get("checkpoint_callback_params") or {}
-    accepted = (
-        "filename",
-        "monitor",
-        "mode",
-        "save_top_k",
-        "save_nemo_on_train_end",
-        "always_save_nemo",
-    )
+    params = cfg.exp_manager.checkpoint_callback_params
     return CheckpointCallback(
         log_dir,
         model,
         optimizer,
         scheduler,
-        name=cfg.exp_manager.get("name") or "model",
-        enabled=cfg.exp_manager.get("create_checkpoint_callback", True),
-        **{key: params[key] for key in accepted if key in params},
+        name=cfg.exp_manager.name or "model",
+        enabled=cfg.exp_manager.create_checkpoint_callback,
+        **{key: params[key] for key in CHECKPOINT_OPTIONS},
     )
 
 
 def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict | None:
-    """Resume as `exp_manager` asks: counters of the checkpoint loaded, or None for a fresh start;
-    all ranks call it.
+    """Resume as `exp_manager` asks; returns the counters of the checkpoint that was loaded, or
+    None for a fresh start. All ranks call it.
 
     Raises:
         UserError: `resume_if_exists` without a checkpoint, while `resume_ignore_no_checkpoint` is
             off.
     """
     options = cfg.exp_manager
-    if options.get("resume_from_checkpoint"):
+    if options.resume_from_checkpoint:
         return ckpt_callback.load_latest(options.resume_from_checkpoint)
-    if not options.get("resume_if_exists", False):
+    if not options.resume_if_exists:
         return None
     state = ckpt_callback.load_latest()
-    if state is None and not options.get("resume_ignore_no_checkpoint", True):
+    if state is None and not options.resume_ignore_no_checkpoint:
         raise UserError(
             f"exp_manager.resume_if_exists=True, but {ckpt_callback.root} holds no complete "
-            "checkpoint; set "
-            "exp_manager.resume_ignore_no_checkpoint=True to start afresh."
+            "checkpoint; set exp_manager.resume_ignore_no_checkpoint=True to start afresh."
         )
     return state

@@ -1,62 +1,73 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Models from `.nemo` files, with the configuration of the file and that of the user."""
+"""Models from `.nemo` files, built with the file's configuration and that of the user."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 from lightning.pytorch import Trainer
 from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint import nemo_archive
-from nemo_aligner.config.checks import drop_unset
+from nemo_aligner.config.defaults import drop_unset
 from nemo_aligner.launch.processes import launch_processes
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+Model = TypeVar("Model", bound=MegatronGPTModel)
 
 
 def load_and_override_model_config(
-    restore_path, model_cfg_to_overwrite: DictConfig, remove_meta_info: bool = True
-):
+    restore_path: str | Path, model_cfg_to_overwrite: DictConfig, remove_meta_info: bool = True
+) -> DictConfig:
     """Configuration of the model in a `.nemo`, with the values of `model_cfg_to_overwrite` over
     it.
 
-    `overwrite_base_config.<key>=True` drops the base's section `<key>` before, instead of merging
-    into it. Where the tokenizer is not given, the file's own is used.
+    A null there means "as in the checkpoint" for keys that describe the network
+    (`drop_unset`). `overwrite_base_config.<section>=True`, or `.<section>.<key>=True`, drops that
+    part of the file's configuration before. Where the tokenizer is not given, the file's own is
+    used.
     """
     base = nemo_archive.read_config(nemo_archive.check_restore_path(restore_path))
-    overwrite = model_cfg_to_overwrite
     with open_dict(base):
-        for section, keys in (overwrite.get("overwrite_base_config") or {}).items():
-            for key, drop in (
-                keys.items() if isinstance(keys, DictConfig | dict) else [(None, keys)]
-            ):
-                if drop and key is None:
-                    base.pop(section, None)
-                elif drop and section in base and base[section] is not None:
-                    base[section].pop(key, None)
+        _drop_overwritten(base, model_cfg_to_overwrite.get("overwrite_base_config") or {})
         if remove_meta_info:
             base.pop("target", None)
             base.pop("nemo_version", None)
     OmegaConf.set_struct(base, False)
-    # A null in the script's configuration means "as in the checkpoint" for what describes the
-    # network.
-    given = OmegaConf.to_container(drop_unset(overwrite), resolve=True)
+    given = OmegaConf.to_container(drop_unset(model_cfg_to_overwrite), resolve=True)
     return OmegaConf.merge(base, given)
 
 
+def _drop_overwritten(base: DictConfig, overwritten: DictConfig | dict) -> None:
+    """Remove from `base` what `overwrite_base_config` marks as true."""
+    for section, keys in overwritten.items():
+        if not isinstance(keys, DictConfig | dict):
+            if keys:
+                base.pop(section, None)
+            continue
+        for key, drop in keys.items():
+            if drop and base.get(section) is not None:
+                base[section].pop(key, None)
+
+
 def load_from_nemo(
-    cls,
+    cls: type[Model],
     model_cfg: DictConfig,
-    trainer: Trainer,
+    trainer: Trainer | None,
     strict: bool = True,
-    modify_config_fn=None,
-    restore_path=None,
+    modify_config_fn: Callable[[DictConfig, DictConfig], DictConfig] | None = None,
+    restore_path: str | Path | None = None,
     load_base_model_only: bool = False,
     return_updated_cfg: bool = False,
-):
-    """Build `cls` from `model_cfg` (merged over the file's own by the caller) with the weights of
-    a `.nemo`; all ranks call it.
+) -> Model | tuple[Model, DictConfig]:
+    """Build `cls` from `model_cfg` over the file's own configuration, with the weights of a
+    `.nemo`; all ranks call it.
 
     Args:
-        modify_config_fn: `(file_cfg, model_cfg) -> cfg`, NeMo-Aligner's hook for the last word on
-            the configuration.
+        modify_config_fn: `(file_cfg, model_cfg) -> cfg`, NeMo-Aligner's hook, which has the last
+            word on the configuration.
         load_base_model_only: leave weights that `cls.fresh_weights()` names (heads) at their
             initial values even if the file has them.
         return_updated_cfg: return `(model, cfg)`.

@@ -3,30 +3,41 @@
 """The roles that a model can play. Trainers and servers know models through these classes only.
 
 Every method is a collective: all ranks of the job call it together, the ranks of one tensor x
-pipeline parallel group with the same rows, each data-parallel rank with its own. Results are on
+pipeline parallel group with the same samples, each data-parallel rank with its own. Results are on
 every rank of the group that computed them.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
+import torch
+from omegaconf import DictConfig
 from torch import Tensor
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.interfaces import Tokenizer
+from nemo_aligner.core.types import InferenceBatch, Rollout
 
 
 class SupervisedInterface(ABC):
-    """A model that learns from batches: one call of `get_loss_and_metrics` per optimizer
-    update.
+    """A model that learns from batches: one call of `get_loss_and_metrics` per optimizer update.
+
+    Attributes:
+        cfg: the `model` section of the configuration, with `seed` and `global_batch_size`.
     """
+
+    cfg: DictConfig
 
     @abstractmethod
     def get_loss_and_metrics(
-        self, batch: dict, forward_only: bool
+        self, batch: Any, forward_only: bool
     ) -> tuple[float, Mapping[str, float | Tensor]]:
         """Loss of a global batch, and its gradient unless `forward_only`.
 
         Args:
-            batch: this data-parallel rank's rows of the global batch; cut into micro-batches by
-                the model.
+            batch: this data-parallel rank's samples of the global batch, a dict of
+                `core/types.py`; the model cuts it into micro-batches.
             forward_only: compute no gradient (validation).
 
         Returns:
@@ -48,11 +59,11 @@ class SupervisedInterface(ABC):
     def finish_validation_step(self) -> None:  # noqa: B027
         """Called after it."""
 
-    def unwrapped(self) -> list:
+    def unwrapped(self) -> list[torch.nn.Module]:
         """This rank's bare model chunks, whose weights the alarms compare with those of their
         replicas.
         """
-        raise NotImplementedError(
+        raise UserError(
             f"{type(self).__name__} does not show its weights; set "
             "alarms.replica_check_interval=0."
         )
@@ -61,7 +72,7 @@ class SupervisedInterface(ABC):
         """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted
         by `weights`).
 
-        A model with moments overrides it, and turns them into what they are the moments of.
+        A model with moments overrides it to replace them by what they are the moments of.
         """
         return {key: float(value) for key, value in metrics.items()}
 
@@ -74,8 +85,8 @@ class Inferrable(ABC):
         """Enter inference: no dropout, and memory that only training needs may be given back."""
 
     @abstractmethod
-    def infer(self, *args, **kwargs):
-        """Outputs for this data-parallel rank's inputs; what they are is said by the model."""
+    def infer(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs for this data-parallel rank's inputs; the model says which."""
 
     @abstractmethod
     def finish_inference(self) -> None:
@@ -94,12 +105,30 @@ class CriticModelInterface(SupervisedInterface, Inferrable):
         """Called after it."""
 
     @abstractmethod
-    def infer_rm_critic(self, *args, **kwargs):
+    def infer_rm_critic(self, *args: Any, **kwargs: Any) -> Any:
         """(rewards, values) of the same sequences, in this order."""
 
 
 class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
-    """A policy: it generates (`infer`) and is trained, in turns."""
+    """A policy: it generates (`infer`) and is trained, in turns.
+
+    Attributes:
+        tokenizer: of the policy; its `eos_id` ends responses and pads them.
+    """
+
+    tokenizer: Tokenizer
+
+    @abstractmethod
+    def infer(self, inference_batch: InferenceBatch) -> Rollout:
+        """One response to each prompt."""
+
+    @abstractmethod
+    def get_inference_log_probs(
+        self, response_tokens: Tensor, forward_micro_batch_size: int | None = None
+    ) -> Tensor:
+        """Log-probs float32 `[B, S-1]` of the tokens (int64 `[B, S]`) under the policy, at the
+        sampling temperature.
+        """
 
     @abstractmethod
     def prepare_for_training(self) -> None:
@@ -109,8 +138,10 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
     def finish_training(self) -> None:
         """Called after it."""
 
-    def get_init_policy_logprobs(self, response_tokens):
-        """Log-probs [B, S-1] of the tokens under the policy that training started from, if the
-        model keeps it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} keeps no reference policy.")
+
+class PolicyWithReference(AlignableGenerativeInterface):
+    """A policy that can also compute the log-probs of the policy that training started from."""
+
+    @abstractmethod
+    def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
+        """Log-probs float32 `[B, S-1]` of the tokens (int64 `[B, S]`) under the reference."""

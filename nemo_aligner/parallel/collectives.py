@@ -3,25 +3,31 @@
 """Communication of tensors and metrics between ranks, for NCCL and gloo alike.
 
 Rules of this module: every function is a no-op for a group of one rank and for a process without a
-process group; tensors go to the device of the process and are made contiguous first (gloo would
-deliver others wrong, in silence); integers travel as integers. Unless said otherwise every rank of
-the group must call, with the same arguments but for the tensor. `src` and `dst` are global ranks.
-`group=None` means all ranks.
+process group. Tensors go to the device of the process and are made contiguous first, because gloo
+silently delivers others wrong; integers travel as integers. Unless a docstring says otherwise,
+every rank of the group must call, with the same arguments but for the tensor. `src` and `dst` are
+global ranks. `group=None` means all ranks.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from nemo_aligner.core.masks import masked_mean_var, whiten
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def _several_ranks(group) -> bool:
+
+def _several_ranks(group: ProcessGroup | None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
@@ -31,13 +37,11 @@ def _ready(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """The same memory in a dtype of the same width that every backend can carry (bool is not
-    one).
-    """
+    """The same memory in a dtype of the same width that every backend carries: bool as uint8."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def rebalance_nd_tensor(tensor: Tensor, group) -> Tensor:
+def rebalance_nd_tensor(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Concatenate the tensors of all ranks along dimension 0, in rank order, on every rank.
 
     Args:
@@ -45,20 +49,17 @@ def rebalance_nd_tensor(tensor: Tensor, group) -> Tensor:
             not.
 
     Raises:
-        ValueError: the other sizes differ; raised on all ranks, which would otherwise exchange
-        garbage.
+        ValueError: the other sizes differ; raised on all ranks.
     """
     if not _several_ranks(group):
         return tensor
     tensor = _ready(tensor)
     shape = torch.tensor(tensor.shape, dtype=torch.int64, device=tensor.device)
-    shapes = [torch.empty_like(shape) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shapes, shape, group=group)
-    shapes = torch.stack(shapes).tolist()
+    all_shapes = [torch.empty_like(shape) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_shapes, shape, group=group)
+    shapes = torch.stack(all_shapes).tolist()
     if any(other[1:] != shapes[0][1:] for other in shapes):
-        raise ValueError(
-            f"ranks hold rows of different sizes, which cannot be concatenated: shapes {shapes}"
-        )
+        raise ValueError(f"tensors of these shapes cannot be concatenated along dim 0: {shapes}")
     largest = max(other[0] for other in shapes)
     # One all_gather of equal, padded pieces: exact for any dtype, unlike a sum into zeros.
     padded = tensor.new_zeros((largest, *tensor.shape[1:]))
@@ -69,60 +70,72 @@ def rebalance_nd_tensor(tensor: Tensor, group) -> Tensor:
 
 
 def broadcast_tensor(
-    tensor: Tensor | None, src: int, group, dtype: torch.dtype | None = None
+    tensor: Tensor | None,
+    src: int,
+    group: ProcessGroup | None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The tensor of rank `src`, on every rank; of any shape, which the others need not know.
+    """Return the tensor of rank `src` on every rank; only `src` needs to know its shape.
 
     Args:
-        tensor: looked at on `src` only; None elsewhere will do.
+        tensor: read on `src` only; may be None elsewhere.
         dtype: to convert to first; None keeps that of `src`.
     """
     if not _several_ranks(group):
-        return tensor if dtype is None else tensor.to(dtype)
+        return _cast(_present(tensor), dtype)
     if dist.get_rank() == src:
-        tensor = _ready(tensor, dtype)
-        meta = [(tensor.dtype, tensor.shape)]
+        result = _ready(_present(tensor), dtype)
+        dist.broadcast_object_list([(result.dtype, result.shape)], src=src, group=group)
     else:
-        meta = [None]
-    dist.broadcast_object_list(meta, src=src, group=group)
-    if dist.get_rank() != src:
-        tensor = torch.empty(meta[0][1], dtype=meta[0][0], device=get_device())
-    dist.broadcast(_wire(tensor), src=src, group=group)
+        meta: list[Any] = [None]
+        dist.broadcast_object_list(meta, src=src, group=group)
+        result = torch.empty(meta[0][1], dtype=meta[0][0], device=get_device())
+    dist.broadcast(_wire(result), src=src, group=group)
+    return result
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise ValueError("the source rank of a broadcast needs a tensor, not None")
     return tensor
 
 
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
+
+
 def broadcast_2d_tensor(
-    tensor: Tensor | None, src: int, group, dtype: torch.dtype | None = torch.float32
+    tensor: Tensor | None,
+    src: int,
+    group: ProcessGroup | None,
+    dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
-    """`broadcast_tensor` with NeMo-Aligner's default: the result is float32. Prefer
-    `broadcast_tensor`.
-    """
+    """`broadcast_tensor` with NeMo-Aligner's default dtype, float32; prefer `broadcast_tensor`."""
     return broadcast_tensor(tensor, src, group, dtype)
 
 
 def broadcast_2d_tensor_within_mp(
     tensor: Tensor | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The tensor of the first rank of this TP x PP x CP group, on all of it; the dtype is kept
-    unless given.
+    """Return the tensor of the first rank of this TP x PP x CP group on all its ranks.
+
+    The dtype is kept unless one is given.
     """
-    src, group = (
-        parallel_state.get_model_parallel_src_rank(),
-        parallel_state.get_model_parallel_group(),
-    )
-    return (
-        broadcast_tensor(tensor, src, group, dtype) if group is not None else _cast(tensor, dtype)
-    )
+    group = parallel_state.get_model_parallel_group()
+    if group is None:
+        return _cast(_present(tensor), dtype)
+    return broadcast_tensor(tensor, parallel_state.get_model_parallel_src_rank(), group, dtype)
 
 
 def broadcast_tensor_within_pp(
     tensor: Tensor | None, dtype: torch.dtype | None = None, from_last: bool = True
 ) -> Tensor:
-    """The tensor of the last (or first) pipeline stage, on all stages; the dtype is kept unless
-    one is given.
+    """Return the tensor of the last (or first) pipeline stage on all stages.
+
+    The dtype is kept unless one is given.
     """
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return _cast(tensor, dtype)
+        return _cast(_present(tensor), dtype)
     if from_last:
         src = parallel_state.get_pipeline_model_parallel_last_rank()
     else:
@@ -137,15 +150,12 @@ def broadcast_2d_tensor_within_pp(
     return broadcast_tensor_within_pp(tensor, dtype, from_last)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None else tensor.to(dtype)
-
-
 def gather_tensor(
-    tensor: Tensor, dst: int, group, dtype: torch.dtype | None = None
+    tensor: Tensor, dst: int, group: ProcessGroup | None, dtype: torch.dtype | None = None
 ) -> list[Tensor] | None:
-    """The tensors of all ranks, as a list in rank order on `dst`, None elsewhere. All shapes must
-    be equal.
+    """Return the tensors of all ranks, in rank order, on `dst`, and None elsewhere.
+
+    All shapes must be equal.
     """
     if not _several_ranks(group):
         return [_cast(tensor, dtype)]
@@ -158,29 +168,32 @@ def gather_tensor(
     return pieces
 
 
-def run_if_model_parallel_src(fn: Callable, *args, **kwargs):
-    """`fn(*args, **kwargs)` on the first rank of each TP x PP x CP group; None on the others. Not
-    a collective.
+def run_if_model_parallel_src(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """Call `fn` on the first rank of each TP x PP x CP group; return None on the others.
+
+    Not a collective.
     """
     if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
         return fn(*args, **kwargs)
     return None
 
 
-def _all_reduce(tensor: Tensor, group, op=dist.ReduceOp.SUM) -> Tensor:
+def _all_reduce(
+    tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
     if _several_ranks(group):
         dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
 def sum_over_dp(tensor: Tensor) -> Tensor:
-    """Sum of a tensor over the data-parallel ranks (all of them call it): what
-    `losses.loss_weights` takes.
-    """
+    """Sum a tensor over the data-parallel ranks, which all call it (for `losses.loss_weights`)."""
     return _all_reduce(tensor.clone(), parallel_state.get_data_parallel_group())
 
 
-def masked_global_mean_var(values: Tensor, mask: Tensor, group=None) -> tuple[Tensor, Tensor]:
+def masked_global_mean_var(
+    values: Tensor, mask: Tensor, group: ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean and variance (not Bessel-corrected) over the masked slots of all ranks of `group`.
 
     Args:
@@ -197,10 +210,10 @@ def masked_global_mean_var(values: Tensor, mask: Tensor, group=None) -> tuple[Te
     return mean.float(), var.float()
 
 
-def normalize_tensor(tensor: Tensor, mask: Tensor, group=None, shift_mean: bool = True) -> Tensor:
-    """`masks.whiten` with the mean and variance of all ranks of `group`; 0 outside the
-    mask.
-    """
+def normalize_tensor(
+    tensor: Tensor, mask: Tensor, group: ProcessGroup | None = None, shift_mean: bool = True
+) -> Tensor:
+    """`masks.whiten` with the mean and variance of all ranks of `group`; 0 outside the mask."""
 
     def sum_over_group(sums: Tensor) -> Tensor:
         return _all_reduce(sums.to(get_device()), group).to(sums.device)
@@ -209,14 +222,12 @@ def normalize_tensor(tensor: Tensor, mask: Tensor, group=None, shift_mean: bool 
 
 
 def all_reduce_dict(
-    dictionary: dict[str, float | Tensor],
+    dictionary: Mapping[str, float | Tensor],
     dtype: torch.dtype = torch.float64,
-    group=None,
-    op=dist.ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> dict[str, float]:
-    """Reduce the scalars of a dict, each by name, in one collective; every rank must have the same
-    keys.
-    """
+    """Reduce the scalars of a dict by name, in one collective; all ranks have the same keys."""
     keys = sorted(dictionary)  # the order of insertion may differ between ranks
     packed = torch.tensor(
         [float(dictionary[key]) for key in keys], dtype=dtype, device=get_device()
@@ -225,7 +236,7 @@ def all_reduce_dict(
 
 
 def pad_list(tensor_list: list[Tensor], pad_value: float) -> list[Tensor]:
-    """Right-pad the last dimension of every tensor with `pad_value` to the longest of them."""
+    """Right-pad the last dimension of every tensor with `pad_value` to the longest one's."""
     width = max(tensor.shape[-1] for tensor in tensor_list)
     return [
         torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1]), value=pad_value)
@@ -236,7 +247,7 @@ def pad_list(tensor_list: list[Tensor], pad_value: float) -> list[Tensor]:
 def pad_tensors_to_max_global_seq_len(
     list_of_tensors: list[Tensor],
     pad_value: float,
-    group,
+    group: ProcessGroup | None,
     sequence_length_to_pad_to: int | None = None,
 ) -> Tensor:
     """Stack 1-D tensors of different lengths, right-padded to the longest on any rank.
@@ -251,8 +262,8 @@ def pad_tensors_to_max_global_seq_len(
         [len(list), width]; the same width on every rank.
     """
     local = torch.stack(pad_list(list_of_tensors, pad_value))
-    width = torch.tensor([local.shape[-1]], dtype=torch.int64, device=get_device())
-    width = int(_all_reduce(width, group, dist.ReduceOp.MAX).item())
+    longest = torch.tensor([local.shape[-1]], dtype=torch.int64, device=get_device())
+    width = int(_all_reduce(longest, group, dist.ReduceOp.MAX).item())
     if sequence_length_to_pad_to is not None:
         if width > sequence_length_to_pad_to:
             warnings.warn(
@@ -263,42 +274,40 @@ def pad_tensors_to_max_global_seq_len(
     return torch.nn.functional.pad(local, (0, width - local.shape[-1]), value=pad_value)
 
 
-def run_distributed_inference(inputs: dict | None = None, infer_fn: Callable | None = None):
-    """Score a batch that rank 0 holds on all data-parallel ranks; every rank of the job calls
-    this.
+def run_distributed_inference(
+    inputs: Mapping[str, Any] | None = None, infer_fn: Callable[..., Any] | None = None
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """Score a batch that rank 0 holds on all data-parallel ranks; every rank of the job calls it.
 
     Args:
         inputs: on rank 0, `inputs` int64 [N, S] and `sequence_length` [N] or [N, 1] (arrays or
-            tensors); else ignored.
-        infer_fn: called as `infer_fn(inputs=(tokens, lengths))` with this rank's rows; returns a
-            tensor, or (rewards, values). Give N a multiple of the data-parallel size, so that no
-            rank gets an empty share.
+            tensors); ignored elsewhere.
+        infer_fn: called as `infer_fn(inputs=(tokens, lengths))` with this rank's samples; returns
+            a tensor, or (rewards, values). N should be a multiple of the data-parallel size, so
+            that no rank gets an empty share.
 
     Returns:
-        numpy array with N rows; or (rewards [N], values [N, S]), on every rank.
+        An array of N scores, or (rewards [N], values [N, S]), on every rank.
     """
-    tokens = lengths = None
+    if infer_fn is None:
+        raise ValueError("run_distributed_inference needs infer_fn")
+    given = {}
     if parallel_state.get_rank() == 0:
-        tokens = torch.as_tensor(inputs["inputs"], dtype=torch.int64, device=get_device())
-        lengths = torch.as_tensor(
-            inputs["sequence_length"], dtype=torch.int64, device=get_device()
-        ).flatten()
-    tokens, lengths = (broadcast_tensor(tensor, src=0, group=None) for tensor in (tokens, lengths))
-    rank, size = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+        given = {
+            key: torch.as_tensor((inputs or {})[key], dtype=torch.int64, device=get_device())
+            for key in ("inputs", "sequence_length")
+        }
+    tokens = broadcast_tensor(given.get("inputs"), src=0, group=None)
+    lengths = broadcast_tensor(given.get("sequence_length"), src=0, group=None).flatten()
+    rank = parallel_state.get_data_parallel_rank()
+    size = parallel_state.get_data_parallel_world_size()
     share = slice(len(tokens) * rank // size, len(tokens) * (rank + 1) // size)
     outputs = infer_fn(inputs=(tokens[share], lengths[share]))
 
-    def collect(tensor: Tensor):
+    def collect(tensor: Tensor) -> np.ndarray:
         group = parallel_state.get_data_parallel_group()
-        return (
-            (rebalance_nd_tensor(tensor, group) if group is not None else tensor.detach())
-            .float()
-            .cpu()
-            .numpy()
-        )
+        whole = tensor.detach() if group is None else rebalance_nd_tensor(tensor, group)
+        return whole.float().cpu().numpy()
 
     if isinstance(outputs, tuple):
         rewards, values = outputs

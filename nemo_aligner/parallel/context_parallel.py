@@ -1,17 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences split over the context-parallel ranks: who holds which positions, and the way back.
+"""Sequences split over the context-parallel ranks: split them, gather them, and their gradients.
 
 The sequence is cut into 2*CP equal chunks; rank r holds chunks r and 2*CP-1-r, in this order: its
 *share*. With a causal mask early positions cost less than late ones, so every rank gets some of
-both. It is the layout of Megatron Core (`get_batch_on_this_cp_rank`) and of Transformer Engine,
-whose rotary embeddings and causal mask expect it.
+both. Megatron Core (`get_batch_on_this_cp_rank`) and Transformer Engine use the same layout, and
+their rotary embeddings and causal masks expect it.
 
     S = 8, CP = 2: rank 0 holds positions 0 1 6 7, rank 1 holds 2 3 4 5
 
 Everything here is the identity with one context-parallel rank. Otherwise all ranks of a
 context-parallel group make the same calls, with equal shapes.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +30,9 @@ def width_multiple() -> int:
 
 
 def take_share(x: Tensor, dim: int) -> Tensor:
-    """This rank's positions of `x` `[.., S, ..]` along `dim`: `[.., S/CP, ..]`, any dtype. No
-    communication.
+    """This rank's positions of `x` `[.., S, ..]` along `dim`: `[.., S/CP, ..]`, any dtype.
+
+    No communication.
 
     Raises:
         ValueError: S is no multiple of 2*CP.
@@ -39,9 +42,8 @@ def take_share(x: Tensor, dim: int) -> Tensor:
         return x
     if x.size(dim) % (2 * size):
         raise ValueError(
-            f"a width of {x.size(dim)} is no multiple of {2 * size}; it cannot be split over "
-            f"{size} context-parallel "
-            "ranks"
+            f"a width of {x.size(dim)} is no multiple of {2 * size}, so it cannot be split over "
+            f"{size} context-parallel ranks"
         )
     rank = parallel_state.get_context_parallel_rank()
     chunks = x.chunk(2 * size, dim)
@@ -49,32 +51,32 @@ def take_share(x: Tensor, dim: int) -> Tensor:
 
 
 def gather_shares(x: Tensor, dim: int, sum_gradients: bool = False) -> Tensor:
-    """The inverse of `take_share`: the shares `[.., S/CP, ..]` of all ranks as `[.., S, ..]`, on
-    every rank.
+    """Invert `take_share`: join the shares `[.., S/CP, ..]` of all ranks to `[.., S, ..]`.
 
     Args:
         x: this rank's share; of a dtype that the backend carries (not bool).
         dim: dimension of the positions.
-        sum_gradients: what the backward pass does. False: every rank goes on to compute the *same*
-            loss, so this rank's part of its gradient is the whole one. True: the ranks compute
-            different things from the result (attention of their own queries), so the gradients are
-            summed over the ranks, a collective.
+        sum_gradients: what the backward pass does. False: every rank computes the *same* loss
+            from the result, so this rank's part of the gradient is complete. True: the ranks
+            compute different things from it (attention of their own queries), so the gradients
+            are summed over the ranks, a collective.
+
+    Returns:
+        The whole tensor, on every rank.
     """
     if parallel_state.get_context_parallel_world_size() == 1:
         return x
     return _GatherShares.apply(x, dim, sum_gradients)
 
 
-def share_positions(width: int, device=None) -> Tensor:
+def share_positions(width: int, device: torch.device | None = None) -> Tensor:
     """int64 `[width / CP]`: the positions of this rank's share of a sequence of `width`."""
     return take_share(torch.arange(width, device=device), 0)
 
 
 def _all_gather(x: Tensor, dim: int) -> Tensor:
-    size, group = (
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_context_parallel_group(),
-    )
+    size = parallel_state.get_context_parallel_world_size()
+    group = parallel_state.get_context_parallel_group()
     x = x.contiguous()
     shares = [torch.empty_like(x) for _ in range(size)]
     dist.all_gather(shares, x, group=group)
@@ -93,13 +95,13 @@ def _reduce_scatter(x: Tensor, dim: int) -> Tensor:
 
 class _GatherShares(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dim, sum_gradients):
+    def forward(ctx: Any, x: Tensor, dim: int, sum_gradients: bool) -> Tensor:
         ctx.dim, ctx.sum_gradients = dim, sum_gradients
         return _all_gather(x, dim)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         gradient = (
             _reduce_scatter(grad_output, ctx.dim)
             if ctx.sum_gradients

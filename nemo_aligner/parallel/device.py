@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which device and which communication backend this process uses."""
+"""The device and the communication backend of this process."""
 
 import torch
 

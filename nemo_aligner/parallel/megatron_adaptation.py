@@ -1,164 +1,273 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron Core needs to run without CUDA: every name of it that this project touches.
+"""Every name of Megatron Core that this project changes, overrides or uses although it is private.
 
-On a machine with CUDA `adapt_megatron_core()` does nothing at all. Without CUDA it touches the
-names listed in `TOUCHED`, each with its reason: Megatron Core names the device "cuda" in a few
-places where it means "the device of this process".
+Three lists, of which `TOUCHED` is the whole:
+
+* `REMAPPED_CONSTANTS` and `REPLACED` are changed for the whole process, and only without CUDA,
+  where Megatron Core names the device "cuda" and means "the device of this process".
+  `adapt_megatron_core()` applies them; its one caller is `parallel_state.initialize()`, which runs
+  before any model is built. So the order of imports does not matter.
+* `SWITCHED` are changed on single objects, with CUDA too: for the duration of a `with` block of
+  `megatron_switches.py`, or where an object of ours is built. Each entry says where.
+* `PRIVATE` are private names that subclasses of ours override, or that our code calls. Each entry
+  says where.
+
+Not listed are the public hooks of Megatron Core's configuration objects that its own training loop
+sets as well (`finalize_model_grads_func`, `no_sync_func`, `grad_scale_func`, `clip_grad`), layer
+specifications, and public methods that subclasses override.
 """
 
+import dis
 import functools
 import importlib
 import inspect
 import types
+from typing import Any, NamedTuple
 
 import torch
 
-# (module, dotted name, reason). The constants of these functions say "cuda" literally; they are
-# rewritten to "cpu".
-REMAPPED_CONSTANTS = [
-    (
-        "megatron.core.pipeline_parallel.schedules",
-        "forward_backward_no_pipelining",
-        "token counter allocated on 'cuda'",
-    ),
-    (
-        "megatron.core.pipeline_parallel.schedules",
-        "forward_backward_pipelining_without_interleaving",
-        "token counter allocated on 'cuda'",
-    ),
-    (
-        "megatron.core.pipeline_parallel.schedules",
-        "forward_backward_pipelining_with_interleaving",
-        "token counter allocated on 'cuda'",
-    ),
-    (
-        "megatron.core.transformer.utils",
-        "get_default_causal_mask",
-        "causal mask allocated on 'cuda'",
-    ),
-    (
-        "megatron.core.tensor_parallel.data",
-        "_build_key_size_numel_dictionaries",
-        "sizes broadcast from 'cuda'",
-    ),
-    (
-        "megatron.core.optimizer.optimizer",
-        "FP32Optimizer.__init__",
-        "loss scale allocated on 'cuda'",
-    ),
-    (
-        "megatron.core.optimizer.optimizer",
-        "MixedPrecisionOptimizer.__init__",
-        "overflow buffers allocated on 'cuda'",
-    ),
-    (
-        "megatron.core.optimizer.optimizer",
-        "Float16OptimizerWithFloat16Params.__init__",
-        "sorts parameters by the type name 'torch.cuda.…Tensor'",
-    ),
-    (
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer.__init__",
-        "sorts parameters by the type name 'torch.cuda.…Tensor'",
-    ),
-    (
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer._build_model_and_main_param_groups",
-        "sorts parameters by the type name 'torch.cuda.…Tensor'",
-    ),
-    ("megatron.core.optimizer.clip_grads", "get_grad_norm_fp32", "norm allocated on 'cuda'"),
-    (
-        "megatron.core.optimizer.clip_grads",
-        "clip_grad_by_total_norm_fp32",
-        "expects 'torch.cuda.FloatTensor'",
-    ),
-    ("megatron.core.optimizer.clip_grads", "count_zeros_fp32", "counter allocated on 'cuda'"),
-    (
-        "megatron.core.optimizer.grad_scaler",
-        "MegatronGradScaler.__init__",
-        "fp16 loss scale allocated on 'cuda'",
-    ),
-    (
-        "megatron.core.optimizer.grad_scaler",
-        "DynamicGradScaler.__init__",
-        "fp16 loss scale allocated on 'cuda'",
-    ),
-    ("megatron.core.utils", "local_multi_tensor_l2_norm", "norm allocated on 'cuda'"),
-]
+_ADAM_STATE = "native Adam: loads in place into leaves that need a gradient, and asks for a 'step'"
+_TENSOR_TYPE = "sorts parameters by the type name 'torch.cuda.…Tensor'"
+_RNG = "random-number tracker of tensor parallelism"
 
+# module -> name -> reason. The constants of these functions say "cuda"; they are rewritten to
+# "cpu".
+REMAPPED_CONSTANTS = {
+    "megatron.core.pipeline_parallel.schedules": {
+        "forward_backward_no_pipelining": "token counter allocated on 'cuda'",
+        "forward_backward_pipelining_without_interleaving": "token counter allocated on 'cuda'",
+        "forward_backward_pipelining_with_interleaving": "token counter allocated on 'cuda'",
+    },
+    "megatron.core.transformer.utils": {
+        "get_default_causal_mask": "causal mask allocated on 'cuda'",
+    },
+    "megatron.core.tensor_parallel.data": {
+        "_build_key_size_numel_dictionaries": "sizes broadcast from 'cuda'",
+    },
+    "megatron.core.optimizer.optimizer": {
+        "FP32Optimizer.__init__": "loss scale allocated on 'cuda'",
+        "MixedPrecisionOptimizer.__init__": "overflow buffers allocated on 'cuda'",
+        "Float16OptimizerWithFloat16Params.__init__": _TENSOR_TYPE,
+    },
+    "megatron.core.optimizer.distrib_optimizer": {
+        "DistributedOptimizer.__init__": _TENSOR_TYPE,
+        "DistributedOptimizer._build_model_and_main_param_groups": _TENSOR_TYPE,
+    },
+    "megatron.core.optimizer.clip_grads": {
+        "get_grad_norm_fp32": "norm allocated on 'cuda'",
+        "clip_grad_by_total_norm_fp32": "expects 'torch.cuda.FloatTensor'",
+        "count_zeros_fp32": "counter allocated on 'cuda'",
+    },
+    "megatron.core.optimizer.grad_scaler": {
+        "MegatronGradScaler.__init__": "fp16 loss scale allocated on 'cuda'",
+        "DynamicGradScaler.__init__": "fp16 loss scale allocated on 'cuda'",
+    },
+    "megatron.core.utils": {
+        "local_multi_tensor_l2_norm": "norm allocated on 'cuda'",
+    },
+}
 
-# (module, dotted name, reason). Replaced by a CPU equivalent in `_replacements`.
-REPLACED = [
-    ("torch.cuda", "current_device", "Megatron Core allocates on the 'current device' everywhere"),
-    (
-        "torch.cuda",
-        "synchronize",
-        "called after pipeline communication and around checkpoints; the CPU has no streams",
-    ),
-    ("torch.cuda", "get_rng_state", "random-number tracker of tensor parallelism"),
-    ("torch.cuda", "manual_seed", "random-number tracker of tensor parallelism"),
-    (
-        "torch",
-        "Tensor.cuda",
-        "broadcast_data and checkpoint exchange move tensors to 'the device' with it",
-    ),
-    (
-        "megatron.core.tensor_parallel.random",
-        "_get_cuda_rng_state",
-        "random-number tracker of tensor parallelism",
-    ),
-    (
-        "megatron.core.tensor_parallel.random",
-        "_set_cuda_rng_state",
-        "random-number tracker of tensor parallelism",
-    ),
-    (
-        "megatron.core.models.common.embeddings.rotary_pos_embedding",
-        "get_pos_emb_on_this_cp_rank",
-        "asks for pinned memory, which there is none of without CUDA",
-    ),
-    (
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer._set_main_param_and_optimizer_states",
-        "native Adam: loads in place into leaves that need a gradient, and asks for a 'step' the "
+# module -> name -> reason. Replaced by a CPU counterpart, see `megatron_on_cpu.py`.
+REPLACED = {
+    "torch.cuda": {
+        "current_device": "Megatron Core allocates on the 'current device' everywhere",
+        "synchronize": "called after pipeline communication and around checkpoints; a CPU has no "
+        "streams",
+        "get_rng_state": _RNG,
+        "manual_seed": _RNG,
+    },
+    "torch": {
+        "Tensor.cuda": "broadcast_data and the exchange of checkpoints move tensors with it",
+    },
+    "megatron.core.tensor_parallel.random": {
+        "_get_cuda_rng_state": _RNG,
+        "_set_cuda_rng_state": _RNG,
+    },
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": {
+        "get_pos_emb_on_this_cp_rank": "asks for pinned memory, which needs CUDA",
+    },
+    "megatron.core.optimizer.distrib_optimizer": {
+        "DistributedOptimizer._set_main_param_and_optimizer_states": f"{_ADAM_STATE} that the "
         "checkpoint lacks",
-    ),
-    (
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer.load_state_dict",
-        "native Adam: one 'step' tensor shared by all parameters would be advanced once per "
-        "parameter",
-    ),
-    (
-        "megatron.core.transformer.moe.token_dispatcher",
-        "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
-        "the constructor makes a CUDA stream unless there is one",
-    ),
-    (
-        "megatron.core.transformer.moe.token_dispatcher",
-        "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
-        "copies the sizes of the exchange to the host on a CUDA stream; on the CPU they are there",
-    ),
-    (
-        "megatron.core.tensor_parallel.mappings",
-        "_gather_along_first_dim",
-        "experts with tensor parallelism gather shares of unequal sizes, which gloo cannot",
-    ),
-    (
-        "megatron.core.tensor_parallel.mappings",
-        "_reduce_scatter_along_first_dim",
-        "likewise backward",
-    ),
+        "DistributedOptimizer.load_state_dict": "native Adam: one 'step' tensor shared by all "
+        "parameters would be advanced once per parameter",
+    },
+    "megatron.core.transformer.moe.token_dispatcher": {
+        "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": "the constructor makes a CUDA stream "
+        "unless there is one",
+        "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize": "copies the sizes of the "
+        "exchange to the host on a CUDA stream; on a CPU they are there",
+    },
+    "megatron.core.tensor_parallel.mappings": {
+        "_gather_along_first_dim": "experts with tensor parallelism gather shares of unequal "
+        "sizes, which gloo cannot",
+        "_reduce_scatter_along_first_dim": "the backward pass of the same",
+    },
+}
+
+_DECODING = "megatron_switches.decoding_mode"
+_WHOLE_SEQUENCE = "generation does not split sequences while they grow"
+_ONE_CONTEXT_RANK = "generation computes as with one context-parallel rank"
+
+# module -> name -> (reason, where). Changed on single objects.
+SWITCHED = {
+    "megatron.core.model_parallel_config": {
+        "ModelParallelConfig.sequence_parallel": (_WHOLE_SEQUENCE, _DECODING),
+        "ModelParallelConfig.context_parallel_size": (_ONE_CONTEXT_RANK, _DECODING),
+    },
+    "megatron.core.models.common.embeddings.language_model_embedding": {
+        "LanguageModelEmbedding.scatter_to_sequence_parallel": (_WHOLE_SEQUENCE, _DECODING),
+        "LanguageModelEmbedding.reduce_scatter_embeddings": (_WHOLE_SEQUENCE, _DECODING),
+    },
+    "megatron.core.tensor_parallel.layers": {
+        "ColumnParallelLinear.sequence_parallel": (_WHOLE_SEQUENCE, _DECODING),
+        "RowParallelLinear.sequence_parallel": (_WHOLE_SEQUENCE, _DECODING),
+        "VocabParallelEmbedding.reduce_scatter_embeddings": (_WHOLE_SEQUENCE, _DECODING),
+        "RowParallelLinear.explicit_expert_comm": (
+            "autograd refuses the bias that is added in place to a sum over one rank",
+            "models/nlp/gpt/megatron_experts.py",
+        ),
+    },
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": {
+        "RotaryEmbedding.cp_group": (_ONE_CONTEXT_RANK, _DECODING),
+        "RotaryEmbedding.forward.cache_clear": (
+            "the cache of embeddings knows their length alone, not the context-parallel ranks",
+            _DECODING,
+        ),
+    },
+    "transformer_engine.pytorch": {
+        "DotProductAttention.set_context_parallel_group": (_ONE_CONTEXT_RANK, _DECODING),
+    },
+    "megatron.core.inference.contexts": {
+        "StaticInferenceContext.key_value_memory_dict": (
+            "samples that have ended leave the batch, and the cache",
+            "generation/engine.py",
+        ),
+    },
+    "megatron.core.optimizer.optimizer": {
+        "Float16OptimizerWithFloat16Params.float16_groups": (
+            "a checkpoint would name the bf16 weights alone, and miss those of a float32 head",
+            "megatron_switches.all_weights_named",
+        ),
+        "MegatronOptimizer._filter_and_reorder_param_groups": (
+            "matches parameter groups by settings, which groups of different dtype may share",
+            "megatron_switches.groups_in_order",
+        ),
+    },
+    "megatron.core.distributed": {
+        "DistributedDataParallel.__init__": (
+            "reads the mark `allreduce` of a weight: False gives it the optimizer of the experts",
+            "training/optim.py",
+        ),
+    },
+    "megatron.core.distributed.finalize_model_grads": {
+        "_allreduce_non_tensor_model_parallel_grads": (
+            "reads the mark `sequence_parallel` of a weight; norms and heads of ours carry it",
+            "models/nlp/gpt/megatron_config.py and gpt_reward_model.py",
+        ),
+    },
+    "megatron.core.transformer.moe.experts": {
+        "SequentialMLP.local_experts": (
+            "built for all experts of a layer, so that weights do not depend on the split",
+            "models/nlp/gpt/megatron_experts.py",
+        ),
+        "SequentialMLP.num_local_experts": (
+            "goes with `local_experts`",
+            "models/nlp/gpt/megatron_experts.py",
+        ),
+    },
+    "megatron.core.transformer.moe.moe_utils": {
+        "get_moe_layer_wise_logging_tracker": (
+            "the table of balance losses is read and emptied",
+            "training/expert_losses.py",
+        ),
+    },
+}
+
+# module -> name -> (reason, where). Private names that are overridden or called.
+PRIVATE = {
+    "megatron.core.models.gpt.gpt_model": {
+        "GPTModel._postprocess": (
+            "overridden: the head of a reward model stands in the place of the output layer",
+            "models/nlp/gpt/gpt_reward_model.py",
+        ),
+    },
+    "megatron.core.transformer.moe.router": {
+        "TopKRouter._apply_expert_bias": (
+            "overridden: there is no expert bias, and asking for it starts a C++ compiler",
+            "models/nlp/gpt/megatron_experts.py",
+        ),
+    },
+    "megatron.core.dist_checkpointing.strategies.torch": {
+        "_replace_state_dict_keys_with_sharded_keys": (
+            "called: plans a checkpoint that is written without further processes",
+            "checkpoint/dist_ckpt.py",
+        ),
+    },
+}
+
+
+class Touched(NamedTuple):
+    """One name of Megatron Core (or of what it is built on) and why it is touched."""
+
+    module: str
+    name: str
+    reason: str
+    where: str
+
+
+def _flat(names: dict, where: str = "") -> list[Touched]:
+    touched = []
+    for module, entries in names.items():
+        for name, entry in entries.items():
+            reason, place = entry if isinstance(entry, tuple) else (entry, where)
+            touched.append(Touched(module, name, reason, place))
+    return touched
+
+
+TOUCHED = [
+    *_flat(REMAPPED_CONSTANTS, "megatron_adaptation.adapt_megatron_core"),
+    *_flat(REPLACED, "megatron_on_cpu.replacements"),
+    *_flat(SWITCHED),
+    *_flat(PRIVATE),
 ]
 
 
-TOUCHED = REMAPPED_CONSTANTS + REPLACED
+def _sets_in_constructor(owner: object, name: str) -> bool:
+    """True if `owner` is a class whose instances get the attribute `name` in `__init__`."""
+    constructors = [vars(base).get("__init__") for base in getattr(owner, "__mro__", ())]
+    return any(
+        instruction.opname == "STORE_ATTR" and instruction.argval == name
+        for constructor in map(inspect.unwrap, filter(inspect.isfunction, constructors))
+        for instruction in dis.get_instructions(constructor)
+    )
 
 
-def _cpu_constant(constant):
-    """`constant` of a code object with the device "cuda" and tensor type names replaced by their
-    CPU counterparts.
+def resolve(module_name: str, dotted: str) -> tuple[Any, str, Any]:
+    """(owner, attribute name, value) of `dotted` in a module; None for an attribute of instances.
+
+    Raises:
+        ImportError: the installed release does not have it; the message names it.
+    """
+    try:
+        owner = importlib.import_module(module_name)
+        *parents, name = dotted.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        if not hasattr(owner, name) and _sets_in_constructor(owner, name):
+            return owner, name, None
+        return owner, name, getattr(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"{module_name}.{dotted}, which nemo_aligner adapts, is not in the installed release "
+            "of megatron-core. Install the release that setup.py names."
+        ) from error
+
+
+def _cpu_constant(constant: Any) -> Any:
+    """`constant` of a code object with the device "cuda" and the names of CUDA tensor types
+    replaced by their CPU counterparts.
     """
     if isinstance(constant, str):
         if constant == "cuda":
@@ -173,134 +282,11 @@ def _cpu_constant(constant):
     return constant
 
 
-def _resolve(module_name: str, dotted: str):
-    """(owner, attribute name, value) of `dotted` in a module; a clear error if a newer release
-    moved it.
-    """
-    try:
-        owner = importlib.import_module(module_name)
-        *parents, name = dotted.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
-        return owner, name, getattr(owner, name)
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"{module_name}.{dotted} is needed to run Megatron Core without CUDA, but this "
-            "release of megatron-core "
-            "does "
-            "not have it. Install the megatron-core release that setup.py names."
-        ) from error
-
-
-def _get_rng_state(*_args, **_kwargs):
-    return torch.random.get_rng_state()
-
-
-def _set_rng_state(new_state, *_args, **_kwargs):
-    torch.random.set_rng_state(new_state)
-
-
-def _gather_unequal_shares(
-    original, input_, group, output_split_sizes=None, use_global_buffer=False
-):
-    """Megatron Core's `_gather_along_first_dim`; shares of unequal sizes travel padded to the
-    largest.
-    """
-    if output_split_sizes is None or group.size() == 1:
-        return original(input_, group, output_split_sizes, use_global_buffer)
-    padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
-    padded[: len(input_)] = input_
-    shares = [torch.empty_like(padded) for _ in output_split_sizes]
-    torch.distributed.all_gather(shares, padded, group=group)
-    return torch.cat(
-        [share[:size] for share, size in zip(shares, output_split_sizes, strict=True)]
-    )
-
-
-def _reduce_scatter_unequal_shares(
-    original, input_, group, input_split_sizes=None, use_global_buffer=False
-):
-    """Megatron Core's `_reduce_scatter_along_first_dim`; shares of unequal sizes are cut from the
-    whole sum.
-    """
-    if input_split_sizes is None or group.size() == 1:
-        return original(input_, group, input_split_sizes, use_global_buffer)
-    total = input_.clone(memory_format=torch.contiguous_format)
-    torch.distributed.all_reduce(total, group=group)
-    return total.split(input_split_sizes)[group.rank()].contiguous()
-
-
-def _replacements():
-    """CPU counterpart of each entry of `REPLACED`, by (module, dotted name)."""
-    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
-    distributed_optimizer = importlib.import_module(
-        "megatron.core.optimizer.distrib_optimizer"
-    ).DistributedOptimizer
-    load_state_dict = distributed_optimizer.load_state_dict
-    dispatcher = "megatron.core.transformer.moe.token_dispatcher"
-
-    def set_states(self, model_param, tensors):
-        group, order = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group]["params"][order]
-        destination = {"param": main_param, **self.optimizer.state[main_param]}
-        with torch.no_grad():
-            for key, tensor in tensors.items():
-                destination[key].copy_(tensor)
-
-    def chunks_of_context_rank(embeddings, seq_dim, cp_group):
-        chunks = embeddings.chunk(2 * cp_group.size(), seq_dim)
-        return torch.cat([chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]], seq_dim)
-
-    @functools.wraps(load_state_dict)
-    def load_with_own_steps(self, state_dict):
-        load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-    def sizes_on_host(self, _point, tokens_per_expert=None):
-        for name in ("input_splits", "output_splits"):
-            sizes = getattr(self, name)
-            if isinstance(sizes, torch.Tensor):
-                setattr(self, name, sizes.tolist())  # gloo's all-to-all takes a list
-        return tokens_per_expert
-
-    return {
-        (
-            "megatron.core.models.common.embeddings.rotary_pos_embedding",
-            "get_pos_emb_on_this_cp_rank",
-        ): chunks_of_context_rank,
-        ("torch.cuda", "current_device"): lambda: torch.device("cpu"),
-        ("torch.cuda", "synchronize"): lambda *_args, **_kwargs: None,
-        ("torch.cuda", "get_rng_state"): _get_rng_state,
-        ("torch.cuda", "manual_seed"): torch.manual_seed,
-        ("torch", "Tensor.cuda"): lambda tensor, *_args, **_kwargs: tensor,
-        ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state"): _get_rng_state,
-        ("megatron.core.tensor_parallel.random", "_set_cuda_rng_state"): _set_rng_state,
-        (
-            "megatron.core.optimizer.distrib_optimizer",
-            "DistributedOptimizer._set_main_param_and_optimizer_states",
-        ): set_states,
-        (
-            "megatron.core.optimizer.distrib_optimizer",
-            "DistributedOptimizer.load_state_dict",
-        ): load_with_own_steps,
-        (mappings.__name__, "_gather_along_first_dim"): functools.partial(
-            _gather_unequal_shares, mappings._gather_along_first_dim
-        ),
-        (mappings.__name__, "_reduce_scatter_along_first_dim"): functools.partial(
-            _reduce_scatter_unequal_shares, mappings._reduce_scatter_along_first_dim
-        ),
-        (dispatcher, "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream"): "none on the CPU",
-        (dispatcher, "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"): sizes_on_host,
-    }
-
-
 @functools.cache
 def adapt_megatron_core() -> None:
     """Make Megatron Core usable in a process without CUDA; does nothing where CUDA is.
 
-    Every rank calls it once, before it builds a Megatron module
-    (`nemo_aligner.parallel.parallel_state` does on import).
+    `parallel_state.initialize()` calls it, and nothing else needs to.
 
     Raises:
         ImportError: a listed name is missing from the installed megatron-core; the message names
@@ -308,11 +294,13 @@ def adapt_megatron_core() -> None:
     """
     if torch.cuda.is_available():
         return
-    for module_name, dotted, _reason in REMAPPED_CONSTANTS:
-        _owner, _name, function = _resolve(module_name, dotted)
+    from nemo_aligner.parallel.megatron_on_cpu import replacements  # only needed without CUDA
+
+    for touched in _flat(REMAPPED_CONSTANTS):
+        _owner, _name, function = resolve(touched.module, touched.name)
         function = inspect.unwrap(getattr(function, "__func__", function))
         function.__code__ = _cpu_constant(function.__code__)
-    replacements = _replacements()
-    for module_name, dotted, _reason in REPLACED:
-        owner, name, _value = _resolve(module_name, dotted)
-        setattr(owner, name, replacements[module_name, dotted])
+    counterparts = replacements()
+    for touched in _flat(REPLACED):
+        owner, name, _value = resolve(touched.module, touched.name)
+        setattr(owner, name, counterparts[touched.module, touched.name])

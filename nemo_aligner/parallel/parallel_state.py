@@ -10,17 +10,15 @@ import os
 from datetime import timedelta
 
 import torch
+from megatron.core import parallel_state as _mcore
+from megatron.core import tensor_parallel as _tensor_parallel
+from torch.distributed import ProcessGroup
 
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel.device import get_backend
 from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
 
-adapt_megatron_core()
-
-from megatron.core import parallel_state as _mcore  # noqa: E402  (the adaptation comes first)
-from megatron.core import tensor_parallel as _tensor_parallel  # noqa: E402
-
-_replica_group = None  # TP x PP x CP, with context parallelism
+_replica_group: ProcessGroup | None = None  # TP x PP x CP, with context parallelism
 
 
 def is_initialized() -> bool:
@@ -41,49 +39,24 @@ def initialize(
     seed: int = 1234,
     timeout: timedelta = timedelta(minutes=30),
 ) -> None:
-    """Create Megatron's process groups and seed its random-number tracker; every rank calls it
-    once.
+    """Adapt Megatron Core, create its process groups and seed its random-number tracker.
 
-    A process without `torch.distributed` becomes a world of its own (size 1, through an in-process
-    store: no port).
+    Every rank calls it once, before it builds a model. A process without `torch.distributed`
+    becomes a world of its own (size 1, through an in-process store: no port).
 
     Raises:
-        ConfigError: TP x PP x CP does not divide the number of ranks, or EP not the ranks that
-            share a model's work.
+        ConfigError: TP x PP x CP does not divide the number of ranks, or EP does not divide the
+            ranks that share a model's work.
     """
-    if not torch.distributed.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            torch.distributed.init_process_group(get_backend(), timeout=timeout)
-        else:
-            torch.distributed.init_process_group(
-                get_backend(),
-                store=torch.distributed.HashStore(),
-                rank=0,
-                world_size=1,
-                timeout=timeout,
-            )
-    world_size = torch.distributed.get_world_size()
-    model_size = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
-    if world_size % model_size:
-        raise ConfigError(
-            f"tensor_model_parallel_size={tensor_model_parallel_size} x "
-            "pipeline_model_parallel_size="
-            f"{pipeline_model_parallel_size} x context_parallel_size={context_parallel_size} = "
-            f"{model_size} does not "
-            "divide "
-            f"the {world_size} rank(s) of this job. Change trainer.devices / trainer.num_nodes or "
-            "the parallel sizes."
-        )
-    replicas = world_size // (tensor_model_parallel_size * pipeline_model_parallel_size)
-    if replicas % expert_model_parallel_size:
-        raise ConfigError(
-            f"expert_model_parallel_size={expert_model_parallel_size} does not divide the "
-            f"{replicas} data-parallel x "
-            f"context-parallel rank(s) of this job ({world_size} ranks, "
-            f"TP={tensor_model_parallel_size}, "
-            f"PP={pipeline_model_parallel_size}). Change trainer.devices / trainer.num_nodes or "
-            "the parallel sizes."
-        )
+    adapt_megatron_core()
+    _join_world(timeout)
+    sizes = {
+        "TP": tensor_model_parallel_size,
+        "PP": pipeline_model_parallel_size,
+        "CP": context_parallel_size,
+        "EP": expert_model_parallel_size,
+    }
+    _check_sizes(sizes)
     global _replica_group
     if not _mcore.is_initialized():
         _replica_group = None  # of groups that were destroyed since
@@ -98,43 +71,77 @@ def initialize(
             # Gloo groups serve checkpoints and control messages beside NCCL.
             create_gloo_process_groups=True,
         )
-    else:
-        have = {
-            "TP": _mcore.get_tensor_model_parallel_world_size(),
-            "PP": _mcore.get_pipeline_model_parallel_world_size(),
-            "CP": _mcore.get_context_parallel_world_size(),
-            "EP": _mcore.get_expert_model_parallel_world_size(),
-        }
-        want = {
-            "TP": tensor_model_parallel_size,
-            "PP": pipeline_model_parallel_size,
-            "CP": context_parallel_size,
-            "EP": expert_model_parallel_size,
-        }
-        if have != want:
-            sizes = [", ".join(f"{name}={size}" for name, size in x.items()) for x in (have, want)]
-            raise ConfigError(
-                f"this process already runs with {sizes[0]}; a second model cannot use {sizes[1]}."
-            )
     if context_parallel_size > 1 and _replica_group is None:
         _replica_group = _new_replica_group(timeout)
     seed_generators(seed)
 
 
-def _new_replica_group(timeout: timedelta):
-    """The ranks of this rank's TP x PP x CP, for which Megatron Core has no group; every rank of
-    the job calls it.
-    """
-    replicas = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(replicas, _mcore.get_data_parallel_rank())
-    mine = None
-    for replica in range(_mcore.get_data_parallel_world_size()):
-        # A collective of all ranks, members or not.
-        group = torch.distributed.new_group(
-            [r for r, other in enumerate(replicas) if other == replica], timeout
+def _join_world(timeout: timedelta) -> None:
+    """Initialise `torch.distributed` unless it is."""
+    if torch.distributed.is_initialized():
+        return
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        torch.distributed.init_process_group(get_backend(), timeout=timeout)
+        return
+    torch.distributed.init_process_group(
+        get_backend(),
+        store=torch.distributed.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timeout,
+    )
+
+
+def _check_sizes(sizes: dict[str, int]) -> None:
+    """Refuse parallel sizes (TP, PP, CP, EP) that do not fit the ranks, or a model before."""
+    tp, pp, cp, ep = sizes.values()
+    world_size = torch.distributed.get_world_size()
+    change = "Change trainer.devices / trainer.num_nodes or the parallel sizes."
+    if world_size % (tp * pp * cp):
+        raise ConfigError(
+            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
+            f"context_parallel_size={cp} = {tp * pp * cp} does not divide the {world_size} "
+            f"rank(s) of this job. {change}"
         )
-        mine = group if replica == _mcore.get_data_parallel_rank() else mine
-    return mine
+    replicas = world_size // (tp * pp)
+    if replicas % ep:
+        raise ConfigError(
+            f"expert_model_parallel_size={ep} does not divide the {replicas} data-parallel x "
+            f"context-parallel rank(s) of this job ({world_size} ranks, TP={tp}, PP={pp}). "
+            f"{change}"
+        )
+    if not _mcore.is_initialized():
+        return
+    present = {
+        "TP": _mcore.get_tensor_model_parallel_world_size(),
+        "PP": _mcore.get_pipeline_model_parallel_world_size(),
+        "CP": _mcore.get_context_parallel_world_size(),
+        "EP": _mcore.get_expert_model_parallel_world_size(),
+    }
+    if present != sizes:
+        now, asked = (
+            ", ".join(f"{name}={size}" for name, size in x.items()) for x in (present, sizes)
+        )
+        raise ConfigError(
+            f"this process already runs with {now}; a second model cannot use {asked}."
+        )
+
+
+def _new_replica_group(timeout: timedelta) -> ProcessGroup:
+    """The ranks of this rank's TP x PP x CP, for which Megatron Core has no group.
+
+    Every rank of the job calls it.
+    """
+    replicas = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(replicas, _mcore.get_data_parallel_rank())
+    groups = [
+        # A collective of all ranks, members or not.
+        torch.distributed.new_group(
+            [rank for rank, other in enumerate(replicas) if other == replica], timeout
+        )
+        for replica in range(_mcore.get_data_parallel_world_size())
+    ]
+    return groups[_mcore.get_data_parallel_rank()]
 
 
 def seed_generators(seed: int, by_context_rank: bool = False) -> None:
@@ -142,9 +149,9 @@ def seed_generators(seed: int, by_context_rank: bool = False) -> None:
 
     Args:
         seed: of the job.
-        by_context_rank: give the context-parallel ranks different numbers, for dropout: they hold
-            different positions.
-            Without it the same, for initial weights: they hold the same weights.
+        by_context_rank: give the context-parallel ranks different numbers, for dropout, since
+            they hold different positions. Otherwise they get the same, for initial weights, since
+            they hold the same weights.
     """
     # Pipeline stages hold other layers: they must not draw the same weights and dropout masks.
     stream = _mcore.get_pipeline_model_parallel_rank()
@@ -185,7 +192,7 @@ def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     return _mcore.get_data_parallel_rank(with_context_parallel=with_context_parallel)
 
 
-def get_data_parallel_group(with_context_parallel: bool = False):
+def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup | None:
     return (
         _mcore.get_data_parallel_group(with_context_parallel=with_context_parallel)
         if is_initialized()
@@ -198,9 +205,10 @@ def get_data_parallel_src_rank() -> int:
     return _mcore.get_data_parallel_src_rank() if is_initialized() else 0
 
 
-def get_model_parallel_group():
-    """The ranks of one replica of the model, TP x PP x CP, by global rank: they work on the same
-    rows.
+def get_model_parallel_group() -> ProcessGroup | None:
+    """The ranks of one replica of the model, TP x PP x CP, by global rank.
+
+    They work on the same samples.
     """
     if not is_initialized():
         return None
@@ -211,9 +219,10 @@ def get_model_parallel_group():
     )
 
 
-def get_tensor_and_pipeline_parallel_group():
-    """The ranks that hold one copy of the weights, TP x PP, by global rank: the last TP of them
-    are the last stage.
+def get_tensor_and_pipeline_parallel_group() -> ProcessGroup | None:
+    """The ranks that hold one copy of the weights, TP x PP, by global rank.
+
+    The last TP of them are the last stage.
     """
     return _mcore.get_model_parallel_group() if is_initialized() else None
 
@@ -225,7 +234,7 @@ def get_model_parallel_src_rank() -> int:
     return torch.distributed.get_process_group_ranks(get_model_parallel_group())[0]
 
 
-def get_tensor_model_parallel_group():
+def get_tensor_model_parallel_group() -> ProcessGroup | None:
     return _mcore.get_tensor_model_parallel_group() if is_initialized() else None
 
 
@@ -241,7 +250,7 @@ def get_tensor_model_parallel_src_rank() -> int:
     return _mcore.get_tensor_model_parallel_src_rank() if is_initialized() else 0
 
 
-def get_pipeline_model_parallel_group():
+def get_pipeline_model_parallel_group() -> ProcessGroup | None:
     return _mcore.get_pipeline_model_parallel_group() if is_initialized() else None
 
 
@@ -277,7 +286,7 @@ def get_context_parallel_rank() -> int:
     return _mcore.get_context_parallel_rank() if is_initialized() else 0
 
 
-def get_context_parallel_group():
+def get_context_parallel_group() -> ProcessGroup | None:
     return _mcore.get_context_parallel_group() if is_initialized() else None
 
 
@@ -290,13 +299,15 @@ def get_expert_model_parallel_rank() -> int:
     return _mcore.get_expert_model_parallel_rank() if is_initialized() else 0
 
 
-def get_expert_model_parallel_group():
-    """The ranks that hold the experts of one layer between them. They work on different rows of a
-    batch, but must
-    pass through every layer equally often: tokens travel between them."""
+def get_expert_model_parallel_group() -> ProcessGroup | None:
+    """The ranks that hold the experts of one layer between them.
+
+    They work on different samples, but must pass through every layer equally often: tokens travel
+    between them.
+    """
     return _mcore.get_expert_model_parallel_group() if is_initialized() else None
 
 
-def get_expert_data_parallel_group():
+def get_expert_data_parallel_group() -> ProcessGroup | None:
     """The ranks that hold the same experts: replicas of each other's expert weights."""
     return _mcore.get_expert_data_parallel_group() if is_initialized() else None

@@ -1,37 +1,40 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Do the replicas of the weights still hold the same bits?
+"""Check that the replicas of the weights still hold the same bits.
 
 Data-parallel replicas start equal and apply the same reduced gradient, so they stay equal to the
-bit. Where they do not (a rank that missed an update or a broadcast, a defect of memory), training
-goes on with gradients of different models, and nothing else shows it.
+bit. If they differ (a rank missed an update or a broadcast, memory is defective), training goes on
+with gradients of different models, and nothing else shows it.
 """
+
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from nemo_aligner.core.errors import ReplicaError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 
-# Elements that are widened to int64 at a time: few enough for a CPU's cache, enough to be worth a
-# kernel elsewhere.
+# Elements that are widened to int64 at a time: few enough for a CPU's cache, enough for a kernel
+# on a GPU.
 CPU_PIECE, DEVICE_PIECE = 2**16, 2**22
-# odd, so multiplying by it modulo 2**64 loses nothing (Knuth's MMIX generator has it)
+# Knuth's MMIX multiplier; odd, so that multiplying by it modulo 2**64 is a bijection.
 FACTOR = 6364136223846793005
+_Weight = tuple[int, str]  # model chunk of this rank, name in it
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 scalar of the exact bits and their places: a flipped bit or two swapped elements
-    change it.
+    """int64 scalar of the exact bits and their positions.
 
-    Element i, read as an integer, counts 2 i + 1 times within a piece of the tensor, modulo 2**64;
-    the pieces are joined by Horner's rule. Any change of one element changes the sum, for its
-    factor is odd. Sums of a CPU and of
-    another device cannot be compared: their pieces differ.
+    A flipped bit or two swapped elements change it. Element i, read as an integer, counts 2 i + 1
+    times within a piece of the tensor, modulo 2**64; the pieces are joined by Horner's rule. Any
+    change of one element changes the sum, because its factor is odd. Checksums of a CPU and of
+    another device cannot be compared, because their pieces differ.
     """
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     size = CPU_PIECE if bits.device.type == "cpu" else DEVICE_PIECE
@@ -42,10 +45,8 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _replica_groups() -> dict[str, tuple]:
-    """Kind of weight -> the process group over which it is replicated, where that has several
-    ranks.
-    """
+def _replica_groups() -> dict[str, ProcessGroup]:
+    """Kind of weight -> the process group of several ranks over which it is replicated."""
     groups = {
         "weights": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "expert weights": parallel_state.get_expert_data_parallel_group(),
@@ -64,23 +65,23 @@ def _kind(parameter: torch.nn.Parameter) -> str:
 
 @torch.no_grad()
 def check_replicas(modules: list[torch.nn.Module]) -> None:
-    """Compare every weight with its replicas, bit by bit (by checksums); every rank of the job
-    calls it.
+    """Compare every weight with its replicas, bit by bit (by checksums); all ranks call it.
 
     Replicas of a weight are its copies on the data-parallel (x context-parallel) ranks of the same
-    tensor-parallel shard and pipeline stage. Shards of the distributed optimizer are no replicas
-    and are not looked at.
+    tensor-parallel shard and pipeline stage. Shards of the distributed optimizer have no replicas
+    and are not checked.
 
     Args:
-        modules: model chunks of this rank, bare.
+        modules: model chunks of this rank, not wrapped.
 
     Raises:
-        ReplicaError: on every rank; names the first weight that differs, and the ranks by what
-            they hold.
+        ReplicaError: on every rank; names the first weight that differs, and groups the ranks by
+            the bits they hold.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    sums, differing = {}, {}
+    sums: dict[_Weight, int] = {}
+    differing: dict[_Weight, list[int]] = {}
     for kind, group in _replica_groups().items():
         named = {
             (i, name): checksum(parameter)
@@ -104,27 +105,23 @@ def check_replicas(modules: list[torch.nn.Module]) -> None:
         _raise(differing, sums)
 
 
-def _raise(differing: dict, sums: dict) -> None:
-    """Every rank tells which of its weights differ from its replicas'; all raise the same
-    error.
-    """
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (differing, {key: sums[key] for key in differing}))
-    first_rank, (theirs, _) = next((rank, entry) for rank, entry in enumerate(told) if entry[0])
+def _raise(differing: dict[_Weight, list[int]], sums: dict[_Weight, int]) -> NoReturn:
+    """Exchange which weights differ from their replicas, and raise the same error on all ranks."""
+    # By rank: the ranks that hold each differing weight, and its checksum here.
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (differing, {key: sums[key] for key in differing}))
+    first_rank, (theirs, _) = next((rank, entry) for rank, entry in enumerate(found) if entry[0])
     (chunk, name), ranks = next(iter(theirs.items()))
     holders: dict[int, list[int]] = {}
     for rank in ranks:
-        holders.setdefault(told[rank][1][chunk, name], []).append(rank)
+        holders.setdefault(found[rank][1][chunk, name], []).append(rank)
     by_content = " | ".join(", ".join(map(str, same)) for same in holders.values())
     raise ReplicaError(
         f"{name} (model chunk {chunk} of rank {first_rank}) differs between its replicas: ranks "
-        "with equal bits are"
-        f" {by_content}; {max(len(entry[0]) for entry in told)} weight(s) differ in all. Replicas "
-        "apply the same"
-        " updates, so a rank missed an update, a broadcast or a checkpoint's weights, or its "
-        "memory or device is"
-        " faulty: gradients since then mix different models. Go back to a checkpoint from before "
-        "(the check passed"
-        " every alarms.replica_check_interval steps), and take the odd rank's machine out if it "
-        "happens again."
+        f"with equal bits are {by_content}; {max(len(entry[0]) for entry in found)} weight(s) "
+        "differ in all. Replicas apply the same updates, so a rank missed an update, a broadcast "
+        "or a checkpoint's weights, or its memory or device is faulty: gradients since then mix "
+        "different models. Resume from an earlier checkpoint (the check runs every "
+        "alarms.replica_check_interval steps), and replace the odd rank's machine if it happens "
+        "again."
     )

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropy from logits whose vocabulary is split over the tensor-parallel ranks.
 
-The one source of log-probs for policy, reference and training, so that they agree to the bit. All
-arithmetic is fp32 (fp64 if the logits are), done on a few tokens at a time: beside the logits
-nothing of size [B, S, V] exists, but for their gradient in their own dtype, and that may take the
-place of the logits (`overwrite_logits`). Ranks exchange a few numbers per token, never the
-vocabulary.
+Policy, reference and training all take their log-probs from here, so that they agree to the bit.
+All arithmetic is fp32 (fp64 if the logits are), done on a few tokens at a time: besides the logits
+the only tensor of size [B, S, V] is their gradient, in their own dtype, and it may overwrite them
+(`overwrite_logits`). Ranks exchange a few numbers per token, never the vocabulary.
 
 Notation: V vocabulary with padding, split evenly in rank order; per token M = max x over the
 vocabulary, s = (x - M) / temperature, Z = sum exp(s), p = exp(s) / Z. With them
@@ -15,10 +14,13 @@ vocabulary, s = (x - M) / temperature, Z = sum exp(s), p = exp(s) / Z. With them
     H = log Z - m,  m = sum p s         dH / dx = -p (s - m) / temperature
 
 With context parallelism (`nemo_aligner.parallel.context_parallel`) the logits are those of this
-rank's share of the positions; targets and results are of full width. W is the width that the model
-computed, S or a little more: the model pads the sequence so that it can be split. Every rank of a
-tensor- and context-parallel group must make the same calls.
+rank's share of the positions; targets and results have the full width. W is the width that the
+model computed, S or a little more, because the sequence is padded so that it can be split. Every
+rank of a tensor- and context-parallel group must make the same calls.
 """
+
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,19 +52,17 @@ def from_parallel_logits_to_logprobs(
         vocab_parallel_logits: [B, W/CP, V/TP], this rank's slice of the vocabulary and share of
             the positions.
         target: int64 [B, S]. With `ignore_last` the tokens themselves: column t is scored on token
-        t+1 (shifted here).
-            Without it they are aligned: column t is scored on target t.
+            t+1 (shifted here). Without it the targets: column t is scored on target t.
         inference_only: keep nothing for a backward pass.
         higher_stability: accepted for NeMo-Aligner's callers; the stable form is always used.
         ignore_last: drop the last column, which predicts nothing.
-        temperature: of the sampling: the result is log softmax(logits / temperature).
+        temperature: of sampling; the result is log softmax(logits / temperature).
         vocab_size: number of real tokens; the padding above it gets no probability and no
             gradient. None: all of V is real.
-        overwrite_logits: the backward pass may write the gradient over the logits, which saves
-        their size in memory.
-            Afterwards their values are gone: another backward pass that needs them raises
-            (autograd counts writes), reading them by hand would not. They must not be a leaf of
-            the graph.
+        overwrite_logits: let the backward pass write the gradient over the logits, which saves
+            their size in memory. Afterwards their values are gone: another backward pass that
+            needs them raises (autograd counts writes), but reading them directly does not. They
+            must not be a leaf of the graph.
 
     Returns:
         float32 [B, S-1], or [B, S] without `ignore_last`. A target outside the vocabulary gives
@@ -89,17 +89,16 @@ def logprobs_and_entropy(
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`from_parallel_logits_to_logprobs` and the entropy of the same distributions, in one pass
-    over the vocabulary.
+    """Log-probs and the entropy of the same distributions, in one pass over the vocabulary.
 
-    The log-probs are the same bits as without the entropy. Use `entropy.detach()` where it is only
-    reported: then the backward pass does nothing for it.
+    The log-probs are bit-identical to those of `from_parallel_logits_to_logprobs`, which has the
+    same arguments. Use `entropy.detach()` where the entropy is only reported: then the backward
+    pass does nothing for it. The logits must be finite.
 
     Returns:
-        (log-probs, entropy), both float32 [B, S-1], or [B, S] without `ignore_last`. The logits
-        must be finite.
+        (log-probs, entropy), both float32 [B, S-1], or [B, S] without `ignore_last`.
     """
-    return _logprobs_and_entropy(
+    results = _logprobs_and_entropy(
         vocab_parallel_logits,
         target,
         inference_only,
@@ -107,8 +106,9 @@ def logprobs_and_entropy(
         temperature,
         vocab_size,
         overwrite_logits,
-        True,
+        with_entropy=True,
     )
+    return cast(tuple[Tensor, Tensor], results)
 
 
 def calculate_distributed_entropy(
@@ -117,8 +117,7 @@ def calculate_distributed_entropy(
     temperature: float = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Entropy of the next-token distribution, differentiable; `logprobs_and_entropy` gives it
-    beside log-probs.
+    """Entropy of the next-token distribution, differentiable.
 
     Args:
         logits: [B, W/CP, V/TP], this rank's slice and share; finite.
@@ -126,15 +125,13 @@ def calculate_distributed_entropy(
         temperature, vocab_size: as in `from_parallel_logits_to_logprobs`.
 
     Returns:
-        float32 [B, S-1], the last column dropped; or a scalar with `mask`. Without a mask S is
-        taken to be W.
+        float32 [B, S-1], the last column dropped; or a scalar with `mask`. Without a mask S is W.
     """
-    width = (
-        logits.shape[1] * parallel_state.get_context_parallel_world_size()
-        if mask is None
-        else mask.shape[1] + 1
-    )
-    # Any token in the vocabulary will do as the target: its log-prob is not used.
+    if mask is None:
+        width = logits.shape[1] * parallel_state.get_context_parallel_world_size()
+    else:
+        width = mask.shape[1] + 1
+    # Any token serves as the target: its log-prob is not used.
     target = torch.zeros(logits.shape[0], width, dtype=torch.int64, device=logits.device)
     _, entropy = logprobs_and_entropy(
         logits, target, temperature=temperature, vocab_size=vocab_size
@@ -143,13 +140,14 @@ def calculate_distributed_entropy(
 
 
 class DistributedLogprob:
-    """Log-probs of aligned targets under the name and the call of NeMo-Aligner, where it is an
-    autograd function.
-    """
+    """Log-probs of aligned targets, with the name and call of NeMo-Aligner's autograd function."""
 
     @staticmethod
     def apply(
-        vocab_parallel_logits, target, inference_only=False, higher_stability=False
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        inference_only: bool = False,
+        higher_stability: bool = False,
     ) -> Tensor:
         """float32 [B, S]; see `from_parallel_logits_to_logprobs`, without its shift."""
         return from_parallel_logits_to_logprobs(
@@ -158,22 +156,20 @@ class DistributedLogprob:
 
 
 def _logprobs_and_entropy(
-    logits,
-    target,
-    inference_only,
-    ignore_last,
-    temperature,
-    vocab_size,
-    overwrite_logits,
-    with_entropy=False,
-):
-    """Shift and share the targets, compute, gather: (log-probs, entropy or None), [B, S-1] or [B,
-    S].
-    """
+    logits: Tensor,
+    target: Tensor,
+    inference_only: bool,
+    ignore_last: bool,
+    temperature: float,
+    vocab_size: int | None,
+    overwrite_logits: bool,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Shift and split the targets, compute, gather: (log-probs, entropy or None)."""
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError(
-            "overwrite_logits=True on a leaf would make its values and its gradient share their "
-            "memory"
+            "overwrite_logits=True on a leaf of the graph would make its values and its gradient "
+            "share memory"
         )
     if ignore_last:
         target = target.roll(shifts=-1, dims=-1)
@@ -186,27 +182,30 @@ def _logprobs_and_entropy(
     columns = int((context_parallel.share_positions(width) < wanted).sum())
     shard = _Shard(logits, temperature, vocab_size, columns)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        results = _LogprobsAndEntropy.apply(
+        logprobs, entropy = _LogprobsAndEntropy.apply(
             logits, context_parallel.take_share(target, 1), shard, with_entropy, overwrite_logits
         )
-        return tuple(
-            None if x is None else context_parallel.gather_shares(x, 1)[:, :wanted]
-            for x in results
-        )
+        logprobs = context_parallel.gather_shares(logprobs, 1)[:, :wanted]
+        if entropy is not None:
+            entropy = context_parallel.gather_shares(entropy, 1)[:, :wanted]
+        return logprobs, entropy
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """The formulas of this module for the first columns of the logits; what the other columns give
-    is 0, and free.
-    """
+    """The formulas of this module, for the first columns of the logits; the others give 0."""
 
     @staticmethod
-    def forward(ctx, logits, target, shard, with_entropy, overwrite_logits):
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        shard: "_Shard",
+        with_entropy: bool,
+        overwrite_logits: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         local_max = shard.per_token(torch.finfo(shard.dtype).min)
-        local_sum, local_product = (
-            shard.per_token(0.0),
-            shard.per_token(0.0) if with_entropy else None,
-        )
+        local_sum = shard.per_token(0.0)
+        local_product = shard.per_token(0.0) if with_entropy else None
         chosen = shard.per_token(-torch.inf)
         for block in shard.blocks():
             x = shard.real(logits[block])
@@ -218,17 +217,15 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             s = shard.shifted(x, local_max[block])
             exp = s.exp() if with_entropy else s.exp_()
             local_sum[block] = exp.sum(-1)
-            if with_entropy:
+            if local_product is not None:
                 local_product[block] = exp.mul_(s).sum(-1)
         maximum, chosen = shard.all_reduce(torch.stack([local_max, chosen]), dist.ReduceOp.MAX)
-        # From the local maximum to the common one; a slice of padding only has no maximum, and its
+        # From the local maximum to the common one. A slice of padding only has no maximum, and its
         # sums are 0.
         shift = torch.where(local_sum > 0, (local_max - maximum) / shard.temperature, 0.0)
-        sums = (
-            [local_sum]
-            if local_product is None
-            else [local_sum, local_product + shift * local_sum]
-        )
+        sums = [local_sum]
+        if local_product is not None:
+            sums.append(local_product + shift * local_sum)
         total, *product = shard.all_reduce(torch.stack(sums) * shift.exp(), dist.ReduceOp.SUM)
         log_total = total.log()
         logprobs = (chosen - maximum) / shard.temperature - log_total
@@ -240,10 +237,12 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None]:
         logits, target, maximum, total, mean = ctx.saved_tensors
         shard = ctx.shard
-        # `detach` shares the count of writes: whoever saved the logits too will notice.
+        # `detach` shares the count of writes, so another node that saved the logits raises.
         grad = logits.detach() if ctx.overwrite_logits else torch.empty_like(logits)
         shard.clear_unreal(grad)
         grad_logprobs = (
@@ -269,22 +268,25 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             index, here = shard.local_index(target[block])
             at_target = torch.where(here, grad_logprobs[block] / shard.temperature, 0.0)
             result.scatter_add_(-1, index, at_target.unsqueeze(-1))
-            # A selection: what is not used may be NaN, and 0 * NaN would stay NaN.
+            # Selected, not multiplied: what is not used may be NaN, and 0 * NaN is NaN.
             result.masked_fill_(unused[block].unsqueeze(-1), 0.0)
             shard.real(grad[block]).copy_(result)
         return grad, None, None, None, None
 
 
 class _Shard:
-    """What a rank computes of its logits [B, W/CP, V/TP]: `columns` first columns, real tokens; in
-    blocks of those.
+    """The part of its logits [B, W/CP, V/TP] that a rank computes, in blocks.
+
+    It is the first `columns` columns and, of the vocabulary, the real tokens.
 
     Attributes:
         dtype: of the arithmetic.
-        temperature: of the sampling.
+        temperature: of sampling.
     """
 
-    def __init__(self, logits: Tensor, temperature: float, vocab_size: int | None, columns: int):
+    def __init__(
+        self, logits: Tensor, temperature: float, vocab_size: int | None, columns: int
+    ) -> None:
         if not temperature > 0:
             raise ValueError(
                 f"temperature={temperature} must be above 0 to score tokens (greedy decoding "
@@ -300,15 +302,12 @@ class _Shard:
         # Real tokens in this slice; the last slices may hold padding only.
         self._width = width if vocab_size is None else min(max(vocab_size - self._start, 0), width)
 
-    def blocks(self):
-        """Indices (rows, columns) of blocks that fit the working buffer; none if no token of this
-        slice is real.
-        """
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Indices (rows, columns) of blocks that fit the working buffer."""
         if not self._width:
             return
-        tokens = (
-            CHUNK_ELEMENTS_GPU if self._device.type == "cuda" else CHUNK_ELEMENTS
-        ) // self._width
+        elements = CHUNK_ELEMENTS_GPU if self._device.type == "cuda" else CHUNK_ELEMENTS
+        tokens = elements // self._width
         rows = min(self._rows, max(1, tokens))
         columns = max(1, tokens // max(1, rows))
         for column in range(0, self._columns, columns):
@@ -339,7 +338,7 @@ class _Shard:
         grad[..., self._width :].zero_()
 
     def shifted(self, x: Tensor, maximum: Tensor) -> Tensor:
-        """s = (x - maximum) / temperature in `dtype`, fresh memory that may be written to."""
+        """s = (x - maximum) / temperature in `dtype`, in new memory."""
         s = torch.sub(x, maximum.unsqueeze(-1))  # of the wider dtype, which is that of the maximum
         return s if self.temperature == 1.0 else s.div_(self.temperature)
 
@@ -349,7 +348,7 @@ class _Shard:
         here = (index >= 0) & (index < self._width)
         return torch.where(here, index, 0).unsqueeze(-1), here
 
-    def all_reduce(self, tensor: Tensor, op) -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self._several_ranks:
             dist.all_reduce(tensor, op=op, group=self._group)
         return tensor

@@ -8,19 +8,16 @@ import torch
 
 
 class ServerSignal(IntEnum):
-    """What every rank of a server job does next. 0 is never used: it is what a rank without an
-    opinion contributes.
-    """
+    """What every rank of a server job does next. 0 is never used: it stands for no signal."""
 
     FORWARD = 1
     TRAIN = 2
     INVALID = 3
     SAVE = 4
-    # nothing to do; keeps idle ranks out of collective time-outs and shows that every rank is
-    # alive
+    # Nothing to do: keeps idle ranks out of collective time-outs, and shows that all are alive.
     HEARTBEAT = 5
     STOP = 6  # leave the loop; the job ends
 
     def cuda(self) -> torch.Tensor:
-        """This signal as a one-element int64 tensor on the current CUDA device."""
+        """Return this signal as a one-element int64 tensor on the current CUDA device."""
         return torch.tensor([self], dtype=torch.int64, device=torch.cuda.current_device())

@@ -1,12 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One infer request over one connection of its own, and what became of it.
+"""One infer request over one connection of its own, and its outcome: the transport of all clients.
 
-A connection carries a single request, so an answer cannot belong to another one, and a connection
-that broke says something about the server now, not about a connection that idled for minutes.
-Triton's library writes and reads the bodies; the transport is plain `http.client`, whose socket
-another thread can shut down: a request to a server that has fallen silent can be given up at once
-(PyTriton's client cannot; it would also wait for the server first).
+A connection carries a single request. So a reply cannot belong to another request, and a broken
+connection says something about the server now, not about a connection that was idle for minutes.
+Triton's library encodes and decodes the bodies; the transport is plain `http.client`, whose socket
+another thread can shut down to give up a request to a server that has fallen silent.
 """
 
 import errno
@@ -14,25 +13,31 @@ import http.client
 import json
 import re
 import socket
+from collections.abc import Mapping
 
 import numpy as np
 
-from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.servers.schema import Arrays
 
 CONNECT_TIMEOUT_S = 10.0
+# Unanswered probes in a row after which a server counts as dead.
+MAX_MISSED_PROBES = 3
 
 # What a server says of itself, not of the request: the first two are raised by a server job that
-# ends (server_loop.py), the others come from Triton while it stops or has lost the process behind
-# it.
+# ends (server_loop.py), the others come from Triton while it stops or after it has lost the
+# process behind it.
 _NOT_SERVING = re.compile(
-    r"\b(ServerStoppingError|ServerJobError)\b|Request for unknown model|Server is (stopping|not ready)"
-    r"|Stub process .* is not healthy"
+    r"\b(ServerStoppingError|ServerJobError)\b|Request for unknown model"
+    r"|Server is (stopping|not ready)|Stub process .* is not healthy"
 )
 
 
 class ConnectionLostError(Exception):
-    """No connection, or it broke before the answer was complete. `sent`: the server may have begun
-    to work on it.
+    """No connection, or it broke before the reply was complete.
+
+    Attributes:
+        sent: the server may have begun to work on the request.
     """
 
     def __init__(self, reason: str, sent: bool):
@@ -41,11 +46,11 @@ class ConnectionLostError(Exception):
 
 
 class NotServingError(Exception):
-    """The server answered that it is about to end, or no longer has the model."""
+    """The server replied that it is about to end, or no longer has the model."""
 
 
-class NoAnswerInTimeError(Exception):
-    """The connection stands, but the answer did not come within the time limit."""
+class NoReplyInTimeError(Exception):
+    """The connection stands, but the reply did not come within the time limit."""
 
 
 class InferRequest:
@@ -53,10 +58,10 @@ class InferRequest:
 
     Args:
         endpoint: name of the served model.
-        data: arrays by wire name, batched [N, ...].
+        data: arrays by wire name; the first dimension of all of them is the number of samples.
     """
 
-    def __init__(self, endpoint: str, data: dict):
+    def __init__(self, endpoint: str, data: Mapping[str, np.ndarray]):
         import tritonclient.http
         from tritonclient.utils import np_to_triton_dtype
 
@@ -66,6 +71,7 @@ class InferRequest:
                 tritonclient.http.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
             )
             inputs[-1].set_data_from_numpy(np.ascontiguousarray(array))
+        self.endpoint = endpoint
         self.path = f"/v2/models/{endpoint}/infer"
         self.body, header_length = tritonclient.http.InferenceServerClient.generate_request_body(
             inputs
@@ -73,23 +79,22 @@ class InferRequest:
         self.headers = {"Content-Type": "application/octet-stream"}
         if header_length is not None:
             self.headers["Inference-Header-Content-Length"] = str(header_length)
-        self.rows = len(next(iter(data.values())))
+        self.samples = len(next(iter(data.values())))
 
 
 class Exchange:
-    """One sending of a request to one server. `run` blocks; `abort` may be called from any
-    thread.
-    """
+    """One sending of a request to one server. `run` blocks; any thread may call `abort`."""
 
     def __init__(self, host: str, port: int):
         self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
 
-    def run(self, request: InferRequest, timeout_s: float) -> dict:
-        """Arrays of the answer, by wire name.
+    def run(self, request: InferRequest, timeout_s: float) -> Arrays:
+        """Send the request and return the arrays of the reply, by wire name.
 
         Raises:
-            ConnectionLostError, NotServingError, NoAnswerInTimeError: it may be sent elsewhere.
-            ServerRequestError: the server's own error, or an answer that cannot be read.
+            ConnectionLostError, NotServingError, NoReplyInTimeError: the server failed, not the
+                request.
+            ServerRequestError: the server's own error, or a reply that cannot be read.
         """
         connected = False
         try:
@@ -100,12 +105,12 @@ class Exchange:
             self._connection.request("POST", request.path, request.body, request.headers)
             response = self._connection.getresponse()
             if response.length is None and not response.chunked:
-                raise http.client.HTTPException("the answer was cut short within its headers")
+                raise http.client.HTTPException("the reply was cut short within its headers")
             body = response.read()  # raises if there is less than announced
         except (OSError, http.client.HTTPException) as error:
-            # The kernel's verdict that the peer is gone is a TimeoutError too, but has a number.
+            # A peer that the kernel reports as lost is a TimeoutError too, but has a number.
             if connected and isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
-                raise NoAnswerInTimeError(f"no answer within {timeout_s:.0f} s") from error
+                raise NoReplyInTimeError(f"no reply within {timeout_s:.0f} s") from error
             raise ConnectionLostError(
                 f"{type(error).__name__}: {error}", sent=connected
             ) from error
@@ -113,21 +118,42 @@ class Exchange:
             self._connection.close()
         if response.status != 200:
             raise _server_error(response.status, body)
-        return _read_answer(response, body)
+        return _read_reply(response, body)
 
     def abort(self) -> None:
-        """Wake `run` up with a ConnectionLostError if it waits for the answer."""
+        """Make `run` raise ConnectionLostError if it waits for the reply."""
         sock = self._connection.sock
         if sock is not None:
             try:
                 sock.shutdown(socket.SHUT_RDWR)
             except OSError:
-                return  # it has just ended by itself
+                return  # the exchange has just ended by itself
+
+
+def http_status(host: str, port: int, path: str, timeout_s: float) -> int | None:
+    """Return the HTTP status of a GET, or None when nothing replies."""
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def type_and_message(error: Exception) -> str:
+    """Return the message, preceded by the error's type unless the error is one of ours."""
+    ours = (ServerRequestError, UserError, ConnectionLostError, NotServingError)
+    return str(error) if isinstance(error, ours) else f"{type(error).__name__}: {error}"
 
 
 def _watch_peer(sock: socket.socket) -> None:
-    """Have the kernel ask a silent peer for a sign of life, so that a machine that vanished, or
-    came back and knows nothing of this connection, breaks it within half a minute."""
+    """Have the kernel probe a silent peer.
+
+    A machine that vanished, or that restarted and does not know the connection, then breaks it
+    within half a minute.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):  # not on every system
@@ -135,6 +161,7 @@ def _watch_peer(sock: socket.socket) -> None:
 
 
 def _server_error(status: int, body: bytes) -> Exception:
+    """The exception for a reply whose status is not 200."""
     text = body.decode("utf-8", errors="replace")
     try:
         text = str(json.loads(text)["error"])
@@ -146,7 +173,7 @@ def _server_error(status: int, body: bytes) -> Exception:
     return ServerRequestError(text)
 
 
-def _read_answer(response, body: bytes) -> dict:
+def _read_reply(response: http.client.HTTPResponse, body: bytes) -> Arrays:
     import tritonclient.http
 
     header_length = response.getheader("Inference-Header-Content-Length")
@@ -158,5 +185,5 @@ def _read_answer(response, body: bytes) -> dict:
         return {name: result.as_numpy(name) for name in names}
     except Exception as error:
         raise ServerRequestError(
-            f"the answer cannot be read ({type(error).__name__}: {error})"
+            f"the reply cannot be read ({type(error).__name__}: {error})"
         ) from error

@@ -1,22 +1,23 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A fingerprint of a tokenizer, which clients and servers compare."""
+"""A fingerprint of a tokenizer: clients send it, servers compare it with their own."""
 
 import hashlib
 import json
+from typing import Any
 
 
-def tokenizer_fingerprint(tokenizer) -> str | None:
-    """What tells whether two jobs mean the same text by a token id, short enough to be read by
-    people.
+def tokenizer_fingerprint(tokenizer: Any) -> str | None:
+    """Return a short text that is equal for two tokenizers if their ids mean the same tokens.
 
     Args:
-        tokenizer: of NeMo; None, or one that cannot list its tokens, has no fingerprint.
+        tokenizer: of NeMo, of any kind.
 
     Returns:
-        E.g. "512 tokens, end 0, 3fa9c1d2e4b5": the size of the vocabulary, the id that ends a
-        text, and the first 12 hexadecimal digits of the SHA-256 of all tokens with their ids. It
-        does not depend on the kind of tokenizer.
+        E.g. "512 tokens, end 0, 3fa9c1d2e4b5": the size of the vocabulary, the id of the end
+        token, and the first 12 hexadecimal digits of the SHA-256 of all tokens with their ids.
+        It does not depend on the kind of tokenizer. None if there is no tokenizer, or it cannot
+        list its tokens.
     """
     if not hasattr(tokenizer, "ids_to_tokens") or not hasattr(tokenizer, "eos_id"):
         return None

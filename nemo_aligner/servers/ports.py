@@ -13,17 +13,17 @@ _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """A port on which a server can listen, now and in the seconds that it takes to start.
+    """Return a port on which a server can listen, also a few seconds later when it starts.
 
-    Not one that the system picks (`bind` to port 0): such ports come from the range from which
-    outgoing connections take theirs, each of them blocks its port until a minute after its end,
-    and a busy machine makes hundreds. The server would find its port taken once in a while.
+    The system's choice (`bind` to port 0) will not do: it comes from the range of outgoing
+    connections, each of which blocks its port until a minute after its end. On a busy machine the
+    server would sometimes find the port taken.
     """
     first_ephemeral = 32768
     with contextlib.suppress(OSError, ValueError):
         first_ephemeral = int(_EPHEMERAL_RANGE.read_text().split()[0])
     candidates = range(10000, first_ephemeral)
-    # Its own generator: a job's seed must not send all jobs to the same port.
+    # A generator of its own: jobs with the same seed must not try the same ports.
     for port in random.SystemRandom().sample(candidates, min(100, len(candidates))):
         if _can_listen(host, port) is None:
             return port
@@ -33,19 +33,16 @@ def find_free_port(host: str = "127.0.0.1") -> int:
 
 
 def check_port_is_free(host: str, port: int) -> None:
-    """Raise `UserError` unless a server can listen on `host:port` (Triton itself would only time
-    out).
-    """
+    """Raise `UserError` unless a server can listen on `host:port` (Triton would only time out)."""
     if (error := _can_listen(host, port)) is not None:
         raise UserError(
             f"cannot listen on {host}:{port}: {error}. Set another port (trainer.ppo.port, or "
-            "inference.port for "
-            "a reward server), or stop the server that uses it."
+            "inference.port for a reward server), or stop the server that uses it."
         ) from error
 
 
 def _can_listen(host: str, port: int) -> Exception | None:
-    """None, or why not."""
+    """Return None if a server can listen there, else the error."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,8 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests as a server gets them: decoded, tokenized, padded to what the model can take."""
+"""A server's view of a request: decoded, tokenized and padded for the model."""
 
-import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,15 +13,17 @@ from nemo_aligner.parallel import parallel_state
 
 
 def decode_bytes_ndarray(array: np.ndarray) -> np.ndarray:
-    """UTF-8 bytes of any shape -> a flat array of str."""
+    """Decode UTF-8 bytes of any shape to a flat array of str."""
     return np.char.decode(np.asarray(array).astype("bytes"), "utf-8").reshape(-1)
 
 
-def pad_input(value, size: int, pad_value=0) -> tuple:
-    """`value` (rows) as a list, extended by rows of `pad_value` to a multiple of `size`; and how
-    many were added.
+def pad_input(
+    value: np.ndarray | torch.Tensor | Sequence[Any] | None, size: int, pad_value: Any = 0
+) -> tuple[list[Any] | None, int]:
+    """Extend the rows of `value` by rows of `pad_value` to a multiple of `size`.
 
-    Returns (None, 0) for None.
+    Returns:
+        The rows as a list, and how many were added; (None, 0) for None.
     """
     if value is None:
         return None, 0
@@ -31,7 +34,7 @@ def pad_input(value, size: int, pad_value=0) -> tuple:
 
 
 def pad_rows(array: np.ndarray, multiple: int) -> np.ndarray:
-    """`array` with rows of zeros appended up to a multiple of `multiple`."""
+    """Append rows of zeros to `array` up to a multiple of `multiple` rows."""
     extra = -array.shape[0] % multiple
     return np.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
 
@@ -39,16 +42,18 @@ def pad_rows(array: np.ndarray, multiple: int) -> np.ndarray:
 def calculate_inference_batch_padding_multiple(
     current_size: int, model_forward_micro_batch_size: int
 ) -> int:
-    """The multiple to which a batch of `current_size` rows is padded, so that every data-parallel
-    rank gets whole micro-batches: DP for a small batch (one shorter micro-batch each), else
-    `model_forward_micro_batch_size * DP`."""
+    """Return the multiple to which a batch of `current_size` samples is padded.
+
+    Every data-parallel rank then gets whole micro-batches: DP for a small batch (one shorter
+    micro-batch each), else `model_forward_micro_batch_size * DP`.
+    """
     dp_size = parallel_state.get_data_parallel_world_size()
     full = model_forward_micro_batch_size * dp_size
     return dp_size if current_size <= full else full
 
 
 def _decode_sentences(sentences: np.ndarray) -> list[str]:
-    """Texts of `sentences`, bytes [N] or [N, 1]; one that is not UTF-8 is named by its row."""
+    """Decode `sentences`, bytes [N] or [N, 1]; an error names the row that is not UTF-8."""
     if sentences.ndim > 1 and sentences.shape[1:] != (1,):
         raise UserError(
             f"'sentences' has shape {list(sentences.shape)}: send one text per row, [N, 1]."
@@ -63,15 +68,17 @@ def _decode_sentences(sentences: np.ndarray) -> list[str]:
         ) from error
 
 
-def process_inputs(inputs: dict, tokenize_func) -> dict:
-    """Tokens and lengths of an infer request; `sentences` win over `tokens`.
+def process_inputs(
+    inputs: Mapping[str, np.ndarray | None], tokenize_func: Callable[[list[str]], tuple]
+) -> dict[str, np.ndarray]:
+    """Return tokens and lengths of an infer request; `sentences` win over `tokens`.
 
     Args:
         inputs: arrays by wire name; missing optional inputs are absent or None.
         tokenize_func: list of str -> (tokens [N, S], lengths [N]).
 
     Returns:
-        {"inputs": int64 [N, S], "sequence_length": int64 [N]} as numpy arrays.
+        {"inputs": int64 [N, S], "sequence_length": int64 [N]}.
     """
     sentences = inputs.get("sentences")
     if sentences is not None:
@@ -95,15 +102,15 @@ def pad_batch_and_strip_sequence(
     sequence_lengths: np.ndarray,
     pad_to_multiple: int,
     strip_sequence_length_to_multiple: int | None = None,
-) -> tuple:
-    """Pad a batch with empty rows (tokens 0, length 0), and cut columns that no row uses.
+) -> tuple[dict[str, np.ndarray], int, int]:
+    """Pad a batch with empty rows (tokens 0, length 0), and cut columns that no sample uses.
 
     Args:
         tokens: int64 [N, S].
         sequence_lengths: int64 [N].
         pad_to_multiple: the number of rows becomes a multiple of this.
-        strip_sequence_length_to_multiple: cut S to the longest row, rounded up to this multiple;
-            None keeps S.
+        strip_sequence_length_to_multiple: cut S to the longest sample, rounded up to this
+            multiple; None keeps S.
 
     Returns:
         ({"inputs": [N', S'], "sequence_length": [N']}, number of rows added, S).
@@ -116,18 +123,3 @@ def pad_batch_and_strip_sequence(
     tokens = pad_rows(tokens, pad_to_multiple)
     lengths = pad_rows(sequence_lengths, pad_to_multiple)
     return {"inputs": tokens, "sequence_length": lengths}, tokens.shape[0] - rows, width
-
-
-def lock_method(lock_name: str):
-    """Decorator: run the method while holding the lock named by e.g. "self.lock"."""
-    attribute = lock_name.removeprefix("self.")
-
-    def decorate(method):
-        @functools.wraps(method)
-        def locked(self, *args, **kwargs):
-            with getattr(self, attribute):
-                return method(self, *args, **kwargs)
-
-        return locked
-
-    return decorate

@@ -3,57 +3,48 @@
 """A user's Python function as a reward: `function(prompts, responses, lengths) -> scores`, run in
 worker processes.
 
-The server decodes a rollout into text and shares its samples out to the workers
-(`reward_worker.py`); each sample is a call of its own with a time limit of its own. Each worker is
-driven by one thread, which starts it, feeds it chunks of samples, reads the scores as they come,
-and kills and replaces it when a sample takes too long or brings it down. N is the number of rows
-of a request, S its padded token length, P a prompt's length, R that of prompt and response.
+The server decodes the samples and shares them out to the workers (`reward_worker.py`); each sample
+is a call of its own with its own time limit. Each worker is driven by one thread, which starts it,
+feeds it chunks of samples, reads the scores as they come, and kills and replaces it when a sample
+takes too long or ends it. N is the number of samples of a request, S their padded token length, P
+a prompt's length, R that of prompt and response.
 
 Why not a process pool of a library: concurrent.futures has no time limits and breaks as a whole
-when a worker dies; Pebble 5.2 (measured) lost a sample's answer in one of three runs with crashing
+when a worker dies; Pebble 5.2 (measured) lost a sample's score in one of three runs with crashing
 functions, blocks all workers for three seconds behind one that ignores SIGTERM, and starts workers
-by importing the server's script, seconds with torch in it.
+by importing the server's script, which takes seconds with torch.
 """
 
 import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import math
-import os
 import queue
-import select
-import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.servers import reward_worker
 from nemo_aligner.servers.schema import RequestError
+from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
 
-# Samples that a worker gets at once: they share the cost of a message, and are stuck together
-# behind a slow one.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Samples that a worker gets at once: they share the cost of a message, and wait behind a slow one.
 MAX_CHUNK = 32
 # How long the function's file may take to load.
 LOAD_TIMEOUT_S = 120.0
-# A worker that has died without closing its pipe (a process that it started has it, too) is
-# noticed this fast.
-PROBE_INTERVAL_S = 0.5
 # Characters of a prompt or response in a message.
 SHOWN_CHARACTERS = 200
 
 
 class RewardFunctionError(RuntimeError):
-    """The function gave no usable score; the message holds the sample and the function's
-    traceback.
-    """
+    """The function gave no usable score; the message has the sample and the traceback."""
 
 
 class RewardFunction:
@@ -62,7 +53,7 @@ class RewardFunction:
     Args:
         spec: "path/to/file.py:function"; a relative path counts from the current folder. The file
             may import modules that lie beside it.
-        tokenizer: NeMo tokenizer of the policy whose answers are scored.
+        tokenizer: NeMo tokenizer of the policy whose responses are scored.
         workers: processes.
         timeout_s: per sample; a sample that takes longer fails, and its worker is killed.
         fallback: score of a sample for which the function failed; None makes the request fail.
@@ -76,7 +67,7 @@ class RewardFunction:
     def __init__(
         self,
         spec: str,
-        tokenizer,
+        tokenizer: Any,
         workers: int = 2,
         timeout_s: float = 10.0,
         fallback: float | None = None,
@@ -85,12 +76,14 @@ class RewardFunction:
         self.path, self.name = _split_spec(spec)
         _check_options(workers, timeout_s, fallback)
         self.workers, self.timeout_s, self.fallback = int(workers), float(timeout_s), fallback
-        self._chunks = queue.SimpleQueue()
+        self._chunks: queue.SimpleQueue[tuple[_Request, range] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._running: set[_Worker] = set()
+        self._running: set[WorkerProcess] = set()
         self._requests: set[_Request] = set()
-        ready = [concurrent.futures.Future() for _ in range(self.workers)]
+        ready: list[concurrent.futures.Future[None]] = [
+            concurrent.futures.Future() for _ in range(self.workers)
+        ]
         self._threads = [
             threading.Thread(target=self._drive, args=(future,), daemon=True) for future in ready
         ]
@@ -109,7 +102,7 @@ class RewardFunction:
     def __enter__(self) -> "RewardFunction":
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -128,8 +121,13 @@ class RewardFunction:
 
     # ---- scoring ----
 
-    def infer(self, tokens, sequence_lengths, prompt_lengths) -> np.ndarray:
-        """Rewards float32 [N, 1] of rollouts; the arguments are arrays or tensors.
+    def infer(
+        self,
+        tokens: "np.ndarray | Tensor",
+        sequence_lengths: "np.ndarray | Tensor",
+        prompt_lengths: "np.ndarray | Tensor | None",
+    ) -> np.ndarray:
+        """Return the rewards float32 [N, 1] of samples.
 
         Args:
             tokens: int64 [N, S], prompt and response, right-padded.
@@ -143,8 +141,7 @@ class RewardFunction:
         if prompt_lengths is None:
             raise RequestError(
                 "'prompt_lengths' is missing: a reward function is given prompt and response "
-                "apart; send the number "
-                "of prompt tokens of each row, [N, 1]."
+                "apart; send the number of prompt tokens of each row, [N, 1]."
             )
         tokens, ends, starts = (
             _to_numpy(array) for array in (tokens, sequence_lengths, prompt_lengths)
@@ -152,40 +149,40 @@ class RewardFunction:
         prompts, responses, lengths = self.decode(tokens, ends.reshape(-1), starts.reshape(-1))
         return self.score(prompts, responses, lengths)[:, None]
 
-    def decode(self, tokens: np.ndarray, ends: np.ndarray, starts: np.ndarray) -> tuple:
-        """Prompts, responses and lengths (R - P, the end token included), lists of N; see `infer`.
+    def decode(
+        self, tokens: np.ndarray, ends: np.ndarray, starts: np.ndarray
+    ) -> tuple[list[str], list[str], list[int]]:
+        """Return prompts, responses and lengths (R - P, with the end token), N each; see `infer`.
 
-        The response's text has no end token; special tokens of a Hugging Face tokenizer are left
+        The decoded response has no end token; special tokens of a Hugging Face tokenizer are left
         out as in the tables of samples.
         """
         prompts, responses, lengths = [], [], []
         for row, start, end in zip(tokens, starts.tolist(), ends.tolist()):
             ids = row[:end].tolist()
-            prompts.append(self._text(ids[:start]))
-            answer = ids[start:]
-            lengths.append(len(answer))
-            responses.append(
-                self._text(answer[:-1] if answer[-1:] == [self.tokenizer.eos_id] else answer)
-            )
+            prompts.append(self._detokenize(ids[:start]))
+            response = ids[start:]
+            lengths.append(len(response))
+            ended = response[-1:] == [self.tokenizer.eos_id]
+            responses.append(self._detokenize(response[:-1] if ended else response))
         return prompts, responses, lengths
 
-    def _text(self, ids: list[int]) -> str:
+    def _detokenize(self, ids: list[int]) -> str:
         return self.tokenizer.ids_to_text(ids) if ids else ""
 
-    def no_sentences(self, sentences: list[str]):
-        """Stands where a served model's `tokenize` does: texts cannot be scored.
+    def no_sentences(self, sentences: list[str]) -> tuple:
+        """Take the place of a served model's `tokenize`: sentences cannot be scored.
 
         Raises:
             RequestError: always.
         """
         raise RequestError(
             f"{len(sentences)} 'sentences' came, but the reward function {self.spec} is given "
-            "prompt and response "
-            "apart: send 'tokens', 'sequence_lengths' and 'prompt_lengths'."
+            "prompt and response apart: send 'tokens', 'sequence_lengths' and 'prompt_lengths'."
         )
 
     def score(self, prompts: list[str], responses: list[str], lengths: list[int]) -> np.ndarray:
-        """Scores float32 [N] of N samples, in their order. Several threads may call it at once.
+        """Return the scores float32 [N] of N samples; several threads may call it at once.
 
         Raises:
             RewardFunctionError: the function failed on a sample and there is no fallback, or it is
@@ -209,9 +206,9 @@ class RewardFunction:
 
     # ---- one thread per worker ----
 
-    def _drive(self, ready: concurrent.futures.Future) -> None:
-        """Life of a thread. It must outlive its worker: the kernel kills that with the thread that
-        started it.
+    def _drive(self, ready: "concurrent.futures.Future[None]") -> None:
+        """Thread of a worker. It must outlive the worker: the kernel kills a worker with the
+        thread that started it.
         """
         worker = None
         try:
@@ -227,12 +224,10 @@ class RewardFunction:
             self._end_worker(worker)
 
     def _work_off(
-        self, worker: "_Worker | None", request: "_Request", rows: range
-    ) -> "_Worker | None":
-        """Score `rows` of a request; returns the worker, a new one where the given one did not
-        survive.
-        """
-        left = collections.deque(rows)
+        self, worker: WorkerProcess | None, request: "_Request", samples: range
+    ) -> WorkerProcess | None:
+        """Score some samples of a request; return the worker, a new one if the given one ended."""
+        left = collections.deque(samples)
         try:
             while left and not request.future.done():
                 if worker is None or not worker.is_alive():
@@ -244,37 +239,42 @@ class RewardFunction:
                     self._end_worker(worker)
                     worker = None
                     request.record(left.popleft(), "error", why)
-        except Exception as error:  # no new worker: not the fault of a sample
+        except Exception as error:  # no new worker could start: not the fault of a sample
             request.fail(error)
         if left:  # the worker still has samples of a request that failed
             self._end_worker(worker)
             return None
         return worker
 
-    def _feed(self, worker: "_Worker", request: "_Request", left: collections.deque) -> str | None:
-        """Have `worker` score the rows in `left`, which go as their scores come.
+    def _feed(
+        self, worker: WorkerProcess, request: "_Request", left: "collections.deque[int]"
+    ) -> str | None:
+        """Have `worker` score the samples in `left`, which are removed as their scores come.
 
         Returns:
-            None, or what the first row in `left` did to the worker.
+            None, or what the first sample in `left` did to the worker.
         """
         try:
-            worker.send([request.samples[row] for row in left], self.timeout_s)
+            worker.send([request.samples[index] for index in left], self.timeout_s)
             while left and not request.future.done():
                 kind, value = worker.receive(self.timeout_s)
                 request.record(left.popleft(), kind, value)
         except TimeoutError:
-            return f"it took longer than {self.timeout_s:g} s (inference.reward_fn_timeout_s) and was stopped"
-        except _WorkerEndedError as error:
+            return (
+                f"it took longer than {self.timeout_s:g} s (inference.reward_fn_timeout_s) and "
+                "was stopped"
+            )
+        except WorkerEndedError as error:
             return f"it ended its process ({error})"
         return None
 
-    def _start_worker(self) -> "_Worker":
-        """A worker that has loaded the function.
+    def _start_worker(self) -> WorkerProcess:
+        """Start a worker and wait until it has loaded the function.
 
         Raises:
             UserError: it cannot be loaded.
         """
-        worker = _Worker(self.path, self.name)
+        worker = WorkerProcess(self.path, self.name)
         with self._lock:
             self._running.add(worker)
             closed = self._closed
@@ -284,7 +284,7 @@ class RewardFunction:
             kind, text = worker.receive(LOAD_TIMEOUT_S)
         except TimeoutError:
             kind, text = "error", f"loading the file took longer than {LOAD_TIMEOUT_S:g} s"
-        except _WorkerEndedError as error:
+        except WorkerEndedError as error:
             kind, text = "error", f"loading the file ended the process ({error})"
         except BaseException:
             self._end_worker(worker)
@@ -294,7 +294,7 @@ class RewardFunction:
             raise UserError(f"inference.reward_fn={self.spec} ({self.path}): {text}")
         return worker
 
-    def _end_worker(self, worker: "_Worker | None") -> None:
+    def _end_worker(self, worker: WorkerProcess | None) -> None:
         if worker is not None:
             worker.kill()
             worker.release()
@@ -303,25 +303,23 @@ class RewardFunction:
 
 
 def _split_spec(spec: str) -> tuple[str, str]:
-    """(absolute path, function name) of "path/to/file.py:function"."""
+    """Return (absolute path, function name) of "path/to/file.py:function"."""
     path, _, name = str(spec).rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise ConfigError(
             f"inference.reward_fn={spec} does not name a function; write "
-            "path/to/file.py:function, such as "
-            "examples/rewards/arithmetic.py:exact_answer."
+            "path/to/file.py:function, such as examples/rewards/arithmetic.py:exact_answer."
         )
     absolute = Path(path).expanduser().absolute()
     if not absolute.is_file():
         raise UserError(
             f"inference.reward_fn={spec}: the file {absolute} does not exist; a relative path "
-            "counts from the folder "
-            "in which the server is started."
+            "counts from the folder in which the server is started."
         )
     return str(absolute), name
 
 
-def _check_options(workers, timeout_s, fallback) -> None:
+def _check_options(workers: float, timeout_s: float, fallback: float | None) -> None:
     if workers != int(workers) or workers < 1:
         raise ConfigError(
             f"inference.reward_fn_workers={workers} must be a whole number, 1 or more."
@@ -336,74 +334,74 @@ def _check_options(workers, timeout_s, fallback) -> None:
         )
 
 
-def _to_numpy(array) -> np.ndarray:
+def _to_numpy(array: "np.ndarray | Tensor") -> np.ndarray:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    """Samples on their way through the workers; `future` gets their scores float32 [N], or an
-    error.
+    """Samples on their way through the workers.
+
+    Attributes:
+        samples: (prompt, response, length) of each.
+        future: of the scores float32 [N].
     """
 
     owner: RewardFunction
-    samples: list[tuple]
+    samples: list[tuple[str, str, int]]
 
-    def __post_init__(self):
-        self.future = concurrent.futures.Future()
+    def __post_init__(self) -> None:
+        self.future: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
         self._scores = np.zeros(len(self.samples), dtype=np.float32)
         self._left = len(self.samples)
-        self._failures = []
+        self._failures: list[tuple[int, str]] = []
         self._lock = threading.Lock()
         if not self.samples:
             self.future.set_result(self._scores)
 
     def fail(self, error: Exception) -> None:
-        with contextlib.suppress(
-            concurrent.futures.InvalidStateError
-        ):  # another sample was faster
+        """Give the request an error, unless it has its outcome already."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.future.set_exception(error)
 
-    def record(self, row: int, kind: str, value) -> None:
-        """The outcome of one sample: its score, or with kind "error" why there is none."""
+    def record(self, index: int, kind: str, value: Any) -> None:
+        """Note the outcome of a sample: its score, or with kind "error" why there is none."""
         fallback = self.owner.fallback
         if kind == "error" and fallback is None:
             self.fail(
                 RewardFunctionError(
-                    f"{self._describe(row, value)}\nMend the function, or set "
-                    "inference.reward_fn_fallback to the "
-                    "score that such a sample gets."
+                    f"{self._describe(index, value)}\nMend the function, or set "
+                    "inference.reward_fn_fallback to the score that such a sample gets."
                 )
             )
             return
         with self._lock:
-            self._scores[row] = fallback if kind == "error" else value
+            self._scores[index] = fallback if kind == "error" else value
             if kind == "error":
-                self._failures.append((row, value))
+                self._failures.append((index, value))
             self._left -= 1
             last = self._left == 0
         if last:
             self._warn()
-            with contextlib.suppress(
-                concurrent.futures.InvalidStateError
-            ):  # the server is shutting down
+            # It may have failed meanwhile: the server is shutting down.
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
                 self.future.set_result(self._scores)
 
     def _warn(self) -> None:
-        """One warning for all samples of the request that got the fallback score."""
+        """Log one warning for all samples of the request that got the fallback score."""
         if self._failures:
             logging.warning(
                 f"{len(self._failures)} of {len(self.samples)} samples got the fallback score "
-                f"{self.owner.fallback:g}"
-                " (inference.reward_fn_fallback). The first: "
+                f"{self.owner.fallback:g} (inference.reward_fn_fallback). The first: "
                 f"{self._describe(*min(self._failures))}"
             )
 
-    def _describe(self, row: int, why: str) -> str:
-        prompt, response, length = self.samples[row]
+    def _describe(self, index: int, why: str) -> str:
+        prompt, response, length = self.samples[index]
         return (
-            f"the reward function {self.owner.spec} failed on sample {row} of {len(self.samples)} "
-            f"(prompt {_shown(prompt)}, response {_shown(response)}, length {length}): {why}"
+            f"the reward function {self.owner.spec} failed on sample {index} of "
+            f"{len(self.samples)} (prompt {_shown(prompt)}, response {_shown(response)}, length "
+            f"{length}): {why}"
         )
 
 
@@ -414,103 +412,3 @@ def _shown(text: str) -> str:
         if len(text) <= SHOWN_CHARACTERS
         else f"{text[:SHOWN_CHARACTERS]}[... {len(text)} characters]"
     )
-
-
-class _WorkerEndedError(Exception):
-    """The worker's process is gone; the message says how it ended."""
-
-
-class _Worker:
-    """A worker process and the two pipes to it. One thread uses it; any may kill it.
-
-    It has a process group of its own: what the function starts is killed with it, and a Ctrl-C on
-    the server's terminal does not reach it.
-    """
-
-    def __init__(self, path: str, name: str):
-        requests_end, self._requests = os.pipe()
-        self._answers, answers_end = os.pipe()
-        command = [sys.executable, "-X", "faulthandler", reward_worker.__file__, path, name]
-        try:
-            self.process = subprocess.Popen(
-                command + [str(number) for number in (requests_end, answers_end, os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(requests_end, answers_end),
-                start_new_session=True,
-            )
-        except BaseException:
-            self.release()
-            raise
-        finally:
-            os.close(requests_end)
-            os.close(answers_end)
-        os.set_blocking(self._requests, False)
-        self._reader, self._writer = select.poll(), select.poll()
-        self._reader.register(self._answers, select.POLLIN)
-        self._writer.register(self._requests, select.POLLOUT)
-        self._buffer = b""
-
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
-
-    def send(self, samples: list, timeout_s: float) -> None:
-        """Raises: TimeoutError, _WorkerEndedError."""
-        data = memoryview(json.dumps(samples).encode() + b"\n")
-        deadline = time.monotonic() + timeout_s
-        while data:
-            self._wait(self._writer, deadline)
-            try:
-                data = data[os.write(self._requests, data) :]
-            except BrokenPipeError:
-                raise _WorkerEndedError(self._how_it_ended()) from None
-
-    def receive(self, timeout_s: float) -> list:
-        """The next answer, [kind, value]. Raises: TimeoutError, _WorkerEndedError."""
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._buffer:
-            self._wait(self._reader, deadline)
-            data = os.read(self._answers, 1 << 16)
-            if not data:
-                raise _WorkerEndedError(self._how_it_ended())
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
-
-    def _wait(self, poller, deadline: float) -> None:
-        """Return when a pipe is ready. What has arrived counts, even if this thread looks at it
-        after the deadline.
-        """
-        while True:
-            alive = self.is_alive()  # before the last look: an answer given before the end is read
-            left = deadline - time.monotonic()
-            if poller.poll(1000 * max(min(left, PROBE_INTERVAL_S), 0.0)):
-                return
-            if not alive:
-                raise _WorkerEndedError(self._how_it_ended())
-            if left <= 0:
-                raise TimeoutError
-
-    def _how_it_ended(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its pipe only
-            self.process.wait(1.0)
-        code = self.process.poll()
-        if code is None:
-            return "it closed its pipe"
-        if code >= 0:
-            return f"exit code {code}"
-        hint = ": out of memory?" if code == -signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-code).name}{hint}"
-
-    def kill(self) -> None:
-        """End the process and all that it has started, whatever they are doing."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # the kernel does not let it go: leave it behind
-            self.process.wait(5.0)
-
-    def release(self) -> None:
-        """Close the pipes (the thread that uses them)."""
-        os.close(self._requests)
-        os.close(self._answers)

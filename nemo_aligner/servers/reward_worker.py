@@ -2,17 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program that runs a user's reward function, one process per worker of `reward_function.py`.
 
-    python reward_worker.py FILE FUNCTION REQUESTS_FD ANSWERS_FD PARENT_PID
+    python reward_worker.py FILE FUNCTION REQUESTS_FD REPLIES_FD PARENT_PID
 
-It is started as a script and needs the standard library only, so a worker is there in a moment,
-also after its
-predecessor had to be killed. Lines of JSON go through the two pipes:
+It is started as a script and needs only the standard library, so that a worker starts in a moment,
+also after its predecessor was killed. Lines of JSON go through the two pipes:
 
     worker -> server    ["ready", null] or ["error", text] once, after loading
     server -> worker    [[prompt, response, length], ...]
-    worker -> server    ["score", number] or ["error", text] for each of them, in order, as soon as it is known
+    worker -> server    ["score", number] or ["error", text] for each sample, in order, at once
 
-The worker never decides how long a sample may take: the server kills it.
+The server sets the time limits, and kills the worker that exceeds one.
 """
 
 import contextlib
@@ -27,10 +26,13 @@ import reprlib
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TextIO
 
-# What a function prints goes to the server's log, this many bytes per worker.
+# Output of a function goes to the server's log, this many bytes per worker.
 PRINTED_BYTES = 20_000
-# Longest error text; of a longer one the end, where the error stands, is kept.
+# Longest error text; of a longer one the end, which names the error, is kept.
 ERROR_CHARACTERS = 4000
 LARGEST_FLOAT32 = 3.4028234663852886e38
 
@@ -40,57 +42,51 @@ class LoadError(Exception):
 
 
 def main() -> None:
-    path, name, requests_fd, answers_fd, parent = (
-        sys.argv[1],
-        sys.argv[2],
-        *map(int, sys.argv[3:6]),
-    )
+    """Load the function, then score samples until the server closes the pipe."""
+    path, name = sys.argv[1:3]
+    requests_fd, replies_fd, parent = map(int, sys.argv[3:6])
     _end_with(parent)
-    _be_the_first_to_go()
-    for number in (requests_fd, answers_fd):
+    _prefer_for_out_of_memory_kill()
+    for number in (requests_fd, replies_fd):
         os.set_inheritable(number, False)  # not for processes that the function starts
     _bound_output()
     requests = os.fdopen(requests_fd, "r", encoding="ascii")
-    answers = os.fdopen(answers_fd, "w", encoding="ascii")
+    replies = os.fdopen(replies_fd, "w", encoding="ascii")
     try:
         function = load_function(path, name)
     except LoadError as error:
-        _answer(answers, "error", str(error))
+        _send(replies, "error", str(error))
         return
-    _answer(answers, "ready", None)
+    _send(replies, "ready", None)
     own_pid = os.getpid()
     for line in requests:
         for prompt, response, length in json.loads(line):
-            answer = score_sample(function, path, prompt, response, length)
+            outcome = score_sample(function, path, prompt, response, length)
             if os.getpid() != own_pid:
                 os._exit(1)  # the function forked, and its child came back here
-            _answer(answers, *answer)
+            _send(replies, *outcome)
 
 
-def _answer(answers, kind: str, value) -> None:
-    print(json.dumps([kind, value]), file=answers, flush=True)
+def _send(replies: TextIO, kind: str, value: str | float | None) -> None:
+    print(json.dumps([kind, value]), file=replies, flush=True)
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process with its parent, however that ends and whatever the
-    function is doing.
-    """
+    """Have the kernel kill this process when its parent ends, for whatever reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(1)
 
 
-def _be_the_first_to_go() -> None:
-    """When memory runs out, the kernel takes this process, not the server or the training beside
-    it.
-    """
+def _prefer_for_out_of_memory_kill() -> None:
+    """Have the kernel kill this process when memory runs out, not the server or a training job."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
 class _BoundedOutput(io.RawIOBase):
-    """A file descriptor that takes a number of bytes, and drops what comes after them."""
+    """A file descriptor that takes a number of bytes and drops the rest."""
 
     def __init__(self, number: int, budget: int):
         self._number, self._left = number, budget
@@ -101,13 +97,13 @@ class _BoundedOutput(io.RawIOBase):
     def fileno(self) -> int:
         return self._number
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:
         data = bytes(data)
         shown = data[: self._left]
         if shown and len(data) >= self._left:
             shown += b"\n[further output of this worker's reward function is left out]\n"
         self._left = max(self._left - len(data), 0)
-        with contextlib.suppress(OSError):  # nobody reads it any more: no reason to fail a sample
+        with contextlib.suppress(OSError):  # a closed log must not fail a sample
             while shown:
                 shown = shown[os.write(self._number, shown) :]
         return len(data)
@@ -125,8 +121,8 @@ def _bound_output() -> None:
 # ---- loading ----
 
 
-def load_function(path: str, name: str):
-    """The callable `name` of the file at `path`; modules beside the file can be imported by it.
+def load_function(path: str, name: str) -> Callable[..., Any]:
+    """Return the callable `name` of the file at `path`, which may import modules beside it.
 
     Raises:
         LoadError: the file cannot be run, or holds no such function of three arguments.
@@ -135,12 +131,11 @@ def load_function(path: str, name: str):
     module_name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(
-        module_name, module
-    )  # unless it is called like a module that is in use here
+    # A module of this program with the same name stays.
+    sys.modules.setdefault(module_name, module)
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:  # SystemExit, too
+    except BaseException as error:  # SystemExit too
         raise LoadError(f"the file cannot be imported:\n{_traceback(error, path)}") from None
     function = getattr(module, name, None)
     if function is None:
@@ -164,13 +159,13 @@ def load_function(path: str, name: str):
             f"responses, lengths): {error}"
         ) from None
     except ValueError:
-        pass  # some functions written in C do not tell; the first sample will
+        pass  # some functions written in C have no signature: the first sample shows
     return function
 
 
 def _traceback(error: BaseException, path: str) -> str:
-    """The traceback from the user's file on, without the frames of this program."""
-    frames = error.__traceback__
+    """Format the traceback from the user's file on, without the frames of this program."""
+    frames: TracebackType | None = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != path:
         frames = frames.tb_next
     return _shorten("".join(traceback.format_exception(type(error), error, frames)).rstrip())
@@ -184,22 +179,26 @@ def _shorten(text: str) -> str:
 
 
 class BadScoreError(Exception):
-    """What a function returned is not one number per sample; the message says what it is."""
+    """The function did not return one number per sample; the message shows what it returned."""
 
 
-def score_sample(function, path: str, prompt: str, response: str, length: int) -> tuple:
-    """("score", float) of one sample, or ("error", why there is none)."""
+def score_sample(
+    function: Callable[..., Any], path: str, prompt: str, response: str, length: int
+) -> tuple[str, float | str]:
+    """Return ("score", float) of one sample, or ("error", why there is none)."""
     try:
         return "score", to_score(function([prompt], [response], [length]))
     except BadScoreError as error:
         return "error", str(error)
-    except BaseException as error:  # sys.exit() in a function is a failure of its sample
+    except BaseException as error:  # sys.exit() in a function fails its sample
         return "error", f"it raised:\n{_traceback(error, path)}"
 
 
-def to_score(scores) -> float:
-    """The one score in what a function returned for one sample: any sequence of one real number
-    will do.
+def to_score(scores: Any) -> float:
+    """Return the score in a function's return value for one sample.
+
+    Args:
+        scores: any sequence of one real number.
 
     Raises:
         BadScoreError: it is something else, or not finite in float32.
@@ -222,7 +221,7 @@ def to_score(scores) -> float:
     return number
 
 
-def _brief(value) -> str:
+def _brief(value: Any) -> str:
     short = reprlib.Repr()
     short.maxother = short.maxstring = 100
     return short.repr(value)

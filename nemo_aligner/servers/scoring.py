@@ -1,15 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How a server job scores a request on all its ranks: what the critic server and the reward server
-share.
+"""How a server job scores a request on all its ranks: shared by the critic and reward servers.
 
-A request is checked, tokenized and padded on a Triton thread of rank 0 (`Scorer.answer`), its rows
-are shared out to the data-parallel ranks, scored, and put together again in their order
+A request is checked, tokenized and padded on a Triton thread of rank 0 (`Scorer.reply_to`), its
+samples are shared out to the data-parallel ranks, scored, and gathered in their order
 (`Scorer.forward`). Padding, stripping and the merging of requests never change a score. N is the
-number of rows of a request, n that of one data-parallel rank's share, S the padded token length.
+number of samples of a request, n that of one data-parallel rank's share, S the padded token
+length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gather_tensor
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.control_group import ControlGroup
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.requests import (
     calculate_inference_batch_padding_multiple,
@@ -27,24 +28,29 @@ from nemo_aligner.servers.requests import (
     pad_rows,
     process_inputs,
 )
-from nemo_aligner.servers.server_loop import ControlGroup, ServerLoop
+from nemo_aligner.servers.schema import Arrays, RequestError
+from nemo_aligner.servers.server_loop import ServerLoop
+from nemo_aligner.servers.validation import validate_scoring_inputs, validate_tokenizer
+
+# Arrays of a request by wire name; optional inputs that were not sent are absent or None.
+Inputs = Mapping[str, np.ndarray | None]
 
 
-def local_rows(start: int, count: int) -> slice:
-    """This data-parallel rank's share of `count` rows that begin at `start`; `count` is a multiple
-    of DP.
+def share_of_rank(start: int, count: int) -> slice:
+    """Return this data-parallel rank's share of the `count` samples that begin at `start`; `count`
+    is a multiple of DP.
     """
     share = count // parallel_state.get_data_parallel_world_size()
     rank = parallel_state.get_data_parallel_rank()
     return slice(start + rank * share, start + (rank + 1) * share)
 
 
-def gather_rows(tensor: Tensor) -> np.ndarray | None:
-    """The rows [n, ...] of all data-parallel ranks, float32 [N, ...], on global rank 0; None
-    elsewhere.
+def gather_outputs(tensor: Tensor) -> np.ndarray | None:
+    """Return the outputs [n, ...] of all data-parallel ranks, float32 [N, ...], on global rank 0;
+    None elsewhere.
 
     Every rank of rank 0's data-parallel group calls it, with equal shapes; the other groups hold
-    the same rows and have nothing to send.
+    the same samples and send nothing.
     """
     tensor = tensor.detach().float().contiguous()
     if (
@@ -58,15 +64,20 @@ def gather_rows(tensor: Tensor) -> np.ndarray | None:
     return tensor.cpu().numpy() if parallel_state.get_rank() == 0 else None
 
 
-def batcher_options(max_queue_delay_microseconds: float, inference_micro_batch_size) -> dict:
-    """Arguments of PyTriton's DynamicBatcher: how long to wait for requests to merge, and the
-    sizes worth waiting for.
+def batcher_options(
+    max_queue_delay_microseconds: float, inference_micro_batch_size: int | Sequence[int]
+) -> dict[str, Any]:
+    """Return the arguments of PyTriton's DynamicBatcher.
 
     Args:
-        inference_micro_batch_size: rows per data-parallel rank, a number or several.
+        max_queue_delay_microseconds: how long a request waits for others to be merged with it.
+        inference_micro_batch_size: samples per data-parallel rank that are worth waiting for, a
+            number or several.
     """
-    several = not isinstance(inference_micro_batch_size, int)
-    sizes = list(inference_micro_batch_size) if several else [inference_micro_batch_size]
+    if isinstance(inference_micro_batch_size, int):
+        sizes = [inference_micro_batch_size]
+    else:
+        sizes = list(inference_micro_batch_size)
     dp_size = parallel_state.get_data_parallel_world_size()
     return {
         "max_queue_delay_microseconds": int(max_queue_delay_microseconds),
@@ -74,8 +85,8 @@ def batcher_options(max_queue_delay_microseconds: float, inference_micro_batch_s
     }
 
 
-def model_limits(model) -> tuple[int | None, int | None]:
-    """(vocabulary size, longest text in tokens) of a model; None for what it does not say."""
+def model_limits(model: Any) -> tuple[int | None, int | None]:
+    """Return (vocabulary size, longest sample in tokens) of a model; None for what it lacks."""
     cfg = getattr(model, "cfg", None)
     vocab_size = getattr(getattr(model, "tokenizer", None), "vocab_size", None)
     return vocab_size, cfg.get("encoder_seq_length", None) if cfg is not None else None
@@ -90,25 +101,25 @@ class Scorer:
             calls it with its share. A row that only fills up the batch has length 1 and prompt
             length 0.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
-        micro_batch_size: rows of one forward pass per data-parallel rank.
-        strip_sequence_length_to_multiple: columns that no row uses are cut, down to this multiple;
-        None keeps them.
+        micro_batch_size: samples of one forward pass per data-parallel rank.
+        strip_sequence_length_to_multiple: columns that no sample uses are cut, down to this
+            multiple; None keeps them.
         vocab_size, max_length: bounds of the served model for token ids and S; None for no bound.
-        needs_prompt_lengths: refuse a request that does not say where its answers begin.
+        needs_prompt_lengths: refuse a request that does not say where its responses start.
         tokenizer: of the served model or function; a request that names another one is refused.
-        None refuses none.
+            None refuses none.
     """
 
     def __init__(
         self,
-        score_rows: Callable,
-        tokenize_func: Callable,
+        score_rows: Callable[[Tensor, Tensor, Tensor | None], dict[str, Tensor]],
+        tokenize_func: Callable[[list[str]], tuple],
         micro_batch_size: int,
         strip_sequence_length_to_multiple: int | None = None,
         vocab_size: int | None = None,
         max_length: int | None = None,
         needs_prompt_lengths: bool = False,
-        tokenizer=None,
+        tokenizer: Any = None,
     ):
         self.score_rows = score_rows
         self.tokenize_func = tokenize_func
@@ -117,7 +128,7 @@ class Scorer:
         self.vocab_size, self.max_length = vocab_size, max_length
         self.needs_prompt_lengths = needs_prompt_lengths
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self._control = None
+        self._control: ControlGroup | None = None
 
     @property
     def control(self) -> ControlGroup:
@@ -126,18 +137,23 @@ class Scorer:
             self._control = ControlGroup()
         return self._control
 
-    def answer(self, loop: ServerLoop, inputs: dict) -> dict[str, np.ndarray]:
-        """Answer a request (on a Triton thread of rank 0): `loop` has all ranks run `forward`."""
+    def reply_to(self, inputs: Inputs, loop: ServerLoop) -> Arrays:
+        """Score a request on a Triton thread of rank 0: `loop` has all ranks run `forward`."""
         arrays, finish = self._prepare(inputs)
         return finish(loop.submit(ServerSignal.FORWARD, arrays))
 
-    def run(self, inputs: dict) -> dict[str, np.ndarray]:
-        """Answer a request without a server; every rank calls it. `inputs` count, and the answer
-        comes, on rank 0.
+    def run(self, inputs: Inputs) -> Arrays:
+        """Score a request without a server; every rank calls it.
+
+        Args:
+            inputs: those of rank 0 are used.
+
+        Returns:
+            The outputs on rank 0; {} elsewhere.
         """
         finish = None
 
-        def prepare():
+        def prepare() -> Arrays:
             nonlocal finish
             arrays, finish = self._prepare(inputs)
             return arrays
@@ -145,38 +161,32 @@ class Scorer:
         outputs = self._score(self.control.from_rank_zero(prepare))
         return finish(outputs) if finish else outputs
 
-    def forward(self, **arrays) -> dict[str, np.ndarray]:
-        """The operation behind `ServerSignal.FORWARD`; every rank calls it, rank 0 with the
-        arrays.
-        """
+    def forward(self, **arrays: np.ndarray) -> Arrays:
+        """Run `ServerSignal.FORWARD`; every rank calls it, rank 0 with the arrays."""
         return self._score(self.control.from_rank_zero(lambda: arrays))
 
-    def _prepare(self, inputs: dict) -> tuple[dict, Callable]:
-        """Checked, stripped and padded arrays of a request, and the function that undoes it on the
-        outputs.
+    def _prepare(self, inputs: Inputs) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
+        """Return the checked, stripped and padded arrays of a request, and the function that
+        undoes stripping and padding on the outputs.
         """
-        schema.validate_tokenizer(inputs.get("tokenizer"), self.fingerprint)
+        validate_tokenizer(inputs.get("tokenizer"), self.fingerprint)
         prompt_lengths = inputs.get("prompt_lengths")
-        processed = process_inputs(
-            inputs, self.tokenize_func
-        )  # refuses sentences where they cannot be scored
+        # Refuses sentences where they cannot be scored.
+        processed = process_inputs(inputs, self.tokenize_func)
         if self.needs_prompt_lengths and prompt_lengths is None:
-            raise schema.RequestError(
-                "'prompt_lengths' is missing: this reward looks at the answer alone and must know "
-                "where it begins. "
-                "Send 'tokens', 'sequence_lengths' and 'prompt_lengths' (number of prompt tokens "
-                "of each row, [N, 1])."
+            raise RequestError(
+                "'prompt_lengths' is missing: this reward scores the response alone and must know "
+                "where it starts. Send 'tokens', 'sequence_lengths' and 'prompt_lengths' (number "
+                "of prompt tokens of each row, [N, 1])."
             )
         tokens, lengths = processed["inputs"], processed["sequence_length"]
-        schema.validate_scoring_inputs(
-            tokens, lengths, self.vocab_size, self.max_length, prompt_lengths
-        )
-        rows = tokens.shape[0]
-        multiple = calculate_inference_batch_padding_multiple(rows, self.micro_batch_size)
+        validate_scoring_inputs(tokens, lengths, self.vocab_size, self.max_length, prompt_lengths)
+        samples = tokens.shape[0]
+        multiple = calculate_inference_batch_padding_multiple(samples, self.micro_batch_size)
         padded, _extra, width = pad_batch_and_strip_sequence(
             tokens, lengths, multiple, self.strip_sequence_length_to_multiple
         )
-        # An empty row still has one position to read a reward from.
+        # An empty row still needs one position to read a reward from.
         arrays = {
             "tokens": padded["inputs"],
             "sequence_lengths": np.maximum(padded["sequence_length"], 1),
@@ -186,8 +196,8 @@ class Scorer:
                 prompt_lengths.reshape(-1).astype(np.int64, copy=False), multiple
             )
 
-        def finish(outputs: dict) -> dict:
-            finished = {name: array[:rows] for name, array in outputs.items()}
+        def finish(outputs: Arrays) -> Arrays:
+            finished = {name: array[:samples] for name, array in outputs.items()}
             if "values" in finished:
                 values = finished["values"]
                 finished["values"] = np.pad(values, [(0, 0), (0, width - values.shape[1])])
@@ -195,17 +205,17 @@ class Scorer:
 
         return arrays, finish
 
-    def _score(self, arrays: dict) -> dict[str, np.ndarray]:
-        """Scores of a padded batch on rank 0, {} elsewhere; each data-parallel rank scores its
-        rows.
-        """
-        rows = local_rows(0, arrays["tokens"].shape[0])
+    def _score(self, arrays: Arrays) -> Arrays:
+        """Score a padded batch, each data-parallel rank its share; {} on ranks above 0."""
+        own = share_of_rank(0, arrays["tokens"].shape[0])
         share = {
-            name: torch.from_numpy(array[rows]).to(get_device()) for name, array in arrays.items()
+            name: torch.from_numpy(array[own]).to(get_device()) for name, array in arrays.items()
         }
         outputs = self.score_rows(
             share["tokens"], share["sequence_lengths"], share.get("prompt_lengths")
         )
         # Sorted: every rank must gather in the same order.
-        gathered = {name: gather_rows(torch.as_tensor(outputs[name])) for name in sorted(outputs)}
+        gathered = {
+            name: gather_outputs(torch.as_tensor(outputs[name])) for name in sorted(outputs)
+        }
         return {name: array for name, array in gathered.items() if array is not None}

@@ -1,51 +1,44 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a server job: Triton on rank 0, one loop on every rank, signals and failures that
-end all of it.
+"""The life of a server job: Triton on rank 0, one loop on every rank, signals and failures.
 
 Who does what:
 * Triton's threads (rank 0) only check requests and put jobs on a queue (`ServerLoop.submit`).
 * The main thread of every rank runs `ServerLoop.run`. Rank 0 takes a job, announces it, and all
-  ranks compute it together. The main thread alone touches the process groups.
+  ranks compute it together. The main thread alone uses the process groups.
 * Announcements go over a gloo group of their own (`ControlGroup`), once a second even when idle,
-  so that an idle rank never sits in a collective of the model's groups, a lost rank is noticed,
+  so that an idle rank never waits in a collective of the model's groups, a lost rank is noticed,
   and a stop request on any rank reaches all.
-* A watcher thread on every rank sees signals even while the main thread sits in a collective,
-  passes them on through the job's store, and ends the process when the main thread cannot.
+* A watcher thread on every rank sees signals even while the main thread is in a collective, passes
+  them on through the job's store, and ends the process when the main thread cannot.
 
-A request that fails in the same way on every rank is answered with the traceback and the server
-goes on. If only some
-ranks fail, the process groups cannot be trusted any more: the client gets the traceback, the job
-ends with an error.
+A request that fails in the same way on every rank is answered with the traceback, and the server
+goes on. If only some ranks fail, the process groups cannot be trusted any more: the client gets
+the traceback, and the job ends with an error.
 """
 
 import concurrent.futures
 import contextlib
-import datetime
 import gc
-import glob
 import os
 import queue
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
-import psutil
-import torch
 import torch.distributed as dist
 from nemo.utils import logging
 
 from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.servers.ports import check_port_is_free
-from nemo_aligner.servers.schema import triton_tensors
-from nemo_aligner.servers.triton_environment import prepare_triton_environment
+from nemo_aligner.servers.control_group import ControlGroup, JobStore
+from nemo_aligner.servers.schema import Arrays, Endpoint
+from nemo_aligner.servers.triton_host import Handler, TritonHost
 
 
 class OperationFailedError(RuntimeError):
@@ -60,221 +53,21 @@ class ServerJobError(RuntimeError):
     """The job cannot go on: a rank failed alone or is lost."""
 
 
-class ControlGroup:
-    """All ranks of the job, joined by gloo for commands and request data (numpy arrays on the
-    CPU).
-
-    Every rank constructs it, and every rank calls each of its methods in the same order. Without a
-    process group, or with one rank, it answers for that rank alone.
-    """
-
-    def __init__(self):
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        # An idle server may wait for days; a lost rank shows itself as a closed connection.
-        self.group = (
-            dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
-            if self.size > 1
-            else None
-        )
-
-    def exchange(self, signal_: ServerSignal | None, stop: bool) -> ServerSignal:
-        """Rank 0's `signal_` on every rank (others pass None), or STOP if any rank passes
-        `stop`.
-        """
-        wish = ServerSignal.STOP if stop else (signal_ or 0)
-        if self.group is None:
-            return ServerSignal(wish)
-        wish = torch.tensor([wish], dtype=torch.int64)
-        dist.all_reduce(wish, op=dist.ReduceOp.MAX, group=self.group)  # STOP is the largest signal
-        return ServerSignal(int(wish))
-
-    def from_rank_zero(self, make) -> dict:
-        """{name: array} that `make()` returns on rank 0, on every rank; if it raises there, all
-        ranks raise.
-        """
-        if self.group is None:
-            return make()
-        arrays = error = header = None
-        if self.rank == 0:
-            try:
-                arrays = {name: np.ascontiguousarray(array) for name, array in make().items()}
-                header = {name: (array.shape, array.dtype.str) for name, array in arrays.items()}
-            except Exception as exception:
-                error = exception
-                header = f"{type(exception).__name__}: {exception}"
-        box = [header]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        if isinstance(box[0], str):
-            raise error or RuntimeError(f"on rank 0: {box[0]}")
-        if self.rank:
-            arrays = {name: np.empty(shape, dtype) for name, (shape, dtype) in box[0].items()}
-        for array in arrays.values():
-            if array.size:
-                dist.broadcast(torch.from_numpy(array), src=0, group=self.group)
-        return arrays
-
-    def gather_objects(self, value) -> list:
-        """`value` of every rank, in rank order, on every rank."""
-        if self.group is None:
-            return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-
 @dataclass
 class _Job:
     """A request waiting for the main thread of rank 0."""
 
     signal: ServerSignal
-    inputs: dict
-    future: concurrent.futures.Future = field(default_factory=concurrent.futures.Future)
+    inputs: Arrays
+    future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
 
     def fail(self, error: Exception) -> None:
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.future.set_exception(error)
 
-    def finish(self, result) -> None:
+    def finish(self, result: Arrays) -> None:
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.future.set_result(result)
-
-
-class TritonHost:
-    """Triton with its workspace, and the removal of everything it leaves on the machine."""
-
-    def __init__(self, host: str, port: int):
-        self.host, self.port = host, port
-        self._triton = None
-        self._directory = None
-        self._lock = threading.Lock()
-
-    def start(self, endpoints: list, batcher: dict, should_stop) -> None:
-        """Serve `endpoints`, pairs of `Endpoint` and function(**arrays) -> arrays; returns once
-        all are ready.
-
-        Args:
-            batcher: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
-            should_stop: asked between endpoints (each takes about two seconds to start); True ends
-                the start early.
-        """
-        prepare_triton_environment()
-        check_port_is_free(self.host, self.port)
-        from pytriton.decorators import batch, group_by_keys, sample
-        from pytriton.model_config import DynamicBatcher, ModelConfig
-        from pytriton.triton import Triton, TritonConfig
-
-        # Triton's socket paths must stay under 108 characters.
-        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"
-        self._directory = tempfile.mkdtemp(prefix="triton_", dir=base)
-        log_file = os.path.join(self._directory, "triton.log")
-        try:
-            self._triton = Triton(
-                config=TritonConfig(
-                    http_address=self.host,
-                    http_port=self.port,
-                    allow_grpc=False,
-                    allow_metrics=False,
-                    exit_timeout_secs=10,  # if this process is killed in the middle of a request
-                    log_file=log_file,
-                ),
-                workspace=os.path.join(self._directory, "w"),
-            )
-            self._triton.run()
-            for endpoint, function in endpoints:
-                if should_stop():
-                    return
-
-                def call(function=function, **arrays):
-                    return function(**arrays)
-
-                self._triton.bind(
-                    model_name=endpoint.name,
-                    infer_func=group_by_keys(batch(call)) if endpoint.batching else sample(call),
-                    inputs=triton_tensors(endpoint.inputs),
-                    outputs=triton_tensors(endpoint.outputs),
-                    config=(
-                        ModelConfig(
-                            batching=True,
-                            max_batch_size=9999999,
-                            batcher=DynamicBatcher(**batcher),
-                        )
-                        if endpoint.batching
-                        else ModelConfig(batching=False, max_batch_size=0)
-                    ),
-                    strict=True,
-                )
-        except Exception:
-            with contextlib.suppress(OSError), open(log_file, errors="replace") as log:
-                logging.error(
-                    "Triton did not start. The end of its log:\n" + "".join(log.readlines()[-15:])
-                )
-            raise
-
-    def is_alive(self) -> bool:
-        return self._triton is not None and self._triton.is_alive()
-
-    def stop(self) -> None:
-        """Stop Triton, remove its workspace and shared memory; a second call waits for the first
-        and does nothing.
-        """
-        with self._lock:
-            if self._triton is not None:
-                # PyTriton collects garbage once per endpoint, half a second each with torch loaded
-                gc.freeze()
-                try:
-                    self._triton.stop()
-                except Exception:
-                    logging.warning(f"stopping Triton: {traceback.format_exc()}")
-                gc.unfreeze()
-                self._triton = None
-            self._clean()
-
-    def kill(self) -> None:
-        """As `stop`, for a process that is about to end and cannot wait for Triton: kill it."""
-        for process in psutil.Process().children(recursive=True):
-            if "triton" in process.name():
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-        self._clean()
-
-    def _clean(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
-        for leftover in glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*"):  # PyTriton's own spelling
-            with contextlib.suppress(OSError):
-                os.unlink(leftover)
-
-
-class _JobStore:
-    """Out-of-band notes to the other ranks, through the store that the process group was built
-    with.
-    """
-
-    def __init__(self, size: int, prefix: str):
-        self._store = None
-        if size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            with contextlib.suppress(Exception):
-                store = (
-                    store.clone()
-                )  # a connection of our own: never behind a blocking call of another thread
-            self._store = dist.PrefixStore(prefix, store)
-
-    def put(self, key: str, text: str) -> None:
-        if self._store is not None:
-            self._store.set(key, text)
-
-    def get(self, key: str) -> str | None:
-        if self._store is None or not self._store.check([key]):
-            return None
-        return self._store.get(key).decode()
-
-    def delete(self, key: str) -> None:
-        if self._store is not None:
-            with contextlib.suppress(Exception):  # not every kind of store can delete
-                self._store.delete_key(key)
 
 
 class ServerLoop:
@@ -283,19 +76,18 @@ class ServerLoop:
     Args:
         name: of the server, for log lines.
         host, port: address to listen on (rank 0).
-        endpoints: pairs of `Endpoint` and function(**arrays) -> arrays, called on Triton's threads
-            of rank 0.
+        endpoints: each with the function that answers its requests, on Triton's threads of rank 0.
         operations: by signal, function(**inputs) -> result; every rank calls it, ranks above 0
-        without inputs.
+            without inputs.
         after_failure: called on every rank with the signal when an operation failed on all ranks
-        alike.
+            alike.
         batcher: keyword arguments of PyTriton's DynamicBatcher.
         control: the group over which operations get their inputs.
         heartbeat_s: pause between two announcements when idle.
-        stop_grace_s: how long an operation may run on after a stop request before the process ends
-        without it.
+        stop_grace_s: how long an operation may run on after a stop request before the process
+            ends without it.
         failure_grace_s: how long a failed rank waits for the others to fail too before the job is
-        given up.
+            given up.
     """
 
     def __init__(
@@ -303,39 +95,35 @@ class ServerLoop:
         name: str,
         host: str,
         port: int,
-        endpoints: list,
-        operations: dict,
-        after_failure,
-        batcher: dict,
+        endpoints: Sequence[tuple[Endpoint, Handler]],
+        operations: Mapping[ServerSignal, Handler],
+        after_failure: Callable[[ServerSignal], None],
+        batcher: Mapping[str, Any],
         control: ControlGroup,
         heartbeat_s: float = 1.0,
         stop_grace_s: float = 5.0,
         failure_grace_s: float = 30.0,
     ):
-        self.name, self.endpoints, self.operations, self.after_failure = (
-            name,
-            endpoints,
-            operations,
-            after_failure,
-        )
+        self.name, self.endpoints = name, endpoints
+        self.operations, self.after_failure = operations, after_failure
         self.batcher, self.control, self.heartbeat_s = batcher, control, heartbeat_s
         self.stop_grace_s, self.failure_grace_s = stop_grace_s, failure_grace_s
         self.rank = control.rank
         self._triton = TritonHost(host, port)
-        self._store = _JobStore(control.size, f"nemo_aligner/{name}/{port}")
-        self._queue = queue.Queue()
+        self._store = JobStore(control.size, f"nemo_aligner/{name}/{port}")
+        self._queue: queue.Queue[_Job] = queue.Queue()
         self._admission = threading.Lock()
         self._closed = False
-        self._current = None  # the job that the main thread works on
-        self._stop_reason = None
-        self._stop_deadline = None
-        self._failure_deadline = None
+        self._current: _Job | None = None  # the job that the main thread works on
+        self._stop_reason: str | None = None
+        self._stop_deadline: float | None = None
+        self._failure_deadline: float | None = None
         self._watching = threading.Event()
 
     # ---- any thread ----
 
-    def submit(self, signal_: ServerSignal, inputs: dict):
-        """Have all ranks run an operation and return rank 0's result (Triton's threads call this).
+    def submit(self, signal_: ServerSignal, inputs: Arrays) -> Arrays:
+        """Have all ranks run an operation and return rank 0's result; Triton's threads call it.
 
         Raises:
             OperationFailedError: with the tracebacks.
@@ -360,8 +148,7 @@ class ServerLoop:
     # ---- main thread ----
 
     def run(self) -> None:
-        """Serve until a stop request (SIGTERM or SIGINT to any rank, `stop()`); returns on every
-        rank.
+        """Serve until a stop request (SIGTERM or SIGINT to any rank, `stop()`), on every rank.
 
         Raises:
             ServerJobError: the job could not go on; the other ranks end as well.
@@ -372,16 +159,15 @@ class ServerLoop:
                 self._serve()
         except BaseException as error:
             with contextlib.suppress(Exception):  # the store may be gone, too
-                self._hear_stop_request()  # the watcher thread may not have come round to it
+                self._read_stop_request()  # the watcher thread may not have read it yet
             if self._stop_reason is None:
                 self._fail_all(ServerJobError(f"{self.name} failed: {error}"))
                 self._close(failed=True)
                 if isinstance(error, dist.DistBackendError) or "closed by peer" in str(error):
                     raise ServerJobError(
                         f"{self.name}, rank {self.rank}: another rank of this job has ended; look "
-                        "for the first error "
-                        "in its log (killed for memory?). The same command resumes from the last "
-                        "checkpoint."
+                        "for the first error in its log (killed for memory?). The same command "
+                        "resumes from the last checkpoint."
                     ) from error
                 raise
             # Ranks leave one by one after a stop request: what breaks then is not a failure.
@@ -430,7 +216,7 @@ class ServerLoop:
                 self._current = None
 
     def _operate(self, signal_: ServerSignal, job: _Job | None) -> None:
-        """Run one operation on this rank, then find out how it went on all of them."""
+        """Run one operation on this rank, then compare its outcome on all ranks."""
         result = kind = text = None
         try:
             if signal_ not in self.operations:
@@ -439,19 +225,28 @@ class ServerLoop:
         except Exception as error:
             kind = type(error).__name__
             text = f"[rank {self.rank}] {traceback.format_exc()}"
-            self._complain(f"{signal_.name} failed:\n{text}")
+            self._log_error(f"{signal_.name} failed:\n{text}")
             with contextlib.suppress(Exception):
                 self._store.put("failure", text)  # for a rank that never reaches the next line
         outcomes = self.control.gather_objects((kind, text))
         self._failure_deadline = None
-        kinds = {kind for kind, _text in outcomes}
-        if kinds == {None}:
+        if {kind for kind, _text in outcomes} == {None}:
             if job:
                 job.finish(result)
             return
+        self._handle_failure(signal_, job, outcomes)
+
+    def _handle_failure(
+        self, signal_: ServerSignal, job: _Job | None, outcomes: list[tuple[str, str]]
+    ) -> None:
+        """Answer a failed operation; end the job unless all ranks failed alike.
+
+        Args:
+            outcomes: of each rank the type of its error and the traceback; None where it had none.
+        """
         texts = "\n".join(dict.fromkeys(text for _kind, text in outcomes if text))
         error = OperationFailedError(f"{signal_.name} failed on the server:\n{texts}")
-        if len(kinds) > 1:
+        if len({kind for kind, _text in outcomes}) > 1:
             if job:
                 job.fail(error)
             raise ServerJobError(
@@ -460,23 +255,22 @@ class ServerLoop:
             )
         if self.rank == 0:
             self._store.delete("failure")
-        self.control.gather_objects(
-            None
-        )  # no rank starts the next operation while the note is still there
+        # No rank starts the next operation while the note is still there.
+        self.control.gather_objects(None)
         self._failure_deadline = None
         if job:
             job.fail(error)
         self.after_failure(signal_)
 
-    def _complain(self, text: str) -> None:
+    def _log_error(self, text: str) -> None:
         text = f"{self.name}, rank {self.rank}: {text}"
         if self.rank == 0:
             logging.error(text)
         else:
-            print(text, file=sys.stderr, flush=True)  # NeMo's logger speaks on rank 0 only
+            print(text, file=sys.stderr, flush=True)  # NeMo's logger writes on rank 0 only
 
     def _fail_all(self, error: Exception) -> None:
-        """Refuse new requests and answer all waiting ones with `error`."""
+        """Refuse new requests and fail all waiting ones with `error`."""
         with self._admission:
             self._closed = True
         if self._current is not None:
@@ -488,7 +282,7 @@ class ServerLoop:
     def _close(self, failed: bool) -> None:
         """Remove what this rank holds outside the process; rank 0 first when the job failed."""
 
-        def give_up():
+        def give_up() -> None:
             self._triton.kill()
             os._exit(int(failed))
 
@@ -509,14 +303,14 @@ class ServerLoop:
                 while time.monotonic() < deadline and self._store.get("closed") is None:
                     time.sleep(0.2)
         guard.cancel()
-        # the process ends next: its last garbage collections would take seconds with torch loaded
+        # The process ends next: its last garbage collections would take seconds with torch.
         gc.freeze()
 
     # ---- watcher thread ----
 
     @contextlib.contextmanager
-    def _watcher(self):
-        """Signal handlers and the watcher thread, for the time of `run`.
+    def _watcher(self) -> Iterator[None]:
+        """Install signal handlers and the watcher thread while `run` runs.
 
         After a stop request SIGTERM and SIGINT have no effect: launchers repeat them while the job
         ends by itself.
@@ -549,8 +343,8 @@ class ServerLoop:
             os.close(write_end)
 
     def _forget_signals(self) -> None:
-        """In a forked child (checkpoint writers): SIGTERM ends the child again, and does not reach
-        our watcher.
+        """Restore signals in a forked child (a checkpoint writer): SIGTERM ends it again, and
+        does not reach this process's watcher.
         """
         if self._watching.is_set():
             with contextlib.suppress(ValueError):
@@ -559,6 +353,7 @@ class ServerLoop:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _watch(self, read_end: int) -> None:
+        """Thread: pass signals and notes of other ranks on; end a process that cannot go on."""
         store_errors = 0
         while self._watching.is_set():
             if select.select([read_end], [], [], 0.3)[0]:
@@ -567,7 +362,7 @@ class ServerLoop:
                         self.stop(f"received {signal.Signals(number).name}")
             failure = None
             try:
-                self._hear_stop_request()
+                self._read_stop_request()
                 failure = self._store.get("failure")
                 store_errors = 0
             except Exception:
@@ -593,18 +388,18 @@ class ServerLoop:
                     1, f"a rank failed and the others cannot go on without it:\n{failure}"
                 )
 
-    def _hear_stop_request(self) -> None:
-        """Take over what another rank has noted."""
+    def _read_stop_request(self) -> None:
+        """Stop if another rank has noted a stop request."""
         if self._stop_reason is None and (reason := self._store.get("stop")):
             self.stop(f"another rank ends the job ({reason})")
 
     def _abandon(self, code: int, why: str) -> None:
         """End this process although its main thread is still busy."""
-        self._complain(why)
+        self._log_error(why)
         if self.rank == 0:
             error = ServerStoppingError(why) if code == 0 else OperationFailedError(why)
             self._fail_all(error)
-            time.sleep(0.5)  # let Triton pass the answers on
+            time.sleep(0.5)  # for Triton to deliver the replies
         self._close(failed=bool(code))
         sys.stdout.flush()
         sys.stderr.flush()

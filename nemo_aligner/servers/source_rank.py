@@ -1,33 +1,51 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that one rank sends and all ranks wait for: the answer reaches every rank, and so does
+"""Requests that one rank sends and all ranks wait for: the reply reaches every rank, and so does
 every error.
 """
 
 import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.servers.futures import FutureResult
+from nemo_aligner.servers.futures import FutureResult, PendingReply
+from nemo_aligner.servers.schema import Arrays
 
-# Ranks that wait for another rank's answer hear from it this often, so no collective times out...
+T = TypeVar("T")
+
+# Ranks that wait for another rank's reply hear from it this often, so no collective times out...
 HEARTBEAT_S = 30.0
-# ...and when all ranks wait for answers of their own, for a failure of one should end the others
-# soon.
+# ...and this often when all ranks wait for replies of their own: a failure of one should end the
+# others soon.
 JOINT_HEARTBEAT_S = 10.0
 
 
-def await_on_source(pending, src: int, group) -> dict:
-    """The answer that rank `src` waits for, on every rank of `group`.
+class Awaitable(Protocol):
+    """What one rank waits for, such as a `PendingReply`."""
+
+    def done(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s`; True once there is a result or an error."""
+
+    def result(self) -> Any:
+        """Return the result, or raise the error."""
+
+
+def await_on_source(
+    pending: Awaitable | Exception | None, src: int, group: dist.ProcessGroup | None
+) -> Any:
+    """Return the result that rank `src` waits for, on every rank of `group`.
 
     Args:
-        pending: on `src` an object with `done(timeout_s)` and `result()`, such as `PendingAnswer`,
-            or an exception of the attempt to send; ignored elsewhere.
+        pending: on `src` what it waits for, or an exception of the attempt to send; ignored
+            elsewhere.
         group: process group; None without one (a single process).
 
     Raises:
@@ -36,33 +54,33 @@ def await_on_source(pending, src: int, group) -> dict:
     alone = group is None or dist.get_world_size(group) == 1
     is_source = alone or dist.get_rank() == src
     while True:
-        state, answer = _poll(pending, HEARTBEAT_S) if is_source else ("pending", None)
+        state, result = _poll(pending, HEARTBEAT_S) if is_source else ("pending", None)
         if not alone:
-            box = [(state, answer)]
+            box = [(state, result)]
             dist.broadcast_object_list(box, src=src, group=group)
-            state, answer = box[0]
+            state, result = box[0]
         if state == "done":
-            return answer
+            return result
         if state == "failed":
-            raise ServerRequestError(answer)
+            raise ServerRequestError(result)
 
 
-def _poll(pending, timeout_s: float) -> tuple:
-    """("done", answer), ("failed", what is wrong) or, after `timeout_s`, ("pending", None)."""
+def _poll(pending: Awaitable | Exception, timeout_s: float) -> tuple[str, Any]:
+    """("done", result), ("failed", message) or, after `timeout_s`, ("pending", None)."""
     try:
         if isinstance(pending, Exception):
             raise pending
         return ("done", pending.result()) if pending.done(timeout_s) else ("pending", None)
-    except Exception as error:  # whatever it is: the other ranks must not wait for ever
+    except Exception as error:  # of any kind: the other ranks must not wait forever
         return "failed", str(readable_error(error))
 
 
-def wait_for_all(pending) -> None:
-    """Return once every rank has its answers; every rank of the job calls it.
+def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
+    """Return once every rank has its replies; every rank of the job calls it.
 
-    Ranks may wait for different numbers of answers, and for a different time: nobody goes on to a
-    collective of the job, where a time limit runs, before all can. When one rank's request fails,
-    all ranks hear of it here.
+    Ranks may wait for different numbers of replies, and for different times: no rank goes on to a
+    collective of the job, which has a time limit, before all can. When one rank's request fails,
+    all ranks raise here.
 
     Args:
         pending: what this rank waits for, the `pending` of its futures; may be empty.
@@ -75,56 +93,52 @@ def wait_for_all(pending) -> None:
         deadline = time.monotonic() + JOINT_HEARTBEAT_S
         failure = None
         while left and failure is None:
-            state, answer = _poll(left[0], max(deadline - time.monotonic(), 0.0))
+            state, result = _poll(left[0], max(deadline - time.monotonic(), 0.0))
             if state == "pending":
                 break
             if state == "failed":
-                failure = answer
+                failure = result
             left.pop(0)
         outcomes = [(failure, not left)]
         if dist.is_initialized() and dist.get_world_size() > 1:
             outcomes = [None] * dist.get_world_size()
             dist.all_gather_object(outcomes, (failure, not left))
-        for text, _ in outcomes:
-            if text is not None:
-                raise ServerRequestError(text)
+        for message, _ in outcomes:
+            if message is not None:
+                raise ServerRequestError(message)
         if all(finished for _, finished in outcomes):
             return
 
 
-def get_future_result(future, *keys):
-    """Arrays `keys` of the answer, as tensors on this rank's device, on every rank of the
-    model-parallel group.
+def get_future_result(future: PendingReply | Exception | None, *keys: str) -> list[Tensor]:
+    """Return arrays `keys` of the reply as tensors on this rank's device; every rank of the
+    model-parallel group calls it.
 
     Args:
-        future: `PendingAnswer` on the group's source rank, ignored elsewhere.
-
-    Returns:
-        One tensor, or a list of them for several keys.
+        future: on the group's source rank; ignored elsewhere.
     """
-    src, group = (
+    reply = await_on_source(
+        future,
         parallel_state.get_model_parallel_src_rank(),
         parallel_state.get_model_parallel_group(),
     )
-    answer = await_on_source(future, src, group)
-    tensors = [torch.from_numpy(np.array(answer[key])).to(get_device()) for key in keys]
-    return tensors[0] if len(tensors) == 1 else tensors
+    return [torch.from_numpy(np.array(reply[key])).to(get_device()) for key in keys]
 
 
-def try_on_source(send):
-    """What `send()` returns, or the exception it raises, on the model-parallel source rank; None
+def try_on_source(send: Callable[[], T]) -> T | Exception | None:
+    """Return `send()`, or the exception it raises, on the model-parallel source rank; None
     elsewhere.
 
-    The other ranks learn of an exception when all ask for the result: one rank alone must not
-    leave the others there.
+    The other ranks learn of an exception when all ask for the result: the source rank alone must
+    not leave them waiting.
     """
     if parallel_state.get_rank() != parallel_state.get_model_parallel_src_rank():
         return None
     return outcome_or_error(send)
 
 
-def outcome_or_error(send):
-    """What `send()` returns, or the exception it raises as one that users can read."""
+def outcome_or_error(send: Callable[[], T]) -> T | Exception:
+    """Return `send()`, or the exception it raises as one that users can read."""
     try:
         return send()
     except Exception as error:
@@ -132,7 +146,7 @@ def outcome_or_error(send):
 
 
 def readable_error(error: Exception) -> Exception:
-    """`error`, or one that names its type if its message alone says little."""
+    """Return `error`, or one that names its type if its message alone says little."""
     return (
         error
         if isinstance(error, (ServerRequestError, UserError))
@@ -140,18 +154,21 @@ def readable_error(error: Exception) -> Exception:
     )
 
 
-class RankZeroFuture(FutureResult):
-    """An answer that global rank 0 waits for; `result()` ends on all ranks together. It can be
-    called again.
+class RankZeroFuture(FutureResult[T]):
+    """The outcome of a request of global rank 0; `result()` ends on all ranks together.
+
+    Args:
+        pending: on rank 0 the pending reply, or an exception of the attempt to send; None
+            elsewhere.
     """
 
-    def __init__(self, pending):
+    def __init__(self, pending: Awaitable | Exception | None):
         self._pending = pending
-        self._outcome = None
+        self._outcome: Arrays | ServerRequestError | None = None
         self.pending = () if pending is None else (pending,)
 
-    def result(self):
-        """The answer, by tensor name."""
+    def reply(self) -> Arrays:
+        """Wait for the reply and return its arrays by wire name; can be called again."""
         if self._outcome is None:
             try:
                 self._outcome = await_on_source(

@@ -12,7 +12,7 @@ from nemo_aligner.core.errors import UserError
 
 
 def find_libpython() -> str | None:
-    """Directory of the shared libpython of this interpreter, or None."""
+    """Return the directory of this interpreter's shared libpython, or None."""
     name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
     libdir = sysconfig.get_config_var("LIBDIR") or ""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
@@ -27,11 +27,11 @@ def find_libpython() -> str | None:
 
 
 def prepare_triton_environment() -> None:
-    """Make this process able to start Triton with a Python backend, or say at once why it cannot.
+    """Prepare this process to start Triton with a Python backend.
 
-    Triton runs its Python models in a stub that loads libpython and numpy: without the library
-    path it dies, or hangs for a minute, with an error that names neither; with numpy 2 it hands
-    over corrupted tensors.
+    Triton runs Python models in a stub that loads libpython and numpy. Without the library path it
+    dies, or hangs for a minute, with an error that names neither; with numpy 2 it corrupts
+    tensors.
 
     Raises:
         UserError: numpy 2, or no shared libpython.
@@ -39,20 +39,17 @@ def prepare_triton_environment() -> None:
     if int(np.__version__.split(".")[0]) >= 2:
         raise UserError(
             f"numpy {np.__version__} is installed, but Triton's Python backend corrupts tensors "
-            "with numpy 2. "
-            "Install it in the server's environment with: pip install 'numpy<2'"
+            "with numpy 2. Install it in the server's environment with: pip install 'numpy<2'"
         )
     directory = find_libpython()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if directory is None:
         raise UserError(
             f"Triton needs the shared library libpython{version}.so.1.0, but {sys.executable} has "
-            "none (its "
-            f"installation is under {sys.base_prefix}). Use a Python built with --enable-shared: "
-            "with pyenv "
-            f"PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install {version}; on Debian or Ubuntu "
-            f"apt install libpython{version}; the official python Docker images, uv and conda "
-            "have it."
+            f"none (its installation is under {sys.base_prefix}). Use a Python built with "
+            f"--enable-shared: with pyenv PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install "
+            f"{version}; on Debian or Ubuntu apt install libpython{version}; the official python "
+            "Docker images, uv and conda have it."
         )
     paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
     if directory not in paths:

@@ -1,25 +1,26 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How evenly a mixture of experts works: the losses that balance its experts, as metrics.
+"""The losses that balance the experts of a mixture of experts, as metrics.
 
 Megatron Core adds their gradients by itself and keeps their values, per layer, in a table of the
 process. Both are statistics of the tokens of a micro-batch, padding included.
 """
 
 import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker  # isort: skip
 
+def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dict[str, float]:
+    """Read and clear the balance losses of the last forward-backward pass; all ranks call it.
 
-def take_balance_losses(config, num_microbatches: int) -> dict[str, float]:
-    """Balance losses of the last forward-backward pass, without their coefficients; all ranks of
-    the job call it.
+    The losses are without their coefficients.
 
     Args:
-        config: `TransformerConfig` of the model.
+        config: of the model.
         num_microbatches: of the pass, on this rank.
 
     Returns:
@@ -28,8 +29,7 @@ def take_balance_losses(config, num_microbatches: int) -> dict[str, float]:
         probability) and `moe_z_loss` (mean squared log-sum-exp of the router's logits); each only
         if its coefficient is set, and none for a dense model.
     """
-    # A rank that has a part of a sequence holds a part of the first loss, and of the second a mean
-    # of its own.
+    # Of a split sequence a rank has a part of the first loss, and its own mean for the second.
     wanted = {}
     if config.num_moe_experts and config.moe_aux_loss_coeff:
         wanted["load_balancing_loss"] = 1
@@ -38,9 +38,8 @@ def take_balance_losses(config, num_microbatches: int) -> dict[str, float]:
     if not wanted:
         return {}
     tracker = get_moe_layer_wise_logging_tracker()
-    zero = torch.zeros(
-        1, device=get_device()
-    )  # a pipeline stage may have seen no layer of experts
+    # A pipeline stage may have no layer with experts.
+    zero = torch.zeros(1, device=get_device())
     sums = torch.stack(
         [tracker.get(name, {}).get("values", zero).double().sum() for name in wanted]
     )

@@ -1,41 +1,35 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Losses and gradients that are not finite: found before they reach a weight, and told by all
-ranks together.
+"""Find losses and gradients that are not finite before they change a weight.
 
-Megatron Core's own check raises on the one rank that sees a NaN before the reduction, and leaves
-the others in that
-reduction. Here all ranks agree after it: a NaN of one rank has then reached the others anyway, and
-none has been used.
+Megatron Core's own check raises before the reduction, on the one rank that sees a NaN, and leaves
+the others waiting in it. Here all ranks agree after the reduction and raise together: the NaN has
+then reached all of them, and no weight has changed.
 """
 
 import contextlib
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 
 from nemo_aligner.core.errors import NonFiniteError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 
-from megatron.core.distributed import DistributedDataParallel  # isort: skip
-
 REMEDY = (
-    "No weight was changed by it. Look at the last values of loss and grad_norm in metrics.jsonl "
-    "and at the data of"
-    " this step; lower model.optim.lr, clip gradients (trainer.*.gradient_clip_val), and resume "
-    "from the last good"
-    " checkpoint."
+    "No weight has changed. Look at the last values of loss and grad_norm in metrics.jsonl and at "
+    "the data of this step; lower model.optim.lr, clip gradients (trainer.*.gradient_clip_val), "
+    "and resume from the last good checkpoint."
 )
-NAMED_TENSORS = 3
+NAMED_TENSORS = 3  # weights with wrong gradients that the message names
 
 
 @contextlib.contextmanager
-def naming_step(step: str):
-    """Inside, a `NonFiniteError` gets the name of the step, e.g. "optimizer step 12 of PPO step
-    3".
-    """
+def naming_step(step: str) -> Iterator[None]:
+    """Put `step`, for example "update 12 of PPO step 3", in front of a `NonFiniteError`."""
     try:
         yield
     except NonFiniteError as error:
@@ -43,25 +37,27 @@ def naming_step(step: str):
 
 
 def check_finite(
-    model_chunks: list, loss: float, shares: list[torch.Tensor], micro_batch_size: int
+    model_chunks: Sequence[torch.nn.Module],
+    loss: float,
+    shares: Sequence[torch.Tensor],
+    micro_batch_size: int,
 ) -> None:
-    """Refuse a loss or a gradient that is NaN or infinite; every rank of the job calls it, after
-    the reductions.
+    """Refuse a loss or a gradient that is NaN or infinite; all ranks call it after the reductions.
 
     Args:
-        model_chunks: of this pipeline stage; the gradients of those that are wrapped for training
-            are looked at.
+        model_chunks: of this pipeline stage; only the gradients of chunks that are wrapped for
+            training are checked.
         loss: of the global batch.
-        shares: scalars, this rank's part of it from each micro-batch; empty but on the last
-        pipeline stage.
-        micro_batch_size: rows of each.
+        shares: scalars, this rank's part of the loss from each micro-batch; empty except on the
+            last pipeline stage.
+        micro_batch_size: samples of each.
 
     Raises:
-        NonFiniteError: on every rank; says where the loss went wrong, or in which weights the
-        gradient did.
+        NonFiniteError: on every rank; names the samples whose loss is not finite, or the weights
+            whose gradient is not.
     """
-    wrong = [not math.isfinite(loss), not _gradients_are_finite(model_chunks)]
-    wrong = torch.tensor(wrong, dtype=torch.int32, device=get_device())
+    found = [not math.isfinite(loss), not _gradients_are_finite(model_chunks)]
+    wrong = torch.tensor(found, dtype=torch.int32, device=get_device())
     several = dist.is_initialized() and dist.get_world_size() > 1
     if several:
         dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
@@ -72,12 +68,12 @@ def check_finite(
         _where_loss_is_wrong(shares, micro_batch_size),
         _weights_with_wrong_gradients(model_chunks),
     )
-    found = [mine]
+    by_rank = [mine]
     if several:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-    places = [place for place, _ in found if place]
-    names = sorted({name for _, names in found for name in names})
+        by_rank = [mine] * dist.get_world_size()
+        dist.all_gather_object(by_rank, mine)
+    places = [place for place, _ in by_rank if place]
+    names = sorted({name for _, names in by_rank for name in names})
     parts = []
     if bad_loss:
         parts.append(
@@ -89,19 +85,19 @@ def check_finite(
     raise NonFiniteError(f"{' and '.join(parts)}. {REMEDY}")
 
 
-def _gradients_are_finite(model_chunks) -> bool:
+def _gradients_are_finite(model_chunks: Sequence[torch.nn.Module]) -> bool:
     for chunk in model_chunks:
         if isinstance(chunk, DistributedDataParallel):
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                # A finite norm needs finite elements, and is quick to get; an infinite one may
-                # have overflowed.
+                # A finite norm proves finite elements and is cheap; an infinite one may have
+                # overflowed.
                 norm = torch.linalg.vector_norm(buffer.grad_data)
                 if not norm.isfinite() and not buffer.grad_data.isfinite().all():
                     return False
     return True
 
 
-def _weights_with_wrong_gradients(model_chunks) -> list[str]:
+def _weights_with_wrong_gradients(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
     return [
         name.removeprefix("module.").removeprefix("module.")
         for chunk in model_chunks
@@ -111,14 +107,14 @@ def _weights_with_wrong_gradients(model_chunks) -> list[str]:
     ]
 
 
-def _where_loss_is_wrong(shares: list[torch.Tensor], micro_batch_size: int) -> str | None:
+def _where_loss_is_wrong(shares: Sequence[torch.Tensor], micro_batch_size: int) -> str | None:
     for number, share in enumerate(shares):
         if not share.isfinite():
             rank, first = parallel_state.get_data_parallel_rank(), number * micro_batch_size
-            rows = (
-                f"row {first}"
+            samples = (
+                f"sample {first}"
                 if micro_batch_size == 1
-                else f"rows {first} to {first + micro_batch_size - 1}"
+                else f"samples {first} to {first + micro_batch_size - 1}"
             )
-            return f"first in {rows} of the share of data-parallel rank {rank}"
+            return f"first in {samples} of the share of data-parallel rank {rank}"
     return None

@@ -1,13 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a job's numbers go: Lightning's loggers (TensorBoard, Weights & Biases, ...) and two text
-files.
+"""Log a job's metrics with Lightning's loggers (TensorBoard, Weights & Biases, ...) and in files.
 
 `metrics.jsonl` has one line per call of `log_metrics`: `{"step": 3, "time": 1700000000.0,
 "train/loss": 0.5, ...}`. `tables.jsonl`, beside it, has one line per table update, `{"key": ...,
 "step": ..., "time": ..., "rows": [{...}]}`, with the rows that are new since the last update. Both
 are appended to, so a resumed job continues the files of the first; where it repeats a step, the
-later line counts. What JSON cannot hold (NaN, infinities) is written as null.
+later line counts. NaN and infinities, which JSON does not have, are written as null.
 """
 
 import json
@@ -16,12 +15,16 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nemo_aligner.parallel.environment import is_rank_zero
 
+if TYPE_CHECKING:
+    import pandas
+
 
 class CustomLoggerWrapper:
-    """One logger in front of many. A wrapped logger that lacks a method is skipped for that call.
+    """Calls many loggers and writes the files; a logger that lacks a method is skipped for it.
 
     Args:
         loggers: Lightning loggers (or anything with some of their methods), or None.
@@ -29,8 +32,10 @@ class CustomLoggerWrapper:
     """
 
     def __init__(
-        self, loggers: Iterable | None = None, metrics_file: str | os.PathLike | None = None
-    ):
+        self,
+        loggers: Iterable[Any] | None = None,
+        metrics_file: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.loggers = list(loggers or [])
         self._files: dict[str, _JsonLines] = {}
         self._rows_written: dict[str, int] = {}
@@ -42,15 +47,17 @@ class CustomLoggerWrapper:
             }
             self._folder = path.parent
 
-    def log_hyperparams(self, params) -> None:
-        """Hand the job's configuration to every logger."""
+    def log_hyperparams(self, params: Any) -> None:
+        """Log the job's configuration with every logger."""
         self._call("log_hyperparams", params)
 
-    def log_metrics(self, metrics: Mapping, step: int | None = None, prefix: str = "") -> None:
+    def log_metrics(
+        self, metrics: Mapping[str, Any], step: int | None = None, prefix: str = ""
+    ) -> None:
         """Log numbers under `prefix` + key.
 
-        Values are Python or NumPy numbers or tensors with one element; None (not measured) is left
-        out.
+        Values are Python or NumPy numbers or tensors with one element; None (not measured) is
+        left out.
 
         Raises:
             TypeError: another kind of value.
@@ -61,10 +68,8 @@ class CustomLoggerWrapper:
         self._call("log_metrics", named, step=step)
         self._write("metrics", {"step": step, "time": time.time(), **named})
 
-    def log_table(self, key: str, dataframe, step: int | None = None) -> None:
-        """Log a pandas frame that grows from call to call; the file gets the rows that are new
-        since the last call.
-        """
+    def log_table(self, key: str, dataframe: "pandas.DataFrame", step: int | None = None) -> None:
+        """Log a table that grows from call to call; the file gets the rows added since then."""
         self._call("log_table", key=key, dataframe=dataframe, step=step)
         if "tables" not in self._files:
             return
@@ -78,9 +83,10 @@ class CustomLoggerWrapper:
             ]
             self._write("tables", {"key": key, "step": step, "time": time.time(), "rows": rows})
 
-    def log_samples(self, name: str, rows: list[dict], step: int | None = None) -> None:
-        """Append all `rows` to `<name>.jsonl` beside the metrics, one line each; too many for a
-        table of the loggers.
+    def log_samples(self, name: str, rows: list[dict[str, Any]], step: int | None = None) -> None:
+        """Append all `rows` to `<name>.jsonl` beside the metrics, one line each.
+
+        For more samples than a table of the loggers can show.
         """
         if not self._files:
             return
@@ -88,23 +94,23 @@ class CustomLoggerWrapper:
         for row in rows:
             file.write({"step": step, **row})
 
-    def log_image(self, key: str, images: list, step: int | None = None) -> None:
+    def log_image(self, key: str, images: list[Any], step: int | None = None) -> None:
         """Log images with the loggers that can."""
         self._call("log_image", key=key, images=images, step=step)
 
     def finalize(self, status: str = "success") -> None:
-        """Flush and close; further calls of `log_metrics` open the files again."""
+        """Flush and close; a further call of `log_metrics` opens the files again."""
         self._call("finalize", status)
         for file in self._files.values():
             file.close()
 
-    def _call(self, method: str, *args, **kwargs) -> None:
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
         for logger in self.loggers:
             function = getattr(logger, method, None)
             if function is not None:
                 function(*args, **kwargs)
 
-    def _write(self, name: str, record: dict) -> None:
+    def _write(self, name: str, record: dict[str, Any]) -> None:
         if name in self._files:
             self._files[name].write(record)
 
@@ -112,11 +118,12 @@ class CustomLoggerWrapper:
 class _JsonLines:
     """A file of JSON lines, opened at the first write and flushed after each line."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = None
+        self._file: TextIO | None = None
 
-    def write(self, record: dict) -> None:
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(self.path)
@@ -125,13 +132,14 @@ class _JsonLines:
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file; the next write opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut off a last line without newline: a job was killed while writing it."""
+    """Remove a last line without newline, which a killed job left."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with open(path, "rb+") as file:
@@ -140,8 +148,8 @@ def _drop_torn_line(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
-def _number(key: str, value):
-    """A Python number from a number, a one-element tensor or a NumPy scalar."""
+def _number(key: str, value: Any) -> float:
+    """Python number of a number, a one-element tensor or a NumPy scalar."""
     if hasattr(value, "item"):
         try:
             value = value.item()
@@ -157,10 +165,8 @@ def _number(key: str, value):
     return value
 
 
-def _plain(value):
-    """`value` as JSON can hold it: NaN and infinities become null, tensors and arrays lists,
-    anything else text.
-    """
+def _plain(value: Any) -> Any:
+    """`value` in types of JSON: NaN and infinities as None, tensors as lists, the rest as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -2,25 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place that calls Megatron's forward-backward schedule.
 
-A batch is a dict of tensors whose rows are this data-parallel rank's samples; `tokens` (int64 `[B,
-S]`, right-padded) is required. It is cut into micro-batches of `micro_batch_size` consecutive
-rows. The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: the mask is
-causal, which with right padding is all that is needed. Under context parallelism the model gets
-this rank's share of the positions (`context_parallel`) and all the rest of its rows; the ranks
-then compute the same loss, from what they have gathered of each other.
+A batch is a dict of tensors with one entry per sample of this data-parallel rank; `tokens` (int64
+`[B, S]`, right-padded) is required. It is cut into micro-batches of `micro_batch_size` consecutive
+samples. The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: the mask
+is causal, which is enough with right padding. Under context parallelism the model gets this rank's
+share of the positions (`context_parallel`) and the other tensors of its samples whole; the ranks
+gather each other's outputs and then compute the same loss.
 
 Scaling. A loss function returns this micro-batch's *share* of the loss of the global batch (see
 `nemo_aligner.core.losses`). Megatron divides by the number of micro-batches and averages gradients
-over data-parallel
-ranks, so the share is multiplied by both: the gradient is that of the sum of all shares, whatever
-the split. (Over context-parallel ranks Megatron itself undoes the average: the gradient of each is
-the part that passed through it.)
+over data-parallel ranks, so the share is multiplied by both: the gradient is that of the sum of
+all shares, whatever the split. (Over context-parallel ranks Megatron itself undoes the average:
+the gradient of each is the part that passed through it.)
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
@@ -29,14 +33,11 @@ from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.expert_losses import take_balance_losses
 from nemo_aligner.training.finite import check_finite
 
-from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
-from megatron.core.transformer.module import Float16Module  # isort: skip
-from megatron.core.utils import get_model_config  # isort: skip
-
 Batch = dict[str, torch.Tensor]
+ModelChunks = Sequence[torch.nn.Module]
 
 
-def _micro_batches(batch: Batch, micro_batch_size: int):
+def _micro_batches(batch: Batch, micro_batch_size: int) -> Iterator[Batch]:
     size = batch["tokens"].size(0)
     for start in range(0, size, micro_batch_size):
         yield {
@@ -45,10 +46,8 @@ def _micro_batches(batch: Batch, micro_batch_size: int):
         }
 
 
-def _padded_width(width: int, config) -> int:
-    """The next width that can be split over context-parallel ranks and then, with sequence
-    parallelism, TP ranks.
-    """
+def _padded_width(width: int, config: TransformerConfig) -> int:
+    """The next width that CP ranks and, with sequence parallelism, TP ranks can split."""
     multiple = width_multiple()
     if config.sequence_parallel:
         context = parallel_state.get_context_parallel_world_size()
@@ -57,28 +56,27 @@ def _padded_width(width: int, config) -> int:
 
 
 def _call_model(
-    model, micro_batch: Batch, width: int, model_inputs: Iterable[str]
+    model: torch.nn.Module, micro_batch: Batch, width: int, model_inputs: Iterable[str]
 ) -> torch.Tensor:
     tokens = micro_batch["tokens"]
     pad = width - tokens.size(1)
     if pad:
         tokens = torch.nn.functional.pad(tokens, (0, pad))
-    # The columns that are added may lie outside a learned position embedding; nobody looks at
-    # them.
+    # The added columns may lie outside a learned position embedding; their output is not used.
     position_ids = (
         torch.arange(width, device=tokens.device).clamp(max=width - pad - 1).expand_as(tokens)
     )
     tokens, position_ids = take_share(tokens, 1), take_share(position_ids, 1)
     inputs = {key: micro_batch[key] for key in model_inputs}
-    return model(tokens, position_ids, None, **inputs, **_output_options(model))
+    output: torch.Tensor = model(tokens, position_ids, None, **inputs, **_output_options(model))
+    return output
 
 
-def _output_options(model) -> dict:
-    """What keeps a bf16 language model from making a float32 copy of all its logits, and of their
-    gradient.
+def _output_options(model: Any) -> dict[str, bool]:
+    """Options that keep a bf16 language model from copying logits and gradient to float32.
 
     `vocab_parallel` computes in float32 whatever it is given. The few numbers of a head are copied
-    as ever.
+    as usual.
     """
     while not isinstance(model, Float16Module) and hasattr(model, "module"):
         model = model.module
@@ -87,10 +85,10 @@ def _output_options(model) -> dict:
 
 
 def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
-    """`[b, width]` of a head without the columns that were added.
+    """Remove the added columns from the output `[b, width]` of a head.
 
-    Logits stay as they are: `vocab_parallel` takes them with padding, and to cut it off would make
-    a copy of their gradient.
+    Logits stay as they are: `vocab_parallel` takes them with padding, and cutting it off would
+    copy their gradient.
     """
     tokens_width = micro_batch["tokens"].size(1)
     if width != tokens_width and output.dim() == 2 and output.size(1) == width:
@@ -98,33 +96,39 @@ def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
     return output
 
 
-def _micro_batch_group(model_chunks) -> int:
-    """Virtual pipelining walks over micro-batches in groups of as many as there are stages: their
-    number is a multiple of this.
-    """
+def _micro_batch_group(model_chunks: ModelChunks) -> int:
+    """What divides the number of micro-batches: the pipeline stages, with virtual pipelining."""
     return parallel_state.get_pipeline_model_parallel_world_size() if len(model_chunks) > 1 else 1
 
 
 def _run_schedule(
-    model_chunks, batch: Batch, micro_batch_size: int, consume, model_inputs, forward_only: bool
-):
-    """Run the schedule; `consume(output, micro_batch)` is the schedule's loss function on the last
-    stage.
+    model_chunks: ModelChunks,
+    batch: Batch,
+    micro_batch_size: int,
+    consume: Callable[[torch.Tensor, Batch], Any],
+    model_inputs: Iterable[str],
+    forward_only: bool,
+) -> list[Any]:
+    """Run the schedule; return what `consume(output, micro_batch)` returns on the last stage.
+
+    With gradients `consume` is the loss function of Megatron's schedule.
     """
     config = get_model_config(model_chunks[0])
     num_microbatches = batch["tokens"].size(0) // micro_batch_size
     width = _padded_width(batch["tokens"].size(1), config)
 
-    def forward_step(data_iterator, model):
+    def forward_step(
+        data_iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
         micro_batch = next(data_iterator)
         output = _call_model(model, micro_batch, width, model_inputs)
 
-        def loss_function(output_tensor, non_loss_data=False):
+        def loss_function(output_tensor: torch.Tensor, non_loss_data: bool = False) -> Any:
             return consume(_crop(output_tensor, micro_batch, width), micro_batch)
 
         return output, loss_function
 
-    return get_forward_backward_func()(
+    results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         # Each virtual pipeline chunk walks over the micro-batches with an iterator of its own.
         data_iterator=[_micro_batches(batch, micro_batch_size) for _ in model_chunks]
@@ -137,10 +141,11 @@ def _run_schedule(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    return results
 
 
-def broadcast_from_last_stage(value):
-    """`value` (any object) of the last pipeline stage, on every stage."""
+def broadcast_from_last_stage(value: Any) -> Any:
+    """Return the `value` (any object) of the last pipeline stage on every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return value
     box = [value]
@@ -154,7 +159,7 @@ def broadcast_from_last_stage(value):
 
 
 def forward_backward(
-    model_chunks: list,
+    model_chunks: ModelChunks,
     batch: Batch,
     *,
     micro_batch_size: int,
@@ -266,24 +271,27 @@ def _most_of_expert_ranks(count: int) -> int:
 
 @torch.no_grad()
 def forward_collect(
-    model_chunks: list,
+    model_chunks: ModelChunks,
     batch: Batch,
     *,
     micro_batch_size: int,
     output_fn: Callable[[torch.Tensor, Batch], torch.Tensor],
     model_inputs: Iterable[str] = (),
 ) -> torch.Tensor:
-    """Forward pass of this rank's rows; all ranks call it, with equal shapes within a pipeline.
+    """Forward pass of this rank's samples; all ranks call it, with equal shapes in a pipeline.
 
-    Data-parallel ranks may have rows of another number and width. With expert parallelism they
-    then make as many passes as the one with the most, as every pass needs the experts of all; so
-    all of them must call it equally often.
+    Data-parallel ranks may have samples of another number and width. With expert parallelism they
+    then make as many passes as the one with the most, because every pass needs the experts of all
+    ranks; so all of them must call it equally often.
 
     Args:
-        micro_batch_size: most rows per forward pass; what is missing is filled up with repeated
-            rows, which are dropped again. Virtual pipelining takes fewer rows at a time where
-            there are few.
+        model_chunks: the model of this pipeline stage.
+        batch: this rank's samples; `tokens` int64 `[B, S]` and what `output_fn` needs.
+        micro_batch_size: most samples per forward pass; an incomplete micro-batch is filled up
+            with repeated samples, whose output is dropped. Virtual pipelining takes fewer samples
+            at a time where there are few.
         output_fn: `(output, micro_batch) -> tensor [b, ...]`, called on the last stage.
+        model_inputs: further keys of the batch that are handed to the model by name.
 
     Returns:
         The tensors of all micro-batches, `[B, ...]`, on every pipeline stage.
@@ -302,20 +310,16 @@ def forward_collect(
         model_chunks,
         batch,
         micro_batch_size,
-        lambda output, mb: output_fn(output, mb),
+        output_fn,
         model_inputs,
         forward_only=True,
     )
-    collected = torch.cat(outputs)[:rows] if parallel_state.is_pipeline_last_stage() else None
+    is_last = parallel_state.is_pipeline_last_stage()
+    collected = torch.cat(outputs)[:rows].contiguous() if is_last else torch.empty(0)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        shape_and_type = broadcast_from_last_stage(
-            None if collected is None else (collected.shape, collected.dtype)
-        )
-        if collected is None:
-            collected = torch.empty(
-                shape_and_type[0], dtype=shape_and_type[1], device=get_device()
-            )
-        collected = collected.contiguous()
+        shape, dtype = broadcast_from_last_stage((collected.shape, collected.dtype))
+        if not is_last:
+            collected = torch.empty(shape, dtype=dtype, device=get_device())
         torch.distributed.broadcast(
             collected,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),

@@ -1,28 +1,36 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer and learning-rate schedule from NeMo's `model.optim` keys, built from Megatron Core's
-own parts.
+"""Optimizer and learning-rate schedule from NeMo's `model.optim` keys, with Megatron Core's parts.
 
 The schedule counts optimizer updates. CosineAnnealing is: linear warm-up over `warmup_steps`
 updates, cosine from `lr` to `min_lr` until `max_steps - constant_steps`, then `min_lr` (in a job
 too short for that, without the constant phase). The first update already has a rate above zero
-(`lr / (warmup + 1)`); NeMo's has exactly zero, which wastes the first rollout.
+(`lr / (warmup + 1)`); in NeMo it is exactly zero, which wastes the first rollout.
 """
 
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
+from omegaconf import DictConfig
 
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel import parallel_state
-
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
-from megatron.core.distributed import finalize_model_grads  # isort: skip
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
-from megatron.core.optimizer import get_standard_config_overrides  # isort: skip
-from megatron.core.optimizer.optimizer_config import ParamKey  # isort: skip
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
 # Megatron Core asks every parameter for its gradient, copies included, in each step.
 warnings.filterwarnings(
@@ -36,26 +44,31 @@ CONSTANT_SCHEDULES = ("constant", "WarmupHoldPolicy")
 SCHEDULES = ("CosineAnnealing", *CONSTANT_SCHEDULES)
 
 
-def wrap_with_ddp(model_chunks: list, optim_cfg) -> list:
-    """Wrap every chunk in Megatron's DistributedDataParallel and register its gradient hooks; all
-    ranks call it.
+def wrap_with_ddp(
+    model_chunks: Sequence[Any], optim_cfg: DictConfig
+) -> list[DistributedDataParallel]:
+    """Wrap every chunk in Megatron's DistributedDataParallel, with hooks; all ranks call it.
+
+    Args:
+        model_chunks: of this pipeline stage; each has a `TransformerConfig` as `config`.
+        optim_cfg: complete section `model.optim`.
     """
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             if EXPERTS in name:
-                # Megatron Core gives experts an optimizer of their own where they are spread over
+                # Megatron Core gives experts their own optimizer only where they are spread over
                 # ranks. With one everywhere, a checkpoint has the same form at every
                 # expert_model_parallel_size.
                 parameter.allreduce = False
     several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
-    overlap = bool(optim_cfg.get("overlap_grad_sync", False)) and several
-    bucket_mb = optim_cfg.get("bucket_cap_mb", None)
+    overlap = bool(optim_cfg.overlap_grad_sync) and several
+    bucket_mb = optim_cfg.bucket_cap_mb
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=optim_cfg.name in DISTRIBUTED_OPTIMIZERS,
-        # Megatron's check leaves the other ranks in the reduction; ours (training/finite.py)
-        # raises on all of them.
+        # Megatron's check raises on one rank and leaves the others in the reduction;
+        # training/finite.py raises on all of them.
         check_for_nan_in_grad=False,
         bucket_size=int(bucket_mb * 2**20 / 4) if bucket_mb else None,
     )
@@ -63,8 +76,8 @@ def wrap_with_ddp(model_chunks: list, optim_cfg) -> list:
     for index, chunk in enumerate(model_chunks):
         config = chunk.config
         # Without overlap a bucket is all weights of one dtype anyway, and each must be
-        # communicated by itself: gloo mixes up the bytes of buckets of two dtypes (a bf16 model
-        # with an fp32 head) when they are sent as one.
+        # communicated by itself: sent together, gloo mixes up the bytes of buckets of two dtypes
+        # (a bf16 model with an fp32 head).
         wrapped.append(
             DistributedDataParallel(
                 config, ddp_config, chunk, disable_bucketing=overlap and index > 0
@@ -79,13 +92,13 @@ def wrap_with_ddp(model_chunks: list, optim_cfg) -> list:
     return wrapped
 
 
-def chained_optimizers(optimizer) -> list:
-    """The optimizers of one job: experts have one of their own."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers of one model: experts have their own."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _start_native_adam(optimizer) -> None:
-    """Give every parameter its (zero) Adam state now, where Adam is PyTorch's own.
+def _start_native_adam(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter its (zero) Adam state now, if Adam is PyTorch's own.
 
     Megatron's distributed optimizer reads the state's layout when it loads a checkpoint, before
     any step has made it.
@@ -103,14 +116,16 @@ def _start_native_adam(optimizer) -> None:
                 }
 
 
-def _parameter_groups(model_chunks: list, config: OptimizerConfig) -> dict:
-    """Megatron's own groups (no weight decay on biases and norms), and groups apart for weights of
-    another dtype.
+def _parameter_groups(
+    model_chunks: Sequence[torch.nn.Module], config: OptimizerConfig
+) -> dict[ParamKey, dict[str, Any]]:
+    """Megatron's own groups (no weight decay on biases and norms), split by dtype.
 
     In a group of two dtypes the distributed optimizer saves and loads the states of one weight as
-    those of another. The learning rate that makes the groups differ is the common one.
+    those of another. What tells the groups apart is a learning rate that equals the common one.
     """
     for chunk in model_chunks:
+        parameter: Any  # gets an attribute that `ParamKey` reads
         for parameter in chunk.parameters():
             parameter.has_own_dtype = parameter.dtype is not config.params_dtype
     return {
@@ -119,8 +134,15 @@ def _parameter_groups(model_chunks: list, config: OptimizerConfig) -> dict:
     }
 
 
-def build_optimizer(model_chunks: list, optim_cfg, dtype: torch.dtype):
-    """Megatron's optimizer over DDP-wrapped chunks; all ranks call it.
+def build_optimizer(
+    model_chunks: Sequence[DistributedDataParallel], optim_cfg: DictConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """Build Megatron's optimizer over DDP-wrapped chunks; all ranks call it.
+
+    Args:
+        model_chunks: what `wrap_with_ddp` returns.
+        optim_cfg: complete section `model.optim`.
+        dtype: of the weights.
 
     Raises:
         ConfigError: unknown optimizer name.
@@ -130,15 +152,14 @@ def build_optimizer(model_chunks: list, optim_cfg, dtype: torch.dtype):
             f"model.optim.name={optim_cfg.name!r} is not supported; use one of "
             f"{', '.join(OPTIMIZERS)}."
         )
-    betas = optim_cfg.get("betas", (0.9, 0.98))
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim_cfg.lr,
-        min_lr=(optim_cfg.get("sched") or {}).get("min_lr", None) or 0.0,
-        weight_decay=optim_cfg.get("weight_decay", 0.0),
-        adam_beta1=betas[0],
-        adam_beta2=betas[1],
-        adam_eps=optim_cfg.get("eps", 1e-8),
+        min_lr=optim_cfg.sched.min_lr,
+        weight_decay=optim_cfg.weight_decay,
+        adam_beta1=optim_cfg.betas[0],
+        adam_beta2=optim_cfg.betas[1],
+        adam_eps=optim_cfg.eps,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=optim_cfg.name in DISTRIBUTED_OPTIMIZERS,
@@ -151,32 +172,39 @@ def build_optimizer(model_chunks: list, optim_cfg, dtype: torch.dtype):
     return optimizer
 
 
-def build_scheduler(optimizer, optim_cfg, max_steps: int) -> OptimizerParamScheduler:
-    """Learning-rate schedule over `max_steps` optimizer updates (see the module docstring).
+def build_scheduler(
+    optimizer: MegatronOptimizer, optim_cfg: DictConfig, max_steps: int
+) -> OptimizerParamScheduler:
+    """Build the learning-rate schedule over `max_steps` updates (see the module docstring).
+
+    Args:
+        optimizer: what `build_optimizer` returns.
+        optim_cfg: complete section `model.optim`.
+        max_steps: optimizer updates of the job.
 
     Raises:
         ConfigError: unknown schedule, or `min_lr` above `lr`.
     """
-    lr, sched = optim_cfg.lr, optim_cfg.get("sched") or {}
-    name = sched.get("name", "constant")
-    if name not in SCHEDULES:
+    lr, sched = optim_cfg.lr, optim_cfg.sched
+    if sched.name not in SCHEDULES:
         raise ConfigError(
-            f"model.optim.sched.name={name!r} is not supported; use one of {', '.join(SCHEDULES)}."
+            f"model.optim.sched.name={sched.name!r} is not supported; use one of "
+            f"{', '.join(SCHEDULES)}."
         )
-    warmup = sched.get("warmup_steps", 0) or 0
-    constant = name in CONSTANT_SCHEDULES
-    min_lr = lr if constant else (sched.get("min_lr", 0.0) or 0.0)
+    warmup = sched.warmup_steps
+    constant = sched.name in CONSTANT_SCHEDULES
+    min_lr = lr if constant else sched.min_lr
     if min_lr > lr:
         raise ConfigError(
             f"model.optim.sched.min_lr={min_lr} is above model.optim.lr={lr}; lower min_lr."
         )
-    constant_steps = sched.get("constant_steps", 0) or 0
+    constant_steps = sched.constant_steps
     if not constant and constant_steps and warmup + constant_steps >= max_steps:
         # Otherwise the rate would fall from its peak to min_lr right after the warm-up.
         logging.warning(
             f"model.optim.sched: warmup_steps={warmup} + constant_steps={constant_steps} leave "
-            "nothing of the job's "
-            f"{max_steps} optimizer updates to anneal over; the constant phase is left out."
+            f"none of the job's {max_steps} optimizer updates for annealing; the constant phase "
+            "is left out."
         )
         constant_steps = 0
     decay_end = max(max_steps - constant_steps, warmup + 1)
@@ -188,11 +216,11 @@ def build_scheduler(optimizer, optim_cfg, max_steps: int) -> OptimizerParamSched
         lr_warmup_steps=warmup,
         lr_decay_steps=decay_end,
         lr_decay_style="constant" if constant else "cosine",
-        start_wd=optim_cfg.get("weight_decay", 0.0),
-        end_wd=optim_cfg.get("weight_decay", 0.0),
+        start_wd=optim_cfg.weight_decay,
+        end_wd=optim_cfg.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # What is running wins over what was saved when a user changes the rate and resumes.
+        # When a user changes the rate and resumes, the configuration wins over the checkpoint.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

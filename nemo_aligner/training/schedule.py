@@ -3,6 +3,7 @@
 """Arithmetic of a training loop: steps per epoch, and when to validate, save and stop."""
 
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 from nemo.utils import logging
 from omegaconf import DictConfig
@@ -11,8 +12,14 @@ from nemo_aligner.core.errors import ConfigError, UserError
 
 
 def compute_limit_batches(number_of_batches: int, limit_batches: int | float | None) -> int:
-    """How many batches to use: a float is a fraction (at least one batch unless 0), an int a cap,
-    None all.
+    """Number of batches to use.
+
+    Args:
+        number_of_batches: that there are.
+        limit_batches: a float is a fraction (at least one batch unless 0), an int a cap, None all.
+
+    Raises:
+        ConfigError: a negative limit, or a float above 1.
     """
     if limit_batches is None:
         return number_of_batches
@@ -24,19 +31,50 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
         if limit_batches > 1:
             raise ConfigError(
                 f"limit_train_batches / limit_val_batches = {limit_batches}: a float is a "
-                "fraction of the data and at"
-                f" most 1.0; write {int(limit_batches)} without its point for a number of batches."
+                f"fraction of the data, at most 1.0; write {int(limit_batches)}, without the "
+                "point, for a number of batches."
             )
-        # 100 * 0.29 is 28.999...: the small addend keeps the floor at 29.
-        limit_batches = (
-            max(int(number_of_batches * limit_batches + 1e-6), 1) if limit_batches else 0
-        )
+        if limit_batches:
+            # 100 * 0.29 is 28.999...: the small addend keeps the floor at 29.
+            limit_batches = max(int(number_of_batches * limit_batches + 1e-6), 1)
+        else:
+            limit_batches = 0
     return min(number_of_batches, limit_batches)
 
 
-def compute_num_steps_per_epoch(sampler, limit_train_batches: int | float | None = 1.0) -> int:
-    """Optimizer steps (whole global batches) in one pass over the data of a sampler of
-    `data/nlp/samplers.py`.
+class Sampler(Protocol):
+    """A batch sampler of `data/nlp/samplers.py`."""
+
+    total_samples: int
+    global_batch_size: int
+    consumed_samples: int
+    drop_last: bool
+
+
+class BatchLoader(Protocol):
+    """A data loader whose batch sampler is one of `data/nlp/samplers.py`."""
+
+    batch_sampler: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches from `batch_sampler.consumed_samples` to the end of the epoch."""
+
+
+class Counters(Protocol):
+    """The counters of a trainer."""
+
+    consumed_samples: int
+    step: int
+    max_steps: int
+
+
+def compute_num_steps_per_epoch(
+    sampler: Sampler, limit_train_batches: int | float | None = 1.0
+) -> int:
+    """Updates (whole global batches) in one epoch of the data of a sampler.
+
+    Raises:
+        ConfigError: the sampler does not drop an incomplete global batch.
     """
     if not sampler.drop_last:
         raise ConfigError(
@@ -54,9 +92,7 @@ def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int)
 
 
 def is_complete(step: int, max_steps: int, keys: str) -> bool:
-    """Whether a job that starts at `step` has nothing to do; if so, a log line says it and which
-    `keys` to raise.
-    """
+    """True if a job that starts at `step` has nothing to do; logs which `keys` to raise."""
     if step < max_steps:
         return False
     logging.info(
@@ -65,27 +101,25 @@ def is_complete(step: int, max_steps: int, keys: str) -> bool:
     return True
 
 
-def endless_batches(dataloader, counters) -> Iterator:
-    """The batches of a data loader, epoch after epoch, from where `counters.consumed_samples`
-    says.
+def endless_batches(dataloader: BatchLoader, counters: Counters) -> Iterator[Any]:
+    """Yield the batches of a data loader, epoch after epoch, from `counters.consumed_samples` on.
 
     Args:
-        dataloader: its batch sampler is one of `data/nlp/samplers.py`.
-        counters: the trainer; `consumed_samples`, `step` and `max_steps` are read.
+        counters: the trainer, which advances `consumed_samples`.
 
     Raises:
         UserError: there is no batch at this position of the data.
     """
     while True:
-        # A loader with workers runs ahead of the training, so the position is told, not taken from
-        # the sampler.
+        # A loader with workers runs ahead of the training, so the position is set here, not taken
+        # from the sampler.
         dataloader.batch_sampler.consumed_samples = started_at = counters.consumed_samples
         yield from dataloader
         if counters.consumed_samples == started_at:
             raise UserError(
                 f"no training data left after {started_at} samples, at step {counters.step} of "
-                f"{counters.max_steps}:"
-                " the data set or the batch size has changed since the checkpoint."
+                f"{counters.max_steps}: the data set or the batch size has changed since the "
+                "checkpoint."
             )
 
 
@@ -97,12 +131,14 @@ def check_progress(
     limit_val_batches: int | float | None,
     run_time_exceeded: bool = False,
 ) -> tuple[bool, bool, bool]:
-    """What to do after `step` finished steps: (run validation, save a checkpoint, training has
-    reached its end).
+    """Decide what to do after `step` finished steps.
 
     Validation is on if there are batches for it and its interval is positive; saving if its
     interval is positive. Each happens at the multiples of its interval, at the end, and when the
     time is over.
+
+    Returns:
+        (run validation, save a checkpoint, training is at its end).
 
     Raises:
         ConfigError: a save would come without the validation whose metric it is ranked by.
@@ -112,9 +148,8 @@ def check_progress(
     if validation_enabled and save_enabled and save_interval % val_check_interval:
         raise ConfigError(
             f"save_interval={save_interval} is not a multiple of "
-            f"val_check_interval={val_check_interval}: checkpoints"
-            " are ranked by a validation metric, so each save needs a validation at the same "
-            "step."
+            f"val_check_interval={val_check_interval}: checkpoints are ranked by a validation "
+            "metric, so each save needs a validation at the same step."
         )
     is_train_end = step == max_steps
     last = is_train_end or run_time_exceeded
@@ -123,22 +158,24 @@ def check_progress(
     return run_val, save_model, is_train_end
 
 
-def supervised_max_steps(trainer_cfg: DictConfig, train_dataloader) -> int:
-    """Optimizer updates of a job with `trainer.sft` or `trainer.rm`: the horizon of its learning
-    rate.
+def supervised_max_steps(trainer_cfg: DictConfig, train_dataloader: BatchLoader) -> int:
+    """Optimizer updates of a supervised job, the horizon of its learning rate.
+
+    Args:
+        trainer_cfg: complete section `trainer.sft` or `trainer.rm`.
 
     Raises:
         ConfigError: neither epochs nor steps say when training ends.
     """
-    max_epochs, max_steps = trainer_cfg.get("max_epochs", 1), trainer_cfg.get("max_steps", -1)
+    max_epochs, max_steps = trainer_cfg.max_epochs, trainer_cfg.max_steps
     limits = [] if max_steps is None or max_steps < 0 else [max_steps]
     if max_epochs is not None:
-        limit_batches = trainer_cfg.get("limit_train_batches", 1.0)
-        limits.append(
-            max_epochs * compute_num_steps_per_epoch(train_dataloader.batch_sampler, limit_batches)
+        steps_per_epoch = compute_num_steps_per_epoch(
+            train_dataloader.batch_sampler, trainer_cfg.limit_train_batches
         )
+        limits.append(max_epochs * steps_per_epoch)
     if not limits:
         raise ConfigError(
-            "max_epochs=null needs max_steps: one of them must say when training ends."
+            "max_epochs=null needs max_steps: set one of them, so that training ends."
         )
     return min(limits)

@@ -1,8 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Durations of named phases, and the wall-clock budget of a run."""
+"""Durations of named phases, and the wall-clock limit of a run."""
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import torch
 
 from nemo_aligner.core.errors import ConfigError
 
-_REDUCTIONS = {
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda durations: sum(durations) / len(durations),
     "sum": sum,
     "max": max,
@@ -27,13 +28,15 @@ class ScopedTimer:
 
     Args:
         reduction: of several durations of one name: "mean", "sum", "max" or "min".
-        sync_cuda: wait for the GPU at both edges, so that its work counts in the scope that
-            launched it.
+        sync_cuda: wait for the GPU before and after a scope, so that its work counts in the scope
+            that launched it.
         buffer_size: how many durations a name may have before they are consumed; -1 for any
-        number.
+            number.
     """
 
-    def __init__(self, reduction: str = "mean", sync_cuda: bool = True, buffer_size: int = 1):
+    def __init__(
+        self, reduction: str = "mean", sync_cuda: bool = True, buffer_size: int = 1
+    ) -> None:
         if reduction not in _REDUCTIONS:
             raise ValueError(
                 f"reduction={reduction!r} is unknown; choose one of {', '.join(_REDUCTIONS)}"
@@ -44,12 +47,11 @@ class ScopedTimer:
         self._durations: dict[str, list[float]] = {}
 
     @contextmanager
-    def __call__(self, name: str):
+    def __call__(self, name: str) -> Iterator[None]:
         """Time the scope as `name`; a scope that raises leaves no duration.
 
         Raises:
-            ValueError: `name` already has `buffer_size` durations that nobody consumed: they would
-                be mixed up.
+            ValueError: `name` already has `buffer_size` durations that were not consumed.
         """
         if len(self._durations.get(name, ())) == self._buffer_size:
             raise ValueError(
@@ -61,7 +63,7 @@ class ScopedTimer:
         self._durations.setdefault(name, []).append(self._now() - start)
 
     def consume_durations(self) -> dict[str, float]:
-        """Seconds by name; forgets them."""
+        """Return the seconds by name, and forget them."""
         durations, self._durations = self._durations, {}
         return {name: self._reduce(values) for name, values in durations.items()}
 
@@ -75,20 +77,18 @@ SyncTimer = ScopedTimer  # the older name
 
 
 class Timer:
-    """The wall-clock budget of a run, the same verdict on every rank.
+    """The wall-clock limit of a run; all ranks get the same answer.
 
     Args:
         duration: "DD:HH:MM:SS", a `timedelta`, or None: no limit.
     """
 
-    def __init__(self, duration: str | timedelta | None):
+    def __init__(self, duration: str | timedelta | None) -> None:
         self.duration_s = _seconds(duration)
         self._start: float | None = None
 
     def start_time(self) -> None:
-        """Start the clock; later calls change nothing, so a loop over epochs does not get a new
-        budget each.
-        """
+        """Start the clock; later calls change nothing."""
         if self._start is None:
             self._start = time.monotonic()
 
@@ -97,16 +97,14 @@ class Timer:
         return 0.0 if self._start is None else time.monotonic() - self._start
 
     def is_finished(self) -> bool:
-        """True once the budget is used up. Rank 0 decides; every rank must call this, since clocks
-        differ.
-        """
+        """True once the time is over. All ranks call it; rank 0 decides, because clocks differ."""
         finished = self.elapsed_s() >= self.duration_s
         if self.duration_s == float("inf") or not torch.distributed.is_initialized():
             return finished
         device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-        verdict = torch.tensor([int(finished)], device=device)
-        torch.distributed.broadcast(verdict, src=0)
-        return bool(verdict.item())
+        decision = torch.tensor([int(finished)], device=device)
+        torch.distributed.broadcast(decision, src=0)
+        return bool(decision.item())
 
 
 def _seconds(duration: str | timedelta | None) -> float:

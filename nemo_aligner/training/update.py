@@ -3,12 +3,14 @@
 """One optimizer update: clip, check, step, advance the learning rate."""
 
 import math
+from typing import Any
 
 from nemo_aligner.core.errors import NonFiniteError
+from nemo_aligner.core.interfaces import Optimizer, Scheduler, Trainable
 from nemo_aligner.training.optim import chained_optimizers
 
 
-def clip_gradients(optimizer, clip_val: float | None) -> None:
+def clip_gradients(optimizer: Optimizer, clip_val: float | None) -> None:
     """Set the gradient norm to which the next `optimizer.step()` clips; None or <= 0 switches
     clipping off.
     """
@@ -16,7 +18,9 @@ def clip_gradients(optimizer, clip_val: float | None) -> None:
         part.config.clip_grad = float(clip_val or 0.0) if (clip_val or 0.0) > 0 else 0.0
 
 
-def optimizer_step(optimizer, scheduler, clip_val: float | None) -> float | None:
+def optimizer_step(
+    optimizer: Optimizer, scheduler: Scheduler, clip_val: float | None
+) -> float | None:
     """Clip to `clip_val`, update the weights and the learning rate; all ranks call it.
 
     Returns:
@@ -37,6 +41,30 @@ def optimizer_step(optimizer, scheduler, clip_val: float | None) -> float | None
     return grad_norm if (clip_val or 0.0) > 0 else None
 
 
-def learning_rate(optimizer) -> float:
+def learning_rate(optimizer: Optimizer) -> float:
     """Current learning rate of the first parameter group."""
     return float(optimizer.param_groups[0]["lr"])
+
+
+def train_on_batch(
+    model: Trainable,
+    optimizer: Optimizer,
+    scheduler: Scheduler,
+    batch: Any,
+    clip_val: float | None,
+) -> dict[str, float]:
+    """One optimizer update on a global batch, of which each rank has its share; all ranks call it.
+
+    Returns:
+        The model's metrics, `loss`, `lr` (that of this update) and, with clipping, `grad_norm`.
+
+    Raises:
+        NonFiniteError: loss or gradient is NaN or infinite; no weight has changed.
+    """
+    optimizer.zero_grad()
+    model.prepare_for_training_step()
+    loss, metrics = model.get_loss_and_metrics(batch=batch, forward_only=False)
+    model.finish_training_step()
+    metrics = {**metrics, "loss": float(loss), "lr": learning_rate(optimizer)}
+    grad_norm = optimizer_step(optimizer, scheduler, clip_val)
+    return metrics if grad_norm is None else metrics | {"grad_norm": float(grad_norm)}

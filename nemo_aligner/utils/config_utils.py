@@ -6,8 +6,8 @@ from nemo_aligner.config.checks import (
     check_config,
     check_keys,
     check_sections,
-    drop_unset,
     inert_notes,
     nearest_key,
-    register_resolvers,
 )
+from nemo_aligner.config.defaults import drop_unset
+from nemo_aligner.config.resolvers import register_resolvers

@@ -4,10 +4,10 @@
 
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.futures import FutureResult
+from nemo_aligner.servers.locks import lock_method
 from nemo_aligner.servers.requests import (
     calculate_inference_batch_padding_multiple,
     decode_bytes_ndarray,
-    lock_method,
     pad_batch_and_strip_sequence,
     pad_input,
     pad_rows,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The former place of these names; what each import statement below names is the present one."""
 
+from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.experiment import (
     build_checkpoint_callback,
     build_logger,
@@ -13,6 +14,5 @@ from nemo_aligner.launch.processes import (
     init_distributed,
     launch_processes,
     resolve_and_create_trainer,
-    user_errors_end_the_job,
 )
 from nemo_aligner.training.schedule import supervised_max_steps

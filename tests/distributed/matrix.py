@@ -1,23 +1,22 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix: every role, at every split, gives the numbers of one rank. As data, and what a rank
-computes of it.
+"""The matrix: every role gives the numbers of one rank at every split. This module holds the cases
+as data, and what a rank computes of each; test_matrix.py judges them.
 
-A *case* is (split, architecture, role). All cases of as many ranks are served by one launch: the
-groups of one split are destroyed and those of the next are made. One rank computes the same first
-and leaves it in files; rank 0 of a split compares with them and reports how far off it is.
+A *case* is (split, architecture, role). One launch serves all cases of as many ranks: the groups of
+one split are destroyed and those of the next are created. One rank computes every case first and
+leaves the results in files; rank 0 of a split compares with them and reports the deviations.
 
-How far off: `deviation(a, b)` = max |a - b| / max |b|, for every tensor by itself; of gradients
-and weights over the whole (gathered) tensor. Two things have no scale of their own. The gradient
-of a bias is a sum of terms that may cancel (those of a reward model's last biases do, in every
-pair): gradients of the weight and the bias of a module count as one tensor. And a weight that
-stays zero but for rounding: max |b| counts at least as `FLOOR` of the largest in its model.
-In bf16 that share is a tenth, for biases start at zero and stay small, and of the metrics only
-loss and gradient norm
-are compared: shares of what was clipped jump.
+`deviation(a, b)` is max |a - b| / max |b|, for each tensor separately; for gradients and weights
+over the whole (gathered) tensor. Two quantities have no scale of their own. The gradient of a bias
+is a sum of terms that may cancel (those of a reward model's last biases do, in every pair):
+gradients of the weight and the bias of a module count as one tensor. And a weight may stay zero but
+for rounding: max |b| counts at least as `FLOOR` of the largest in its model. In bf16 that share is
+a tenth, because biases start at zero and stay small, and of the metrics only loss and gradient norm
+are compared: clip fractions are discontinuous.
 
-Rows are dealt to data-parallel ranks like cards, so that a micro-batch of two holds other rows
-than on one rank. In the splits every slot that must not count holds NaN, on one rank 0.
+Samples are dealt to data-parallel ranks in turn, so that a micro-batch of two holds other samples
+than on one rank. Slots that must not count hold NaN in the splits and 0 on one rank.
 """
 
 import dataclasses
@@ -26,6 +25,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.parallel_state import destroy_model_parallel
 from omegaconf import OmegaConf
 
 from nemo_aligner.generation import GenerationParams
@@ -42,16 +44,13 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import optimizer_step
+from tests.distributed.launcher import progress
 from tests.tiny_models import PPO, tiny_config
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
-from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
-
-ROWS, WIDTH, ATTRIBUTES, STEPS = 8, 13, 2, 3
+SAMPLES, WIDTH, ATTRIBUTES, STEPS = 8, 13, 2, 3
 FLOOR = {32: 1e-3, "bf16": 0.1}
 LENGTHS = torch.tensor([13, 5, 9, 7, 12, 4, 10, 6])
-EMPTY_ROW = 3  # its mask has no counting slot
+EMPTY_SAMPLE = 3  # its mask has no counting slot
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class Split:
         return self.model.get("precision", 32)
 
     def cases(self, slim: bool = False) -> list[tuple[str, str]]:
-        """(architecture, role) that run at it; without experts if `slim` (test_experts.py has them
-        in `make test`).
+        """(architecture, role) that run at it; without experts if `slim`, because test_experts.py
+        covers them in `make test`.
         """
         architectures = [a for a in self.architectures if a != "moe" or not slim]
         return [
@@ -116,7 +115,7 @@ SPLITS = {
     "TP2+SP": Split(2, _sizes(tp=2, sp=True), ALL, slim=True),
     "PP2": Split(2, _sizes(pp=2), ALL),
     "PP2+VPP2": Split(2, _sizes(pp=2, vpp=2), slim=True),
-    "CP2": Split(2, _sizes(cp=2), ALL, slim=True),
+    "CP2": Split(2, _sizes(cp=2), ALL),  # test_context_parallel.py has it in `make test`
     "DP2": Split(2, _sizes(), ALL, slim=True),
     "DP2 adamw": Split(2, _sizes(optim=ADAMW), ALL),
     "EP2": Split(2, _sizes(expert_model_parallel_size=2), ("moe",)),
@@ -196,7 +195,7 @@ GENERATION = {
 ADAM_EPS = 1e-3
 
 
-# --- data -----------------------------------------------------------------------------------------------------------
+# --- data
 
 
 def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
@@ -205,28 +204,28 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
     """
     generator = torch.Generator().manual_seed(3)
     column = torch.arange(WIDTH)
-    answers = (column >= 2) & (column < LENGTHS[:, None])
-    answers[EMPTY_ROW] = False
+    responses = (column >= 2) & (column < LENGTHS[:, None])
+    responses[EMPTY_SAMPLE] = False
     if empty:
-        answers[:] = False
+        responses[:] = False
 
     def tokens():
-        return torch.randint(0, 290, (ROWS, WIDTH), generator=generator)
+        return torch.randint(0, 290, (SAMPLES, WIDTH), generator=generator)
 
     def numbers(mean=0.0):
-        values = mean + 0.3 * torch.randn(ROWS, WIDTH - 1, generator=generator)
+        values = mean + 0.3 * torch.randn(SAMPLES, WIDTH - 1, generator=generator)
         return torch.where(transitions, values, masked_value)
 
     first, second = tokens(), tokens()
-    transitions = answers[:, 1:]
-    is_end = torch.ones(ROWS, dtype=torch.bool)
+    transitions = responses[:, 1:]
+    is_end = torch.ones(SAMPLES, dtype=torch.bool)
     is_end[5] = False
     if role == "actor":
         transitions = transitions & is_end[:, None]
         return {
             "response_tokens": first,
             "is_end": is_end,
-            "mask": answers[:, 1:].float(),
+            "mask": responses[:, 1:].float(),
             "advantages": numbers(),
             "prev_logprobs": numbers(-5.5),
         }
@@ -239,24 +238,24 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
         }
     if role == "reward model":
         lengths = {"chosen_length": LENGTHS, "rejected_length": LENGTHS.flip(0)}
-        return {"chosen": first, "rejected": second, **lengths, "loss_mask": answers.float()}
+        return {"chosen": first, "rejected": second, **lengths, "loss_mask": responses.float()}
     if role == "regression":
-        labels = torch.randn(ROWS, ATTRIBUTES, generator=generator)
+        labels = torch.randn(SAMPLES, ATTRIBUTES, generator=generator)
         labels[0, 1] = -100.0  # no label
-        labels[~answers.any(1)] = masked_value
+        labels[~responses.any(1)] = masked_value
         return {
             "inputs": first,
             "lengths": LENGTHS,
             "labels": labels,
-            "loss_mask": answers.float(),
+            "loss_mask": responses.float(),
         }
     if role == "sft":
-        return {"tokens": first, "labels": first.roll(-1, 1), "loss_mask": answers.float()}
+        return {"tokens": first, "labels": first.roll(-1, 1), "loss_mask": responses.float()}
     return {"response_tokens": first, "mask": transitions.float()}
 
 
-def my_rows(size: int | None = None) -> slice:
-    """The rows of this data-parallel rank, dealt like cards."""
+def my_samples(size: int | None = None) -> slice:
+    """The samples of this data-parallel rank, dealt in turn."""
     return slice(
         parallel_state.get_data_parallel_rank(),
         size,
@@ -264,14 +263,14 @@ def my_rows(size: int | None = None) -> slice:
     )
 
 
-def all_rows(mine) -> list:
-    """The rows of all data-parallel ranks, in the order of one rank."""
+def all_samples(mine) -> list:
+    """The samples of all data-parallel ranks, in the order of one rank."""
     shares = [None] * parallel_state.get_data_parallel_world_size()
     dist.all_gather_object(shares, list(mine), group=parallel_state.get_data_parallel_group())
     return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
 
 
-# --- full tensors ---------------------------------------------------------------------------------------------------
+# --- full tensors
 
 
 def gathered(model, local=lambda parameter: parameter) -> dict[str, torch.Tensor] | None:
@@ -336,7 +335,7 @@ def deviation(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
     return float((a - b).abs().max()) / scale if scale else float(a.abs().max())
 
 
-# --- what a rank computes -------------------------------------------------------------------------------------------
+# --- what a rank computes
 
 
 def model_config(tokenizer_dir, architecture: str, **overrides):
@@ -393,7 +392,7 @@ def loss_and_gradient(
     model.cfg.micro_batch_size = micro_batch_size
     model.prepare_for_training_step()
     loss, metrics = model.get_loss_and_metrics(
-        {key: value[my_rows()] for key, value in batch.items()}
+        {key: value[my_samples()] for key, value in batch.items()}
     )
     metrics = model.summarize_metrics(metrics) if hasattr(model, "summarize_metrics") else metrics
     return {"loss": loss, **metrics}
@@ -405,11 +404,11 @@ def gradient(model) -> dict[str, torch.Tensor] | None:
 
 
 def inferred(model, role: str) -> dict[str, torch.Tensor]:
-    """What a role tells about texts: log-probs, entropy, rewards, values; all rows."""
-    tokens, lengths = global_batch(role, 0.0), LENGTHS[my_rows()]
+    """What a role infers of the samples: log-probs, entropy, rewards, values; of all ranks."""
+    tokens, lengths = global_batch(role, 0.0), LENGTHS[my_samples()]
     tokens = next(
         tokens[k] for k in ("response_tokens", "tokens", "inputs", "chosen") if k in tokens
-    )[my_rows()]
+    )[my_samples()]
     model.set_eval()
     outputs = {}
     if role in ("actor", "rs"):
@@ -419,8 +418,8 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
             model.model,
             {"tokens": tokens},
             micro_batch_size=3,
-            output_fn=lambda logits, rows: model.logprobs_and_entropy(
-                logits, rows["tokens"], inference_only=True
+            output_fn=lambda logits, batch: model.logprobs_and_entropy(
+                logits, batch["tokens"], inference_only=True
             )[1],
         )
     if role == "critic":
@@ -430,20 +429,20 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
     elif role in ("reward model", "regression"):
         outputs["rewards"] = model.infer((tokens, lengths))
     model.set_train()
-    return {name: torch.stack(all_rows(value)) for name, value in outputs.items()}
+    return {name: torch.stack(all_samples(value)) for name, value in outputs.items()}
 
 
-def texts(model) -> dict[str, list]:
-    """Generated ids, whether the text ended, and the sampler's log-probs, of ten ragged
+def generated(model) -> dict[str, list]:
+    """Token ids, whether the response ended, and the sampler's log-probs, for ten ragged
     prompts.
     """
     generator = torch.Generator().manual_seed(5)
     prompts = torch.randint(0, 290, (10, 7), generator=generator)
-    rows = my_rows()
+    share = my_samples()
     arguments = (prompts, torch.randint(1, 8, (10,), generator=generator), torch.arange(10) + 50)
     results = {}
     for name, params in GENERATION.items():
-        output = model.generator.generate(*(x[rows] for x in arguments), params)
+        output = model.generator.generate(*(x[share] for x in arguments), params)
         mine = [
             (
                 output.response_tokens[i, :length].tolist(),
@@ -452,7 +451,7 @@ def texts(model) -> dict[str, list]:
             )
             for i, length in enumerate(output.response_lengths.tolist())
         ]
-        results[name] = all_rows(mine)
+        results[name] = all_samples(mine)
     return results
 
 
@@ -465,7 +464,7 @@ def variants(role: str, split: Split, slim: bool) -> list[tuple[str, int]]:
     named = {
         (r if r in own else own[0], m): None for r, m in (SLIM_VARIANTS if slim else VARIANTS)
     }
-    return [(r, m) for r, m in named if ROWS // dp % (m * group) == 0]
+    return [(r, m) for r, m in named if SAMPLES // dp % (m * group) == 0]
 
 
 def compute(
@@ -480,18 +479,19 @@ def compute(
     """All numbers of a case, `{quantity: value}`; whole tensors on rank 0 only.
 
     A quantity is a dict of tensors (gradients, weights), a dict of numbers (loss and metrics), a
-    tensor, or texts.
+    tensor, or generated samples.
     """
     model, optimizer, scheduler = build(tokenizer_dir, folder, architecture, role, split.model)
     numbers = dict(inferred(model, role))
     if role == "actor":
-        numbers |= {f"text {name}": rows for name, rows in texts(model).items()}
+        numbers |= {f"generated {name}": samples for name, samples in generated(model).items()}
     for reduction, size in variants(role, split, slim):
         name = f"{reduction} {size}"
         numbers[f"loss {name}"] = loss_and_gradient(
             model, global_batch(role, masked_value), reduction, size
         )
         numbers[f"gradient {name}"] = gradient(model)
+        progress(f"{architecture} {role}, {name}")
     for reduction in ROLES[role].reductions:
         batch = global_batch(role, masked_value, empty=True)
         numbers[f"empty {reduction}"] = {
@@ -503,6 +503,7 @@ def compute(
                 float(g.abs().max()) for g in empty.values()
             )
     for step in range(STEPS):
+        progress(f"{architecture} {role}, step {step}")
         metrics = loss_and_gradient(
             model, global_batch(role, masked_value), ROLES[role].reductions[0], 1
         )
@@ -522,7 +523,7 @@ def stages_start_different(tokenizer_dir) -> bool:
     return not torch.equal(*weights)
 
 
-# --- comparison -----------------------------------------------------------------------------------------------------
+# --- comparison
 
 
 def by_module(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -539,10 +540,10 @@ def apart(mine, expected, is_gradient: bool = False, precision=32) -> float:
     """How far one quantity is from the expected one (see the module docstring)."""
     if isinstance(expected, torch.Tensor):
         return deviation(mine.float(), expected.float())
-    if isinstance(expected, list):  # texts: the same tokens, and log-probs that agree
-        if [row[:2] for row in mine] != [row[:2] for row in expected]:
+    if isinstance(expected, list):  # generated: the same tokens, and log-probs that agree
+        if [sample[:2] for sample in mine] != [sample[:2] for sample in expected]:
             return float("inf")
-        return max(deviation(row[2], other[2]) for row, other in zip(mine, expected))
+        return max(deviation(ours[2], other[2]) for ours, other in zip(mine, expected))
     if mine.keys() != expected.keys():
         return float("inf")
     if all(isinstance(value, torch.Tensor) for value in expected.values()):
@@ -586,6 +587,7 @@ def run_splits(
             numbers = compute(
                 tokenizer_dir, folder, architecture, role, split, slim, masked_value=float("nan")
             )
+            progress(f"{name}: {architecture} {role}")
             if dist.get_rank() == 0:
                 expected = torch.load(expected_file(folder, architecture, role, split.precision))
                 report[name, architecture, role] = {

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.training.update import optimizer_step
+from tests.distributed.launcher import progress
 from tests.distributed.matrix import (
     ROLES,
     SPLITS,
@@ -26,8 +28,6 @@ from tests.distributed.matrix import (
     global_batch,
     loss_and_gradient,
 )
-
-from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
 
 # Architecture and role of the checkpoints: with and without biases and a head.
 CASES = (("gpt2", "critic"), ("llama", "actor"), ("moe", "sft"))
@@ -64,6 +64,7 @@ def save(tokenizer_dir, folder, name: str, slim: bool) -> None:
         _callback(folder, name, architecture, role, *training).custom_save(
             {}, trainer_state={"step": 1}
         )
+        progress(f"saved {name} {architecture} {role}")
         weights = gathered(training[0])
         if weights is not None:
             torch.save(weights, f"{folder}/weights {name} {architecture} {role}.pt")
@@ -89,6 +90,7 @@ def load(
             loaded = gathered(training[0])
             metrics = step(*training, role)
             weights = gathered(training[0])
+            progress(f"loaded {source} at {name}: {architecture} {role}")
             if dist.get_rank() == 0:
                 expected = torch.load(expected_file(folder, architecture, role, split.precision))
                 same = torch.load(f"{folder}/weights {source} {architecture} {role}.pt")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.distributed.launcher import run_ranks
+from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config
 
 NAN = float("nan")
@@ -77,6 +77,7 @@ def faults(tokenizer_dir):
         update(*parts, rows_of_this_rank())
         before = weights(actor)
         found[name, "healthy"] = error_of(check_replicas, actor.unwrapped())
+        progress(name)
 
         # A loss that is not finite: the second row of the second rank.
         batch = rows_of_this_rank()
@@ -118,10 +119,9 @@ def faults(tokenizer_dir):
 
 def other_splits(tokenizer_dir):
     """What is replicated over two ranks that share a sequence, tensors or experts."""
-    from nemo_aligner.parallel import parallel_state  # noqa: F401  (adapts Megatron Core)
-    from nemo_aligner.parallel.replicas import check_replicas
+    from megatron.core.parallel_state import destroy_model_parallel
 
-    from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
+    from nemo_aligner.parallel.replicas import check_replicas
 
     splits = {
         "CP2": {"context_parallel_size": 2},
@@ -142,6 +142,7 @@ def other_splits(tokenizer_dir):
             name = [name for name in names if name.endswith("weight") and "router" not in name][-1]
             bits = actor.unwrapped()[0].get_parameter(name).data.view(torch.int32).view(-1)
             bits[3] ^= torch.distributed.get_rank()
+            progress(f"{split}, {part}")
             found[split, part] = error_of(check_replicas, actor.unwrapped())
             bits[3] ^= torch.distributed.get_rank()
     destroy_model_parallel()
@@ -155,6 +156,7 @@ def jobs(tokenizer_dir):
     found = {}
     trainer = at_work.make_job(at_work.make_actor(tokenizer_dir, temperature=0.7))
     found["job"] = error_of(trainer.fit)
+    progress("a healthy job")
     found["metrics"] = [
         entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")
     ]
@@ -165,7 +167,7 @@ def jobs(tokenizer_dir):
     def infer_rm_critic(rollout):
         future = score(rollout)
         if torch.distributed.get_rank() == 1:
-            future.value[0][1] = NAN
+            future.value.rewards[1] = NAN
         return future
 
     trainer.rm_critic.infer_rm_critic = infer_rm_critic
@@ -175,7 +177,7 @@ def jobs(tokenizer_dir):
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_tokenizer_dir):
-    return run_ranks(faults, 2, 240, tiny_tokenizer_dir)
+    return run_ranks(faults, 2, 120, tiny_tokenizer_dir)
 
 
 @pytest.mark.parametrize("optimizer", ["mcore_distributed_optim", "adamw"])
@@ -186,7 +188,7 @@ def test_a_fault_of_one_rank_is_an_error_of_both_and_changes_no_weight(two_ranks
     kind, text = found[optimizer, "loss"]
     assert kind == "NonFiniteError"
     assert (
-        "the loss is nan (first in row 1 of the share of data-parallel rank 1) and the gradient of"
+        "the loss is nan (first in sample 1 of the share of data-parallel rank 1) and the gradient of"
         in text
     )
     kind, text = found[optimizer, "gradient"]

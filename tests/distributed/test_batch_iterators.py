@@ -12,6 +12,7 @@ from nemo_aligner.data.nlp.batch_iterators import StoreBatchIterator
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
 from nemo_aligner.parallel import parallel_state
 from tests.distributed.launcher import run_ranks
+from tests.patience import patience
 
 
 def _rollouts(tensor_parallel_size, slow_rank):
@@ -35,7 +36,7 @@ def _rollouts(tensor_parallel_size, slow_rank):
         rollouts.append([])
         for batch in queue:
             rollouts[-1].append(batch)
-            time.sleep(0.3 if dist.get_rank() == slow_rank else 0.02)
+            time.sleep(patience(0.3) if dist.get_rank() == slow_rank else 0.02)
     return rollouts
 
 

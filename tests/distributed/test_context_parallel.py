@@ -25,7 +25,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions, take_share
 from nemo_aligner.training.update import optimizer_step
-from tests.distributed.launcher import run_ranks
+from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config
 
 pytestmark = pytest.mark.timeout(400)
@@ -302,6 +302,7 @@ def on_two_ranks(tokenizer_dir, folder):
     results = {role: evaluate(tokenizer_dir, role, **CP2) for role in ROLES}
     results |= {name: generate(tokenizer_dir, name, **CP2) for name in ("gpt2", "llama")}
     check_prompt_that_breaks_one_rank(tokenizer_dir)
+    progress("updates and texts")
     results["dropout"] = dropout_masks(tokenizer_dir)
     train_from_checkpoint(tokenizer_dir, folder / "of two ranks", 2, save=True, **CP2)
     results["resumed"] = train_from_checkpoint(tokenizer_dir, folder / "of one rank", 1, **CP2)
@@ -370,7 +371,7 @@ def test_ranks_draw_different_dropout_masks(two_ranks):
         assert not torch.equal(ours, theirs)
 
 
-# --- four ranks -----------------------------------------------------------------------------------------------------
+# --- four ranks
 
 FOUR_RANKS = {
     "CP=2 x DP=2": CP2 | dict(micro_batch_size=2),
@@ -417,6 +418,7 @@ def on_four_ranks(tokenizer_dir, folder):
             role: evaluate(tokenizer_dir, role, folder, **sizes) for role in FOUR_RANKS_ROLES
         }
         results[split]["data-parallel rank"] = parallel_state.get_data_parallel_rank()
+        progress(split)
         results[split]["text"] = generate(tokenizer_dir, "llama", folder, **sizes)
         destroy_model_parallel()
     return results

@@ -25,12 +25,12 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorM
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.update import optimizer_step
-from tests.distributed.launcher import run_ranks
+from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config
 
 pytestmark = pytest.mark.timeout(300)
 
-ROWS, WIDTH, STEPS, EXPERTS = 8, 12, 3, 4
+SAMPLES, WIDTH, STEPS, EXPERTS = 8, 12, 3, 4
 LENGTHS = torch.tensor([12, 4, 7, 9, 5, 11, 8, 3])
 MOE = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": 24, "init_method_std": 0.3}
 EP2 = {"expert_model_parallel_size": 2}
@@ -70,18 +70,18 @@ SAMPLING = {
 }
 
 
-# --- what every rank computes ----------------------------------------------------------------------------------------
+# --- what every rank computes
 
 
 def mine(tensor):
-    """This data-parallel rank's rows, of a global batch."""
+    """This data-parallel rank's samples of a global batch."""
     return tensor.chunk(parallel_state.get_data_parallel_world_size())[
         parallel_state.get_data_parallel_rank()
     ]
 
 
 def unequal():
-    """Rows of this rank where the ranks have unequal work: 2 and 6 of 8."""
+    """Samples of this rank where the ranks have unequal work: 2 and 6 of 8."""
     if parallel_state.get_data_parallel_world_size() == 1:
         return slice(None)
     return slice(0, 2) if parallel_state.get_data_parallel_rank() == 0 else slice(2, None)
@@ -91,18 +91,16 @@ def rollouts():
     generator = torch.Generator().manual_seed(3)
     column = torch.arange(WIDTH)
     return {
-        "response_tokens": torch.randint(0, 290, (ROWS, WIDTH), generator=generator),
-        "is_end": torch.arange(ROWS) != 2,
+        "response_tokens": torch.randint(0, 290, (SAMPLES, WIDTH), generator=generator),
+        "is_end": torch.arange(SAMPLES) != 2,
         "mask": ((column >= 1) & (column < LENGTHS[:, None] - 1)).float()[:, :-1],
-        "advantages": torch.randn(ROWS, WIDTH - 1, generator=generator),
-        "prev_logprobs": -5.5 + 0.3 * torch.randn(ROWS, WIDTH - 1, generator=generator),
+        "advantages": torch.randn(SAMPLES, WIDTH - 1, generator=generator),
+        "prev_logprobs": -5.5 + 0.3 * torch.randn(SAMPLES, WIDTH - 1, generator=generator),
     }
 
 
 def named(model, value=lambda parameter: parameter):
-    """What `value` says of each parameter, by its name; experts by their number in the whole
-    model.
-    """
+    """`value(parameter)` by name; experts are numbered as in the whole model."""
     found = {}
     first = (
         parallel_state.get_expert_model_parallel_rank()
@@ -161,21 +159,21 @@ def updates(folder, architecture, split, other):
 
 
 def fresh(folder):
-    """Weights of a model that was loaded from nowhere."""
+    """Initial weights of a model that is not loaded from a file."""
     experts = {"expert_model_parallel_size": torch.distributed.get_world_size()}
     return named(
         MegatronGPTModel(OmegaConf.merge(nemo_archive.read_config(folder / "llama.nemo"), experts))
     )
 
 
-def texts(folder):
+def responses(folder):
     """Responses to ragged prompts, of which the ranks have an unequal number: {params: [(ids,
     ended, log-probs)]}.
     """
     generator = torch.Generator().manual_seed(5)
-    prompts = torch.randint(0, 290, (ROWS, 6), generator=generator)
+    prompts = torch.randint(0, 290, (SAMPLES, 6), generator=generator)
     lengths = torch.tensor([1, 6, 2, 3, 6, 5, 1, 4])
-    inputs = [x[unequal()] for x in (prompts, lengths, torch.arange(ROWS) + 50)]
+    inputs = [x[unequal()] for x in (prompts, lengths, torch.arange(SAMPLES) + 50)]
     nemo = str(folder / "llama.nemo")
     experts = {"expert_model_parallel_size": parallel_state.get_world_size()}
     cfg = OmegaConf.merge(nemo_archive.read_config(nemo), experts)
@@ -207,7 +205,7 @@ def texts(folder):
 
 
 def supervised(folder, role):
-    """Losses of two updates of another role, and what it infers for unequal rows."""
+    """Losses of two updates of another role, and what it infers for unequal shares."""
     experts = {"expert_model_parallel_size": torch.distributed.get_world_size()}
     tokens, column = rollouts()["response_tokens"], torch.arange(WIDTH)
     inside = (column < LENGTHS[:, None]).float()
@@ -242,11 +240,11 @@ def supervised(folder, role):
     batch = {key: mine(value) for key, value in batch.items()}
     numbers = [number for _ in range(2) for number in step(model, optimizer, scheduler, batch)]
     if role == "sft":
-        return numbers, torch.zeros(ROWS)[unequal()]
+        return numbers, torch.zeros(SAMPLES)[unequal()]
     return numbers, model.infer((tokens[unequal()], LENGTHS[unequal()]))
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints
 
 
 def trained(folder, name, log_dir):
@@ -307,7 +305,7 @@ def resume(folder, name, log_dir):
     )
 
 
-# --- two ranks -------------------------------------------------------------------------------------------------------
+# --- two ranks
 
 
 def on_two_ranks(folder):
@@ -316,6 +314,7 @@ def on_two_ranks(folder):
     def run(name, function, *args, **sizes):
         parallel_state.initialize(seed=7, **sizes)
         results[name] = (unequal(), function(folder, *args))
+        progress(name)
         destroy_model_parallel()
 
     for name, case in CASES.items():
@@ -324,7 +323,7 @@ def on_two_ranks(folder):
         }
         run(name, updates, *case, **sizes)
     run("fresh", fresh, **EP2)
-    run("texts", texts, **EP2)
+    run("responses", responses, **EP2)
     for role in ("sft", "reward model", "critic"):
         run(role, supervised, role, **EP2)
     for name in ("distributed_fused_adam", "adamw"):
@@ -351,7 +350,7 @@ def folder(tiny_tokenizer_dir, tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_rank(folder):
     """What one rank computes, and its checkpoints in `folder`."""
-    results = {"fresh": fresh(folder), "texts": texts(folder)}
+    results = {"fresh": fresh(folder), "responses": responses(folder)}
     for role in ("sft", "reward model", "critic"):
         results[role] = supervised(folder, role)
     for name in ("distributed_fused_adam", "adamw"):
@@ -365,7 +364,7 @@ def one_rank(folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(folder, one_rank):
-    return run_ranks(on_two_ranks, 2, 240, folder)
+    return run_ranks(on_two_ranks, 2, 120, folder)
 
 
 def part(name, whole, shape, rank):
@@ -394,9 +393,9 @@ def test_updates_equal_those_of_one_rank(one_rank, two_ranks, name):
     numbers, gradients, weights, logprobs = one_rank[(architecture, *other)]
     seen = set()
     for rank, results in enumerate(two_ranks):
-        rows, (rank_numbers, rank_gradients, rank_weights, rank_logprobs) = results[name]
+        share, (rank_numbers, rank_gradients, rank_weights, rank_logprobs) = results[name]
         assert rank_numbers == pytest.approx(numbers, rel=1e-5)
-        torch.testing.assert_close(rank_logprobs, logprobs[rows], rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(rank_logprobs, logprobs[share], rtol=1e-5, atol=2e-5)
         assert_weights(rank_weights, weights, rank)
         if gradients is not None:
             assert_weights(rank_gradients, gradients)
@@ -410,13 +409,13 @@ def test_initial_weights_do_not_depend_on_the_split(one_rank, two_ranks):
     assert set(weights[0] | weights[1]) == set(one_rank["fresh"])
 
 
-def test_texts_equal_those_of_one_rank(one_rank, two_ranks):
-    for name, expected in one_rank["texts"].items():
+def test_responses_equal_those_of_one_rank(one_rank, two_ranks):
+    for name, expected in one_rank["responses"].items():
         ended = [end for _, end, _ in expected]
         assert name == "greedy" or (any(ended) and not all(ended))
         for results in two_ranks:
-            rows, by_params = results["texts"]
-            for ours, wanted in zip(by_params[name], expected[rows], strict=True):
+            share, by_params = results["responses"]
+            for ours, wanted in zip(by_params[name], expected[share], strict=True):
                 assert ours[:2] == wanted[:2]
                 torch.testing.assert_close(ours[2], wanted[2], rtol=1e-4, atol=1e-4)
 
@@ -425,9 +424,9 @@ def test_texts_equal_those_of_one_rank(one_rank, two_ranks):
 def test_other_roles_equal_one_rank(one_rank, two_ranks, role):
     numbers, inferred = one_rank[role]
     for results in two_ranks:
-        rows, (rank_numbers, rank_inferred) = results[role]
+        share, (rank_numbers, rank_inferred) = results[role]
         assert rank_numbers == pytest.approx(numbers, rel=1e-5)
-        torch.testing.assert_close(rank_inferred, inferred[rows], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(rank_inferred, inferred[share], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["distributed_fused_adam", "adamw"])

@@ -1,12 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher of the distributed tests: results by rank, tracebacks, deaths, time limits, and
-nothing left behind.
+"""The launcher of the distributed tests: results by rank, first causes, limits, and nothing left
+behind.
 """
 
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,13 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launcher import run_ranks
+from tests.distributed.launcher import progress, run_ranks
+from tests.patience import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _sum_of_ranks(scale):
     x = torch.tensor([dist.get_rank() + 1.0]) * scale
     dist.all_reduce(x)
     return dist.get_rank(), x.item()
+
+
+def _environment():
+    return os.environ.get("TEST_OF_THE_LAUNCHER"), os.environ["RANK"]
 
 
 def _one_raises_while_the_other_waits():
@@ -43,11 +51,33 @@ def _sleep_with_a_child(folder):
     time.sleep(300)
 
 
+def _one_hangs_while_the_other_waits():
+    progress("the first half")
+    if dist.get_rank() == 0:
+        progress("the second half")
+        time.sleep(300)
+    dist.barrier()
+
+
+def _work_longer_than_the_limit():
+    for step in range(10):
+        time.sleep(0.5)
+        if dist.get_rank() == 0:
+            progress(f"step {step}")
+    return dist.get_rank()
+
+
 def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def _wait_for_the_end_of(folder: Path) -> None:
+    pids = [int(pid) for path in folder.glob("*.pids") for pid in path.read_text().split()]
+    assert len(pids) == 4
+    wait_until(lambda: not any(map(_is_running, pids)), 10, f"the end of {pids}")
 
 
 def test_results_by_rank_and_no_folder_left():
@@ -56,29 +86,59 @@ def test_results_by_rank_and_no_folder_left():
     assert set(Path(tempfile.gettempdir()).glob("ranks-*")) <= before
 
 
-def test_traceback_of_a_failing_rank():
-    start = time.monotonic()
+def test_ranks_have_the_environment_of_their_test(monkeypatch):
+    monkeypatch.setenv("TEST_OF_THE_LAUNCHER", "one")
+    assert run_ranks(_environment, 2, 60) == [("one", "0"), ("one", "1")]
+    monkeypatch.delenv("TEST_OF_THE_LAUNCHER")
+    assert run_ranks(_environment, 1, 60) == [(None, "0")]
+
+
+def test_traceback_of_the_failing_rank_comes_first():
     with pytest.raises(
         RuntimeError,
-        match=r"(?s)rank1 failed:.*_one_raises_while_the_other_waits.*KeyError: 'planted'",
+        match=r"(?s)\Arank1 failed:.*_one_raises_while_the_other_waits.*KeyError: 'planted'",
     ):
         run_ranks(_one_raises_while_the_other_waits, 2, 100)
-    assert time.monotonic() - start < 60
 
 
-def test_death_of_a_rank():
-    with pytest.raises(RuntimeError, match="rank1 died with exit code -9|rank0 failed:"):
+def test_death_of_a_rank_comes_before_the_error_of_its_peer():
+    with pytest.raises(RuntimeError, match=r"\Arank1 died with exit code -9 and no traceback"):
         run_ranks(_one_dies, 2, 100)
 
 
-def test_time_limit_kills_ranks_and_their_children(tmp_path):
-    with pytest.raises(
-        TimeoutError, match="_sleep_with_a_child: still running after 20 s: rank0, rank1"
-    ):
-        run_ranks(_sleep_with_a_child, 2, 20, str(tmp_path))
-    pids = [int(pid) for path in tmp_path.glob("*.pids") for pid in path.read_text().split()]
-    assert len(pids) == 4
-    deadline = time.monotonic() + 10
-    while any(map(_is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(_is_running, pids))
+def test_limit_kills_ranks_and_their_children(tmp_path):
+    with pytest.raises(TimeoutError, match="_sleep_with_a_child: limit: no sign of life for 3 s"):
+        run_ranks(_sleep_with_a_child, 2, 3, str(tmp_path))
+    _wait_for_the_end_of(tmp_path)
+
+
+def test_limit_names_the_last_sign_of_life_and_shows_stacks():
+    with pytest.raises(TimeoutError) as caught:
+        run_ranks(_one_hangs_while_the_other_waits, 2, 3)
+    text = str(caught.value)
+    head, *stacks = text.split("Stacks of ")
+    assert "limit: no sign of life for 3 s. The last ones:\n  rank" in head
+    assert head.count("s ago: the second half") == head.count("s ago: the first half") == 1
+    assert sorted(stack.split(":")[0] for stack in stacks) == ["rank0", "rank1"]
+    assert all("in _one_hangs_while_the_other_waits" in stack for stack in stacks)
+    assert "Connection closed" not in text  # what a rank says whose peer was killed
+
+
+def test_slow_ranks_that_report_progress_are_left_alone():
+    assert run_ranks(_work_longer_than_the_limit, 2, 2) == [0, 1]
+
+
+def test_ranks_end_with_a_test_run_that_is_killed(tmp_path):
+    program = (
+        "from tests.distributed import launcher, test_launcher\n"
+        "if __name__ == '__main__':\n"
+        "    launcher.PRELOADED.clear()\n"
+        f"    launcher.run_ranks(test_launcher._sleep_with_a_child, 2, 300, {str(tmp_path)!r})\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("*.pids"))) == 2, 60, "two ranks")
+    finally:
+        run.kill()
+        run.wait()
+    _wait_for_the_end_of(tmp_path)

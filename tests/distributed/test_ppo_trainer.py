@@ -13,7 +13,7 @@ from tests.distributed.launcher import run_ranks
 SETTINGS = dict(
     ppo_epochs=2, critic_warmup_steps=1, val_check_interval=1, save_interval=1, whiten_rewards=True
 )
-# A prompt's answers are dealt to both ranks; the ranks find out together that the policy has gone
+# A prompt's responses are dealt to both ranks; the ranks find out together that the policy has gone
 # too far.
 WITHOUT_CRITIC = dict(ppo_epochs=2, val_check_interval=1, num_rollouts_per_prompt=2)
 GRPO = WITHOUT_CRITIC | dict(advantage_estimator="grpo", target_kl=1e-5)
@@ -28,7 +28,7 @@ PLUS_PLUS = WITHOUT_CRITIC | dict(
 
 
 def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
-    from nemo_aligner.servers.reward_critic_clients import _training_payload
+    from nemo_aligner.servers.payloads import training_payload
     from tests import ppo_fakes
 
     trainer = ppo_fakes.make_trainer(**settings)
@@ -38,7 +38,7 @@ def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
     return {
         "batches": trainer.model.batches,
         "sent_to_critic": [
-            _training_payload(batch)
+            training_payload(batch)
             for batch in trainer.rm_critic.train_batches
             if "values" in batch
         ],
@@ -104,7 +104,7 @@ def test_two_ranks_equal_one(two_ranks, iterator):
     assert_equal_runs(one, two)
 
 
-def test_two_ranks_equal_one_with_groups_of_answers_and_an_early_stop(two_ranks):
+def test_two_ranks_equal_one_with_groups_of_responses_and_an_early_stop(two_ranks):
     one, two = run_trainer(settings=GRPO), [results["grpo"] for results in two_ranks]
     assert 3 < len(one["batches"]) < 24  # of 8 updates in each of 3 steps some were skipped
     assert_equal_runs(one, two)

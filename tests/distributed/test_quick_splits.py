@@ -1,9 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest test that notices a wrong split: two updates of a tiny actor on two ranks, in one
-launch, against one.
+"""Two updates of a tiny actor on two ranks, at each basic split, against one rank.
 
-The matrix (`matrix.py`) covers every model and split; this one takes seconds, and `tests.mutants`
+The matrix (`matrix.py`) covers every model and split; this test takes seconds, and `tests.mutants`
 runs it many times.
 """
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.distributed.launcher import run_ranks
+from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config
 
-ROWS, WIDTH = 4, 11
+SAMPLES, WIDTH = 4, 11
 SPLITS = {
     "DP2": {},
     "DP2-adamw": {"optim": {"name": "adamw"}},
@@ -25,8 +24,8 @@ SPLITS = {
 
 
 def updates(nemo: str, **split) -> dict:
-    """Loss, gradient norm and ratio of two updates, and log-probs after them, of all rows; all
-    ranks call it.
+    """Loss, gradient norm and ratio of two updates, and the log-probs of all samples after them;
+    all ranks call it.
     """
     from nemo_aligner.checkpoint import nemo_archive
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
@@ -44,11 +43,11 @@ def updates(nemo: str, **split) -> dict:
     lengths = torch.tensor([11, 5, 8, 4])
     columns = torch.arange(WIDTH - 1)
     batch = {
-        "response_tokens": torch.randint(0, 300, (ROWS, WIDTH), generator=generator),
+        "response_tokens": torch.randint(0, 300, (SAMPLES, WIDTH), generator=generator),
         "is_end": torch.tensor([True, True, False, True]),
         "mask": ((columns >= 2) & (columns < lengths[:, None] - 1)).float(),
-        "advantages": torch.randn(ROWS, WIDTH - 1, generator=generator),
-        "prev_logprobs": -5.5 + 0.3 * torch.randn(ROWS, WIDTH - 1, generator=generator),
+        "advantages": torch.randn(SAMPLES, WIDTH - 1, generator=generator),
+        "prev_logprobs": -5.5 + 0.3 * torch.randn(SAMPLES, WIDTH - 1, generator=generator),
     }
     tokens = batch["response_tokens"]
     size, rank = (
@@ -67,20 +66,20 @@ def updates(nemo: str, **split) -> dict:
 
 
 def at_each(splits: list[str], nemo: str) -> dict:
-    from nemo_aligner.parallel import parallel_state  # noqa: F401  (adapts Megatron Core)
 
-    from megatron.core.parallel_state import destroy_model_parallel  # isort: skip
+    from megatron.core.parallel_state import destroy_model_parallel
 
     results = {}
     for name in splits:
         results[name] = updates(nemo, **SPLITS[name])
+        progress(name)
         destroy_model_parallel()  # the ranks stay
     return results
 
 
 @pytest.fixture(scope="module")
 def nemo(tiny_tokenizer_dir, tmp_path_factory) -> str:
-    """The weights that all start from: stages of a pipeline would draw others than one rank."""
+    """The initial weights of all: pipeline stages would draw others than one rank."""
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
     path = str(tmp_path_factory.mktemp("quick") / "policy.nemo")
@@ -96,7 +95,7 @@ def two_ranks(nemo, request):
         for item in request.session.items
         if item.path == request.path
     }
-    return run_ranks(at_each, 2, 300, [name for name in SPLITS if name in selected], nemo)
+    return run_ranks(at_each, 2, 120, [name for name in SPLITS if name in selected], nemo)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +103,7 @@ def one_rank(nemo):
     return updates(nemo)
 
 
-@pytest.mark.full  # `make test` has the same of the matrix
+@pytest.mark.full  # the matrix covers it in `make test`
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_ranks_update_as_one_does(one_rank, two_ranks, split):

@@ -52,7 +52,7 @@ def wait_longer_than_a_collective_may(answers):
 
 def test_a_rank_that_is_done_waits_for_the_others_without_a_time_limit():
     waited = run_ranks(wait_longer_than_a_collective_may, 2, 60, [[0.1], [0.1, 5.0]])
-    assert all(4.5 < seconds < 9.0 for seconds in waited)
+    assert all(4.5 < seconds < 60.0 for seconds in waited)
 
 
 def hear_of_a_failure(kind):

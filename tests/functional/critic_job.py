@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from nemo_aligner.servers.ports import find_free_port
+from tests.patience import Deadline, patience, wait_until
 
 VOCAB, WIDTH = 32, 8
 # Ids that make the model raise (a rank without it then waits for the others in a collective), or
@@ -186,7 +187,7 @@ def main() -> None:
             writer.start()
             time.sleep(0.2)
             writer.terminate()
-            writer.join(10)
+            writer.join(patience(10))
             assert writer.exitcode == -signal.SIGTERM, writer.exitcode
             if parallel_state.get_rank() == 0:
                 Path(settings["checkpoint"]).write_text(json.dumps(trainer_state))
@@ -215,7 +216,7 @@ def main() -> None:
     )
     if os.path.exists(settings["checkpoint"]):
         trainer.load_state_dict(json.loads(Path(settings["checkpoint"]).read_text()))
-    trainer.failure_grace_s = 3.0
+    trainer.failure_grace_s = patience(3.0)
     trainer.run_server()
     parallel_state.destroy()
 
@@ -308,12 +309,10 @@ class CriticJob:
 
     def wait_until_serving(self, limit_s=90):
         """Return once all endpoints answer."""
-        deadline = time.monotonic() + limit_s
+        deadline = Deadline(limit_s)
         while "serving critic_infer" not in self.log():
-            if (
-                any(process.poll() is not None for process in self.processes)
-                or time.monotonic() > deadline
-            ):
+            ended = any(process.poll() is not None for process in self.processes)
+            if ended or deadline.passed():
                 raise AssertionError(f"the server did not come up:\n{self.log()}")
             time.sleep(0.2)
         self.look_around()
@@ -347,10 +346,11 @@ class CriticJob:
 
     def wait_for_exit(self, limit_s=15) -> list:
         """Exit codes of the processes that were started; fails if one takes longer."""
-        deadline = time.monotonic() + limit_s
-        while any(process.poll() is None for process in self.processes):
-            assert time.monotonic() < deadline, f"still running after {limit_s} s:\n{self.log()}"
-            time.sleep(0.05)
+        wait_until(
+            lambda: all(process.poll() is not None for process in self.processes),
+            limit_s,
+            lambda: f"the end of\n{self.log()}",
+        )
         return [process.returncode for process in self.processes]
 
     def assert_nothing_left(self) -> None:
@@ -360,8 +360,8 @@ class CriticJob:
             for process in self._family.values()
             if process.is_running() and process.status() != "zombie"
         ]
-        deadline = time.monotonic() + 2  # a process that has just been told to end
-        while alive and time.monotonic() < deadline:
+        deadline = Deadline(2)  # a process that has just been told to end
+        while alive and not deadline.passed():
             time.sleep(0.1)
             alive = [
                 process

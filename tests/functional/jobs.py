@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from nemo_aligner.servers.ports import find_free_port
+from tests.patience import Deadline, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "nlp" / "gpt"
@@ -106,11 +107,12 @@ class ScriptJob:
 
     def wait(self, timeout_s: float = 150.0) -> int:
         """Exit code of the job."""
-        deadline = time.monotonic() + timeout_s
-        while self.process.poll() is None:
+
+        def has_ended() -> bool:
             self._look_around()
-            assert time.monotonic() < deadline, f"no end after {timeout_s} s:\n{self.log[-3000:]}"
-            time.sleep(0.2)
+            return self.process.poll() is not None
+
+        wait_until(has_ended, timeout_s, lambda: f"the end of\n{self.log[-3000:]}", 0.2)
         return self.process.returncode
 
     def stop(self, timeout_s: float = 20.0) -> int:
@@ -124,10 +126,10 @@ class ScriptJob:
         """Processes of the job that are still alive, after time for those that end when their
         parent has ended.
         """
-        deadline = time.monotonic() + grace_s
+        deadline = Deadline(grace_s)
         while True:
             alive = [p for p in self._family.values() if _is_alive(p)]
-            if not alive or time.monotonic() > deadline:
+            if not alive or deadline.passed():
                 return alive
             time.sleep(0.1)
 
@@ -199,12 +201,17 @@ def reward_server(
 
 def wait_until_serving(job: ScriptJob, timeout_s: float = 120.0) -> None:
     """Return once the job's endpoints answer."""
-    deadline = time.monotonic() + timeout_s
-    while ": serving " not in job.log:
-        assert job.process.poll() is None and time.monotonic() < deadline, (
-            f"no server:\n{job.log[-4000:]}"
-        )
-        time.sleep(0.2)
+    wait_for_log(job, ": serving ", timeout_s)
+
+
+def wait_for_log(job: ScriptJob, text: str, timeout_s: float = 150.0) -> None:
+    """Return once the job has logged `text`; fails if it ends before."""
+
+    def is_logged() -> bool:
+        assert job.process.poll() is None or text in job.log, job.log[-4000:]
+        return text in job.log
+
+    wait_until(is_logged, timeout_s, lambda: f"{text!r} in\n{job.log[-4000:]}", 0.2)
 
 
 def assert_ended_well(job: ScriptJob, code: int) -> None:

@@ -24,6 +24,7 @@ from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
+from tests.patience import patience
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -82,7 +83,10 @@ class Raw:
         from pytriton.client import ModelClient
 
         self._make = lambda name: ModelClient(
-            f"http://127.0.0.1:{job.port}", name, init_timeout_s=20, inference_timeout_s=30
+            f"http://127.0.0.1:{job.port}",
+            name,
+            init_timeout_s=patience(20),
+            inference_timeout_s=patience(30),
         )
 
     def __call__(self, endpoint, **arrays):
@@ -98,8 +102,8 @@ def client_config(job, **changes):
         {
             "pad_to_length": None,
             "combine_rm_and_critic_server": True,
-            "init_timeout_s": 20,
-            "inference_timeout_s": 30,
+            "init_timeout_s": patience(20),
+            "inference_timeout_s": patience(30),
             "critic": {"ip": "127.0.0.1", "port": job if isinstance(job, int) else job.port},
             "reward_model": {"ip": "127.0.0.1", "port": 1},
             **changes,
@@ -253,7 +257,7 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(job, mirror, endpoint
 
 
 def test_an_error_of_the_model_comes_back_with_its_traceback(job, mirror):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     client = RemoteGPTRMCriticClient(client_config(job))
     try:
@@ -271,7 +275,7 @@ def test_an_error_of_the_model_comes_back_with_its_traceback(job, mirror):
 
 
 def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     class Other(TinyTokenizer):
         eos_id = 1
@@ -299,7 +303,7 @@ def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
 
 
 def test_client_checks_before_it_sends(job):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     client = RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
     try:
@@ -321,16 +325,16 @@ def test_client_checks_before_it_sends(job):
         )
     finally:
         client.communicator.close()
-    assert not [t for t in threading.enumerate() if "_worker" in t.name and t.is_alive()]
+    assert not [thread for thread in threading.enumerate() if str(job.port) in thread.name]
 
 
 def test_wrong_endpoint_name_and_wrong_port(job):
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     start = time.monotonic()
     with pytest.raises(ServerUnreachableError, match="127.0.0.1:1 after 1 s.*init_timeout_s"):
         RemoteGPTRMCriticClient(client_config(1, init_timeout_s=1))
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15  # the default is much longer
     config = client_config(job, init_timeout_s=1)
     config.critic.name = {"infer": "critic_inference"}
     with pytest.raises(
@@ -342,7 +346,7 @@ def test_wrong_endpoint_name_and_wrong_port(job):
 def two_rank_client(port, tp):
     """On each rank: what the client's calls return or raise."""
     from nemo_aligner.parallel import parallel_state
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     parallel_state.initialize(tensor_model_parallel_size=tp)
     rank = parallel_state.get_data_parallel_rank()
@@ -467,11 +471,11 @@ def test_two_data_parallel_ranks_under_torchrun():
         errors, thread = in_background(
             raw, endpoint="critic_train", **{k: v.numpy() for k, v in slow.items()}
         )
-        time.sleep(1.5)
+        time.sleep(patience(1.5))
         job.look_around()
         job.signal_rank(1)
         assert job.wait_for_exit(STOP_LIMIT_S) == [0]
-        thread.join(10)
+        thread.join(patience(10))
         assert errors and "did not end" in str(errors[0])
         job.assert_nothing_left()
 

@@ -95,7 +95,8 @@ def from_random_weights(data_dir: Path, kind: str) -> list[str]:
 
 
 def files(data_dir: Path, kind: str) -> str:
-    return f"{{train: [{data_dir}/{kind}_train.jsonl], validation: [{data_dir}/{kind}_validation.jsonl]}}"
+    train, validation = (data_dir / f"{kind}_{split}.jsonl" for split in ("train", "validation"))
+    return f"{{train: [{train}], validation: [{validation}]}}"
 
 
 def printed(job: ScriptJob, what: str) -> tuple[float, int]:
@@ -124,7 +125,7 @@ def test_correlation_with_held_out_labels(data_dir, tmp_path):
     assert correlation > 0.9 and labels == 256
     history = read_metrics(tmp_path / "rm", "validation/correlation")
     assert len(history) == 2 and history[-1] == pytest.approx(correlation, abs=6e-4)
-    # The same from what the job leaves behind: its .nemo, asked text by text, and numpy.
+    # The same from the .nemo that the job leaves, sample by sample, and numpy.
     model = MegatronGPTRegressionRewardModel.restore_from(
         tmp_path / "rm" / "checkpoints" / "megatron_gpt.nemo"
     )

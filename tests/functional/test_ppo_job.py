@@ -12,11 +12,10 @@ import pytest
 
 from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import ScriptJob, assert_ended_well, metric_names, read_metrics
+from tests.patience import patience
 from tests.tiny_models import tiny_config
 
-pytestmark = pytest.mark.timeout(
-    600
-)  # several processes of ten seconds' start each; their own limits are shorter
+pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
 
 PROMPTS = [
     "the film",
@@ -98,7 +97,7 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):
             "trainer.ppo.initial_policy_kl_penalty=0.05",
             f"remote_critic_rm.critic.port={port}",
             "remote_critic_rm.critic.ip=127.0.0.1",
-            "remote_critic_rm.init_timeout_s=90",
+            f"remote_critic_rm.init_timeout_s={patience(90):.0f}",
             f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
             f"exp_manager.explicit_log_dir={folder}/actor",
             "model.encoder_seq_length=48",
@@ -111,8 +110,8 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):
             "model.ppo.num_val_samples=4",
             "model.ppo.val_rollout_micro_batch_size=2",
             "model.ppo.length_params.max_length=12",
-            # Random weights rarely end a text; letters end one often enough to have both kinds of
-            # samples.
+            # Random weights rarely end a response; letters end one often enough to have both
+            # kinds of samples.
             f"model.ppo.sampling_params.end_strings={list(string.ascii_lowercase)}",
             f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
             *extra,
@@ -201,14 +200,14 @@ def test_any_split_gives_the_same_numbers(inputs, single, critic_split, actor_sp
     for key in names:
         expected, values = read_metrics(single / "actor", key), read_metrics(folder / "actor", key)
         assert values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
-    texts = [
+    samples = [
         [
-            (row["prompt"], row["response"])
-            for row in map(json.loads, (run / "actor/val_samples.jsonl").open())
+            (sample["prompt"], sample["response"])
+            for sample in map(json.loads, (run / "actor/val_samples.jsonl").open())
         ]
         for run in (single, folder)
     ]
-    assert texts[0] == texts[1]
+    assert samples[0] == samples[1]
 
 
 CONSTANT_RATE = "model.optim.sched.name=constant"  # any other schedule depends on max_steps

@@ -7,7 +7,6 @@ resumed.
 import importlib.util
 import json
 import signal
-import time
 
 import pytest
 
@@ -15,11 +14,12 @@ from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import assert_ended_well, read_metrics, wait_until_serving
 from tests.functional.test_code_reward import code_reward_server
 from tests.functional.test_ppo_job import actor, inputs  # noqa: F401  (a fixture)
+from tests.patience import wait_until
 
 # Four starts of a process, ten seconds each.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
-STEPS, ANSWERS = 6, 4
+STEPS, RESPONSES = 6, 4
 COMPARED = [
     "train_rollouts/rewards",
     "train_rollouts/advantages_std",
@@ -52,7 +52,7 @@ def grpo(inputs, folder, reward_port):  # noqa: F811
         "remote_critic_rm.reward_model.ip=127.0.0.1",
         f"remote_critic_rm.reward_model.port={reward_port}",
         "model.ppo.num_rollout_samples=4",
-        f"model.ppo.num_rollouts_per_prompt={ANSWERS}",
+        f"model.ppo.num_rollouts_per_prompt={RESPONSES}",
         "model.ppo.kl_loss_coef=0.1",
     )
 
@@ -61,10 +61,13 @@ def kill_after_checkpoint(job, folder, step: int) -> None:
     """SIGKILL as soon as the checkpoint of `step` is seen to be complete: in the middle of a later
     step.
     """
-    deadline = time.monotonic() + 150
-    while not list((folder / "actor" / "checkpoints").glob(f"megatron_gpt-step={step}-*")):
-        assert job.process.poll() is None and time.monotonic() < deadline, job.log[-3000:]
-        time.sleep(0.02)
+    checkpoints = folder / "actor" / "checkpoints"
+
+    def is_complete() -> bool:
+        assert job.process.poll() is None, job.log[-3000:]
+        return any(checkpoints.glob(f"megatron_gpt-step={step}-*"))
+
+    wait_until(is_complete, 150, lambda: f"step {step} of\n{job.log[-3000:]}")
     job.process.send_signal(signal.SIGKILL)
     assert job.wait(10) == -signal.SIGKILL
 
@@ -89,13 +92,13 @@ def test_grpo_against_a_code_reward_resumes_after_a_kill_as_if_nothing_had_been(
             key
         )  # to the bit
 
-    assert read_metrics(whole / "actor", "train_rollouts/rollout_size") == [4 * ANSWERS] * STEPS
+    assert read_metrics(whole / "actor", "train_rollouts/rollout_size") == [4 * RESPONSES] * STEPS
     assert read_metrics(whole / "actor", "train_rollouts/consumed_samples") == [
         4 * step for step in range(1, STEPS + 1)
     ]
     assert (
-        len(read_metrics(whole / "actor", "train_optim/loss")) == STEPS * ANSWERS
-    )  # global batches of 4 answers
+        len(read_metrics(whole / "actor", "train_optim/loss")) == STEPS * RESPONSES
+    )  # global batches of 4 samples
     kl = read_metrics(whole / "actor", "train_rollouts/init_policy_kl_per_sample")
     assert kl[0] == 0.0 and kl[1] > 0.0
     assert len(set(read_metrics(whole / "actor", "train_rollouts/kl_penalty"))) > 1
@@ -107,10 +110,10 @@ def test_grpo_against_a_code_reward_resumes_after_a_kill_as_if_nothing_had_been(
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    rows = [
+    samples = [
         json.loads(line)
         for line in (whole / "actor" / "val_samples.jsonl").read_text().splitlines()
     ]
-    assert [row["reward"] for row in rows] == [
-        module.score_of(row["prompt"], row["response"]) for row in rows
+    assert [sample["reward"] for sample in samples] == [
+        module.score_of(sample["prompt"], sample["response"]) for sample in samples
     ]

@@ -19,6 +19,7 @@ from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import assert_ended_well, reward_server, wait_until_serving
+from tests.patience import patience
 from tests.tiny_models import tiny_config
 
 pytestmark = [
@@ -93,7 +94,10 @@ def ask(port: int, name: str = "reward_model", **arrays) -> dict:
     from pytriton.client import ModelClient
 
     with ModelClient(
-        f"http://127.0.0.1:{port}", name, init_timeout_s=20, inference_timeout_s=60
+        f"http://127.0.0.1:{port}",
+        name,
+        init_timeout_s=patience(20),
+        inference_timeout_s=patience(60),
     ) as client:
         return client.infer_batch(**{key: np.asarray(array) for key, array in arrays.items()})
 
@@ -102,8 +106,8 @@ def client_config(port: int, **changes):
     return OmegaConf.create(
         {
             "pad_to_length": None,
-            "init_timeout_s": 20,
-            "inference_timeout_s": 60,
+            "init_timeout_s": patience(20),
+            "inference_timeout_s": patience(60),
             "reward_model": {"name": "reward_model", "ip": "127.0.0.1", "port": port},
             **changes,
         }
@@ -116,7 +120,7 @@ def through_client(
     """Rewards [N, 1] as an actor gets them; the rollout is padded with the last token id, as
     `infer` pads with eos.
     """
-    from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
+    from nemo_aligner.servers.reward_client import RemoteGPTRMClient
 
     client = RemoteGPTRMClient(client_config(port, pad_to_length=pad_to_length), tokenizer)
     try:
@@ -125,6 +129,7 @@ def through_client(
         return (
             client.infer_rm({"response_tokens": tokens, "response_lengths": lengths})
             .result()
+            .rewards[:, None]
             .numpy()
         )
     finally:

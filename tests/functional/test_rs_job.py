@@ -22,10 +22,9 @@ from tests.functional.jobs import (
     wait_until_serving,
 )
 from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
+from tests.patience import Deadline, patience
 
-pytestmark = pytest.mark.timeout(
-    600
-)  # several processes of ten seconds' start each; their own limits are shorter
+pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
 
 # What must not depend on how the work is split, nor on which server scored what. Log-probs and
 # rewards go through sums of another order, so the numbers agree to rounding.
@@ -55,7 +54,7 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):  # noqa: F8
             "trainer.rs.val_check_interval=3",
             "remote_rm.host=127.0.0.1",
             f"remote_rm.port={port}",
-            "remote_rm.init_timeout_s=90",
+            f"remote_rm.init_timeout_s={patience(90):.0f}",
             f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
             f"exp_manager.explicit_log_dir={folder}/actor",
             "model.encoder_seq_length=48",
@@ -69,8 +68,8 @@ def actor(inputs, folder, port, ranks=1, launcher="python", *extra):  # noqa: F8
             "model.rs.rollout_micro_batch_size=2",
             "model.rs.num_val_samples=4",
             "model.rs.length_params.max_length=12",
-            # Random weights rarely end a text; letters end one often enough to have answers of
-            # many lengths.
+            # Random weights rarely end a response; letters end one often enough to have many
+            # lengths.
             f"model.rs.sampling_params.end_strings={list(string.ascii_lowercase)}",
             f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
             *extra,
@@ -101,10 +100,10 @@ def single(inputs, server_port):  # noqa: F811
     return folder
 
 
-def texts(folder):
+def validation_samples(folder):
     return [
-        (row["prompt"], row["response"])
-        for row in map(json.loads, (folder / "actor/val_samples.jsonl").open())
+        (sample["prompt"], sample["response"])
+        for sample in map(json.loads, (folder / "actor/val_samples.jsonl").open())
     ]
 
 
@@ -115,14 +114,14 @@ def assert_same_run(folder, expected_folder):
             read_metrics(folder / "actor", key),
         )
         assert len(expected) and values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
-    assert texts(folder) == texts(expected_folder)
+    assert validation_samples(folder) == validation_samples(expected_folder)
 
 
 def test_a_run_trains_saves_and_counts_prompts(single):
     metrics = single / "actor"
     assert (
         len(read_metrics(metrics, "train_optim/loss")) == 6
-    )  # 4 prompts x 2 kept answers in global batches of 4
+    )  # 4 prompts x 2 selected samples in global batches of 4
     assert read_metrics(metrics, "train_rollouts/consumed_samples") == [4, 8, 12]
     assert read_metrics(metrics, "train_rollouts/rollout_size") == [12, 12, 12]
     means, kept = (
@@ -196,17 +195,18 @@ def test_the_same_command_resumes(inputs, server_port, tmp_path):  # noqa: F811
             read_metrics(tmp_path / name / "actor", key) for name in ("whole", "parts")
         )
         assert len(whole) >= 2 and parts == whole, key
-    assert texts(tmp_path / "parts")[-4:] == texts(tmp_path / "whole")[-4:]
+    parts, whole = (validation_samples(tmp_path / name) for name in ("parts", "whole"))
+    assert parts[-4:] == whole[-4:]
 
 
 # ------------------------------------------------------------------------------ a fleet of servers
 
 
 def wait_for(condition, job, what, timeout_s=90.0):
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline(timeout_s)
     while not condition():
         assert job.process.poll() is None, f"the actor ended before {what}:\n{job.log[-4000:]}"
-        assert time.monotonic() < deadline, f"{timeout_s} s without {what}:\n{job.log[-4000:]}"
+        assert not deadline.passed(), f"limit of {timeout_s} s without {what}:\n{job.log[-4000:]}"
         time.sleep(0.1)
 
 

@@ -15,9 +15,7 @@ from tests.functional.jobs import (
 )
 from tests.functional.test_ppo_job import COMPARED, actor, critic, inputs, single  # noqa: F401  (two fixtures)
 
-pytestmark = pytest.mark.timeout(
-    600
-)  # several processes of ten seconds' start each; their own limits are shorter
+pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
 
 CRITIC_ALONE = "trainer.ppo.combine_rm_and_critic_server=False"
 

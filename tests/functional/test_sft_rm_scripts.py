@@ -12,11 +12,17 @@ import time
 
 import pytest
 
-from tests.functional.jobs import ScriptJob, must_fail_with, must_succeed, read_metrics
+from tests.functional.jobs import (
+    ScriptJob,
+    must_fail_with,
+    must_succeed,
+    read_metrics,
+    wait_for_log,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
-ANSWERS = ["was a joy", "is dull", "bad", "a sad and very long evening"]
+RESPONSES = ["was a joy", "is dull", "bad", "a sad and very long evening"]
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +36,9 @@ def data(tmp_path_factory):
         ):
             for i in range(count):
                 prompt = f"the film {i}"
-                sft.write(json.dumps({"input": prompt, "output": ANSWERS[i % 4]}) + "\n")
-                for answer in ("was a joy", ANSWERS[1 + i % 3]):
-                    pairs.write(json.dumps({"text": f"{prompt} {answer}"}) + "\n")
+                sft.write(json.dumps({"input": prompt, "output": RESPONSES[i % 4]}) + "\n")
+                for response in ("was a joy", RESPONSES[1 + i % 3]):
+                    pairs.write(json.dumps({"text": f"{prompt} {response}"}) + "\n")
     return folder
 
 
@@ -87,7 +93,8 @@ def reward_model(data, base, log_dir, *overrides, **kwargs) -> ScriptJob:
         [
             *common(log_dir),
             f"pretrained_checkpoint.restore_from_path={base}",
-            f"model.data.data_prefix={{train: [{pairs}_train.jsonl], validation: [{pairs}_validation.jsonl]}}",
+            f"model.data.data_prefix={{train: [{pairs}_train.jsonl], "
+            f"validation: [{pairs}_validation.jsonl]}}",
             "model.data.validation_drop_last=False",
             "model.global_batch_size=4",
             "model.micro_batch_size=1",
@@ -198,16 +205,10 @@ def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
         "trainer.sft.val_check_interval=-1",
     ]
     with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *long, ranks=2) as job:
-        deadline = time.monotonic() + 150
-        while "Training steps" not in job.log:
-            assert job.process.poll() is None and time.monotonic() < deadline, job.log[-4000:]
-            time.sleep(0.2)
+        wait_for_log(job, "Training steps")
         time.sleep(1.0)
         job._look_around()
         ranks = {int(p.environ().get("LOCAL_RANK", 0)): p for p in job.leftovers()}
         os.kill(ranks[victim].pid, signal.SIGKILL)
         assert job.wait(30) != 0
-        deadline = time.monotonic() + 15
-        while job.leftovers():
-            assert time.monotonic() < deadline, job.leftovers()
-            time.sleep(0.1)
+        assert not job.leftovers(15)

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from nemo_aligner.servers.ports import find_free_port
+from tests.patience import Deadline
 
 RAISE, NAN, WRONG_SHAPE, STOPPING, SLEEP = 901, 902, 903, 904, 905
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,15 +161,15 @@ class ToyRewardServer:
             )
 
     def is_ready(self) -> bool:
-        from nemo_aligner.servers.http_communicator import http_status
+        from nemo_aligner.servers.exchange import http_status
 
         return http_status("127.0.0.1", self.port, f"/v2/models/{self.endpoint}/ready", 2.0) == 200
 
     def wait_until_ready(self, limit_s: float = 60.0) -> "ToyRewardServer":
         """Itself, once the model is served."""
-        deadline = time.monotonic() + limit_s
+        deadline = Deadline(limit_s)
         while not self.is_ready():
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.process.poll() is not None or deadline.passed():
                 raise AssertionError(
                     f"the server did not come up:\n{(self.directory / 'log.txt').read_text()}"
                 )

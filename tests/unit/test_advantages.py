@@ -34,8 +34,8 @@ def ragged(seed=0, rows=6, width=9):
 
 
 def scored_groups(seed=0):
-    """(scores [N], prompts [N, 2], valid [N]): groups of 1 to 5 rows in mixed order, some of them
-    not valid.
+    """(scores [N], prompts [N, 2], valid [N]): groups of 1 to 5 samples in mixed order, some not
+    valid.
     """
     generator = torch.Generator().manual_seed(seed)
     sizes = [1, 2, 3, 4, 5, 4]
@@ -47,7 +47,7 @@ def scored_groups(seed=0):
 
 
 def members(prompts, valid, row):
-    """Valid rows of the same prompt, the row itself included if it is valid."""
+    """Valid samples of the same prompt, including the sample itself if it is valid."""
     return [
         i for i in range(len(prompts)) if valid[i] and prompts[i].tolist() == prompts[row].tolist()
     ]
@@ -144,8 +144,8 @@ def test_grpo_against_the_statistics_module():
 
 
 def test_equal_scores_give_no_advantage():
-    """0.1 is no binary number: its mean over three rows must not leave a rounding that eps would
-    blow up.
+    """0.1 is no binary number: its mean over three samples must not leave a rounding error that
+    eps blows up.
     """
     scores, idx = torch.full((3,), 0.1), torch.tensor([5, 5, 5])
     assert calculate_grpo_advantages(scores, idx).abs().max() < 1e-9
@@ -177,7 +177,7 @@ def test_scores_are_spread_over_the_response_alone():
     assert masked_sum(planted(rewards, mask), mask).item() == pytest.approx(
         scores.sum().item(), abs=1e-5
     )
-    scores[2] = NAN  # a row without a response
+    scores[2] = NAN  # a sample without a response
     for column in (scores, scores[:, None]):
         assert torch.equal(
             spread_over_response(column, mask), torch.where(mask.bool(), scores[:, None], 0)
@@ -190,7 +190,7 @@ def test_clipping():
         assert clip(x, 3.0)[:5].tolist() == [-3.0, -0.5, 0.0, 3.0, 3.0]
         assert clip(x, 3.0).isnan().tolist() == [False] * 5 + [
             True
-        ]  # what is wrong stays to be seen
+        ]  # NaN of a sample that counts stays visible
         assert clip(x, None) is x
 
 

@@ -10,13 +10,14 @@ import torch
 
 from nemo_aligner.algorithms import alarms
 from nemo_aligner.core.errors import NonFiniteError
+from nemo_aligner.core.types import Scores
 from nemo_aligner.parallel.replicas import CPU_PIECE, checksum
 from nemo_aligner.training.finite import naming_step
 
 NAN = float("nan")
 
 
-# ---------------------------------------------------------------------------------------- warnings
+# -------------------------------------------------------------------------------------- warnings
 
 
 def test_a_warning_is_said_when_its_state_begins_and_again_after_it_has_ended():
@@ -89,7 +90,7 @@ def test_only_the_first_rank_speaks(monkeypatch):
     assert watch.watch({"ppo_clip_fraction": 1.0}, 0) == {"alarms_active": 1} and not said
 
 
-# -------------------------------------------------------------------------------------- quantities
+# ------------------------------------------------------------------------------------ quantities
 
 
 def test_sampling_ratio_by_hand():
@@ -123,7 +124,7 @@ def test_explained_variance_is_that_of_the_masked_slots():
     assert math.isnan(alarms.explained_variance(values, returns, torch.zeros_like(mask)))
 
 
-# ------------------------------------------------------------------------------------------ errors
+# ---------------------------------------------------------------------------------------- errors
 
 
 class Tokenizer:
@@ -134,7 +135,6 @@ class Tokenizer:
 @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
 def test_a_reward_that_is_not_finite_is_named_by_its_prompt(bad):
     rollout = {
-        "rewards": torch.tensor([1.0, bad, NAN]),
         "idx": torch.tensor([7, 11, 12]),
         "prompt_lengths": torch.tensor([2, 3, 90]),
         "response_tokens": torch.arange(300).reshape(3, 100),
@@ -144,17 +144,18 @@ def test_a_reward_that_is_not_finite_is_named_by_its_prompt(bad):
         match=f"PPO step 4: rewards of sample 11 .*'100 101 102'.* is {bad}; 2 of 3",
     ):
         with naming_step("PPO step 4"):
-            alarms.check_rewards(rollout, Tokenizer())
-    rollout["rewards"] = torch.tensor([1.0, 2.0, 3.0])
-    alarms.check_rewards(rollout, Tokenizer())
-    rollout["rewards_terse"] = torch.tensor([1.0, 2.0, bad])
+            scores = Scores(torch.tensor([1.0, bad, NAN]))
+            alarms.check_rewards(rollout, scores, Tokenizer())
+    good = torch.tensor([1.0, 2.0, 3.0])
+    alarms.check_rewards(rollout, Scores(good), Tokenizer())
+    scores = Scores(good, parts={"terse": torch.tensor([1.0, 2.0, bad])})
     with pytest.raises(
         NonFiniteError, match=r"rewards_terse of sample 12 .*'200 201 [^']*\.\.\.'"
     ):
-        alarms.check_rewards(rollout, Tokenizer())
+        alarms.check_rewards(rollout, scores, Tokenizer())
 
 
-# --------------------------------------------------------------------------------------- checksums
+# ------------------------------------------------------------------------------------- checksums
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

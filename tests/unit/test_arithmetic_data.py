@@ -58,7 +58,7 @@ def test_held_out_sums_are_not_trained_on_in_any_order(data_dir):
     assert not any((a, b) in trained_on or (b, a) in trained_on for a, b in held_out)
 
 
-def test_prompts_are_those_of_the_same_split_without_the_answer(data_dir):
+def test_prompts_are_those_of_the_same_split_without_the_result(data_dir):
     for split in ("train", "validation"):
         prompts = [line["text"] for line in lines(data_dir / f"prompts_{split}.jsonl")]
         assert prompts == [line["input"] for line in lines(data_dir / f"sft_{split}.jsonl")]
@@ -87,17 +87,17 @@ def test_one_token_per_character(tokenizer):
     ]
 
 
-def test_prompt_and_answer_meet_at_a_token_boundary_and_fit_the_lengths_of_the_run(
+def test_prompt_and_response_meet_at_a_token_boundary_and_fit_the_lengths_of_the_run(
     data_dir, tokenizer
 ):
     for line in lines(data_dir / "sft_train.jsonl")[::50]:
-        prompt, answer = (
+        prompt, response = (
             tokenizer.text_to_ids(line["input"]),
             tokenizer.text_to_ids(line["output"]),
         )
-        assert prompt + answer == tokenizer.text_to_ids(line["input"] + line["output"])
-        assert len(answer) + 1 <= run_arithmetic.MAX_ANSWER
-        assert len(prompt) <= run_arithmetic.SEQ_LENGTH - run_arithmetic.MAX_ANSWER
+        assert prompt + response == tokenizer.text_to_ids(line["input"] + line["output"])
+        assert len(response) + 1 <= run_arithmetic.MAX_RESPONSE
+        assert len(prompt) <= run_arithmetic.SEQ_LENGTH - run_arithmetic.MAX_RESPONSE
 
 
 def test_the_reward_function_agrees_with_the_data(data_dir):

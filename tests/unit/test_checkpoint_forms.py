@@ -12,6 +12,8 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZERS = ("distributed_fused_adam", "adamw")
 
 

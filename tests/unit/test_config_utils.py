@@ -12,10 +12,11 @@ from nemo_aligner.config.checks import (
     CONFIG_NAMES,
     check_config,
     check_keys,
-    drop_unset,
     inert_notes,
     nearest_key,
 )
+from nemo_aligner.config.defaults import drop_unset
+from nemo_aligner.config.inert_keys import INERT
 from nemo_aligner.config.parallel_rules import (
     check_accelerator,
     check_architecture,
@@ -167,7 +168,7 @@ def test_null_asks_for_nothing():
 
 @pytest.mark.parametrize("name", CONFIG_NAMES)
 def test_no_key_is_both_live_and_inert(name):
-    inert = config_schema.INERT[name]
+    inert = INERT[name]
     for key in config_schema.LIVE[name]:
         parts = key.split(".")
         assert not [p for n in range(1, len(parts) + 1) if (p := ".".join(parts[:n])) in inert], (
@@ -180,7 +181,7 @@ def test_exp_manager_keys_are_those_of_nemo():
 
     from nemo.utils.exp_manager import CallbackParams, ExpManagerConfig
 
-    known = config_schema.LIVE["gpt_ppo_actor"] | set(config_schema.INERT["gpt_ppo_actor"])
+    known = config_schema.LIVE["gpt_ppo_actor"] | set(INERT["gpt_ppo_actor"])
     known = {key for key in known if key.startswith("exp_manager.")}
     ours = {f"exp_manager.{field.name}" for field in fields(ExpManagerConfig)} - {
         "exp_manager.checkpoint_callback_params"
@@ -399,7 +400,7 @@ def test_accelerator():
         (
             "gpt_rs_actor",
             ["model.rs.num_rollout_samples=24"],
-            "= 24 kept answers are not a multiple of .*_size=64",
+            "= 24 kept responses are not a multiple of .*_size=64",
         ),
         (
             "gpt_rs_actor",
@@ -417,7 +418,7 @@ def test_accelerator():
         (
             "gpt_rs_actor",
             ["model.rs.sampling_params.use_greedy=True"],
-            "4 answers to a prompt would be the same",
+            "4 responses to a prompt would be the same",
         ),
         (
             "gpt_rs_actor",

@@ -21,6 +21,8 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.randint(0, 290, (4, 8), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([8, 3, 6, 1])
 

@@ -20,7 +20,7 @@ from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_rm_datasets,
     check_pad_to_length,
     collate_with_pad_to_max_batch,
-    the_validation_prompts,
+    single_validation_set,
 )
 from nemo_aligner.data.nlp.datasets import (
     RegressionRewardModelDataset,
@@ -89,7 +89,7 @@ def build(
     )
 
 
-# ----------------------------------------------------------------------------------------- prompts
+# --------------------------------------------------------------------------------------- prompts
 
 
 def test_prompts_are_the_raw_text(texts, tiny_tokenizer):
@@ -179,7 +179,7 @@ def test_collate_prompts(texts, tiny_tokenizer):
     )
 
 
-# ------------------------------------------------------------------------------------------- pairs
+# ----------------------------------------------------------------------------------------- pairs
 
 
 def test_pairs(texts, tiny_tokenizer, warnings):
@@ -257,7 +257,7 @@ def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, 
     )
 
 
-# ---------------------------------------------------------------------------------- labelled texts
+# -------------------------------------------------------------------------------- labelled texts
 
 
 def labels_file(path, labels, texts=None):
@@ -344,7 +344,7 @@ def test_bad_labels_are_named_with_file_and_line(tmp_path, tiny_tokenizer):
         RegressionRewardModelDataset([path], tiny_tokenizer, 20, 2)
 
 
-# --------------------------------------------------------------------------------------------- SFT
+# ------------------------------------------------------------------------------------------- SFT
 
 
 def sft_cfg(path, **overrides):
@@ -424,21 +424,19 @@ def test_sft_truncation(tmp_path, tiny_tokenizer, warnings):
 
     assert text(0) == "ABCDExy<|endoftext|>"
     assert text(0, truncation_method="left") == "DEFGHxy<|endoftext|>"
-    assert (
-        text(1) == "#" * 8
-    )  # the prompt is gone, and the answer has lost its end: nothing says that it ends here
+    assert text(1) == "#" * 8  # nothing is left of the prompt, and the response has lost its end
     assert text(0, truncation_field="") == "ABCDEFGH"
     assert (
         "2 of 3 examples are longer than max_seq_length=8" in warnings[0]
         and "0 of them keep nothing" in warnings[0]
     )
-    assert "1 of them keep nothing of the answer" in warnings[-1]
+    assert "1 of them keep nothing of the response" in warnings[-1]
 
 
 def test_sft_refusals(tmp_path, tiny_tokenizer):
     path = write(tmp_path / "sft.jsonl", [{"input": "ABCDEFGH", "output": "xy"}])
     cases = [
-        ({"prompt_template": "{output} {input}"}, "must end with the answer, {output}"),
+        ({"prompt_template": "{output} {input}"}, "must end with the response, {output}"),
         ({"truncation_field": "context"}, "truncation_field='context' is not a field"),
         ({"truncation_method": "middle"}, "'middle'"),
         (
@@ -459,7 +457,7 @@ def test_sft_refusals(tmp_path, tiny_tokenizer):
         build_sft_dataset(sft_cfg(path), tiny_tokenizer)
 
 
-# --------------------------------------------------------------------------------------- bad files
+# ------------------------------------------------------------------------------------- bad files
 
 
 def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
@@ -491,7 +489,7 @@ def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
         RLHFDataset([tmp_path], tiny_tokenizer, 20)
 
 
-# ---------------------------------------------------------------------------------------- builders
+# -------------------------------------------------------------------------------------- builders
 
 
 def prompts_of(dataset, tokenizer):
@@ -584,13 +582,13 @@ def test_rollouts_are_validated_on_one_set(texts, tiny_tokenizer):
             build_train_valid_test_rlhf_datasets, {"train": [path]} | validation, tiny_tokenizer
         )
         with pytest.raises(ConfigError, match=message):
-            the_validation_prompts(built)
+            single_validation_set(built)
     _, built, _ = build(
         build_train_valid_test_rlhf_datasets,
         {"train": [path], "validation": [path]},
         tiny_tokenizer,
     )
-    assert the_validation_prompts(built) is built
+    assert single_validation_set(built) is built
 
 
 @pytest.mark.parametrize("section, remote", [("ppo", "remote_critic_rm"), ("rs", "remote_rm")])

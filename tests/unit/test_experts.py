@@ -21,6 +21,8 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2, 1]])
 EXPERTS, FFN = 4, 24
 MOE = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": FFN, "init_method_std": 0.3}

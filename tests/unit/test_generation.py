@@ -10,16 +10,15 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
-from nemo_aligner.generation.text_generation_utils import (
-    EndConditions,
-    tokenize_batch,
-    verify_is_valid_and_clamp_range_,
-)
+from nemo_aligner.generation.end_conditions import EndConditions, verify_is_valid_and_clamp_range_
+from nemo_aligner.generation.tokenize_batch import tokenize_batch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_backward
 from nemo_aligner.training.update import optimizer_step
 from tests.naive_generation import naive_generate
 from tests.tiny_models import tiny_config
+
+pytestmark = pytest.mark.slow
 
 ROWS = 12
 LIMIT = 48  # positions of the tiny models
@@ -310,12 +309,13 @@ def test_a_model_with_dropout_generates_without(tiny_tokenizer_dir, prompts):
 @pytest.mark.parametrize(
     "tokens, length, message",
     [
-        ([[1, 2, 3]], 0, "row 0 is empty"),
+        ([[1, 2, 3]], 0, "prompt 0 of the batch is empty"),
         ([[1, 2, 3]], 4, "length of 4 exceeds the width of the prompts, 3"),
         (
             [[1] * 50],
             48,
-            "a prompt of 48 tokens (row 0) leaves no room for a response within the 48 positions",
+            "prompt 0 of the batch has 48 tokens and leaves no room for a response within the 48 "
+            "positions",
         ),
         ([[1, 300, 3]], 2, "holds the id 300, outside the tokenizer's vocabulary of"),
     ],
@@ -339,7 +339,7 @@ def test_weights_that_are_not_finite_are_reported(tiny_tokenizer_dir, prompts):
         generator_of(model).generate(tokens, lengths, seeds, GenerationParams(max_length=4))
 
 
-# --- end conditions ---------------------------------------------------------------------------------------------
+# --- end conditions ----------------------------------------------------------------------------
 
 
 def ids_of(tokenizer, text):
@@ -442,7 +442,7 @@ def test_tokenize_batch(tiny_tokenizer):
         tokenize_batch(["ab"], tiny_tokenizer, 6, add_BOS=True)
 
 
-# --- parameters -------------------------------------------------------------------------------------------------
+# --- parameters --------------------------------------------------------------------------------
 
 
 def test_parameters_from_the_configuration():

@@ -23,7 +23,7 @@ NAN = float("nan")
 
 
 def batch(seed=0, rows=6, width=7):
-    """Random inputs [rows, width] for both PPO losses; row 2 counts nowhere."""
+    """Random inputs [rows, width] for both PPO losses; sample 2 counts nowhere."""
     torch.manual_seed(seed)
     mask = (torch.rand(rows, width) > 0.4).float()
     mask[2] = 0
@@ -118,7 +118,7 @@ def test_weights_refuse_what_cannot_be():
         match="loss_reduction='mean' is unknown; choose one of token, sequence, microbatch",
     ):
         loss_weights(torch.ones(2, 2), "mean")
-    with pytest.raises(ValueError, match="micro_batch_size=2 does not divide the 3 rows"):
+    with pytest.raises(ValueError, match="micro_batch_size=2 does not divide the 3 samples"):
         loss_weights(torch.ones(3, 2), "microbatch", 2)
 
 
@@ -239,7 +239,7 @@ def test_preference_loss_by_hand():
 
 
 def test_regression_loss_by_hand():
-    """Three texts, two attributes; two labels are missing."""
+    """Three samples, two attributes; two labels are missing."""
     predictions = torch.tensor([[1.0, 2.0], [0.5, -1.0], [3.0, NAN]], requires_grad=True)
     labels = torch.tensor([[2.0, -100.0], [0.0, 1.0], [1.0, NAN]])
     mask = torch.tensor([[1, 0], [1, 1], [1, 0]])

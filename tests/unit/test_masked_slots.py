@@ -16,7 +16,7 @@ ROWS, WIDTH, VOCABULARY = 5, 8, 7
 PROMPT_LENGTHS, LENGTHS = (
     torch.tensor([2, 1, 4, 3, 2]),
     torch.tensor([9, 5, 4, 7, 3]),
-)  # row 2 has no answer
+)  # sample 2 has no response
 COLUMNS = torch.arange(WIDTH)
 SLOTS = (COLUMNS >= PROMPT_LENGTHS[:, None] - 1) & (COLUMNS < LENGTHS[:, None] - 1)
 VALID = SLOTS.any(1)
@@ -128,7 +128,7 @@ CASES = {
         ("scores",),
         VALID,
     ),
-    "scores over answers": (
+    "scores over responses": (
         lambda scores: advantages.spread_over_response(scores, MASK),
         ("scores",),
         VALID,
@@ -201,7 +201,7 @@ CASES = {
 }
 # Nothing trains through these by themselves, and their gradients are not free of NaN.
 WITHOUT_GRADIENT = {
-    "entropy of log-probs": "of a slot that holds NaN; training takes that of `vocab_parallel`, which is 0",
+    "entropy of log-probs": "NaN in a slot that holds NaN; training uses that of `vocab_parallel`",
     "KL k2": "stays in the slot that holds NaN; `ppo_actor_loss` selects the slots before",
     "KL k3": "likewise",
     "masked_std, 0": "the square root has none at 0, where one value or none counts",

@@ -1,28 +1,118 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The adaptation of Megatron Core to machines without CUDA: complete, and with a clear error when
-a release moves a name.
+"""The adaptation of Megatron Core: its list of names is complete, and a name that a release moves is
+reported.
 """
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import nemo_aligner
 from nemo_aligner.parallel import megatron_adaptation
+
+PACKAGE = Path(nemo_aligner.__file__).parent
 
 
 @pytest.mark.parametrize(
-    "module, name, reason", megatron_adaptation.TOUCHED, ids=lambda value: str(value)[-40:]
+    "touched", megatron_adaptation.TOUCHED, ids=lambda touched: touched.name[-40:]
 )
-def test_every_touched_name_exists_and_has_a_reason(module, name, reason):
-    megatron_adaptation._resolve(module, name)
-    assert reason
+def test_every_touched_name_exists_and_says_why_and_where(touched):
+    if touched.module.startswith("transformer_engine"):
+        pytest.importorskip("transformer_engine.pytorch")
+    megatron_adaptation.resolve(touched.module, touched.name)
+    assert touched.reason
+    paths = [word for word in touched.where.split() if word.endswith(".py") and "/" in word]
+    if paths:
+        assert all((PACKAGE / path).is_file() for path in paths), touched.where
+    else:
+        module, function = touched.where.split(".")
+        assert hasattr(importlib.import_module(f"nemo_aligner.parallel.{module}"), function)
 
 
-def test_missing_name_is_reported():
-    with pytest.raises(
-        ImportError, match="megatron.core.optimizer.clip_grads.get_grad_norm_fp64.*setup.py"
-    ):
-        megatron_adaptation._resolve("megatron.core.optimizer.clip_grads", "get_grad_norm_fp64")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "megatron.core.optimizer.clip_grads.get_grad_norm_fp64",
+        "megatron.core.transformer.moe.experts.SequentialMLP.remote_experts",
+        "megatron.core.no_such_module.function",
+    ],
+)
+def test_missing_name_is_reported(name):
+    module, _, dotted = name.rpartition(".SequentialMLP.")
+    if module:
+        dotted = f"SequentialMLP.{dotted}"
+    else:
+        module, _, dotted = name.rpartition(".")
+    with pytest.raises(ImportError, match=f"{name}.*setup.py"):
+        megatron_adaptation.resolve(module, dotted)
+
+
+def _own_subclasses():
+    """(class of the package, class of Megatron Core that it derives from)."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text()
+        if "from megatron" in text or "import megatron" in text:
+            name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+            module = importlib.import_module(name)
+            for cls in vars(module).values():
+                if inspect.isclass(cls) and cls.__module__ == name:
+                    for base in cls.__mro__[1:]:
+                        if base.__module__.startswith("megatron."):
+                            yield cls, base
+
+
+def test_private_methods_that_subclasses_override_are_listed():
+    listed = {touched.name for touched in megatron_adaptation.TOUCHED}
+    found = set()
+    for cls, base in _own_subclasses():
+        for name in vars(cls):
+            if name.startswith("_") and not name.startswith("__") and callable(getattr(cls, name)):
+                if inspect.isfunction(vars(base).get(name)):
+                    found.add(f"{base.__name__}.{name}")
+    assert "GPTModel._postprocess" in found
+    assert found <= listed
+
+
+def test_private_names_of_megatron_that_modules_use_are_listed():
+    """Those reached through an imported module or imported by name."""
+    listed = {touched.name.rpartition(".")[2] for touched in megatron_adaptation.TOUCHED}
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        aliases = set()
+        for node in ast.walk(tree := ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron"):
+                aliases |= {alias.asname or alias.name for alias in node.names}
+                found |= {alias.name for alias in node.names if alias.name.startswith("_")}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id in aliases and node.attr.startswith("_"):
+                    found.add(node.attr)
+    found = {name for name in found if not name.startswith("__")}
+    assert "_replace_state_dict_keys_with_sharded_keys" in found
+    assert found <= listed
+
+
+def test_importing_the_package_changes_nothing():
+    """Only `parallel_state.initialize()` adapts Megatron Core, and in whatever order of imports."""
+    code = """
+import torch
+before = torch.cuda.current_device, torch.Tensor.cuda
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from nemo_aligner.models.nlp.gpt import megatron_gpt_model
+from nemo_aligner.parallel import parallel_state
+assert (torch.cuda.current_device, torch.Tensor.cuda) == before
+parallel_state.initialize()
+changed = (torch.cuda.current_device, torch.Tensor.cuda) != before
+assert changed is not torch.cuda.is_available()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
 @pytest.mark.skipif(
@@ -30,10 +120,9 @@ def test_missing_name_is_reported():
 )
 def test_remapped_functions_name_no_cuda_device():
     megatron_adaptation.adapt_megatron_core()
-    for module, name, _reason in megatron_adaptation.REMAPPED_CONSTANTS:
-        function = megatron_adaptation.inspect.unwrap(
-            megatron_adaptation._resolve(module, name)[2]
-        )
+    names = megatron_adaptation.REMAPPED_CONSTANTS
+    for module, name in [(module, name) for module in names for name in names[module]]:
+        function = inspect.unwrap(megatron_adaptation.resolve(module, name)[2])
         function = getattr(function, "__func__", function)
         constants = list(function.__code__.co_consts)
         constants += [

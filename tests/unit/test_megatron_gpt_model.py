@@ -21,6 +21,8 @@ from nemo_aligner.training.megatron_steps import forward_backward, forward_colle
 from nemo_aligner.training.update import learning_rate, optimizer_step
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2, 1]])
 
 

@@ -30,7 +30,7 @@ REDUCTIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean"}  # ours,
 
 COMPARISONS = Comparisons()
 ONLY_ONE = {
-    "token log-likelihood": "OpenRLHF alone has a function of log-probs; test_losses.py has torch's cross entropy",
+    "token log-likelihood": "only OpenRLHF has it of log-probs; test_losses.py uses cross entropy",
     "explained variance": "trl alone reports it",
 }
 compares = COMPARISONS.of

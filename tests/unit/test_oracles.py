@@ -225,7 +225,7 @@ def _(case, library):
 
 @compares("token rewards", "trl", "openrlhf", "nemo-aligner")
 def _(case, library):
-    """All put the score on the answer's last token; NeMo-Aligner's width is ours, S-1. OpenRLHF
+    """All put the score on the response's last token; NeMo-Aligner's width is ours, S-1. OpenRLHF
     clips it first.
     """
     kl = calculate_kl_penalty(case.logprobs, case.ref_logprobs, use_absolute_kl=False)
@@ -285,7 +285,7 @@ def _(case, library):
         baseline = nemo_aligner_ppo_utils().calculate_rloo_baseline
         valid = (
             case.lengths % 3 > 0
-        ).float()  # rows that do not count; NeMo-Aligner's own baseline is not used
+        ).float()  # samples that do not count; NeMo-Aligner's own baseline is not used
         for mask in (torch.ones_like(case.scores), valid):
             keep = mask.bool()
             theirs = baseline(case.prompts[:, None], case.scores, mask)
@@ -323,7 +323,7 @@ def _(case, library):
 
 
 def torchrl_grpo(case: Case) -> Tensor:
-    """[N]: torchrl takes one trajectory of each row, and gives a group back when its last one has
+    """[N]: torchrl takes one trajectory of each sample, and returns a group when its last one has
     come.
     """
     TensorDict = oracle("tensordict").TensorDict
@@ -348,7 +348,7 @@ def torchrl_grpo(case: Case) -> Tensor:
 
 @compares("soft overlong penalty", "verl", "openrlhf")
 def _(case, library):
-    """verl does not end the slope at -factor, but no answer is longer than the limit there."""
+    """verl does not end the slope at -factor, but no response is longer than the limit there."""
     limit, buffer, factor = 7, 4, 0.6
     counts = case.lengths - case.prompt_lengths
     ours = case.scores + calculate_overlong_penalty(counts, limit, buffer, factor)
@@ -363,11 +363,9 @@ def _(case, library):
 
 
 def verl_dapo_rewards(case, counts, limit, buffer, factor) -> Tensor:
-    """[N]: verl's reward manager reads texts, here of an answer each whose text is the number of
-    its row.
-    """
+    """[N]: verl's reward manager decodes each response, here to the number of its sample."""
 
-    class Rows(list):
+    class Samples(list):
         batch = {"responses": torch.zeros(len(counts), limit)}
 
     manager = oracle("verl.workers.reward_manager.dapo").DAPORewardManager(
@@ -379,17 +377,17 @@ def verl_dapo_rewards(case, counts, limit, buffer, factor) -> Tensor:
             enable=True, len=buffer, penalty_factor=factor, log=False
         ),
     )
-    rows = Rows()
-    for row, count in enumerate(counts):
+    samples = Samples()
+    for number, count in enumerate(counts):
         attention = torch.cat([torch.ones(1), torch.arange(limit) < count])
         tokens = {
             "prompts": torch.zeros(1),
-            "responses": torch.full((limit,), row),
+            "responses": torch.full((limit,), number),
             "attention_mask": attention.long(),
         }
         facts = {"reward_model": {"ground_truth": ""}, "data_source": "", "extra_info": {}}
-        rows.append(SimpleNamespace(batch=tokens, non_tensor_batch=facts))
-    return manager(rows).sum(1)
+        samples.append(SimpleNamespace(batch=tokens, non_tensor_batch=facts))
+    return manager(samples).sum(1)
 
 
 @compares("mask", "nemo-aligner")

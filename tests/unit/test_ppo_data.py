@@ -9,14 +9,14 @@ import math
 import pytest
 import torch
 
-from nemo_aligner.algorithms import ppo
-from nemo_aligner.algorithms.rollouts import answers_to
+from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+from nemo_aligner.algorithms.rollouts import repeat_prompts
 from nemo_aligner.core.errors import ConfigError
 from tests.ppo_fakes import make_trainer
 
 NAN = float("nan")
 WIDTH = 9  # S - 1
-# (idx, prompt length, total length, reward) of the answers to three prompts; the last row is a
+# (idx, prompt length, total length, reward) of the responses to three prompts; the last row is a
 # stand-in.
 ROWS = [
     (7, 2, 6, 1.5),
@@ -32,7 +32,7 @@ STAND_IN = 7
 
 
 def scored_rollout(with_values: bool) -> dict:
-    """Random numbers on the answers, NaN everywhere else."""
+    """Random numbers on the responses, NaN everywhere else."""
     generator = torch.Generator().manual_seed(5)
     idx, prompts, lengths, rewards = (torch.tensor(column) for column in zip(*ROWS))
     column = torch.arange(WIDTH)
@@ -58,8 +58,8 @@ def scored_rollout(with_values: bool) -> dict:
 
 
 def naive_data(rollout: dict, cfg: dict, max_response_length: int):
-    """Advantages and returns of each row as lists over its answer, by the formulas of docs/ppo.md,
-    without tensors.
+    """Advantages and returns of each row as lists over its response, by the formulas of
+    docs/ppo.md, without tensors.
     """
     rows = [i for i in range(len(ROWS)) if i != STAND_IN]
     spans = {i: range(ROWS[i][1] - 1, ROWS[i][2] - 1) for i in rows}
@@ -214,8 +214,8 @@ def test_data_equal_a_loop_over_plain_numbers(changes):
 
 
 def test_grpo_by_hand():
-    """Two prompts, answers rewarded 1 0 0 and 1 1; without a KL penalty an answer's score is its
-    reward.
+    """Two prompts, responses rewarded 1 0 0 and 1 1; without a KL penalty a response's score is
+    its reward.
     """
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0])
     rollout = {
@@ -238,10 +238,10 @@ def test_grpo_by_hand():
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "grpo"])
-def test_equally_rewarded_answers_of_any_length_teach_nothing(estimator):
+def test_equally_rewarded_responses_of_any_length_teach_nothing(estimator):
     rollout = scored_rollout(False) | {"rewards": torch.ones(len(ROWS))}
     rollout["idx"][STAND_IN] = (
-        9  # a prompt of its own, which cannot be answered: it is not one without signal either
+        9  # a prompt of its own, which cannot be used: it is not one without signal either
     )
     trainer = make_trainer(advantage_estimator=estimator, initial_policy_kl_penalty=0.0)
     data, metrics = trainer.generate_ppo_data(rollout)
@@ -271,7 +271,7 @@ def test_metrics_say_what_was_clipped_and_taken_off():
         2,
         7,
         1,
-    ]  # of the answers: nothing is taken off up to 2 tokens, everything from 6 on
+    ]  # of the responses: nothing is taken off up to 2 tokens, everything from 6 on
     assert metrics["overlong_penalty"] == pytest.approx(
         -(2 / 4 + 3 / 4 + 1 / 4 + 1 + 0 + 1 + 0) / 7
     )
@@ -285,11 +285,11 @@ def test_metrics_say_what_was_clipped_and_taken_off():
     assert metrics["kl_penalty"] == 0.5
 
 
-# --------------------------------------------------------------------------------- several answers
+# ------------------------------------------------------------------------------- several responses
 
 
 def rows_by_prompt(batches) -> dict:
-    """Prompt (its first token is unique) to the answers to it, as sets of token tuples."""
+    """Prompt (its first token is unique) to the responses to it, as sets of token tuples."""
     rows = {}
     for batch in batches:
         for row in batch["response_tokens"].tolist():
@@ -297,18 +297,18 @@ def rows_by_prompt(batches) -> dict:
     return rows
 
 
-def test_answers_have_streams_of_their_own_which_more_answers_do_not_change():
+def test_responses_have_streams_of_their_own_which_more_responses_do_not_change():
     batch = {"idx": torch.tensor([4, 0, 9])}
-    two, five = (list(answers_to([batch], n, seed=1, step=2)) for n in (2, 5))
+    two, five = (list(repeat_prompts([batch], n, seed=1, step=2)) for n in (2, 5))
     for a, b in zip(two, five, strict=False):
         assert torch.equal(a["sample_seeds"], b["sample_seeds"])
-    (one,) = answers_to([batch], 1, seed=1, step=2)
+    (one,) = repeat_prompts([batch], 1, seed=1, step=2)
     assert torch.equal(one["sample_seeds"], two[0]["sample_seeds"]) and torch.equal(
         one["sample_key"], batch["idx"]
     )
     assert torch.stack([b["sample_seeds"] for b in five]).unique().numel() == 15
     assert torch.stack([b["sample_key"] for b in five]).unique().numel() == 15
-    other_step = list(answers_to([batch], 5, seed=1, step=3))
+    other_step = list(repeat_prompts([batch], 5, seed=1, step=3))
     assert not any(
         torch.isin(a["sample_seeds"], b["sample_seeds"]).any() for a in five for b in other_step
     )
@@ -316,27 +316,27 @@ def test_answers_have_streams_of_their_own_which_more_answers_do_not_change():
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
-def test_each_prompt_is_answered_several_times(estimator):
+def test_each_prompt_gets_several_responses(estimator):
     settings = dict(advantage_estimator=estimator, max_steps=1, val_check_interval=1)
     once = make_trainer(num_rollouts_per_prompt=1, **settings)
     thrice = make_trainer(num_rollouts_per_prompt=3, **settings)
     for trainer in (once, thrice):
         trainer.fit()
         assert trainer.consumed_samples == 8
-        assert len(trainer.logger.tables[-1][2]) == 4  # a validation draws one answer
+        assert len(trainer.logger.tables[-1][2]) == 4  # a validation draws one response
     assert len(once.model.batches) == 2 and len(thrice.model.batches) == 6
     assert thrice.logger.series("train_rollouts/rollout_size") == [(0, 24)]
-    first, all_answers = rows_by_prompt(once.model.batches), rows_by_prompt(thrice.model.batches)
-    assert first.keys() == all_answers.keys() and len(first) == 8
-    for prompt, (answer,) in first.items():
-        assert len(all_answers[prompt]) == 3 and answer in all_answers[prompt]
-    assert any(len(set(answers)) == 3 for answers in all_answers.values())
+    first, all_responses = rows_by_prompt(once.model.batches), rows_by_prompt(thrice.model.batches)
+    assert first.keys() == all_responses.keys() and len(first) == 8
+    for prompt, (response,) in first.items():
+        assert len(all_responses[prompt]) == 3 and response in all_responses[prompt]
+    assert any(len(set(responses)) == 3 for responses in all_responses.values())
     assert once.logger.series("val_rollouts/rewards") == thrice.logger.series(
         "val_rollouts/rewards"
     )
 
 
-def test_grpo_of_a_run_compares_the_answers_of_each_prompt():
+def test_grpo_of_a_run_compares_the_responses_of_each_prompt():
     trainer = make_trainer(
         num_rollouts_per_prompt=3,
         advantage_estimator="grpo",
@@ -359,7 +359,7 @@ def test_grpo_of_a_run_compares_the_answers_of_each_prompt():
         assert values == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-4)
 
 
-def test_answers_fill_whole_global_batches():
+def test_responses_fill_whole_global_batches():
     assert make_trainer(rollout_size=6, num_rollouts_per_prompt=2).num_rollout_samples == 6
     with pytest.raises(
         ConfigError, match="num_rollout_samples=6 x .*num_rollouts_per_prompt=3=18 is not a mult"
@@ -367,12 +367,14 @@ def test_answers_fill_whole_global_batches():
         make_trainer(rollout_size=6, num_rollouts_per_prompt=3)
 
 
-def test_horizon_counts_answers():
-    sizes = dict(num_rollout_samples=128, global_batch_size=64, ppo_epochs=2)
-    assert ppo.compute_num_optimizer_steps(7, **sizes, num_rollouts_per_prompt=8) == 7 * 2 * 16
+def test_horizon_counts_responses():
+    steps = compute_num_optimizer_steps(
+        7, samples_per_step=128 * 8, global_batch_size=64, epochs=2
+    )
+    assert steps == 7 * 2 * 16
 
 
-# -------------------------------------------------------------------------------- without a critic
+# ------------------------------------------------------------------------------ without a critic
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "rloo", "grpo"])
@@ -406,7 +408,7 @@ def test_without_a_critic_a_run_has_no_values_and_resumes_exactly(estimator):
             torch.testing.assert_close(resumed[key], value, rtol=0, atol=0, equal_nan=True)
 
 
-# ---------------------------------------------------------------------------------------------- KL
+# -------------------------------------------------------------------------------------------- KL
 
 
 def test_adaptive_penalty_follows_the_kl_and_is_resumed():
@@ -489,12 +491,12 @@ def test_kl_in_the_loss_brings_the_references_log_probs():
     trainer = make_trainer(initial_policy_kl_penalty=0.0, kl_loss_coef=0.1)
     trainer.fit()
     for batch in trainer.model.batches:
-        on_answers = batch["mask"].bool()
+        on_responses = batch["mask"].bool()
         reference = trainer.model._logprobs(batch["response_tokens"], 0.0)
         torch.testing.assert_close(
-            batch["init_logprobs"][on_answers], reference[on_answers], rtol=0, atol=0
+            batch["init_logprobs"][on_responses], reference[on_responses], rtol=0, atol=0
         )
-        assert (batch["init_logprobs"][~on_answers] == 0).all()
+        assert (batch["init_logprobs"][~on_responses] == 0).all()
     assert (
         dict(trainer.logger.series("train_rollouts/init_policy_kl"))[2] > 0
     )  # measured, but not in the reward

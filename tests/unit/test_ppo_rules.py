@@ -4,8 +4,7 @@
 
 import pytest
 
-from nemo_aligner.config import ppo_rules
-from nemo_aligner.config import rules as config_rules
+from nemo_aligner.core import estimators
 from nemo_aligner.core.errors import ConfigError
 from tests.unit.test_config_utils import check
 
@@ -14,11 +13,10 @@ GRPO = ("trainer.ppo.advantage_estimator=grpo", "model.ppo.num_rollouts_per_prom
 
 
 def test_names_of_choices_are_those_of_the_math():
-    """They stand twice, as the checks before a job start without PyTorch."""
     from nemo_aligner.core import kl, losses
 
-    assert config_rules.LOSS_REDUCTIONS == losses.LOSS_REDUCTIONS
-    assert ppo_rules.KL_ESTIMATORS == kl.KL_ESTIMATORS
+    assert estimators.LOSS_REDUCTIONS == losses.LOSS_REDUCTIONS
+    assert estimators.KL_ESTIMATORS == kl.KL_ESTIMATORS
 
 
 @pytest.mark.parametrize(
@@ -41,7 +39,7 @@ def test_names_of_choices_are_those_of_the_math():
             "model.ppo.kl_loss_coef=0.001",
             "trainer.ppo.critic_gae_lambda=1",
         ),
-        ("model.ppo.num_rollouts_per_prompt=2",),  # several answers are of use with a critic too
+        ("model.ppo.num_rollouts_per_prompt=2",),  # several responses are of use with a critic too
     ],
 )
 def test_variants_that_work_pass_without_a_word(tmp_path, overrides):
@@ -87,7 +85,7 @@ def test_variants_that_work_pass_without_a_word(tmp_path, overrides):
         ),
         (
             ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.adaptive_kl.horizon=100"),
-            ["512 answers", "above 102.4"],
+            ["512 samples", "above 102.4"],
             ("trainer.ppo.adaptive_kl.horizon=5120",),
         ),
         (
@@ -102,7 +100,7 @@ def test_variants_that_work_pass_without_a_word(tmp_path, overrides):
         ),
         (
             (*GRPO, "model.ppo.sampling_params.use_greedy=True"),
-            ["4 answers", "the same"],
+            ["4 responses", "the same"],
             ("model.ppo.sampling_params.use_greedy=False",),
         ),
         ((*GRPO[:2],), ["combine_rm_and_critic_server=True", "reward_model"], (SEPARATE,)),
@@ -123,7 +121,7 @@ def test_variants_that_work_pass_without_a_word(tmp_path, overrides):
         ),
         (
             ("trainer.ppo.target_kl=0.1", "model.global_batch_size=512"),
-            ["only one", "512 answers"],
+            ["only one", "512 samples"],
             ("trainer.ppo.ppo_epochs=2",),
         ),
     ],

@@ -11,8 +11,11 @@ import torch
 from nemo.utils import logging
 
 from nemo_aligner.algorithms import ppo
+from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_rollout_metrics, deal
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.types import Scores
+from nemo_aligner.training.schedule import compute_max_steps
 from tests import ppo_fakes
 from tests.ppo_fakes import NUM_PROMPTS, make_trainer
 
@@ -23,11 +26,10 @@ def test_stand_ins_for_unusable_prompts_are_left_out_of_the_means():
     rollout = {
         "response_lengths": torch.tensor([4, 6, 90]),
         "prompt_lengths": torch.tensor([2, 2, 2]),
-        "rewards": torch.tensor([1.0, 1.0, -5.0]),
         "is_end": torch.tensor([True, True, False]),
         "loss_multiplier": torch.tensor([1.0, 1.0, 0.0]),
     }
-    metrics = compute_rollout_metrics(rollout)
+    metrics = compute_rollout_metrics(rollout, Scores(torch.tensor([1.0, 1.0, -5.0])))
     assert (
         metrics["rewards"] == 1.0
         and metrics["generation_length"] == 3.0
@@ -53,7 +55,7 @@ def logged(trainer, first_step=0):
     ]
 
 
-# ------------------------------------------------------------------------------------- a whole run
+# ----------------------------------------------------------------------------------- a whole run
 
 
 def test_calls_of_a_step_come_in_order():
@@ -231,8 +233,8 @@ def test_resume_with_other_steps_is_refused():
     other = make_trainer(rollout_size=12)
     with pytest.raises(
         UserError,
-        match="model.ppo.num_rollout_samples=12, but .* a job with 8: .* Set model.ppo.num_rollout_samples=8, or start"
-        " anew from .*nemo",
+        match="model.ppo.num_rollout_samples=12, but .* a job with 8: .* Set "
+        "model.ppo.num_rollout_samples=8, or start anew from .*nemo",
     ):
         other.load_state_dict(state | {"step": 1})
     assert other.step == 0
@@ -259,7 +261,7 @@ def test_warm_up_trains_the_critic_only_and_gives_its_prompts_back():
         > [i for i, e in enumerate(warm.events) if e == "critic_train_result"][3]
     )
     assert warm.state_dict() == cold.state_dict()
-    # The actor's data are those of a run without warm-up; the warm-up's own answers to the same
+    # The actor's data are those of a run without warm-up; the warm-up's own responses to the same
     # prompts are others.
     assert list(map(batch_rows, warm.model.batches)) == list(map(batch_rows, cold.model.batches))
     assert batch_rows(warm.rm_critic.train_batches[0]) != batch_rows(
@@ -405,17 +407,14 @@ def test_micro_batches_must_divide_the_rollout():
 
 
 def test_horizons():
-    assert ppo.compute_max_steps(10, 3, -1) == 30
-    assert ppo.compute_max_steps(10, 3, 7) == 7
+    assert compute_max_steps(10, 3, -1) == 30
+    assert compute_max_steps(10, 3, 7) == 7
     assert (
-        ppo.compute_num_optimizer_steps(
-            7, num_rollout_samples=512, global_batch_size=64, ppo_epochs=2
-        )
-        == 112
+        compute_num_optimizer_steps(7, samples_per_step=512, global_batch_size=64, epochs=2) == 112
     )
 
 
-# -------------------------------------------------------------------------- numbers of one rollout
+# ------------------------------------------------------------------------ numbers of one rollout
 
 
 def worked_rollout(fill=0.0):
@@ -489,7 +488,7 @@ def test_rollout_without_any_response_token_is_harmless():
     assert data["mask"].sum() == 0 and all(math.isfinite(value) for value in metrics.values())
 
 
-# ----------------------------------------------------------------------------------- rollout batch
+# --------------------------------------------------------------------------------- rollout batch
 
 
 def test_rollout_batches_are_joined_and_padded():
@@ -537,5 +536,5 @@ def test_global_batches_are_the_same_for_any_number_of_ranks(ranks):
 
 
 def test_chunk_refuses_ragged_tensors():
-    with pytest.raises(AssertionError, match="different numbers of rows"):
+    with pytest.raises(AssertionError, match="different numbers of samples"):
         PPORolloutBatch(x=torch.zeros(3), y=torch.zeros(4)).chunk(0, 1, seed=0)

@@ -18,6 +18,8 @@ import make_data  # noqa: E402
 import run  # noqa: E402
 from gold import gold_score  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("sft", "pairs", "prompts", "labels")
 
 
@@ -124,15 +126,17 @@ def test_the_same_seed_writes_the_same_bytes(data_dir, tmp_path):
     ).read_bytes()
 
 
-def test_tokenizer_round_trips_and_prompt_and_answer_meet_at_a_token_boundary(data_dir, tokenizer):
+def test_tokenizer_round_trips_and_prompt_and_response_meet_at_a_token_boundary(
+    data_dir, tokenizer
+):
     for line in lines(data_dir / "sft_train.jsonl")[:500]:
-        prompt, answer = (
+        prompt, response = (
             tokenizer.text_to_ids(line["input"]),
             tokenizer.text_to_ids(" " + line["output"]),
         )
         whole = f"{line['input']} {line['output']}"
-        assert prompt + answer == tokenizer.text_to_ids(whole)
-        assert tokenizer.ids_to_text(prompt + answer) == whole
+        assert prompt + response == tokenizer.text_to_ids(whole)
+        assert tokenizer.ids_to_text(prompt + response) == whole
     odd = "  Ünïcode 漢字\n\ttabs <x> {y}"
     assert tokenizer.ids_to_text(tokenizer.text_to_ids(odd)) == odd
 
@@ -147,11 +151,13 @@ def test_tokenizer_ends_texts_and_stays_small(tokenizer):
 
 def test_texts_fit_the_lengths_of_the_run(data_dir, tokenizer):
     pairs = [line["text"] for line in lines(data_dir / "pairs_train.jsonl")]
-    answers = [line["output"] for line in lines(data_dir / "sft_train.jsonl")]
+    responses = [line["output"] for line in lines(data_dir / "sft_train.jsonl")]
     prompts = [line["text"] for line in lines(data_dir / "prompts_train.jsonl")]
     assert max(len(tokenizer.text_to_ids(text)) for text in pairs) + 1 <= run.SEQ_LENGTH
-    assert max(len(tokenizer.text_to_ids(" " + text)) for text in answers) + 1 <= run.MAX_ANSWER
+    assert (
+        max(len(tokenizer.text_to_ids(" " + text)) for text in responses) + 1 <= run.MAX_RESPONSE
+    )
     assert (
         max(len(tokenizer.text_to_ids(text)) for text in prompts)
-        <= run.SEQ_LENGTH - run.MAX_ANSWER
+        <= run.SEQ_LENGTH - run.MAX_RESPONSE
     )

@@ -16,6 +16,8 @@ import psutil
 import pytest
 from rich.console import Console
 
+from tests.patience import patience
+
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
@@ -25,7 +27,7 @@ import outcome  # noqa: E402
 import reviews  # noqa: E402
 from narrator import Narrator, Phase, clock_text  # noqa: E402
 
-# ---------------------------------------------------------------------------------------- narrator
+# --------------------------------------------------------------------------------------- narrator
 
 
 class Clock:
@@ -137,7 +139,7 @@ def test_hydra_reads_back_what_is_written(value, text):
     assert OverridesParser.create().parse_override(f"key={text}").value() == value
 
 
-# -------------------------------------------------------------------------------------------- jobs
+# ------------------------------------------------------------------------------------------ jobs
 
 
 @pytest.mark.skipif(
@@ -154,10 +156,10 @@ def test_killed_run_takes_its_children_along(tmp_path):
     child = psutil.Process(int(process.stdout.readline()))
     process.kill()
     process.wait()
-    child.wait(timeout=10)
+    child.wait(timeout=patience(10))
 
 
-# ----------------------------------------------------------------------------------------- outcome
+# --------------------------------------------------------------------------------------- outcome
 
 GOOD, BAD = "The plot is superb.", "The plot is dull."
 

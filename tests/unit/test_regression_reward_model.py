@@ -25,6 +25,8 @@ from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, he
 from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 NAN = float("nan")
 NO_LABEL = -100.0
 

@@ -10,8 +10,10 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from nemo_aligner import report
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.report import charts, page, reading
+from nemo_aligner.report.__main__ import main
+from nemo_aligner.report.style import STYLE
 
 
 def write_jsonl(path, records, tail=""):
@@ -21,21 +23,33 @@ def write_jsonl(path, records, tail=""):
     )
 
 
-def write_job(folder, start=1000.0):
+def write_job(folder, start=1000.0, alarms=()):
+    """A PPO actor's files: ten steps, a validation before and one after."""
     records = [{"step": 0, "time": start, "val_rollouts/rewards": -1.0}]
     for step in range(10):
-        records.append(
-            {
-                "step": step,
-                "time": start + step,
-                "train_rollouts/rewards": step / 10,
-                "train_rollouts/epoch": 1,
-            }
-        )
-        records.append(
-            {"step": step, "time": start + step, "timers/generate": 0.5, "timers/train_time": 2.0}
-        )
+        rollout = {
+            "rewards": step / 10,
+            "epoch": 1,
+            "init_policy_kl": step / 50,
+            "generation_length": 30 - step,
+            "alarms_active": int(step in alarms),
+            "explained_variance": 0.5 - step / 10,
+        }
+        times = {"timers/generate": 0.5, "timers/train_time": 2.0}
+        at = {"step": step, "time": start + step}
+        records.append(at | {f"train_rollouts/{key}": value for key, value in rollout.items()})
+        records.append(at | times)
     records.append({"step": 10, "time": start + 10, "val_rollouts/rewards": 1.0})
+    write_jsonl(folder / "metrics.jsonl", records)
+
+
+def write_supervised(folder, start, **metrics):
+    records = [
+        {"step": step, "time": start + step, "train/loss": 4.0 / step}
+        | {f"train/{key}": value for key, value in metrics.items()}
+        for step in (1, 2)
+    ]
+    records.append({"step": 2, "time": start + 2, "validation/loss": 2.5})
     write_jsonl(folder / "metrics.jsonl", records)
 
 
@@ -55,40 +69,112 @@ class Page(html.parser.HTMLParser):
         self.texts.append(data.strip())
 
 
-def test_page_shows_curves_timers_and_samples_of_every_job(tmp_path):
-    write_job(tmp_path / "sft", start=1000.0)
-    write_job(tmp_path / "ppo_actor", start=2000.0)
+def after(page, heading, count):
+    """The `count` texts of a page that follow `heading`, without empty ones."""
+    texts = [text for text in page.texts if text]
+    start = texts.index(heading) + 1
+    return texts[start : start + count]
+
+
+def test_policies_come_first_whatever_started_first(tmp_path):
+    write_supervised(tmp_path / "sft", start=1000.0)
+    write_supervised(tmp_path / "rm", start=2000.0, acc=0.75)
+    write_supervised(tmp_path / "critic", start=2900.0, value_clip_fraction=0.0)
+    write_job(tmp_path / "ppo_actor", start=3000.0)
+    text = page.write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["ppo_actor", "critic", "rm", "sft"]
+    assert re.findall(r'<a href="#job\d">(.*?)</a>', text) == ["ppo_actor", "critic", "rm", "sft"]
+
+
+def test_page_opens_with_what_the_policy_learned(tmp_path):
+    write_job(tmp_path / "ppo_actor")
     write_jsonl(
         tmp_path / "ppo_actor" / "val_samples.jsonl",
-        [{"step": step, "prompt": "A film:", "response": text, "reward": reward, "is_end": True}
-         for step, text, reward in ((0, "It is dull.", -1.5), (5, "It is so.", 0.0), (10, "It is superb.", 2.25))],
-    )  # fmt: skip
-    page = Page(report.write_report(tmp_path).read_text(encoding="utf-8"))
-    assert [text for text in page.texts if text in ("sft", "ppo_actor")] == [
-        "sft",
-        "ppo_actor",
-    ] * 2  # links, headings
-    assert page.texts.count("rewards") == 2  # training and validation share a chart
-    assert {"train_rollouts", "val_rollouts", "generate", "20.0"} <= set(
-        page.texts
-    )  # 10 times 2 s of training
-    assert (
-        "It is dull.\n(reward -1.5)" in page.texts and "It is superb.\n(reward 2.25)" in page.texts
+        [
+            {"step": step, "prompt": "A film:", "response": text, "reward": reward}
+            for step, text, reward in (
+                (0, "It is dull.", -1.5),
+                (5, "It is so.", 0.0),
+                (10, "It is superb.", 2.25),
+            )
+        ],
     )
-    assert not any("It is so." in text for text in page.texts)  # only the first and the last step
-    # Self-contained: nothing is fetched, nothing is executed.
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    assert all(value.startswith("#") for name, value in page.attributes if name in ("href", "src"))
-    assert "prefers-color-scheme: dark" in report.STYLE
+    text = page.write_report(tmp_path).read_text(encoding="utf-8")
+    read = Page(text)
+    assert after(read, "reward, validation", 5) == ["-1", "step 0", "1", "step 10", "+2"]
+    assert after(read, "reward, rollouts", 5) == ["0", "step 0", "0.9", "step 9", "+0.9"]
+    assert after(read, "KL to the reference, per token", 5) == [
+        "0", "step 0", "0.18", "step 9", "+0.18"
+    ]  # fmt: skip
+    assert after(read, "response length in tokens, rollouts", 5)[0::2] == ["30", "21", "-9"]
+    first_chart = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text).group())
+    assert [t.text for t in first_chart.iter("text") if "label" in t.get("class")] == [
+        "val_rollouts", "train_rollouts"
+    ]  # fmt: skip
+    assert "It is dull.\n(reward -1.5)" in read.texts
+    assert "It is superb.\n(reward 2.25)" in read.texts
+    assert not any("It is so." in text for text in read.texts)  # only the first and the last step
+    order = ["Did it learn?", "It is superb.", "<h3>Alarms</h3>", "More curves", "Time per phase"]
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+    assert after(read, "train_time", 4) == ["10", "2.000", "2.000", "20.0"]  # 10 times 2 s
+
+
+def test_a_single_validation_has_no_change(tmp_path):
+    write_supervised(tmp_path / "sft", start=1000.0)
+    read = Page(page.render(tmp_path))
+    assert after(read, "loss, validation", 3) == ["2.5", "step 2", "loss, training"]
+    assert after(read, "loss, training", 5) == ["4", "step 1", "2", "step 2", "-2"]
+
+
+def test_page_needs_nothing_from_elsewhere_and_no_script(tmp_path):
+    write_job(tmp_path)
+    read = Page(page.render(tmp_path))
+    assert not {"script", "link", "img", "iframe"} & set(read.tags)
+    assert all(value.startswith("#") for name, value in read.attributes if name in ("href", "src"))
+    assert "url(" not in STYLE and "@import" not in STYLE
+    assert "prefers-color-scheme: dark" in STYLE
+
+
+@pytest.mark.parametrize(
+    ("active", "said"),
+    [
+        ((), "No warning in 10 logged steps."),
+        ((3, 4), "Warnings in 2 of 10 logged steps (3, 4); the job's log says which."),
+    ],
+)
+def test_alarms_are_told_with_the_worst_values(tmp_path, active, said):
+    write_job(tmp_path, alarms=active)
+    read = Page(page.render(tmp_path))
+    assert said in read.texts
+    assert after(read, "explained variance of the critic", 2) == ["-0.4", "-0.4"]
+
+
+def test_a_job_without_alarms_has_no_section_about_them(tmp_path):
+    write_supervised(tmp_path / "sft", start=1000.0)
+    assert "Alarms" not in page.render(tmp_path)
+
+
+def test_more_samples_than_a_glance_takes_unfold(tmp_path):
+    write_job(tmp_path)
+    write_jsonl(
+        tmp_path / "val_samples.jsonl",
+        [{"step": step, "prompt": f"prompt {i}", "response": f"r{i}"}
+         for step in (0, 10) for i in range(page.MAX_SAMPLES + 5)],
+    )  # fmt: skip
+    text = page.render(tmp_path)
+    shown, folded = text.split("<summary>15 more</summary>")
+    assert "<td>prompt 4</td>" in shown and "<td>prompt 5</td>" not in shown
+    assert "<td>prompt 19</td>" in folded and "<td>prompt 20</td>" not in text
 
 
 def test_tables_are_used_where_there_are_no_validation_samples(tmp_path):
     write_job(tmp_path)
-    rows = [{"prompt": "A film:", "response": "one answer", "reward": 0.5}]
+    rows = [{"prompt": "A film:", "response": "one response", "reward": 0.5}]
     write_jsonl(
         tmp_path / "tables.jsonl", [{"key": "table/train_rollouts", "step": 3, "rows": rows}]
     )
-    assert "one answer" in report.render(tmp_path)
+    assert "one response" in page.render(tmp_path)
 
 
 def test_text_of_a_model_cannot_become_markup(tmp_path):
@@ -101,7 +187,7 @@ def test_text_of_a_model_cannot_become_markup(tmp_path):
         tmp_path / "val_samples.jsonl",
         [{"step": 0, "prompt": evil, "response": evil, "reward": 0}],
     )
-    text = report.render(tmp_path)
+    text = page.render(tmp_path)
     assert "<script" not in text
     assert evil in Page(text).texts
 
@@ -115,9 +201,9 @@ def test_partial_run_with_a_torn_line_and_missing_values(tmp_path):
         ],
         tail='{"step": 3, "tra',
     )
-    job = report.read_run(tmp_path)[0]
+    job = reading.read_run(tmp_path)[0]
     assert job.series == {"train/loss": {1: 3.0}}
-    assert "1 unreadable line(s)" in report.render(tmp_path)
+    assert "1 unreadable line(s)" in page.render(tmp_path)
 
 
 def test_a_resumed_job_overwrites_the_steps_it_repeats(tmp_path):
@@ -125,7 +211,7 @@ def test_a_resumed_job_overwrites_the_steps_it_repeats(tmp_path):
     write_jsonl(
         tmp_path / "metrics.jsonl", [{"step": s, "time": 1.0, "train/loss": v} for s, v in values]
     )
-    assert report.read_run(tmp_path)[0].series["train/loss"] == {1: 5.0, 2: 3.5, 3: 3.0}
+    assert reading.read_run(tmp_path)[0].series["train/loss"] == {1: 5.0, 2: 3.5, 3: 3.0}
 
 
 @pytest.mark.parametrize("make", ["missing", "file", "empty", "no_metrics"])
@@ -138,8 +224,8 @@ def test_nothing_to_report_is_one_clear_error(tmp_path, make, capsys):
     if make == "no_metrics":
         write_jsonl(path / "metrics.jsonl", [{"step": 1, "time": 2.0}])
     with pytest.raises(UserError, match=re.escape(str(path))):
-        report.read_run(path)
-    assert report.main([str(path)]) == 2
+        reading.read_run(path)
+    assert main([str(path)]) == 2
     error = capsys.readouterr().err
     assert str(path) in error and "explicit_log_dir" in error and "Traceback" not in error
 
@@ -147,7 +233,7 @@ def test_nothing_to_report_is_one_clear_error(tmp_path, make, capsys):
 def test_command_line_writes_where_it_is_told(tmp_path, capsys):
     write_job(tmp_path / "run")
     out = tmp_path / "deep" / "page.html"
-    assert report.main([str(tmp_path / "run"), "--out", str(out)]) == 0
+    assert main([str(tmp_path / "run"), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out) and out.read_text().startswith(
         "<!DOCTYPE html>"
     )
@@ -164,18 +250,18 @@ CURVES = {
 
 @pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
 def test_chart_is_valid_svg_with_all_points_inside(curve):
-    root = ElementTree.fromstring(report.chart_svg("loss", {"train": curve}))
+    root = ElementTree.fromstring(charts.chart_svg("loss", {"train": curve}))
     width, height = map(float, root.get("viewBox").split()[2:])
     circles = root.findall("circle")
-    assert 1 <= len(circles) <= report.MAX_POINTS and len(circles) == min(len(curve), len(circles))
+    assert 1 <= len(circles) <= charts.MAX_POINTS and len(circles) == min(len(curve), len(circles))
     for circle in circles:
         assert 0 <= float(circle.get("cx")) <= width and 0 <= float(circle.get("cy")) <= height
     last_step = max(curve)
-    assert f"step {report.format_number(last_step)}:" in circles[-1].find("title").text
+    assert f"step {charts.format_number(last_step)}:" in circles[-1].find("title").text
 
 
 def test_chart_places_points_linearly():
-    root = ElementTree.fromstring(report.chart_svg("loss", {"train": {0: 10.0, 1: 20.0, 2: 30.0}}))
+    root = ElementTree.fromstring(charts.chart_svg("loss", {"train": {0: 10.0, 1: 20.0, 2: 30.0}}))
     (x0, y0), (x1, y1), (x2, y2) = (
         (float(c.get("cx")), float(c.get("cy"))) for c in root.findall("circle")
     )
@@ -193,4 +279,4 @@ def test_chart_places_points_linearly():
     ],
 )
 def test_ticks_are_round_numbers(low, high, expected):
-    assert report.ticks(low, high) == pytest.approx(expected)
+    assert charts.ticks(low, high) == pytest.approx(expected)

@@ -21,6 +21,8 @@ from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = torch.tensor([9, 1, 5, 7, 3])
 
 

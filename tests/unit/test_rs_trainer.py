@@ -7,7 +7,7 @@ import pytest
 import torch
 from nemo.utils import logging
 
-from nemo_aligner.algorithms import rs
+from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
 from nemo_aligner.core.errors import ConfigError, NonFiniteError, UserError
 from nemo_aligner.core.rewards import select_topk
 from nemo_aligner.core.seeds import sample_seeds
@@ -41,7 +41,7 @@ def logged(trainer, first_step=0, updates_per_step=4):
     ]
 
 
-# ------------------------------------------------------------------------------------- a whole run
+# ----------------------------------------------------------------------------------- a whole run
 
 
 def test_calls_of_a_step_come_in_order_and_scoring_is_awaited_after_generation():
@@ -50,11 +50,11 @@ def test_calls_of_a_step_come_in_order_and_scoring_is_awaited_after_generation()
     update = ["prepare_for_training_step", "update", "finish_training_step", "optimizer_step"]
     assert trainer.events == [
         "prepare_for_inference",
-        *["infer", "rm_infer"] * 12,  # four micro-batches of prompts, three answers to each
+        *["infer", "rm_infer"] * 12,  # four micro-batches of prompts, three responses to each
         *["rm_result"] * 12,
         "finish_inference",
         "prepare_for_training",
-        *update * 4,  # 8 prompts x 2 kept answers in global batches of 4
+        *update * 4,  # 8 prompts x 2 kept responses in global batches of 4
         "finish_training",
     ]
 
@@ -106,7 +106,7 @@ def test_metrics_are_means_over_all_rollouts_and_over_the_selected_ones():
     assert metrics["selected_rewards"] > metrics["global_rewards"]
 
 
-def test_validation_scores_one_answer_to_each_prompt_the_same_each_time():
+def test_validation_scores_one_response_to_each_prompt_the_same_each_time():
     trainer = make_rs_trainer(val_check_interval=1, save_interval=1, run_init_validation=True)
     trainer.fit()
     rewards = trainer.logger.series("val_rollouts/global_rewards")
@@ -149,7 +149,7 @@ def test_nan_reward_is_refused():
         trainer.fit()
 
 
-# --------------------------------------------------------------------------------------- selection
+# ------------------------------------------------------------------------------------- selection
 
 
 class TwinPrompts(Prompts):
@@ -160,30 +160,30 @@ class TwinPrompts(Prompts):
 
 
 def coarse(rollout):
-    """Rewards with many ties: the answer's length, halved."""
+    """Rewards with many ties: the response's length, halved."""
     return (rollout["response_lengths"] - rollout["prompt_lengths"]).float() // 2
 
 
-def brute_force(dataset, indices, step, answers, top_n, score):
-    """The rows to train on, one prompt and one answer at a time: (answer, prompt + answer),
+def brute_force(dataset, indices, step, responses, top_n, score):
+    """The rows to train on, one prompt and one response at a time: (response, prompt + response),
     sorted.
     """
     rows = []
     for index in indices:
         candidates = []
-        for answer in range(answers):
+        for response in range(responses):
             batch = collate([dataset[index]])
             first = sample_seeds(SEED, step, torch.tensor([index]))
-            batch["sample_seeds"] = first if answer == 0 else sample_seeds(SEED, answer, first)
+            batch["sample_seeds"] = first if response == 0 else sample_seeds(SEED, response, first)
             rollout = FakeRSPolicy([]).infer(batch)
             length = int(rollout["response_lengths"])
             tokens = rollout["response_tokens"][0, :length].tolist()
             candidates.append(
-                (float(score(rollout)), answer, tokens, int(rollout["prompt_lengths"]))
+                (float(score(rollout)), response, tokens, int(rollout["prompt_lengths"]))
             )
         candidates.sort(
             key=lambda candidate: candidate[:2]
-        )  # of equal rewards the later answer is kept
+        )  # of equal rewards the later response is kept
         rows += [
             (tuple(tokens[prompt:]), tuple(tokens)) for _, _, tokens, prompt in candidates[-top_n:]
         ]
@@ -191,11 +191,13 @@ def brute_force(dataset, indices, step, answers, top_n, score):
 
 
 @pytest.mark.parametrize("dataset", [Prompts(), TwinPrompts()], ids=["distinct", "twins"])
-@pytest.mark.parametrize("answers, top_n", [(3, 1), (4, 2), (2, 2), (1, 1)])
-def test_selection_equals_a_brute_force_loop(dataset, answers, top_n):
-    """Ties, equal texts at different places of the data, ragged lengths of prompts and answers."""
+@pytest.mark.parametrize("responses, top_n", [(3, 1), (4, 2), (2, 2), (1, 1)])
+def test_selection_equals_a_brute_force_loop(dataset, responses, top_n):
+    """Ties, equal texts at different places of the data, ragged lengths of prompts and
+    responses.
+    """
     trainer = make_rs_trainer(
-        answers=answers, top_n=top_n, score=coarse, dataset=dataset, random=False
+        responses=responses, top_n=top_n, score=coarse, dataset=dataset, random=False
     )
     trainer.fit()
     updates = 8 * top_n // 4
@@ -203,10 +205,11 @@ def test_selection_equals_a_brute_force_loop(dataset, answers, top_n):
         batches = trainer.model.batches[step * updates : (step + 1) * updates]
         assert all(len(batch["mask"]) == 4 for batch in batches)
         expected = brute_force(
-            dataset, range(8 * step, 8 * step + 8), step, answers, top_n, coarse
+            dataset, range(8 * step, 8 * step + 8), step, responses, top_n, coarse
         )
         seen = [
-            (answer, tuple(t for t in row if t != EOS)) for answer, row in trained_rows(batches)
+            (response, tuple(t for t in row if t != EOS))
+            for response, row in trained_rows(batches)
         ]
         assert sorted(seen) == expected
 
@@ -231,17 +234,17 @@ def test_selection_of_ragged_groups_against_python_sorting():
         assert select_topk(batch, 2)["row"].tolist() == best  # by text, all rows are one prompt
 
 
-def test_answers_to_a_prompt_differ_and_change_with_the_step():
+def test_repeat_prompts_a_prompt_differ_and_change_with_the_step():
     trainer = make_rs_trainer(dataset=TwinPrompts(), random=False, max_epochs=1)
     trainer.fit()
-    assert len(set(trainer.rm.scored)) > 60  # of 72: short answers may coincide
+    assert len(set(trainer.rm.scored)) > 60  # of 72: short responses may coincide
 
 
-# ---------------------------------------------------------------------------------------- the mask
+# -------------------------------------------------------------------------------------- the mask
 
 
 @pytest.mark.parametrize("min_width", [None, 5, 20])
-def test_mask_covers_the_answers_and_never_the_padding(min_width):
+def test_mask_covers_the_responses_and_never_the_padding(min_width):
     trainer = make_rs_trainer(max_steps=1, rollout_batch_seq_length=min_width)
     trainer.fit()
     lengths = {tokens: len(tokens) for tokens, _ in trainer.rm.scored}
@@ -265,7 +268,7 @@ def test_end_token_is_trained_on_and_stand_ins_are_not():
     rollout = {
         "response_tokens": torch.tensor([[7, 8, 9, EOS, EOS, EOS], [7, 5, 6, 8, EOS, EOS]]),
         "prompt_lengths": torch.tensor([2, 1]),
-        "response_lengths": torch.tensor([4, 4]),  # the first answer is 9 and its end token
+        "response_lengths": torch.tensor([4, 4]),  # the first response is 9 and its end token
         "loss_multiplier": torch.tensor([1.0, 0.0]),
     }
     data = make_rs_trainer().generate_rs_data(rollout)
@@ -273,7 +276,7 @@ def test_end_token_is_trained_on_and_stand_ins_are_not():
     assert set(data) == {"response_tokens", "mask"}
 
 
-# ---------------------------------------------------------------- position in the data, and resume
+# -------------------------------------------------------------- position in the data, and resume
 
 
 def test_resume_continues_exactly():
@@ -329,8 +332,8 @@ def test_resume_with_other_steps_is_refused():
     other = make_rs_trainer(rollout_size=12)
     with pytest.raises(
         UserError,
-        match="model.rs.num_rollout_samples=12, but .* a job with 8: .* Set model.rs.num_rollout_samples=8, or start"
-        " anew from .*nemo",
+        match="model.rs.num_rollout_samples=12, but .* a job with 8: .* Set "
+        "model.rs.num_rollout_samples=8, or start anew from .*nemo",
     ):
         other.load_state_dict(state | {"step": 1})
     assert other.step == 0
@@ -351,8 +354,8 @@ def test_loader_that_runs_ahead_changes_nothing():
     )
 
 
-def test_every_prompt_is_used_once_per_epoch_and_answered_anew():
-    trainer = make_rs_trainer(max_epochs=2, answers=1, top_n=1)
+def test_every_prompt_is_used_once_per_epoch_and_gets_another_response():
+    trainer = make_rs_trainer(max_epochs=2, responses=1, top_n=1)
     trainer.fit()
     prompts = [tuple(Prompts()[i]["tokens"].tolist()) for i in range(NUM_PROMPTS)]
     epochs = trainer.rm.scored[:NUM_PROMPTS], trainer.rm.scored[NUM_PROMPTS:]
@@ -422,14 +425,14 @@ def test_time_limit_saves_and_stops():
     assert not trainer.ckpt_callback.saved[0][1]
 
 
-# -------------------------------------------------------------------------------------- bad values
+# ------------------------------------------------------------------------------------ bad values
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
         (
-            {"answers": 2, "top_n": 3},
+            {"responses": 2, "top_n": 3},
             "top_n_rollouts=3 is more than model.rs.num_rollouts_per_prompt=2",
         ),
         ({"top_n": 0}, "top_n_rollouts=0 must be at least 1"),
@@ -447,16 +450,12 @@ def test_values_that_cannot_work_are_refused(changes, message):
         make_rs_trainer(**changes)
 
 
-def test_horizon_counts_the_kept_answers():
-    assert (
-        rs.compute_num_optimizer_steps(
-            7, num_rollout_samples=512, top_n_rollouts=2, global_batch_size=64
-        )
-        == 112
-    )
+def test_horizon_counts_the_kept_responses():
+    steps = compute_num_optimizer_steps(7, samples_per_step=512 * 2, global_batch_size=64)
+    assert steps == 112
 
 
-def test_answers_of_the_fake_policy_are_ragged():
+def test_responses_of_the_fake_policy_are_ragged():
     """The tests above mean something only if lengths differ."""
     trainer = make_rs_trainer()
     trainer.fit()

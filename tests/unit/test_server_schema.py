@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.servers import schema
+from nemo_aligner.servers import schema, validation
 from nemo_aligner.servers.constants import ServerSignal
 
 
@@ -92,12 +92,12 @@ def test_signals_keep_their_numbers():
 
 
 def test_good_requests_pass():
-    schema.validate_request(schema.critic_train_endpoint(), training_request())
-    schema.validate_request(
+    validation.validate_request(schema.critic_train_endpoint(), training_request())
+    validation.validate_request(
         schema.critic_train_endpoint(), {**training_request(), "request_id": np.array([b"abc"])}
     )
-    schema.validate_request(schema.critic_infer_endpoint(True), scoring_request())
-    schema.validate_request(
+    validation.validate_request(schema.critic_infer_endpoint(True), scoring_request())
+    validation.validate_request(
         schema.critic_infer_endpoint(True), {"sentences": np.array([[b"a"], [b"bc"]])}
     )
 
@@ -120,7 +120,7 @@ def test_wrong_training_requests_name_the_tensor_and_the_remedy(change, words):
         if value is not None
     }
     with pytest.raises(UserError) as caught:
-        schema.validate_request(schema.critic_train_endpoint(), request)
+        validation.validate_request(schema.critic_train_endpoint(), request)
     for word in [*words, "critic_train"]:
         assert word in str(caught.value)
 
@@ -129,22 +129,22 @@ def test_a_request_of_a_policy_with_another_tokenizer_names_both_and_the_remedy(
     mine, other = "9 tokens, end 0, aaaaaaaaaaaa", "9 tokens, end 0, bbbbbbbbbbbb"
     sent = np.array([[mine.encode()], [mine.encode()], [other.encode()]])  # merged: two clients
     for array in (sent, sent.astype(object)):
-        schema.validate_request(
+        validation.validate_request(
             schema.critic_infer_endpoint(True), {**scoring_request(rows=3), "tokenizer": array}
         )
         with pytest.raises(schema.RequestError) as caught:
-            schema.validate_tokenizer(array, mine)
+            validation.validate_tokenizer(array, mine)
         for words in (f"tokenizer ({other}) is not this server's ({mine})", "rm_model_file"):
             assert words in str(caught.value)
-        schema.validate_tokenizer(array[:2], mine)
-        schema.validate_tokenizer(array, None)
-    schema.validate_tokenizer(None, mine)
+        validation.validate_tokenizer(array[:2], mine)
+        validation.validate_tokenizer(array, None)
+    validation.validate_tokenizer(None, mine)
 
 
 def test_rows_of_a_scoring_request_must_agree():
     request = {**scoring_request(), "sequence_lengths": np.full((3, 1), 5, np.int64)}
     with pytest.raises(UserError, match="different numbers of rows.*'tokens': \\[2, 5\\]"):
-        schema.validate_request(schema.critic_infer_endpoint(True), request)
+        validation.validate_request(schema.critic_infer_endpoint(True), request)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_rows_of_a_scoring_request_must_agree():
 )
 def test_content_of_a_training_request(change, words):
     with pytest.raises(UserError) as caught:
-        schema.validate_training_inputs(
+        validation.validate_training_inputs(
             **{**training_request(), **change}, vocab_size=32, max_length=8
         )
     for word in words:
@@ -174,7 +174,7 @@ def test_nan_is_allowed_where_the_mask_is_zero():
     request = training_request()
     request["returns"][0, 2] = np.nan
     request["mask"][0, 2] = 0
-    schema.validate_training_inputs(**request, vocab_size=32, max_length=8)
+    validation.validate_training_inputs(**request, vocab_size=32, max_length=8)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,9 @@ def test_nan_is_allowed_where_the_mask_is_zero():
 )
 def test_prompt_lengths_of_a_scoring_request(prompts, words):
     tokens, lengths = np.ones((2, 5), np.int64), np.array([[5], [4]])
-    schema.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array([[1], [4]]))
+    validation.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array([[1], [4]]))
     with pytest.raises(UserError) as caught:
-        schema.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array(prompts))
+        validation.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array(prompts))
     for word in words:
         assert word in str(caught.value)
 
@@ -204,7 +204,7 @@ def test_prompt_lengths_of_a_scoring_request(prompts, words):
 )
 def test_content_of_a_scoring_request(lengths, words):
     with pytest.raises(UserError) as caught:
-        schema.validate_scoring_inputs(
+        validation.validate_scoring_inputs(
             np.ones((2, 5), np.int64), np.array(lengths), vocab_size=32, max_length=8
         )
     for word in words:
@@ -216,14 +216,16 @@ def rewards(*numbers):
 
 
 def test_good_answers_pass():
-    schema.validate_response(schema.reward_model_endpoint(), {"rewards": rewards(1, -2)}, rows=2)
+    validation.validate_reply(
+        schema.reward_model_endpoint(), {"rewards": rewards(1, -2)}, samples=2
+    )
     values = np.array([[np.nan, 1, 2, np.nan], [0, 1, np.inf, 0]], np.float32)
     used = np.array(
         [[False, True, True], [True, True, False]]
     )  # a server may answer more columns than are used
     answer = {"rewards": rewards(0, 0), "values": values}
-    schema.validate_response(schema.critic_infer_endpoint(True), answer, rows=2, used=used)
-    schema.validate_response(schema.critic_infer_endpoint(False), {"values": values}, rows=2)
+    validation.validate_reply(schema.critic_infer_endpoint(True), answer, samples=2, used=used)
+    validation.validate_reply(schema.critic_infer_endpoint(False), {"values": values}, samples=2)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +248,8 @@ def test_good_answers_pass():
     ],
 )
 def test_unusable_rewards_are_refused(answer, words):
-    with pytest.raises(schema.ResponseError) as caught:
-        schema.validate_response(schema.reward_model_endpoint(), answer, rows=3)
+    with pytest.raises(schema.ReplyError) as caught:
+        validation.validate_reply(schema.reward_model_endpoint(), answer, samples=3)
     for word in words:
         assert word in str(caught.value)
 
@@ -268,7 +270,7 @@ def test_unusable_rewards_are_refused(answer, words):
 def test_unusable_values_are_refused(values, words):
     used = np.array([[False, True, True, False], [True, True, False, False]])
     answer = {"rewards": rewards(0, 0), "values": values}
-    with pytest.raises(schema.ResponseError) as caught:
-        schema.validate_response(schema.critic_infer_endpoint(True), answer, rows=2, used=used)
+    with pytest.raises(schema.ReplyError) as caught:
+        validation.validate_reply(schema.critic_infer_endpoint(True), answer, samples=2, used=used)
     for word in words:
         assert word in str(caught.value)

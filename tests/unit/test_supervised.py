@@ -145,6 +145,7 @@ def make(train=None, val=None, test=None, timer=None, run_init_validation=False,
         "val_check_interval": 2,
         "save_interval": 4,
         "gradient_clip_val": 1.5,
+        "alarms": None,
     }
     cfg = OmegaConf.create(defaults | {"limit_train_batches": 1.0, "limit_val_batches": 1.0} | cfg)
     model = FakeModel()

@@ -249,7 +249,7 @@ def test_unused_tokens_may_be_anything(chunked, planted):
     assert not dirty[:, :-1][~used].any()
 
 
-# --- the gradient in the place of the logits -------------------------------------------------------------------------
+# --- the gradient in the place of the logits ---------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -322,7 +322,7 @@ def test_overwritten_logits_that_are_needed_again_are_an_error():
         ).shape == (B, S - 1)
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

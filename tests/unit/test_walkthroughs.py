@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whole walk-throughs: the story they tell, their verdict, and that no child process survives
-them.
+"""Whole walk-throughs: their output and verdict, and that no child process survives them.
 
-They run here with scripts of a few lines in place of the project's own, which have their own
-tests.
+Scripts of a few lines take the place of the project's own, which have their own tests.
 """
 
 import json
@@ -19,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import Deadline, patience
+
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
@@ -28,9 +28,11 @@ import run  # noqa: E402
 import run_arithmetic  # noqa: E402
 import run_rs  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
 
-# -------------------------------------------------------------------------------- stand-in scripts
+# ------------------------------------------------------------------------------- stand-in scripts
 
 FAKE_TRAINER = """
     import json, pathlib, sys, time
@@ -41,7 +43,8 @@ FAKE_TRAINER = """
     assert source == "null" or pathlib.Path(source).exists(), source
     with (folder / "metrics.jsonl").open("w") as metrics:
         for step in range(4):
-            metrics.write(json.dumps({"step": step, "time": time.time(), "train/loss": 1.0 / (step + 1)}) + "\\n")
+            record = {"step": step, "time": time.time(), "train/loss": 1.0 / (step + 1)}
+            metrics.write(json.dumps(record) + "\\n")
         for step, accuracy in ((2, 0.5), (4, 0.96875)):
             metrics.write(json.dumps({"step": step, "validation/acc": accuracy}) + "\\n")
     (folder / "checkpoints").mkdir()
@@ -54,7 +57,7 @@ FAKE_ACTOR = """
     ports = {int(value) for key, value in args.items() if re.fullmatch(r"remote_.*\\.port", key)}
     assert ports
     for port in ports:
-        for _ in range(200):  # the server has to be there
+        for _ in range(4000):  # the server has to be there
             try:
                 socket.create_connection(("127.0.0.1", port)).close()
                 break
@@ -63,23 +66,25 @@ FAKE_ACTOR = """
         else:
             sys.exit("no server")
 
-    def answer(prompt, word):
+    def respond(prompt, word):
         numbers = re.findall("[0-9]+", prompt)
         if not numbers:
             return f" The plot is {word}."
         return str(sum(map(int, numbers)) + (word == "dull"))
 
-    prompts = [json.loads(line)["text"] for line in (folder.parent / "data" / "prompts_validation.jsonl").open()]
+    data = folder.parent / "data" / "prompts_validation.jsonl"
+    prompts = [json.loads(line)["text"] for line in data.open()]
     with (folder / "val_samples.jsonl").open("w") as samples:
         for step, word in ((0, "dull"), (2, "superb")):
             for index, prompt in enumerate(prompts):
-                row = {"step": step, "prompt": prompt, "response": answer(prompt, word), "reward": step + index % 2}
-                samples.write(json.dumps(row) + "\\n")
+                sample = {"step": step, "prompt": prompt, "response": respond(prompt, word)}
+                sample["reward"] = step + index % 2
+                samples.write(json.dumps(sample) + "\\n")
     with (folder / "metrics.jsonl").open("w") as metrics:
         for step in range(2):
-            row = {"step": step, "train_rollouts/init_policy_kl": 0.1 * step}
-            row |= {f"train_rollouts/{name}": step for name in ("rewards", "global_rewards")}
-            metrics.write(json.dumps(row) + "\\n")
+            record = {"step": step, "train_rollouts/init_policy_kl": 0.1 * step}
+            record |= {f"train_rollouts/{name}": step for name in ("rewards", "global_rewards")}
+            metrics.write(json.dumps(record) + "\\n")
 """
 FAKE_SERVER = """
     import pathlib, socket, sys
@@ -125,7 +130,7 @@ STORIES = {
         "exact 0",
         "exact 1",
         "KL 0.1",
-        "share of exact answers",
+        "share of exact responses",
     ),
 }
 
@@ -157,7 +162,7 @@ def children() -> list[psutil.Process]:
     ]
 
 
-# ---------------------------------------------------------------------------------------- the walk
+# -------------------------------------------------------------------------------------- the walk
 
 
 @pytest.mark.parametrize("name", WALKS)
@@ -197,7 +202,7 @@ def test_walk_tells_the_story_and_leaves_nothing_behind(tmp_path, scripts, capsy
         (
             "run_arithmetic",
             "train_gpt_ppo_actor.py",
-            "Not learned: the share of exact answers rose by 0.000, clear is",
+            "Not learned: the share of exact responses rose by 0.000, clear is",
         ),
     ],
 )
@@ -244,10 +249,10 @@ def test_sums_without_a_critic_start_no_critic_server(tmp_path, scripts, capsys)
     assert not list((tmp_path / "run").glob("critic*"))
 
 
-def test_right_answers_are_those_of_the_data_not_of_the_reward(tmp_path):
+def test_exact_responses_are_judged_by_the_data_not_by_the_reward(tmp_path):
     """A reward that is wrong shows up: the score asks the file of held-out sums."""
     (tmp_path / "sft_validation.jsonl").write_text('{"input": "12+34=", "output": "46"}\n')
-    score = run_arithmetic.exact_answers(tmp_path).of
+    score = run_arithmetic.exact_responses(tmp_path).of
     for response, expected in (
         ("46", 1.0),
         ("47", 0.0),
@@ -261,7 +266,7 @@ def test_right_answers_are_those_of_the_data_not_of_the_reward(tmp_path):
         )
 
 
-# ----------------------------------------------------------------------------------------- signals
+# --------------------------------------------------------------------------------------- signals
 
 
 @pytest.mark.parametrize(
@@ -278,7 +283,8 @@ def test_signal_stops_every_child(tmp_path, scripts, name, script, num_children,
     code = (
         f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import commands, {name}, pathlib; "
     )
-    code += f"commands.SCRIPTS = pathlib.Path({str(scripts.folder)!r}); sys.exit({name}.main(sys.argv[1:]))"
+    code += f"commands.SCRIPTS = pathlib.Path({str(scripts.folder)!r}); "
+    code += f"sys.exit({name}.main(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(QUICKSTART.parents[1])}
     process = subprocess.Popen(
         [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run")],
@@ -287,21 +293,21 @@ def test_signal_stops_every_child(tmp_path, scripts, name, script, num_children,
         env=env,
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = Deadline(60)
         while len(found := psutil.Process(process.pid).children(recursive=True)) < num_children:
-            assert time.monotonic() < deadline and process.poll() is None
+            assert not deadline.passed() and process.poll() is None
             time.sleep(0.05)
         process.send_signal(signum)
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=patience(30))
     finally:
         process.kill()
     assert process.returncode == 128 + signum
     assert f"stopped by {signal.Signals(signum).name}" in said
-    gone, alive = psutil.wait_procs(found, timeout=5)
+    gone, alive = psutil.wait_procs(found, timeout=patience(5))
     assert not alive
 
 
-# ---------------------------------------------------------------------------- arguments, overrides
+# -------------------------------------------------------------------------- arguments, overrides
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 """Serve the critic of a PPO job, and with `trainer.ppo.combine_rm_and_critic_server=True` its
 reward model too.
 
-    python serve_ppo_critic.py pretrained_checkpoint.restore_from_path=reward_model.nemo trainer.ppo.port=5556
+    python serve_ppo_critic.py pretrained_checkpoint.restore_from_path=reward_model.nemo \
+        trainer.ppo.port=5556
 
 Both start from the reward model: one of pairs, or a regression reward model, whose attributes are
 merged. With `combine_rm_and_critic_server=False` the critic may also start from a language model,
@@ -14,57 +15,58 @@ srun work as well. The same command resumes from the last checkpoint in
 `exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_critic.yaml, docs/config.md.
 """
 
-from nemo.core.config import hydra_runner
-from nemo.utils import logging
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
-from nemo_aligner.config.checks import check_config, check_values
-from nemo_aligner.launch.experiment import (
-    build_checkpoint_callback,
-    build_logger,
-    load_trainer_state,
-    setup_experiment,
-)
-from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-from nemo_aligner.launch.processes import (
-    init_distributed,
-    resolve_and_create_trainer,
-    user_errors_end_the_job,
-)
-from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
-from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete_config, complete_model
+from nemo_aligner.config.rules import check_values
+from nemo_aligner.launch.command_line import hydra_runner
+from nemo_aligner.launch.endings import user_errors_end_the_job
 
 
 @hydra_runner(config_path="conf", config_name="gpt_ppo_critic")
 @user_errors_end_the_job
-def main(cfg) -> None:
+def main(cfg: DictConfig) -> None:
+    cfg = complete_config(cfg, "gpt_ppo_critic")
     check_config(cfg, "gpt_ppo_critic")
+    serve(cfg)
+
+
+def serve(cfg: DictConfig) -> None:
+    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
+    from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+    from nemo_aligner.launch.experiment import (
+        build_checkpoint_callback,
+        load_trainer_state,
+        start_job,
+    )
+    from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+    from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_type
+
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
-    # Refuses a kind that does not exist; a language model's checkpoint names none.
-    reward_model_class(cfg.model.get("reward_model_type"))
-    check_values(cfg, "gpt_ppo_critic", complete=True)
-    trainer = resolve_and_create_trainer(cfg, "ppo")
-    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
-    log_dir = setup_experiment(trainer, cfg)
-    logger = build_logger(trainer, log_dir)
-    init_distributed(trainer)
+    check_values(cfg, "gpt_ppo_critic", complete=True)  # again, now with what the checkpoint says
+    cfg.model = complete_model(cfg.model, "gpt_ppo_critic")
+    reward_model_type(cfg.model.reward_model_type)  # refuses a kind that does not exist
+    job = start_job(cfg, "ppo")
 
-    model = load_from_nemo(MegatronGPTCriticModel, cfg.model, trainer, restore_path=restore_path)
+    model = load_from_nemo(
+        MegatronGPTCriticModel, cfg.model, job.trainer, restore_path=restore_path
+    )
     if cfg.trainer.ppo.combine_rm_and_critic_server:
-        # before a checkpoint is resumed: the reward model stays what we started from
+        # Before a checkpoint is resumed: rewards come from the model that the job started from.
         model.set_reward_model()
 
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=cfg.trainer.ppo.max_steps)
-    ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
-    logger.log_hyperparams(OmegaConf.to_container(cfg))
+    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
+    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
     critic_trainer = CriticServerTrainer(
         cfg=cfg.trainer.ppo,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        logger=logger,
+        logger=job.logger,
         ckpt_callback=ckpt_callback,
         tokenize_func=model.tokenize,
         gbs=cfg.model.global_batch_size,

@@ -4,7 +4,8 @@
 critic has a server of its own.
 
     python serve_reward_model.py rm_model_file=reward_model.nemo inference.port=5555
-    python serve_reward_model.py rm_model_file=policy.nemo inference.reward_fn=path/to/file.py:function
+    python serve_reward_model.py rm_model_file=policy.nemo \
+        inference.reward_fn=path/to/file.py:function
 
 The server runs until SIGTERM or SIGINT. One process per device: with `trainer.devices=N` plain
 `python` starts them itself; torchrun and srun work as well. A function, `(prompts, responses,
@@ -12,60 +13,59 @@ lengths) -> scores`, is served by one process with `inference.reward_fn_workers`
 gives the tokenizer only. Keys: conf/inference_rm.yaml, docs/config.md.
 """
 
-from nemo.core.config import hydra_runner
-from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.algorithms.reward_server import RewardModelServer
-from nemo_aligner.checkpoint.nemo_archive import check_restore_path
-from nemo_aligner.config.checks import check_config, check_values
-from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-from nemo_aligner.launch.processes import (
-    init_distributed,
-    resolve_and_create_trainer,
-    user_errors_end_the_job,
-)
-from nemo_aligner.models.nlp.gpt.megatron_gpt_model import build_tokenizer
-from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
-from nemo_aligner.servers.reward_function import RewardFunction
-from nemo_aligner.servers.scoring import model_limits
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete, complete_config, complete_model
+from nemo_aligner.config.rules import check_values
+from nemo_aligner.config.server_rules import check_one_reward_per_text
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.command_line import hydra_runner
+from nemo_aligner.launch.endings import user_errors_end_the_job
 
 
 @hydra_runner(config_path="conf", config_name="inference_rm")
 @user_errors_end_the_job
-def main(cfg) -> None:
+def main(cfg: DictConfig) -> None:
+    cfg = complete_config(cfg, "inference_rm")
     check_config(cfg, "inference_rm")
     if cfg.inference.reward_fn is None:
-        build_model_server(cfg).run_server()
+        serve_model(cfg)
     else:
         serve_function(cfg)
 
 
-def build_model_server(cfg: DictConfig) -> RewardModelServer:
-    """The model of `rm_model_file`, ready for inference, behind the endpoint; every rank calls
-    it.
-    """
+def serve_model(cfg: DictConfig) -> None:
+    """Serve the model of `rm_model_file` until the job is stopped; every rank calls it."""
+    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
+    from nemo_aligner.algorithms.reward_server import RewardModelServer
+    from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+    from nemo_aligner.launch.experiment import log_config
+    from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+    from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
+    from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
+    from nemo_aligner.servers.scoring import model_limits
+
     restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
-    check_values(cfg, "inference_rm", complete=True)
+    check_values(cfg, "inference_rm", complete=True)  # again, now with what the checkpoint says
+    cfg.model = complete_model(cfg.model, "inference_rm")
     check_one_reward_per_text(cfg.model)
     trainer = resolve_and_create_trainer(cfg)
-    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
-
+    log_config(cfg)
     init_distributed(trainer)
-    model_class = reward_model_class(cfg.model.get("reward_model_type"))
+
+    model_class = reward_model_class(cfg.model.reward_model_type)
     model = load_from_nemo(model_class, cfg.model, trainer, restore_path=restore_path)
     if not model.has_trained_head:
         raise UserError(
             f"rm_model_file={restore_path} holds no head that was trained to give rewards: a "
-            "language model has none, "
-            "and a critic's gives values. Train a reward model from it (train_reward_model.py) "
-            "and serve that one."
+            "language model has none, and a critic's gives values. Train a reward model from it "
+            "(train_reward_model.py) and serve that one."
         )
     model.prepare_for_inference()
     vocab_size, max_length = model_limits(model)
-    return RewardModelServer(
+    RewardModelServer(
         infer_fn=model.infer,
         tokenize_func=model.tokenize,
         model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
@@ -73,16 +73,21 @@ def build_model_server(cfg: DictConfig) -> RewardModelServer:
         max_length=max_length,
         tokenizer=model.tokenizer,
         **endpoint_options(cfg.inference),
-    )
+    ).run_server()
 
 
 def serve_function(cfg: DictConfig) -> None:
     """Serve `inference.reward_fn` until the job is stopped; its workers end with it. There is no
     process group.
     """
+    from nemo_aligner.algorithms.reward_server import RewardModelServer
+    from nemo_aligner.launch.experiment import log_config
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import build_tokenizer
+    from nemo_aligner.servers.reward_function import RewardFunction
+
     tokenizer = build_tokenizer(tokenizer_config(cfg))
     OmegaConf.resolve(cfg)
-    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
+    log_config(cfg)
     options = cfg.inference
     with RewardFunction(
         options.reward_fn,
@@ -94,7 +99,7 @@ def serve_function(cfg: DictConfig) -> None:
         RewardModelServer(
             infer_fn=function.infer,
             tokenize_func=function.no_sentences,
-            model_forward_micro_batch_size=1,  # a request gets no rows that only fill it up
+            model_forward_micro_batch_size=1,  # no samples are added to fill up a request
             vocab_size=tokenizer.vocab_size,
             needs_prompt_lengths=True,
             tokenizer=tokenizer,
@@ -106,15 +111,18 @@ def tokenizer_config(cfg: DictConfig) -> DictConfig:
     """`tokenizer` of `rm_model_file`, with what is given in `model.tokenizer` over it; without a
     file the latter.
     """
-    if cfg.rm_model_file is None:
-        return cfg.model.tokenizer
-    return load_and_override_model_config(
-        check_restore_path(cfg.rm_model_file, "rm_model_file"), cfg.model
-    ).tokenizer
+    from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+    from nemo_aligner.launch.model_loading import load_and_override_model_config
+
+    model_cfg = cfg.model
+    if cfg.rm_model_file is not None:
+        restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
+        model_cfg = load_and_override_model_config(restore_path, cfg.model)
+    return complete(model_cfg.tokenizer, "inference_rm", "model.tokenizer")
 
 
-def endpoint_options(inference_cfg: DictConfig) -> dict:
-    """The fields of `RewardModelServer` that stand in `inference` of the configuration."""
+def endpoint_options(inference_cfg: DictConfig) -> dict[str, object]:
+    """The arguments of `RewardModelServer` that stand in `inference` of the configuration."""
     names = (
         "host",
         "port",
@@ -128,33 +136,6 @@ def endpoint_options(inference_cfg: DictConfig) -> dict:
         **options,
         "inference_micro_batch_size": sizes if isinstance(sizes, int) else list(sizes),
     }
-
-
-def check_one_reward_per_text(model_cfg: DictConfig) -> None:
-    """Raise `ConfigError` unless the model gives one number per text."""
-    regression = model_cfg.get("regression") or {}
-    attributes = regression.get("num_attributes", 1) or 1
-    if attributes > 1 and not regression.get("merge_attributes", False):
-        raise ConfigError(
-            f"this reward model gives {attributes} attributes (model.regression.num_attributes), "
-            "but a reward is one "
-            "number per text; set model.regression.merge_attributes=True, and "
-            "model.regression.attribute_weights to "
-            f"{attributes} numbers unless they all count the same."
-        )
-    weights = regression.get("attribute_weights")
-    if weights is not None and not regression.get("merge_attributes", False):
-        raise ConfigError(
-            f"model.regression.attribute_weights={list(weights)} has an effect only when "
-            "attributes are merged; set "
-            "model.regression.merge_attributes=True, as a critic from the same checkpoint does."
-        )
-    if model_cfg.get("output_sequence", False):
-        raise ConfigError(
-            "model.output_sequence=True gives a number per token, as a critic does, but a reward "
-            "is one number per "
-            "text; serve the reward model that the critic started from, or set it to False."
-        )
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@
 """Train a policy with PPO against a critic server (serve_ppo_critic.py) that runs beside this job.
 
     python train_gpt_ppo_actor.py pretrained_checkpoint.restore_from_path=sft.nemo \
-        "model.data.data_prefix={train: [prompts.jsonl], validation: [val.jsonl], test: [val.jsonl]}" \
+        "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [b.jsonl]}" \
         remote_critic_rm.critic.ip=localhost remote_critic_rm.critic.port=5556
 
 With `trainer.ppo.advantage_estimator` grpo, rloo or reinforce_plus_plus there is no critic; the
-rewards come from a
-reward model or a function that serve_reward_model.py serves (docs/ppo.md):
+rewards come from a reward model or a function that serve_reward_model.py serves (docs/ppo.md):
 
-    python train_gpt_ppo_actor.py ... trainer.ppo.advantage_estimator=grpo model.ppo.num_rollouts_per_prompt=8 \
-        remote_critic_rm.combine_rm_and_critic_server=False remote_critic_rm.reward_model.port=5555
+    python train_gpt_ppo_actor.py ... trainer.ppo.advantage_estimator=grpo \
+        model.ppo.num_rollouts_per_prompt=8 remote_critic_rm.reward_model.port=5555 \
+        remote_critic_rm.combine_rm_and_critic_server=False
 
 One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
 srun work as well. The same command resumes from the last checkpoint in
@@ -20,77 +20,60 @@ srun work as well. The same command resumes from the last checkpoint in
 
 from functools import partial
 
-from nemo.core.config import hydra_runner
-from nemo.utils import logging
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.algorithms.ppo import PPOTrainer, compute_num_optimizer_steps
-from nemo_aligner.config.checks import check_config, check_values
-from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
-from nemo_aligner.data.nlp.builders import (
-    build_dataloader,
-    build_train_valid_test_rlhf_datasets,
-    check_pad_to_length,
-    collate_with_pad_to_max_batch,
-    the_validation_prompts,
-)
-from nemo_aligner.launch.experiment import (
-    build_checkpoint_callback,
-    build_logger,
-    load_trainer_state,
-    setup_experiment,
-)
-from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-from nemo_aligner.launch.processes import (
-    init_distributed,
-    resolve_and_create_trainer,
-    user_errors_end_the_job,
-)
-from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMCriticClient
-from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
-from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
-from nemo_aligner.training.timers import Timer
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete_config, complete_model
+from nemo_aligner.config.rules import check_values
+from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
+from nemo_aligner.launch.command_line import hydra_runner
+from nemo_aligner.launch.endings import user_errors_end_the_job
 
 
 @hydra_runner(config_path="conf", config_name="gpt_ppo_actor")
 @user_errors_end_the_job
-def main(cfg) -> None:
+def main(cfg: DictConfig) -> None:
+    cfg = complete_config(cfg, "gpt_ppo_actor")
     check_config(cfg, "gpt_ppo_actor")
-    cfg.model = load_and_override_model_config(
-        cfg.pretrained_checkpoint.restore_from_path, cfg.model
+    train(cfg)
+
+
+def train(cfg: DictConfig) -> None:
+    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
+    from nemo_aligner.algorithms.ppo import PPOTrainer
+    from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+    from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
+    from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
+    from nemo_aligner.launch.experiment import (
+        build_checkpoint_callback,
+        load_trainer_state,
+        start_job,
     )
+    from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+    from nemo_aligner.launch.prompts import build_prompt_datasets
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
+    from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
+    from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
+    from nemo_aligner.training.timers import Timer
+
+    restore_path = cfg.pretrained_checkpoint.restore_from_path
+    cfg.model = load_and_override_model_config(restore_path, cfg.model)
     check_values(cfg, "gpt_ppo_actor", complete=True)  # again, now with what the checkpoint says
-    trainer = resolve_and_create_trainer(cfg, "ppo")
-    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
-    log_dir = setup_experiment(trainer, cfg)
-    logger = build_logger(trainer, log_dir)
-    init_distributed(trainer)
+    cfg.model = complete_model(cfg.model, "gpt_ppo_actor")
+    job = start_job(cfg, "ppo")
 
     model = load_from_nemo(
-        MegatronGPTActorModel,
-        cfg.model,
-        trainer,
-        restore_path=cfg.pretrained_checkpoint.restore_from_path,
+        MegatronGPTActorModel, cfg.model, job.trainer, restore_path=restore_path
     )
-    model.init_peft(cfg.model.get("peft"))
+    model.init_peft(cfg.model.peft)
     ppo = cfg.model.ppo
-    if cfg.trainer.ppo.initial_policy_kl_penalty > 0 or ppo.get("kl_loss_coef", 0) > 0:
-        # before a checkpoint is resumed: the reference stays the model we started from
+    if cfg.trainer.ppo.initial_policy_kl_penalty > 0 or ppo.kl_loss_coef > 0:
+        # Before a checkpoint is resumed: the reference stays the model that the job started from.
         model.set_reference_policy()
 
-    train_ds, validation_ds, _ = build_train_valid_test_rlhf_datasets(
-        cfg=cfg.model,
-        data_prefix=cfg.model.data.data_prefix,
-        data_impl=cfg.model.data.data_impl,
-        splits_string=cfg.model.data.splits_string,
-        train_valid_test_num_samples=[-1, -1, -1],
-        seq_length=cfg.model.data.seq_length,
-        seed=cfg.model.seed,
-        tokenizer=model.tokenizer,
-    )
-    check_pad_to_length(
-        cfg, "remote_critic_rm", "ppo", [train_ds, the_validation_prompts(validation_ds)]
+    train_ds, validation_ds = build_prompt_datasets(
+        cfg, "ppo", "remote_critic_rm", model.tokenizer
     )
     train_dataloader_builder = partial(
         build_dataloader,
@@ -103,7 +86,7 @@ def main(cfg) -> None:
     val_dataloader_builder = partial(
         build_dataloader,
         cfg,
-        the_validation_prompts(validation_ds),
+        validation_ds,
         mbs=ppo.val_rollout_micro_batch_size,
         gbs=ppo.num_val_samples,
         load_gbs=False,
@@ -119,16 +102,15 @@ def main(cfg) -> None:
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=compute_num_optimizer_steps(
             ppo_steps,
-            ppo.num_rollout_samples,
+            ppo.num_rollout_samples * ppo.num_rollouts_per_prompt,
             cfg.model.global_batch_size,
             cfg.trainer.ppo.ppo_epochs,
-            ppo.get("num_rollouts_per_prompt", 1),
         )
     )
-    ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
-    logger.log_hyperparams(OmegaConf.to_container(cfg))
+    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
+    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
 
-    has_critic = cfg.trainer.ppo.get("advantage_estimator", "gae") == "gae"
+    has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
     rm_critic_cls = RemoteGPTRMCriticClient if has_critic else RewardsInPlaceOfCritic
     rm_critic = rm_critic_cls(cfg.remote_critic_rm, model.tokenizer)
     try:
@@ -147,12 +129,12 @@ def main(cfg) -> None:
             ),
             rm_critic=rm_critic,
             batch_iterator_cls=get_batch_iterator_cls(cfg.trainer.ppo.batch_iterator),
-            logger=logger,
+            logger=job.logger,
             ckpt_callback=ckpt_callback,
-            run_timer=Timer((cfg.get("exp_manager") or {}).get("max_time_per_run")),
-            num_rollouts_per_prompt=ppo.get("num_rollouts_per_prompt", 1),
+            run_timer=Timer(cfg.exp_manager.max_time_per_run),
+            num_rollouts_per_prompt=ppo.num_rollouts_per_prompt,
             max_response_length=ppo.length_params.max_length,
-            kl_loss_coef=ppo.get("kl_loss_coef", 0),
+            kl_loss_coef=ppo.kl_loss_coef,
         )
         state = load_trainer_state(cfg, ckpt_callback)
         if state is not None:

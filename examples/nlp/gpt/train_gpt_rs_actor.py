@@ -4,8 +4,9 @@
 that runs beside this job.
 
     python train_gpt_rs_actor.py pretrained_checkpoint.restore_from_path=sft.nemo \
-        "model.data.data_prefix={train: [prompts.jsonl], validation: [val.jsonl], test: [val.jsonl]}" \
-        model.rs.num_rollouts_per_prompt=4 model.rs.top_n_rollouts=1 remote_rm.host=localhost remote_rm.port=5555
+        "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [b.jsonl]}" \
+        model.rs.num_rollouts_per_prompt=4 model.rs.top_n_rollouts=1 \
+        remote_rm.host=localhost remote_rm.port=5555
 
 One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
 srun work as well. The same command resumes from the last checkpoint in
@@ -14,74 +15,53 @@ srun work as well. The same command resumes from the last checkpoint in
 
 from functools import partial
 
-from nemo.core.config import hydra_runner
-from nemo.utils import logging
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.algorithms.rs import RSTrainer, compute_num_optimizer_steps
-from nemo_aligner.config.checks import check_config, check_values
-from nemo_aligner.data.nlp.builders import (
-    build_dataloader,
-    build_train_valid_test_rlhf_datasets,
-    check_pad_to_length,
-    collate_with_pad_to_max_batch,
-    the_validation_prompts,
-)
-from nemo_aligner.launch.experiment import (
-    build_checkpoint_callback,
-    build_logger,
-    load_trainer_state,
-    setup_experiment,
-)
-from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-from nemo_aligner.launch.processes import (
-    init_distributed,
-    resolve_and_create_trainer,
-    user_errors_end_the_job,
-)
-from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
-from nemo_aligner.servers.reward_critic_clients import RemoteGPTRMClient
-from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
-from nemo_aligner.training.timers import Timer
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete_config, complete_model
+from nemo_aligner.config.rules import check_values
+from nemo_aligner.launch.command_line import hydra_runner
+from nemo_aligner.launch.endings import user_errors_end_the_job
 
 
 @hydra_runner(config_path="conf", config_name="gpt_rs_actor")
 @user_errors_end_the_job
-def main(cfg) -> None:
+def main(cfg: DictConfig) -> None:
+    cfg = complete_config(cfg, "gpt_rs_actor")
     check_config(cfg, "gpt_rs_actor")
-    cfg.model = load_and_override_model_config(
-        cfg.pretrained_checkpoint.restore_from_path, cfg.model
+    train(cfg)
+
+
+def train(cfg: DictConfig) -> None:
+    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
+    from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+    from nemo_aligner.algorithms.rs import RSTrainer
+    from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
+    from nemo_aligner.launch.experiment import (
+        build_checkpoint_callback,
+        load_trainer_state,
+        start_job,
     )
-    cfg.model.pop(
-        "ppo", None
-    )  # of a checkpoint that PPO trained: its length_params are not this job's
+    from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+    from nemo_aligner.launch.prompts import build_prompt_datasets
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
+    from nemo_aligner.servers.reward_client import RemoteGPTRMClient
+    from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
+    from nemo_aligner.training.timers import Timer
+
+    restore_path = cfg.pretrained_checkpoint.restore_from_path
+    cfg.model = load_and_override_model_config(restore_path, cfg.model)
+    # Of a checkpoint that PPO trained: its length_params are not this job's.
+    cfg.model.pop("ppo", None)
     check_values(cfg, "gpt_rs_actor", complete=True)  # again, now with what the checkpoint says
-    trainer = resolve_and_create_trainer(cfg, "rs")
-    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
-    log_dir = setup_experiment(trainer, cfg)
-    logger = build_logger(trainer, log_dir)
-    init_distributed(trainer)
+    cfg.model = complete_model(cfg.model, "gpt_rs_actor")
+    job = start_job(cfg, "rs")
 
-    model = load_from_nemo(
-        MegatronGPTRSModel,
-        cfg.model,
-        trainer,
-        restore_path=cfg.pretrained_checkpoint.restore_from_path,
-    )
-    model.init_peft(cfg.model.get("peft"))
+    model = load_from_nemo(MegatronGPTRSModel, cfg.model, job.trainer, restore_path=restore_path)
+    model.init_peft(cfg.model.peft)
 
-    train_ds, validation_ds, _ = build_train_valid_test_rlhf_datasets(
-        cfg=cfg.model,
-        data_prefix=cfg.model.data.data_prefix,
-        data_impl=cfg.model.data.data_impl,
-        splits_string=cfg.model.data.splits_string,
-        train_valid_test_num_samples=[-1, -1, -1],
-        seq_length=cfg.model.data.seq_length,
-        seed=cfg.model.seed,
-        tokenizer=model.tokenizer,
-    )
-    check_pad_to_length(cfg, "remote_rm", "rs", [train_ds, the_validation_prompts(validation_ds)])
     rs = cfg.model.rs
+    train_ds, validation_ds = build_prompt_datasets(cfg, "rs", "remote_rm", model.tokenizer)
     prompts_dataloader = partial(
         build_dataloader,
         cfg,
@@ -98,7 +78,7 @@ def main(cfg) -> None:
         train_ds, mbs=rs.rollout_micro_batch_size, gbs=rs.num_rollout_samples
     )
     val_dataloader = prompts_dataloader(
-        the_validation_prompts(validation_ds),
+        validation_ds,
         mbs=rs.val_rollout_micro_batch_size,
         gbs=rs.num_val_samples,
         use_random_sampler=False,
@@ -110,11 +90,11 @@ def main(cfg) -> None:
     )
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=compute_num_optimizer_steps(
-            rs_steps, rs.num_rollout_samples, rs.top_n_rollouts, cfg.model.global_batch_size
+            rs_steps, rs.num_rollout_samples * rs.top_n_rollouts, cfg.model.global_batch_size
         )
     )
-    ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
-    logger.log_hyperparams(OmegaConf.to_container(cfg))
+    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
+    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
 
     rm = RemoteGPTRMClient(cfg.remote_rm, model.tokenizer)
     try:
@@ -125,9 +105,9 @@ def main(cfg) -> None:
             scheduler=scheduler,
             train_dataloader=train_dataloader,
             val_dataloader=val_dataloader,
-            logger=logger,
+            logger=job.logger,
             ckpt_callback=ckpt_callback,
-            run_timer=Timer((cfg.get("exp_manager") or {}).get("max_time_per_run")),
+            run_timer=Timer(cfg.exp_manager.max_time_per_run),
             num_rollouts_per_prompt=rs.num_rollouts_per_prompt,
             top_n_rollouts=rs.top_n_rollouts,
             rm=rm,

@@ -1,61 +1,60 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning on prompts with answers, lines `{"input": ..., "output": ...}`; only the
-answers are learned.
+"""Supervised fine-tuning on prompts with responses, lines `{"input": ..., "output": ...}`; the
+loss counts the responses only.
 
     python train_gpt_sft.py model.restore_from_path=base.nemo \
         model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
 
-Without `model.restore_from_path` a model is trained from random weights; then the architecture
-must be given. One
-process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun
-work as well. The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`.
-Keys: conf/gpt_sft.yaml, docs/config.md.
+Without `model.restore_from_path` the model starts from random weights, and then the architecture
+must be given. One process per device: with `trainer.devices=N` plain `python` starts them itself;
+torchrun and srun work as well. The same command resumes from the last checkpoint in
+`exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml, docs/config.md.
 """
 
-from nemo.core.config import hydra_runner
-from nemo.utils import logging
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.algorithms.supervised import SupervisedTrainer
-from nemo_aligner.config.checks import check_config, check_values, drop_unset
-from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
-from nemo_aligner.launch.experiment import (
-    build_checkpoint_callback,
-    build_logger,
-    load_trainer_state,
-    setup_experiment,
-)
-from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-from nemo_aligner.launch.processes import (
-    init_distributed,
-    resolve_and_create_trainer,
-    user_errors_end_the_job,
-)
-from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-from nemo_aligner.training.schedule import supervised_max_steps
-from nemo_aligner.training.timers import Timer
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete_config, complete_model, drop_unset
+from nemo_aligner.config.rules import check_values
+from nemo_aligner.launch.command_line import hydra_runner
+from nemo_aligner.launch.endings import user_errors_end_the_job
 
 
 @hydra_runner(config_path="conf", config_name="gpt_sft")
 @user_errors_end_the_job
-def main(cfg) -> None:
+def main(cfg: DictConfig) -> None:
+    cfg = complete_config(cfg, "gpt_sft")
     check_config(cfg, "gpt_sft")
+    train(cfg)
+
+
+def train(cfg: DictConfig) -> None:
+    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
+    from nemo_aligner.algorithms.supervised import SupervisedTrainer
+    from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
+    from nemo_aligner.launch.experiment import (
+        build_checkpoint_callback,
+        load_trainer_state,
+        start_job,
+    )
+    from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+    from nemo_aligner.training.schedule import supervised_max_steps
+    from nemo_aligner.training.timers import Timer
+
     base = cfg.model.restore_from_path
     cfg.model = (
         drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
     )
-    check_values(cfg, "gpt_sft", complete=True)
-    trainer = resolve_and_create_trainer(cfg, "sft")
-    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
-    log_dir = setup_experiment(trainer, cfg)
-    logger = build_logger(trainer, log_dir)
-    init_distributed(trainer)
+    check_values(cfg, "gpt_sft", complete=True)  # again, now with what the checkpoint says
+    cfg.model = complete_model(cfg.model, "gpt_sft")
+    job = start_job(cfg, "sft")
 
     if base is None:
-        model = GPTSFTModel(cfg.model, trainer)
+        model = GPTSFTModel(cfg.model, job.trainer)
     else:
-        model = load_from_nemo(GPTSFTModel, cfg.model, trainer, restore_path=base)
+        model = load_from_nemo(GPTSFTModel, cfg.model, job.trainer, restore_path=base)
 
     data = cfg.model.data
     train_ds, validation_ds = (
@@ -63,7 +62,7 @@ def main(cfg) -> None:
             section,
             model.tokenizer,
             answer_only_loss=cfg.model.answer_only_loss,
-            is_chat=data.get("chat", False),
+            is_chat=data.chat,
         )
         for section in (data.train_ds, data.validation_ds)
     )
@@ -91,8 +90,8 @@ def main(cfg) -> None:
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=supervised_max_steps(cfg.trainer.sft, train_dataloader)
     )
-    ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
-    logger.log_hyperparams(OmegaConf.to_container(cfg))
+    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
+    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
     sft_trainer = SupervisedTrainer(
         cfg=cfg.trainer.sft,
         model=model,
@@ -101,9 +100,9 @@ def main(cfg) -> None:
         train_dataloader=train_dataloader,
         val_dataloader=val_dataloader,
         test_dataloader=None,
-        logger=logger,
+        logger=job.logger,
         ckpt_callback=ckpt_callback,
-        run_timer=Timer(cfg.exp_manager.get("max_time_per_run")),
+        run_timer=Timer(cfg.exp_manager.max_time_per_run),
     )
     state = load_trainer_state(cfg, ckpt_callback)
     if state is not None:

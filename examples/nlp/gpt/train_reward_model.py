@@ -3,16 +3,15 @@
 """Train a reward model: on pairs of texts, or on texts with labels.
 
     python train_reward_model.py pretrained_checkpoint.restore_from_path=sft.nemo \
-        "model.data.data_prefix={train: [pairs.jsonl], validation: [val.jsonl], test: [test.jsonl]}"
+        "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [c.jsonl]}"
 
 `model.reward_model_type=binary_ranking`, the default, reads neighbouring lines `{"text": ...}`,
 the better one first. `regression` reads lines `{"text": ..., "label": [number, ...]}` with
 `model.regression.num_attributes` numbers; `model.regression.loss_mask_val` stands for a number
 that is not known.
 
-The model starts from a language model with a new head, whose weights `model.seed` decides (from a
-reward model with
-its own head: `model.regression.load_rm_head_weights=True`); without
+The model starts from a language model with a new head, whose weights follow from `model.seed`;
+with `model.regression.load_rm_head_weights=True` from a reward model with its own head; without
 `pretrained_checkpoint.restore_from_path` from random weights, and then the architecture must be
 given. The job ends with the accuracy, or the correlation with the labels, on data that it was not
 trained on. One process per device: with `trainer.devices=N` plain `python` starts them itself;
@@ -20,71 +19,69 @@ torchrun and srun work as well. The same command resumes from the last checkpoin
 `exp_manager.explicit_log_dir`. Keys: conf/training_rm.yaml, docs/config.md.
 """
 
-from nemo.core.config import hydra_runner
-from nemo.utils import logging
-from omegaconf import OmegaConf
+from typing import TYPE_CHECKING
 
-from nemo_aligner.algorithms.supervised import SupervisedTrainer
-from nemo_aligner.config.checks import check_config, check_values, drop_unset
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete_config, complete_model, drop_unset
+from nemo_aligner.config.rules import check_values
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.builders import (
-    build_dataloader,
-    build_train_valid_test_regression_rm_datasets,
-    build_train_valid_test_rm_datasets,
-)
-from nemo_aligner.launch.experiment import (
-    build_checkpoint_callback,
-    build_logger,
-    load_trainer_state,
-    setup_experiment,
-)
-from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-from nemo_aligner.launch.processes import (
-    init_distributed,
-    resolve_and_create_trainer,
-    user_errors_end_the_job,
-)
-from nemo_aligner.models.nlp.gpt.reward_model_classes import (
-    RewardModelType,
-    held_out_text,
-    reward_model_class,
-    reward_model_type,
-)
-from nemo_aligner.training.schedule import supervised_max_steps
-from nemo_aligner.training.timers import Timer
+from nemo_aligner.launch.command_line import hydra_runner
+from nemo_aligner.launch.endings import user_errors_end_the_job
 
-BUILD_DATASETS = {
-    RewardModelType.BINARY_RANKING: build_train_valid_test_rm_datasets,
-    RewardModelType.REGRESSION: build_train_valid_test_regression_rm_datasets,
-}
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
+    from torch.utils.data import DataLoader
+
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 
 
 @hydra_runner(config_path="conf", config_name="training_rm")
 @user_errors_end_the_job
-def main(cfg) -> None:
+def main(cfg: DictConfig) -> None:
+    cfg = complete_config(cfg, "training_rm")
     check_config(cfg, "training_rm")
+    train(cfg)
+
+
+def train(cfg: DictConfig) -> None:
+    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
+    from nemo.utils import logging
+
+    from nemo_aligner.algorithms.supervised import SupervisedTrainer
+    from nemo_aligner.launch.experiment import (
+        build_checkpoint_callback,
+        load_trainer_state,
+        start_job,
+    )
+    from nemo_aligner.launch.model_loading import load_and_override_model_config
+    from nemo_aligner.models.nlp.gpt.reward_model_classes import (
+        held_out_text,
+        reward_model_class,
+        reward_model_type,
+    )
+    from nemo_aligner.training.schedule import supervised_max_steps
+    from nemo_aligner.training.timers import Timer
+
     base = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = (
         drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
     )
-    check_values(cfg, "training_rm", complete=True)
-    kind = reward_model_type(cfg.model.get("reward_model_type"))
-    reward_model_class(kind.value).check_training_config(cfg.model)
-    trainer = resolve_and_create_trainer(cfg, "rm")
-    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
-    log_dir = setup_experiment(trainer, cfg)
-    logger = build_logger(trainer, log_dir)
-    init_distributed(trainer)
+    check_values(cfg, "training_rm", complete=True)  # again, now with what the checkpoint says
+    cfg.model = complete_model(cfg.model, "training_rm")
+    model_class = reward_model_class(cfg.model.reward_model_type)
+    model_class.check_training_config(cfg.model)
+    job = start_job(cfg, "rm")
 
-    model = build_model(cfg, reward_model_class(kind.value), trainer)
-    train_dataloader, val_dataloaders, test_dataloader = build_dataloaders(
-        cfg, kind, model.tokenizer
-    )
+    model = build_model(cfg, model_class, job.trainer)
+    train_dataloader, val_dataloaders, test_dataloader = build_dataloaders(cfg, model.tokenizer)
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=supervised_max_steps(cfg.trainer.rm, train_dataloader)
     )
-    ckpt_callback = build_checkpoint_callback(cfg, log_dir, model, optimizer, scheduler)
-    logger.log_hyperparams(OmegaConf.to_container(cfg))
+    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
+    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
     rm_trainer = SupervisedTrainer(
         cfg=cfg.trainer.rm,
         model=model,
@@ -93,57 +90,75 @@ def main(cfg) -> None:
         train_dataloader=train_dataloader,
         val_dataloader=val_dataloaders,
         test_dataloader=test_dataloader,
-        logger=logger,
+        logger=job.logger,
         ckpt_callback=ckpt_callback,
-        run_timer=Timer(cfg.exp_manager.get("max_time_per_run")),
+        run_timer=Timer(cfg.exp_manager.max_time_per_run),
     )
     state = load_trainer_state(cfg, ckpt_callback)
     if state is not None:
         rm_trainer.load_state_dict(state)
     rm_trainer.fit()
+    kind = reward_model_type(cfg.model.reward_model_type)
     attributes = model.cfg.regression.num_attributes
     for name, (metrics, samples) in rm_trainer.held_out.items():
         logging.info(f"{name}: {held_out_text(kind, metrics, samples, attributes)}")
 
 
-def build_model(cfg, model_class, trainer):
+def build_model(
+    cfg: DictConfig, model_class: type["MegatronGPTRewardModel"], trainer: "Trainer"
+) -> "MegatronGPTRewardModel":
     """The reward model to train: of random weights, or from the checkpoint; with a new head unless
     its own is wanted.
 
     Raises:
         UserError: the checkpoint's own head is asked for, and it has none.
     """
+    from nemo_aligner.launch.model_loading import load_from_nemo
+
     base = cfg.pretrained_checkpoint.restore_from_path
     if base is None:
         return model_class(cfg.model, trainer)
-    keep_head = (cfg.model.get("regression") or {}).get("load_rm_head_weights", False)
+    keep_head = cfg.model.regression.load_rm_head_weights
     model = load_from_nemo(
         model_class, cfg.model, trainer, restore_path=base, load_base_model_only=not keep_head
     )
     if keep_head and not model.has_trained_head:
         raise UserError(
             f"model.regression.load_rm_head_weights=True, but {base} is no reward model, so that "
-            "it has no head to"
-            " load; name a reward model in pretrained_checkpoint.restore_from_path, or set it to "
-            "False for a new head."
+            "it has no head to load; name a reward model in "
+            "pretrained_checkpoint.restore_from_path, or set it to False for a new head."
         )
     return model
 
 
-def build_dataloaders(cfg, kind: RewardModelType, tokenizer):
+def build_dataloaders(
+    cfg: DictConfig, tokenizer: "TokenizerSpec"
+) -> tuple["DataLoader", dict[str, "DataLoader"], "DataLoader | None"]:
     """Loaders for training, for each validation set by name, and for the test set or None."""
-    train_ds, validation_ds, test_ds = BUILD_DATASETS[kind](
+    from nemo_aligner.data.nlp.builders import (
+        build_dataloader,
+        build_train_valid_test_regression_rm_datasets,
+        build_train_valid_test_rm_datasets,
+    )
+    from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType
+
+    build_datasets = {
+        RewardModelType.BINARY_RANKING: build_train_valid_test_rm_datasets,
+        RewardModelType.REGRESSION: build_train_valid_test_regression_rm_datasets,
+    }[RewardModelType(cfg.model.reward_model_type)]
+    data = cfg.model.data
+    train_ds, validation_ds, test_ds = build_datasets(
         cfg=cfg.model,
-        data_prefix=cfg.model.data.data_prefix,
-        data_impl=cfg.model.data.data_impl,
-        splits_string=cfg.model.data.splits_string,
+        data_prefix=data.data_prefix,
+        data_impl=data.data_impl,
+        splits_string=data.splits_string,
         train_valid_test_num_samples=[-1, -1, -1],
-        seq_length=cfg.model.data.seq_length,
+        seq_length=data.seq_length,
         seed=cfg.model.seed,
         tokenizer=tokenizer,
     )
 
-    def dataloader(dataset, random: bool, drop_last: bool):
+    def dataloader(dataset, random: bool, drop_last: bool) -> "DataLoader":
         return build_dataloader(
             cfg,
             dataset,
@@ -155,21 +170,17 @@ def build_dataloaders(cfg, kind: RewardModelType, tokenizer):
             use_random_sampler=random,
         )
 
-    drop_last = cfg.model.data.get("validation_drop_last", True)
     validation_sets = (
         validation_ds if isinstance(validation_ds, dict) else {"validation": validation_ds}
     )
     validation = {
-        name: dataloader(dataset, cfg.trainer.rm.val_random_sampler, drop_last)
+        name: dataloader(dataset, cfg.trainer.rm.val_random_sampler, data.validation_drop_last)
         for name, dataset in validation_sets.items()
         if dataset is not None
     }
-    test = None if test_ds is None else dataloader(test_ds, False, drop_last)
-    return (
-        dataloader(train_ds, cfg.trainer.rm.train_random_sampler, drop_last=True),
-        validation,
-        test,
-    )
+    test = None if test_ds is None else dataloader(test_ds, False, data.validation_drop_last)
+    train = dataloader(train_ds, cfg.trainer.rm.train_random_sampler, drop_last=True)
+    return train, validation, test
 
 
 if __name__ == "__main__":

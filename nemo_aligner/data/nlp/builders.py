@@ -1,48 +1,85 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From the configuration to datasets and data loaders; the samples themselves are in
-`datasets.py`.
-"""
+"""From the configuration to datasets and data loaders, at NeMo-Aligner's module path."""
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from nemo.utils import logging
+from omegaconf import DictConfig
 
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.data.nlp.datasets import (
-    DEFAULT_MASK_VALUE,
-    RegressionRewardModelDataset,
-    RewardModelDataset,
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.file_dataset import FileDataset
+from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
+from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
+from nemo_aligner.data.nlp.prompts import (
     RLHFDataset,
-    SFTDataset,
+    check_pad_to_length,
+    collate_with_batch_max_sequence_length,
+    collate_with_pad_to_max_batch,
+    identity_collate,
+    single_validation_set,
 )
 from nemo_aligner.data.nlp.samplers import (
+    BatchSampler,
     MegatronPretrainingBatchSampler,
     MegatronPretrainingRandomBatchSampler,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
+from nemo_aligner.data.nlp.sft_examples import SFTDataset
 from nemo_aligner.parallel import parallel_state
 
+__all__ = [
+    "build_dataloader",
+    "build_sft_dataset",
+    "build_train_valid_test_datasets",
+    "build_train_valid_test_regression_rm_datasets",
+    "build_train_valid_test_rlhf_datasets",
+    "build_train_valid_test_rm_datasets",
+    "check_pad_to_length",
+    "collate_with_batch_max_sequence_length",
+    "collate_with_pad_to_max_batch",
+    "identity_collate",
+    "single_validation_set",
+]
 
-def _make_rlhf_dataset(paths, cfg, tokenizer, seq_length: int, name: str) -> RLHFDataset:
-    """Prompts of at most `seq_length - length_params.max_length` tokens, so that the longest
-    answer still fits.
-    """
+PARTS = ("train", "validation", "test")
+# (train, validation, test); validation is a dict where there are several sets.
+Datasets = tuple[Any, Any, Any]
+
+
+class MakeDataset(Protocol):
+    """Makes one dataset of the files `paths`."""
+
+    def __call__(
+        self,
+        *,
+        paths: list[str],
+        cfg: DictConfig,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        name: str,
+    ) -> FileDataset:
+        """`cfg` is the section `model`, `name` that of the dataset for messages."""
+
+
+def _make_rlhf_dataset(
+    paths: list[str], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+) -> RLHFDataset:
+    """Prompts of at most `seq_length - length_params.max_length` tokens, so that responses fit."""
     limit, reason = seq_length // 2, "half of it, as there is no length_params.max_length"
-    for key, section in {
-        "model.": cfg,
-        "model.rs.": cfg.get("rs"),
-        "model.ppo.": cfg.get("ppo"),
-    }.items():
+    sections = {"model.": cfg, "model.rs.": cfg.get("rs"), "model.ppo.": cfg.get("ppo")}
+    for key, section in sections.items():
         max_length = ((section or {}).get("length_params") or {}).get("max_length")
         if max_length is not None:
-            limit, reason = (
-                seq_length - max_length,
-                f"less {key}length_params.max_length={max_length}",
-            )
+            limit = seq_length - max_length
+            reason = f"less {key}length_params.max_length={max_length}"
     text = f"{limit} tokens (model.data.seq_length={seq_length}, {reason})"
     if limit <= 0:
         raise ConfigError(
@@ -51,58 +88,62 @@ def _make_rlhf_dataset(paths, cfg, tokenizer, seq_length: int, name: str) -> RLH
     return RLHFDataset(paths, tokenizer, limit, cfg.get("data"), name, limit_text=text)
 
 
-def _make_rm_dataset(paths, cfg, tokenizer, seq_length: int, name: str) -> RewardModelDataset:
+def _make_rm_dataset(
+    paths: list[str], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+) -> RewardModelDataset:
     return RewardModelDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
 
 
 def _make_regression_rm_dataset(
-    paths, cfg, tokenizer, seq_length: int, name: str
+    paths: list[str], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
 ) -> RegressionRewardModelDataset:
-    regression = cfg.get("regression") or {}
-    mask_value = regression.get("loss_mask_val")
+    regression = complete(cfg.get("regression"), "training_rm", "model.regression")
     return RegressionRewardModelDataset(
         paths,
         tokenizer,
         seq_length,
-        num_attributes=regression.get("num_attributes") or 1,
-        mask_value=DEFAULT_MASK_VALUE if mask_value is None else mask_value,
+        num_attributes=regression.num_attributes,
+        mask_value=regression.loss_mask_val,
         data_cfg=cfg.get("data"),
         name=name,
     )
 
 
 def build_train_valid_test_datasets(
-    cls,
-    cfg,
-    data_prefix,
-    data_impl,
-    splits_string,
-    train_valid_test_num_samples,
-    seq_length,
-    seed,
-    tokenizer,
-    n_chunks=None,
-    n_examples_per_chunk=None,
-):
-    """(train, validation, test) datasets.
+    cls: MakeDataset,
+    cfg: DictConfig,
+    data_prefix: Mapping[str, Any] | Sequence[str] | str,
+    data_impl: str,
+    splits_string: str | None,
+    train_valid_test_num_samples: Sequence[int],
+    seq_length: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    n_chunks: int | None = None,
+    n_examples_per_chunk: int | None = None,
+) -> Datasets:
+    """Build (train, validation, test) datasets.
 
     Args:
-        cls: makes one dataset: `cls(paths=, cfg=, tokenizer=, seq_length=, name=)`.
+        cls: makes one dataset.
         cfg: `model` section.
         data_prefix: mapping with the files (one path or a list) of `train`, `validation` and
-            `test`, each optional; or one path or list that `splits_string` divides.
-        data_impl: "jsonl" (or "json"); the binary formats of NeMo are refused.
-        splits_string: weights of the three parts of one common file list, for example "98,1,1";
-        parts are contiguous.
-        train_valid_test_num_samples: at most so many samples of each; below 1 means all.
+            `test`, of which the last two are optional; or one path or list that `splits_string`
+            divides.
+        data_impl: "jsonl" (or "json"); NeMo's binary formats are refused.
+        splits_string: weights of the three contiguous parts of one common list of files, for
+            example "98,1,1".
+        train_valid_test_num_samples: use at most so many samples of each; below 1 means all.
         seq_length: `model.data.seq_length`.
         tokenizer: NeMo tokenizer.
-        seed, n_chunks, n_examples_per_chunk: accepted and not used (samplers shuffle; there are no
-        chunks).
+        seed, n_chunks, n_examples_per_chunk: not used (samplers shuffle; there are no chunks).
 
     Returns:
         One entry is None where there are no files. With further keys `validation_<name>`, the
         validation entry is a dict from key to dataset.
+
+    Raises:
+        ConfigError: `data_prefix`, `data_impl` or `splits_string` cannot be used.
     """
     if not str(data_impl).startswith("json"):
         raise ConfigError(
@@ -114,55 +155,65 @@ def build_train_valid_test_datasets(
             "model.data.data_prefix is not set: give {train: [file.jsonl], validation: "
             "[file.jsonl]}."
         )
-    limits = dict(zip(("train", "validation", "test"), train_valid_test_num_samples, strict=True))
+    limits = dict(zip(PARTS, train_valid_test_num_samples, strict=True))
     make = partial(cls, cfg=cfg, tokenizer=tokenizer, seq_length=seq_length)
-
-    if not hasattr(data_prefix, "keys"):
-        paths = _paths(data_prefix, "model.data.data_prefix")
-        if splits_string is None:
-            raise ConfigError(
-                f"model.data.data_prefix={data_prefix} names files for all of training, "
-                "validation and test: say how"
-                " to"
-                ' divide them with model.data.splits_string="98,1,1", or give separate files: '
-                f"{{train: [...],"
-                f" validation: [...]}}."
-            )
-        whole = make(paths=paths, name="all")
-        bounds = _split(len(whole), str(splits_string))
-        parts = [
-            whole.documents[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)
-        ]
-        datasets = [whole.select(part) if len(part) else None for part in parts]
-        for dataset, name in zip(datasets, limits, strict=True):
-            if dataset is not None:
-                dataset.name = name
-        return tuple(
-            _limit(dataset, limits[name]) for dataset, name in zip(datasets, limits, strict=True)
-        )
-
+    if not isinstance(data_prefix, Mapping | DictConfig):
+        return _split_common_files(make, data_prefix, splits_string, limits)
     if splits_string is not None:
         logging.warning(
             "model.data.splits_string has no effect: model.data.data_prefix names the files of "
             "each part."
         )
-    unknown = [
-        key for key in data_prefix.keys() if key not in limits and not key.startswith("validation")
-    ]
-    if unknown or not data_prefix.get("train"):
+    return _separate_files(make, data_prefix, limits)
+
+
+def _split_common_files(
+    make: Callable[..., FileDataset],
+    files: Sequence[str] | str,
+    splits_string: str | None,
+    limits: Mapping[str, int],
+) -> Datasets:
+    """Divide the documents of one list of files among training, validation and test."""
+    paths = _paths(files, "model.data.data_prefix")
+    if splits_string is None:
         raise ConfigError(
-            f"model.data.data_prefix has the keys {', '.join(data_prefix.keys())}: it needs "
-            "train, and may have"
-            f" validation, validation_<name> and test."
+            f"model.data.data_prefix={files} names files for all of training, validation and "
+            'test: say how to divide them with model.data.splits_string="98,1,1", or give '
+            "separate files: {train: [...], validation: [...]}."
+        )
+    whole = make(paths=paths, name="all")
+    bounds = _split(len(whole), str(splits_string))
+    datasets: list[FileDataset | None] = []
+    for name, start, stop in zip(PARTS, bounds, bounds[1:], strict=False):
+        part = None
+        if stop > start:
+            part = whole.select(whole.documents[start:stop])
+            part.name = name
+        datasets.append(_limit(part, limits[name]))
+    train, validation, test = datasets
+    return train, validation, test
+
+
+def _separate_files(
+    make: Callable[..., FileDataset], files: Mapping[str, Any], limits: Mapping[str, int]
+) -> Datasets:
+    """Build one dataset for each key of `files`."""
+    unknown = [
+        key for key in files.keys() if key not in PARTS and not key.startswith("validation")
+    ]
+    if unknown or not files.get("train"):
+        raise ConfigError(
+            f"model.data.data_prefix has the keys {', '.join(files.keys())}: it needs train, and "
+            "may have validation, validation_<name> and test."
         )
     built = {}
-    for key, paths in data_prefix.items():
+    for key, paths in files.items():
         if paths is not None and len(paths):
             dataset = make(paths=_paths(paths, f"model.data.data_prefix.{key}"), name=key)
-            built[key] = _limit(dataset, limits[key] if key in limits else limits["validation"])
+            built[key] = _limit(dataset, limits[key if key in limits else "validation"])
     validation = {key: dataset for key, dataset in built.items() if key.startswith("validation")}
     if set(validation) <= {"validation"}:
-        validation = validation.get("validation")
+        return built["train"], validation.get("validation"), built.get("test")
     return built["train"], validation, built.get("test")
 
 
@@ -173,126 +224,58 @@ build_train_valid_test_regression_rm_datasets = partial(
 )
 
 
-def the_validation_prompts(validation):
-    """The one validation set that a PPO or RS job uses, of what
-    `build_train_valid_test_rlhf_datasets` returns.
-
-    Raises:
-        ConfigError: there is none, or there are several.
-    """
-    if validation is None or isinstance(validation, dict):
-        have = (
-            "no validation files"
-            if validation is None
-            else f"several validation sets ({', '.join(validation)})"
-        )
-        raise ConfigError(
-            f"model.data.data_prefix has {have}, but rollouts are validated on one: give "
-            f"{{train: [file.jsonl],"
-            " validation: [file.jsonl]}."
-        )
-    return validation
-
-
-def check_pad_to_length(cfg, remote: str, section: str, datasets) -> None:
-    """Refuse requests to a server that are too narrow for the longest rollout, before the first
-    one is generated.
-
-    Args:
-        cfg: whole configuration; `<remote>.pad_to_length` and
-            `model.<section>.length_params.max_length` are read.
-        remote: "remote_rm" or "remote_critic_rm".
-        section: "ppo" or "rs".
-        datasets: `RLHFDataset`s whose prompts are answered. Texts are read only where their
-        lengths are in doubt.
-
-    Raises:
-        ConfigError: with the longest prompt and a value that would do.
-    """
-    pad_to_length, max_length = (
-        cfg[remote].get("pad_to_length"),
-        cfg.model[section].length_params.max_length,
-    )
-    if pad_to_length is None:
-        return
-    longest, name = max(
-        (_longest_prompt(dataset, pad_to_length - max_length), dataset.name)
-        for dataset in datasets
-    )
-    if longest + max_length > pad_to_length:
-        raise ConfigError(
-            f"{remote}.pad_to_length={pad_to_length} is too small: the longest prompt of the "
-            f"{name} data has"
-            f" {longest} tokens, and model.{section}.length_params.max_length={max_length} more "
-            "may be generated. Set"
-            f" {remote}.pad_to_length to {longest + max_length} or more (or to null), shorten the "
-            "prompts, or lower"
-            " max_length."
-        )
-
-
-def _longest_prompt(dataset: RLHFDataset, enough: int) -> int:
-    """Tokens of the longest prompt that is answered; if no prompt has more than `enough`, perhaps
-    less than that.
-    """
-    if dataset.max_prompt_length <= enough:
-        return 0
-    bounds = dataset.lines.notes[
-        dataset.documents
-    ]  # never below the length, see `_TextEncoder.length`
-    in_doubt = dataset.documents[(bounds > enough) & (bounds <= dataset.max_prompt_length)]
-    longest = 0
-    for document in sorted(in_doubt, key=lambda document: -dataset.lines.notes[document]):
-        if dataset.lines.notes[document] <= longest:
-            break
-        longest = max(longest, len(dataset.encode(dataset.lines[document]["text"])))
-    return longest
-
-
 def build_sft_dataset(
-    data_cfg, tokenizer, num_samples=None, answer_only_loss=True, is_chat=True, special_tokens=None
-):
-    """The dataset of `model.data.train_ds` or `validation_ds`: prompt-response jsonl.
+    data_cfg: DictConfig,
+    tokenizer: Tokenizer,
+    num_samples: int | None = None,
+    answer_only_loss: bool = True,
+    is_chat: bool = True,
+    special_tokens: Mapping[str, str] | None = None,
+) -> SFTDataset:
+    """Build the dataset of `model.data.train_ds` or `validation_ds`: prompt-response jsonl.
 
     Args:
-        data_cfg: `file_path` (one or a list), `max_seq_length`, `prompt_template`, `label_key`,
-            `truncation_field`, `truncation_method`, `add_bos`, `add_eos`, `pad_to_max_length`.
+        data_cfg: `file_path` (one or a list), `max_seq_length`, and optionally `prompt_template`,
+            `label_key`, `truncation_field`, `truncation_method`, `add_bos`, `add_eos`,
+            `pad_to_max_length`.
         tokenizer: NeMo tokenizer.
         num_samples: use at most so many samples; None or below 1 means all.
-        answer_only_loss: train on the answer only, not on the prompt.
+        answer_only_loss: train on the response only, not on the prompt.
         is_chat, special_tokens: chat data (`model.data.chat=True`) is refused.
+
+    Raises:
+        ConfigError: no files, or something that is not supported.
     """
     if is_chat:
         raise ConfigError(
             "model.data.chat=True: chat data is not supported. Write each conversation as a "
-            "prompt and a response"
-            ' ({"input": ..., "output": ...}) and set model.data.chat=False.'
+            'prompt and a response ({"input": ..., "output": ...}) and set model.data.chat=False.'
         )
+    paths = _paths(data_cfg.get("file_path"), "file_path in the SFT data section")
+    data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
     for key in ("hf_dataset", "add_sep"):
-        if data_cfg.get(key, False):
+        if data_cfg[key]:
             raise ConfigError(
                 f"{key}=True in the SFT data section is not supported. Set it to False."
             )
     dataset = SFTDataset(
-        _paths(data_cfg.get("file_path"), "file_path in the SFT data section"),
+        paths,
         tokenizer,
-        max_seq_length=data_cfg["max_seq_length"],
-        prompt_template=data_cfg.get("prompt_template", "{input} {output}"),
-        label_key=data_cfg.get("label_key", "output"),
-        truncation_field=data_cfg.get("truncation_field", "input"),
-        truncation_method=data_cfg.get("truncation_method", "right"),
-        add_bos=bool(data_cfg.get("add_bos", False)),
-        add_eos=bool(data_cfg.get("add_eos", True)),
+        max_seq_length=data_cfg.max_seq_length,
+        prompt_template=data_cfg.prompt_template,
+        label_key=data_cfg.label_key,
+        truncation_field=data_cfg.truncation_field,
+        truncation_method=data_cfg.truncation_method,
+        add_bos=bool(data_cfg.add_bos),
+        add_eos=bool(data_cfg.add_eos),
         answer_only_loss=answer_only_loss,
-        pad_to_max_length=bool(data_cfg.get("pad_to_max_length", False)),
+        pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),
     )
     return _limit(dataset, num_samples)
 
 
-def _paths(value, key: str) -> list[str]:
-    """File names from one name or a list of them; NeMo's blending weights among them are
-    refused.
-    """
+def _paths(value: Sequence[Any] | str | None, key: str) -> list[str]:
+    """File names from one name or a list of them; NeMo's blending weights are refused."""
     paths = [value] if isinstance(value, str) else list(value or [])
     if not paths:
         raise ConfigError(f"{key} is not set: give a jsonl file or a list of them.")
@@ -303,15 +286,16 @@ def _paths(value, key: str) -> list[str]:
             continue
         raise ConfigError(
             f"{key} holds the number {path}: files are used one after the other, blending weights "
-            "are not supported."
-            f" Leave the weights out; name a file twice to give it twice the weight."
+            "are not supported. Leave the weights out; name a file twice to give it twice the "
+            "weight."
         )
     return [str(path) for path in paths]
 
 
 def _split(size: int, splits_string: str) -> list[int]:
-    """Four bounds that cut range(size) in three parts in proportion to "98,1,1" (or "98/1/1";
-    missing parts are 0).
+    """Four bounds that cut range(size) in three parts, in proportion to "98,1,1" (or "98/1/1").
+
+    Missing weights are 0.
     """
     try:
         weights = [float(part) for part in splits_string.replace("/", ",").split(",")]
@@ -326,106 +310,46 @@ def _split(size: int, splits_string: str) -> list[int]:
     return [round(size * total / sum(weights)) for total in np.cumsum([0.0, *weights])]
 
 
-def _limit(dataset, num_samples):
-    """The first `num_samples` of a dataset (None or below 1: all of it)."""
+def _limit(dataset: Any, num_samples: int | None) -> Any:
+    """The first `num_samples` of a dataset; None or below 1: all of it."""
     if dataset is None or num_samples is None or num_samples < 1 or num_samples >= len(dataset):
         return dataset
     return dataset.select(dataset.documents[:num_samples])
 
 
-def collate_with_batch_max_sequence_length(
-    data_batch,
-    response_token_length,
-    eos_id,
-    reset_position_ids=False,
-    reset_attention_mask=False,
-    eod_mask_loss=False,
-    generate_masks_and_position_ids=True,
-) -> dict:
-    """Collate prompts: pad with eos on the right to the longest prompt plus room for the response.
-
-    Args:
-        data_batch: b items of `RLHFDataset`.
-        response_token_length: columns added for the response.
-        eos_id: padding.
-        reset_position_ids, reset_attention_mask, eod_mask_loss: accepted and not used (a row holds
-            one document).
-        generate_masks_and_position_ids: also give `attention_mask` bool [1, 1, S, S] (True: must
-            not see), `position_ids` [b, S] and `loss_mask` f32 [b, S].
-
-    Returns:
-        `text` int64 [b, S], `length`, `idx` int64 [b], `loss_multiplier` f32 [b].
-    """
-    texts = [item["text"] for item in data_batch]
-    width = max(map(len, texts)) + response_token_length
-    batch = {
-        "text": torch.stack(
-            [torch.nn.functional.pad(text, (0, width - len(text)), value=eos_id) for text in texts]
-        ),
-        **{
-            key: torch.stack([item[key] for item in data_batch])
-            for key in ("length", "loss_multiplier", "idx")
-        },
-    }
-    if generate_masks_and_position_ids:
-        batch["attention_mask"] = torch.ones(width, width, dtype=torch.bool).triu(1)[None, None]
-        batch["position_ids"] = torch.arange(width).repeat(len(texts), 1)
-        batch["loss_mask"] = batch["loss_multiplier"][:, None].repeat(1, width)
-    return batch
-
-
-def collate_with_pad_to_max_batch(
-    max_seqlen, tokenizer_eos_id, cfg, generate_masks_and_position_ids=True
-):
-    """`collate_with_batch_max_sequence_length` with the settings of a whole configuration
-    `cfg`.
-    """
-    data_cfg = cfg.model.data
-    return partial(
-        collate_with_batch_max_sequence_length,
-        response_token_length=max_seqlen,
-        eos_id=tokenizer_eos_id,
-        reset_position_ids=data_cfg.get("reset_position_ids", False),
-        reset_attention_mask=data_cfg.get("reset_attention_mask", False),
-        eod_mask_loss=data_cfg.get("eod_mask_loss", False),
-        generate_masks_and_position_ids=generate_masks_and_position_ids,
-    )
-
-
-def identity_collate(batch):
-    """Leaves a list of items as it is."""
-    return batch
-
-
 def build_dataloader(
-    cfg,
-    dataset,
-    consumed_samples,
-    mbs,
-    gbs,
-    drop_last=True,
-    pad_samples_to_global_batch_size=False,
-    collate_fn=None,
-    load_gbs=True,
-    use_random_sampler=True,
-):
-    """A data loader for this data-parallel rank that goes on after `consumed_samples`.
+    cfg: DictConfig,
+    dataset: torch.utils.data.Dataset[Any],
+    consumed_samples: int,
+    mbs: int,
+    gbs: int,
+    drop_last: bool = True,
+    pad_samples_to_global_batch_size: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    load_gbs: bool = True,
+    use_random_sampler: bool = True,
+) -> torch.utils.data.DataLoader[Any]:
+    """Build a data loader for this data-parallel rank that starts after `consumed_samples`.
 
     Args:
-        cfg: whole configuration; `model.seed` and `model.data.num_workers` are read.
-        mbs, gbs: micro-batch size, and global batch size over all ranks.
-        load_gbs: batches are this rank's share of a global batch, else micro-batches.
-        use_random_sampler: shuffle, a new permutation in each epoch.
+        cfg: complete configuration; `model.seed` and `model.data.num_workers` are read.
+        dataset: with a length.
+        consumed_samples: samples that all ranks together have used.
+        mbs: micro-batch size.
+        gbs: global batch size, over all ranks.
         drop_last, pad_samples_to_global_batch_size: see `samplers.py`.
+        collate_fn: from items to a batch.
+        load_gbs: yield this rank's share of a global batch; False yields micro-batches.
+        use_random_sampler: shuffle, with a new permutation in each epoch.
     """
-    sampler_cls = {
+    sampler_classes: dict[tuple[bool, bool], type[BatchSampler]] = {
         (True, True): MegatronPretrainingRandomBatchSampler,
         (True, False): MegatronPretrainingRandomSampler,
         (False, True): MegatronPretrainingBatchSampler,
         (False, False): MegatronPretrainingSampler,
-    }[bool(use_random_sampler), bool(load_gbs)]
-    batch_sampler = sampler_cls(
-        total_samples=len(dataset),
+    }
+    batch_sampler = sampler_classes[bool(use_random_sampler), bool(load_gbs)](
+        total_samples=len(dataset),  # type: ignore[arg-type]  # torch's class has no __len__
         consumed_samples=consumed_samples,
         micro_batch_size=mbs,
         global_batch_size=gbs,
@@ -433,15 +357,15 @@ def build_dataloader(
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         drop_last=drop_last,
         pad_samples_to_global_batch_size=pad_samples_to_global_batch_size,
-        seed=cfg.model.get("seed", 1234),
+        seed=cfg.model.seed,
     )
     return torch.utils.data.DataLoader(
         dataset,
         batch_sampler=batch_sampler,
-        num_workers=cfg.model.data.get("num_workers", 0),
+        num_workers=cfg.model.data.num_workers,
         pin_memory=torch.cuda.is_available(),
         collate_fn=collate_fn,
-        # Each new iterator of a loader draws a seed: from here, and not from the generator that
-        # the training depends on.
-        generator=torch.Generator().manual_seed(cfg.model.get("seed", 1234)),
+        # Each new iterator of a loader draws a seed: from this generator, not from the global one,
+        # on which the training depends.
+        generator=torch.Generator().manual_seed(cfg.model.seed),
     )

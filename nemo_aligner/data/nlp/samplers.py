@@ -1,23 +1,25 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Batch samplers: which data-parallel rank sees which dataset index, and when.
+"""Batch samplers: which data-parallel rank gets which dataset index, and when.
 
-| yields                       | random, multi-epoch                     | in order (validation)             |
-|------------------------------|-----------------------------------------|-----------------------------------|
-| micro-batches                | `MegatronPretrainingRandomSampler`      | `MegatronPretrainingSampler`      |
-| its share of a global batch  | `MegatronPretrainingRandomBatchSampler` | `MegatronPretrainingBatchSampler` |
+| class                                   | yields                      | order               |
+|-----------------------------------------|-----------------------------|---------------------|
+| `MegatronPretrainingRandomSampler`      | micro-batches               | random, many epochs |
+| `MegatronPretrainingRandomBatchSampler` | its share of a global batch | random, many epochs |
+| `MegatronPretrainingSampler`            | micro-batches               | as stored, one pass |
+| `MegatronPretrainingBatchSampler`       | its share of a global batch | as stored, one pass |
 
-Where a pass starts is decided by `consumed_samples` alone (samples seen by all ranks together
-since step 0), so a resumed job goes on with exactly the batches that the killed one would have had
-next. A pass holds whole global batches
-only: what is left over at the end of an epoch is dropped, or, in order and on request, filled up
-with the index -1 (a slot without data).
+`consumed_samples` alone (samples used by all ranks together since step 0) decides where a pass
+starts, so a resumed job gets exactly the batches that the killed one would have had next. A pass
+has whole global batches only: the rest at the end of an epoch is dropped or, in order and on
+request, filled up with the index -1 (a slot without data).
 
-The random samplers draw from a generator of their own, never from the global one, which belongs to
-the training.
+The random samplers draw from their own generator, never from the global one, on which the training
+depends.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from nemo.utils import logging
@@ -25,18 +27,22 @@ from nemo.utils import logging
 from nemo_aligner.core.errors import ConfigError, UserError
 
 
-class _BatchSampler:
+class BatchSampler:
     """Sizes, checks and counters that the four samplers share.
 
     Args:
         total_samples: size of the dataset.
-        consumed_samples: samples consumed by all ranks since the start of training.
-        micro_batch_size, global_batch_size: sizes per rank and micro-batch, and over all ranks; a
-            global batch is one micro-batch per rank if the latter is not given.
+        consumed_samples: samples used by all ranks since the start of training.
+        micro_batch_size: samples of a micro-batch of one rank.
+        data_parallel_rank, data_parallel_size: of this process.
         drop_last: leave out the samples that do not fill a global batch.
+        global_batch_size: over all ranks; None for one micro-batch per rank.
         pad_samples_to_global_batch_size: with `drop_last=False`, fill the last global batch with
-        the index -1.
+            the index -1.
         seed: of the permutations (random samplers only).
+
+    Raises:
+        UserError, ConfigError: sizes that do not fit each other; says which keys to change.
     """
 
     yields_micro_batches: bool
@@ -53,58 +59,33 @@ class _BatchSampler:
         global_batch_size: int | None = None,
         pad_samples_to_global_batch_size: bool = False,
         seed: int = 0,
-    ):
+    ) -> None:
         step = micro_batch_size * data_parallel_size
         global_batch_size = step if global_batch_size is None else global_batch_size
-        if total_samples <= 0:
-            raise UserError(
-                f"the dataset has {total_samples} samples: there is nothing to sample from."
-            )
+        _check_sizes(total_samples, micro_batch_size, global_batch_size, data_parallel_size)
         if consumed_samples < 0:
             raise UserError(f"consumed_samples={consumed_samples}: it counts from 0.")
-        if micro_batch_size <= 0 or global_batch_size <= 0 or global_batch_size % step:
-            raise ConfigError(
-                f"the global batch size {global_batch_size} (model.global_batch_size, or "
-                "num_rollout_samples /"
-                f" num_val_samples for rollouts) is not a multiple of {step} = micro batch size "
-                f"{micro_batch_size}"
-                " (model.micro_batch_size, or rollout_micro_batch_size / "
-                "val_rollout_micro_batch_size for rollouts) x"
-                f" {data_parallel_size} data-parallel rank(s). Change one of them."
-            )
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(
                 f"data_parallel_rank={data_parallel_rank} of {data_parallel_size} ranks"
             )
-        if drop_last and total_samples < global_batch_size:
-            raise UserError(
-                f"the dataset has {total_samples} samples, fewer than one global batch of "
-                f"{global_batch_size}"
-                " (model.global_batch_size, or num_rollout_samples / num_val_samples for "
-                "rollouts). Give more data or"
-                f" lower the batch size."
-            )
-        if not drop_last and self.is_random:
+        if drop_last:
+            _check_one_global_batch(total_samples, global_batch_size)
+        elif self.is_random:
             raise ConfigError(
                 "drop_last=False needs a sampler in order: random ones drop the rest of an epoch."
             )
-        if (
-            not drop_last
-            and not pad_samples_to_global_batch_size
-            and total_samples % global_batch_size
-        ):
+        elif not pad_samples_to_global_batch_size and total_samples % global_batch_size:
             raise ConfigError(
                 f"drop_last=False with {total_samples} samples leaves a global batch of "
-                f"{global_batch_size}"
-                " incomplete, and ranks with unequal work: set "
-                "pad_samples_to_global_batch_size=True (empty slots are"
-                " masked)."
+                f"{global_batch_size} incomplete, and ranks with unequal work: set "
+                "pad_samples_to_global_batch_size=True (empty slots are masked)."
             )
         if consumed_samples % global_batch_size:
             logging.warning(
                 f"consumed_samples={consumed_samples} is not a multiple of the global batch size "
-                f"{global_batch_size}"
-                f" (was it changed on resume?): sampling goes on at the next multiple."
+                f"{global_batch_size} (was it changed on resume?): sampling continues at the next "
+                "multiple."
             )
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
@@ -120,7 +101,7 @@ class _BatchSampler:
         )
 
     def _position(self) -> tuple[int, int]:
-        """(epoch, samples of it that are consumed, a multiple of the global batch size)."""
+        """(epoch, samples of it that are used: a multiple of the global batch size)."""
         batches = math.ceil(self.consumed_samples / self.global_batch_size)
         epoch, done = divmod(batches, self.samples_per_epoch // self.global_batch_size)
         return epoch, done * self.global_batch_size
@@ -136,14 +117,45 @@ class _BatchSampler:
         """Batches that a pass started now would yield."""
         return self._samples_left() // (self._local_batch_size * self.data_parallel_size)
 
+    def _samples_left(self) -> int:
+        """Samples of all ranks that a pass started now would yield."""
+        raise NotImplementedError
 
-class _RandomSampler(_BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        """Dataset indices of this rank's batches."""
+        raise NotImplementedError
+
+
+def _check_sizes(total: int, micro_batch: int, global_batch: int, ranks: int) -> None:
+    if total <= 0:
+        raise UserError(f"the dataset has {total} samples: there is nothing to sample from.")
+    step = micro_batch * ranks
+    if micro_batch <= 0 or global_batch <= 0 or global_batch % step:
+        raise ConfigError(
+            f"the global batch size {global_batch} (model.global_batch_size, or "
+            f"num_rollout_samples / num_val_samples for rollouts) is not a multiple of {step} = "
+            f"micro batch size {micro_batch} (model.micro_batch_size, or "
+            "rollout_micro_batch_size / val_rollout_micro_batch_size for rollouts) x "
+            f"{ranks} data-parallel rank(s). Change one of them."
+        )
+
+
+def _check_one_global_batch(total: int, global_batch: int) -> None:
+    if total < global_batch:
+        raise UserError(
+            f"the dataset has {total} samples, fewer than one global batch of {global_batch} "
+            "(model.global_batch_size, or num_rollout_samples / num_val_samples for rollouts). "
+            "Give more data or lower the batch size."
+        )
+
+
+class _RandomSampler(BatchSampler):
     """One permutation of the dataset per epoch, seeded with `seed + epoch`, cut into global
     batches.
 
     Each rank takes a share of every global batch, so the samples of a global batch depend neither
-    on the number of ranks nor on the micro-batch size. (NeMo permutes a part of the dataset per
-    rank, so they depend on both.)
+    on the number of ranks nor on the micro-batch size. (In NeMo each rank permutes its own part of
+    the dataset, so they depend on both.)
 
     One pass ends with the epoch; the next starts the following epoch.
     """
@@ -153,12 +165,12 @@ class _RandomSampler(_BatchSampler):
     def _samples_left(self) -> int:
         return self.samples_per_epoch - self._position()[1]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[list[int]]:
         epoch, done = self._position()
         order = torch.randperm(
             self.total_samples, generator=torch.Generator().manual_seed(self.seed + epoch)
         )
-        # The tail of the permutation beyond the last global batch is left out: other samples in
+        # The end of the permutation, beyond the last global batch, is left out: other samples in
         # each epoch.
         for global_batch in order[done : self.samples_per_epoch].split(self.global_batch_size):
             share = global_batch.chunk(self.data_parallel_size)[self.data_parallel_rank]
@@ -167,10 +179,8 @@ class _RandomSampler(_BatchSampler):
                 yield batch.tolist()
 
 
-class _InOrderSampler(_BatchSampler):
-    """The dataset's own order, one pass in total; a new iteration starts again at
-    `consumed_samples`.
-    """
+class _InOrderSampler(BatchSampler):
+    """The dataset's own order, one pass in total; an iteration starts at `consumed_samples`."""
 
     is_random = False
 
@@ -178,15 +188,11 @@ class _InOrderSampler(_BatchSampler):
         epoch, done = self._position()
         return self.samples_per_epoch - done if epoch == 0 else 0
 
-    def __iter__(self):
-        size, ranks, rank = (
-            self._local_batch_size,
-            self.data_parallel_size,
-            self.data_parallel_rank,
-        )
-        for start in range(
-            self.samples_per_epoch - self._samples_left(), self.samples_per_epoch, size * ranks
-        ):
+    def __iter__(self) -> Iterator[list[int]]:
+        size, ranks = self._local_batch_size, self.data_parallel_size
+        rank = self.data_parallel_rank
+        first = self.samples_per_epoch - self._samples_left()
+        for start in range(first, self.samples_per_epoch, size * ranks):
             batch = [
                 index if index < self.total_samples else -1
                 for index in range(start, start + size * ranks)
@@ -211,9 +217,7 @@ class MegatronPretrainingRandomBatchSampler(_RandomSampler):
 
 
 class MegatronPretrainingSampler(_InOrderSampler):
-    """Micro-batches of this rank in the dataset's order: rank r has the r-th of each DP
-    neighbouring ones.
-    """
+    """Micro-batches in the dataset's order: of each DP consecutive ones, rank r gets the r-th."""
 
     yields_micro_batches = True
 

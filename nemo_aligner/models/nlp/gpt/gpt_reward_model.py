@@ -13,16 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
-from nemo_aligner.parallel import parallel_state  # (adapts Megatron Core before the imports below)
+from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import gather_shares
-
-from megatron.core.models.common.language_module.language_module import LanguageModule  # isort: skip
-from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
-from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # isort: skip
 
 
 class RewardModelHead(RowParallelLinear):

@@ -16,15 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
-from torch import Tensor
-
-from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router, expert_settings
-from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
-
-from nemo_aligner.parallel import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core)
-
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -39,6 +30,12 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from omegaconf import DictConfig
+from torch import Tensor
+
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router, expert_settings
+from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
 
 # activation name -> (function, gated)
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {

@@ -6,18 +6,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
-from torch import Tensor
-
-from nemo_aligner.core.errors import ConfigError
-
-from nemo_aligner.parallel import parallel_state  # noqa: F401  isort: skip  (adapts Megatron Core)
-
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from omegaconf import DictConfig
+from torch import Tensor
+
+from nemo_aligner.core.errors import ConfigError
 
 
 def expert_settings(cfg: DictConfig) -> dict[str, Any]:

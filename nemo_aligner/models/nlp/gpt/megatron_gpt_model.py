@@ -14,6 +14,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 from nemo.core import ModelPT
 from nemo.core.classes.common import ALLOWED_TARGET_PREFIXES
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -37,13 +43,6 @@ from nemo_aligner.training.optim import (
     chained_optimizers,
     wrap_with_ddp,
 )
-
-from megatron.core import dist_checkpointing  # isort: skip
-from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
-from megatron.core.optimizer import MegatronOptimizer  # isort: skip
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
-from megatron.core.transformer.module import Float16Module  # isort: skip
-from megatron.core.utils import unwrap_model  # isort: skip
 
 # NeMo instantiates only classes below these prefixes.
 if isinstance(ALLOWED_TARGET_PREFIXES, list) and "nemo_aligner." not in ALLOWED_TARGET_PREFIXES:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from nemo_aligner.core.losses import loss_weights, ppo_actor_loss
 from nemo_aligner.core.types import PPOTrainBatch
+from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.training.megatron_steps import Batch, forward_backward
 
 
-class MegatronGPTActorModel(MegatronGPTPolicyModel):
+class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
     """Policy of PPO on Megatron Core.
 
     Args:

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The former place of these names; what each import statement below names is the present one."""
 
-from nemo_aligner.servers.reward_critic_clients import (
-    RemoteGPTRMClient,
+from nemo_aligner.servers.critic_client import (
     RemoteGPTRMCriticClient,
     RMCriticFutureResult,
-    RMFutureResult,
     SaveFuture,
     TrainFuture,
 )
+from nemo_aligner.servers.reward_client import RemoteGPTRMClient, RMFutureResult

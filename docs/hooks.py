@@ -1,0 +1,70 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks of the documentation site: pages that live elsewhere in the repository, API pages of the
+rooms, and links that work both in the repository and on the site.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+# Page of the site, by the file of the repository that it shows.
+PAGES = {
+    "README.md": "index.md",
+    "examples/quickstart/README.md": "quickstart.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+SOURCES = {page: source for source, page in PAGES.items()}
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not files of docs/."""
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=text))
+    for room in sorted((ROOT / "nemo_aligner").iterdir()):
+        page = f"api/{room.name}.md"
+        if f": {page}" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8"):
+            files.append(File.generated(config, page, content=api_page(room)))
+    return files
+
+
+def api_page(room: Path) -> str:
+    """One section per module of a room of the package."""
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted(room.rglob("*.py"))
+        if path.name != "__init__.py"
+    ]
+    sections = "\n\n".join(f"::: {module}" for module in modules)
+    return f"# nemo_aligner.{room.name}\n\n{sections}\n"
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links to the pages of the site."""
+    page_uri = page.file.src_uri
+    source = SOURCES.get(page_uri, f"docs/{page_uri}")
+    return LINK.sub(lambda link: site_link(link.group(1), link.group(2), source), markdown)
+
+
+def site_link(label: str, target: str, source: str) -> str:
+    """The link of a file of the repository as a link of the site.
+
+    A link to a file that is no page (a script, a folder) becomes its label alone.
+    """
+    if re.match(r"[a-z]+:|#", target):
+        return f"[{label}]({target})"
+    path, hash_sign, anchor = target.partition("#")
+    path = os.path.normpath(os.path.join(os.path.dirname(source), path))
+    page = PAGES.get(path) or (
+        path.removeprefix("docs/") if re.fullmatch(r"docs/.*\.md", path) else None
+    )
+    return label if page is None else f"[{label}]({page}{hash_sign}{anchor})"

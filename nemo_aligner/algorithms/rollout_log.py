@@ -1,0 +1,114 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How trainers with rollouts log: timings of the slowest rank, tables of samples, progress."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from nemo_aligner.core.interfaces import Logger
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import all_reduce_dict
+from nemo_aligner.training.timers import ScopedTimer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TABLE_COLUMNS = ["step", "prompt", "response", "reward"]
+TRAIN_TABLE_ROWS, VAL_TABLE_ROWS = 1, 5
+
+
+def consume_timings(*timers: ScopedTimer) -> dict[str, float]:
+    """Seconds by name since the last call, of the slowest rank; all ranks call it."""
+    durations: dict[str, float | Tensor] = {
+        name: seconds for timer in timers for name, seconds in timer.consume_durations().items()
+    }
+    return all_reduce_dict(
+        durations, dtype=torch.float64, group=None, op=torch.distributed.ReduceOp.MAX
+    )
+
+
+def log_rollouts(
+    logger: Logger, table: pd.DataFrame, metrics: dict[str, Any], step: int, epoch: int
+) -> pd.DataFrame:
+    """Log what `generate_rollouts` measured; its samples leave `metrics`.
+
+    Returns:
+        `table`, the samples of all rollouts so far, with the new ones.
+    """
+    table = _append_rows(table, step, metrics.pop("table"))
+    logger.log_metrics(metrics | {"epoch": epoch}, step=step, prefix="train_rollouts/")
+    logger.log_table(key="table/train_rollouts", dataframe=table, step=step)
+    return table
+
+
+def log_validation(
+    logger: Logger,
+    table: pd.DataFrame,
+    metrics: dict[str, Any],
+    timings: dict[str, float],
+    step: int,
+) -> pd.DataFrame:
+    """Log what `run_validation` measured, and how long it took; its samples leave `metrics`.
+
+    Args:
+        timings: `validation_time` and its parts.
+
+    Returns:
+        `table`, samples of all validations so far, with the new ones.
+    """
+    samples = metrics.pop("table")
+    logger.log_samples("val_samples", samples, step=step)
+    table = _append_rows(table, step, samples[:VAL_TABLE_ROWS])
+    logger.log_metrics(metrics, step=step, prefix="val_rollouts/")
+    logger.log_table(key="table/val_rollouts", dataframe=table, step=step)
+    total = timings.pop("validation_time")
+    inner = {f"validation_{name}": seconds for name, seconds in timings.items()}
+    logger.log_metrics({"validation_time": total} | inner, step=step, prefix="timers/")
+    return table
+
+
+def empty_table() -> pd.DataFrame:
+    """The table of samples before the first one."""
+    import pandas as pd  # takes a second to import
+
+    return pd.DataFrame(columns=TABLE_COLUMNS)
+
+
+def _append_rows(table: pd.DataFrame, step: int, rows: list[dict[str, Any]]) -> pd.DataFrame:
+    import pandas as pd
+
+    new = pd.DataFrame([{"step": step} | row for row in rows], columns=TABLE_COLUMNS)
+    return pd.concat([table, new], ignore_index=True) if len(table) else new
+
+
+def progress_bar(name: str, step: int, max_steps: int) -> tqdm:
+    """A bar over the steps of a run, on rank 0."""
+    return tqdm(
+        total=max_steps,
+        initial=step,
+        desc=name,
+        disable=parallel_state.get_rank() != 0,
+        dynamic_ncols=True,
+    )
+
+
+def show_progress(
+    progress: tqdm,
+    train_metrics: dict[str, Any],
+    val_metrics: dict[str, Any],
+    postfix_keys: tuple[str, ...],
+) -> dict[str, float]:
+    """Advance the bar; returns all metrics of the step as `train_*` and `val_*`, to rank
+    checkpoints by.
+    """
+    shown = {f"train_{key}": float(value) for key, value in train_metrics.items()}
+    shown |= {f"val_{key}": float(value) for key, value in val_metrics.items()}
+    postfix = {key: f"{shown[key]:.4g}" for key in postfix_keys if key in shown}
+    progress.set_postfix(postfix, refresh=False)
+    progress.update(1)
+    return shown

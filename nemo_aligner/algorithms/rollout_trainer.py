@@ -1,0 +1,495 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What trainers that learn from their own rollouts share: the loop over the steps with progress,
+validation, saving and the time limit; counters and resuming; alarms, timers and logging; and the
+collection of a rollout. The algorithms themselves are in `ppo.py` and `rs.py`.
+
+Shapes: N samples of a rollout over all data-parallel (DP) ranks, B of them on this rank, G the
+global batch of one optimizer update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from nemo_aligner.algorithms import rollout_log
+from nemo_aligner.algorithms.alarms import Alarms, check_rewards
+from nemo_aligner.algorithms.rollouts import (
+    PPORolloutBatch,
+    compute_rollout_metrics,
+    gather_scores,
+    repeat_prompts,
+    sample_table,
+    select_scores,
+    with_prompt_columns,
+)
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.interfaces import (
+    CheckpointWriter,
+    Logger,
+    Optimizer,
+    PendingScores,
+    PromptSampler,
+    RunTimer,
+    Scheduler,
+)
+from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
+from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.servers.source_rank import wait_for_all
+from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.schedule import (
+    check_progress,
+    compute_max_steps,
+    compute_num_steps_per_epoch,
+    is_complete,
+)
+from nemo_aligner.training.timers import ScopedTimer
+from nemo_aligner.training.update import train_on_batch
+
+# "Step" of the random streams of every validation: always the same, so that validations can be
+# compared. Rollouts of critic warm-up have the steps -critic_warmup_steps .. -1.
+VALIDATION_STEP = -(2**31)
+
+
+def compute_num_optimizer_steps(
+    steps: int, samples_per_step: int, global_batch_size: int, epochs: int = 1
+) -> int:
+    """Updates in `steps` steps: the horizon of the learning-rate schedule, which counts updates.
+
+    Args:
+        steps: rollouts of the run.
+        samples_per_step: samples of a rollout that are trained on.
+        global_batch_size: samples of one update.
+        epochs: passes over each rollout. Updates that `target_kl` skips are counted, so the
+            schedule then does not come to its end.
+    """
+    return steps * epochs * (samples_per_step // global_batch_size)
+
+
+@dataclass(frozen=True)
+class CollectedRollout:
+    """A generated rollout whose scores are still on their way.
+
+    Attributes:
+        rollout: the samples of all DP ranks on every rank, in the order of `sample_key`.
+        order: int64 `[N]`, for each of them its place among the samples in the order of the ranks.
+        pending: the scores of this rank's micro-batches, in the order of generation.
+    """
+
+    rollout: PPORolloutBatch
+    order: Tensor
+    pending: list[PendingScores]
+
+    @property
+    def columns(self) -> RolloutBatch:
+        """The columns of `rollout`."""
+        return self.rollout.columns
+
+
+class RolloutTrainer(ABC):
+    """Runs the steps of an algorithm that learns from its own rollouts; see `fit`.
+
+    Attributes:
+        step: finished steps (one rollout and what is learned from it).
+        consumed_samples: prompts that rollouts have used.
+        optimization_step: finished optimizer updates.
+        train_df, val_df: tables of samples: of all rollouts since the start of this process, and
+            of all validations.
+    """
+
+    SECTION: ClassVar[str]  # name of the algorithm's sections: trainer.<name> and model.<name>
+    NAME: ClassVar[str]  # of the algorithm, for messages
+    POSTFIX_KEYS: ClassVar[tuple[str, ...]]  # metrics shown beside the progress bar
+    WAIT_TIMER: ClassVar[str]  # of the time spent waiting for scores
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        model: AlignableGenerativeInterface,
+        optimizer: Optimizer,
+        scheduler: Scheduler,
+        sampler: PromptSampler,
+        logger: Logger,
+        ckpt_callback: CheckpointWriter,
+        run_timer: RunTimer,
+    ):
+        """Every rank builds one.
+
+        Args:
+            cfg: `trainer.<section>`, complete.
+            sampler: of the training prompts.
+        """
+        self.cfg = cfg
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.logger = logger
+        self.ckpt_callback = ckpt_callback
+        self.run_timer = run_timer
+
+        self.consumed_samples = 0
+        self.step = 0
+        self.optimization_step = 0
+
+        self.seed = int(model.cfg.seed)
+        self.num_rollout_samples = sampler.global_batch_size
+        self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)
+        self.set_max_steps()
+        self.alarms = Alarms(f"trainer.{self.SECTION}.alarms", cfg.get("alarms"))
+
+        self.train_df = rollout_log.empty_table()
+        self.val_df = rollout_log.empty_table()
+        self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
+        self.update_timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=-1)
+
+    def check_sizes(self, sampler: PromptSampler, samples_per_step: int, name: str) -> None:
+        """Refuse sizes that cannot work together, and epochs that the sampler cannot make.
+
+        Args:
+            sampler: of the training prompts.
+            samples_per_step: samples of one step that are trained on.
+            name: what the user calls them.
+
+        Raises:
+            ConfigError: with the keys and a remedy.
+        """
+        gbs, dp_size = self.cfg.model_gbs, parallel_state.get_data_parallel_world_size()
+        if gbs % dp_size:
+            raise ConfigError(
+                f"model.global_batch_size={gbs} is not divisible by the {dp_size} data-parallel "
+                "ranks; change one."
+            )
+        if samples_per_step % gbs:
+            raise ConfigError(
+                f"{name}={samples_per_step} is not a multiple of model.global_batch_size={gbs}; "
+                "change one of them."
+            )
+        if self.cfg.max_epochs > 1 and not getattr(sampler, "is_random", False):
+            raise ConfigError(
+                f"trainer.{self.SECTION}.max_epochs={self.cfg.max_epochs} needs a random sampler, "
+                "which starts over after an epoch, but the data loader has a "
+                f"{type(sampler).__name__}."
+            )
+
+    @property
+    def epoch(self) -> int:
+        """Finished epochs over the prompts."""
+        return self.step // self.num_steps_per_epoch
+
+    def set_max_steps(self) -> None:
+        self.max_steps = compute_max_steps(
+            self.num_steps_per_epoch, self.cfg.max_epochs, self.cfg.max_steps
+        )
+
+    # ----------------------------------------------------------------------------------- the loop
+
+    def fit(self) -> None:
+        """Train until the last step or the end of the time limit; all ranks call it.
+
+        After each step: validate and save if their intervals say so, at the end, and when the time
+        is over.
+        """
+        self.run_timer.start_time()
+        limits = f"trainer.{self.SECTION}.max_steps or max_epochs"
+        is_complete(self.step, self.max_steps, limits)
+        if self.step == 0:
+            self.before_first_step()
+
+        with rollout_log.progress_bar(
+            f"{self.NAME} Global Step", self.step, self.max_steps
+        ) as progress:
+            run_time_exceeded = False
+            while self.step < self.max_steps and not run_time_exceeded:
+                train_metrics = self.run_step()
+                self.step += 1
+
+                run_time_exceeded = self.run_timer.is_finished()
+                run_val, save_model, is_train_end = check_progress(
+                    self.step,
+                    self.max_steps,
+                    self.cfg.val_check_interval,
+                    self.cfg.save_interval,
+                    limit_val_batches=1.0,
+                    run_time_exceeded=run_time_exceeded,
+                )
+                val_metrics = self.validate() if run_val else {}
+                candidates = rollout_log.show_progress(
+                    progress, train_metrics, val_metrics, self.POSTFIX_KEYS
+                )
+                if save_model:
+                    self.save(candidates, is_train_end=is_train_end)
+
+        self.logger.finalize()
+
+    def before_first_step(self) -> None:
+        """What a fresh run does before its first step."""
+        if self.cfg.run_init_validation:
+            self.validate()
+
+    @abstractmethod
+    def run_step(self) -> dict[str, Any]:
+        """One step: a rollout and what is learned from it; returns its metrics."""
+
+    # ---------------------------------------------------------------------------------- a rollout
+
+    @abstractmethod
+    def score(self, rollout: Rollout) -> PendingScores:
+        """Send a micro-batch off to be scored."""
+
+    @abstractmethod
+    def validation_prompts(self) -> Iterable[InferenceBatch]:
+        """This rank's micro-batches of validation prompts, always the same."""
+
+    def collect(
+        self,
+        prompts: Iterable[InferenceBatch],
+        num_responses: int,
+        sampling_step: int,
+        min_width: int | None = None,
+        return_logprobs: bool = False,
+    ) -> CollectedRollout:
+        """Generate responses and send each micro-batch off to be scored; all ranks call it.
+
+        Args:
+            prompts: this rank's micro-batches.
+            num_responses: to each prompt.
+            sampling_step: selects the random streams of the samples.
+            min_width: least S of the rollout.
+            return_logprobs: keep the sampler's log-probs too.
+        """
+        micro_batches, pending = [], []
+        with self.timer("generate"):
+            for batch in repeat_prompts(prompts, num_responses, self.seed, sampling_step):
+                rollout = self.model.infer({**batch, "return_logprobs": return_logprobs})
+                pending.append(self.score(rollout))  # scored while we go on generating
+                micro_batches.append(with_prompt_columns(rollout, batch))
+        gathered = PPORolloutBatch.from_rollout_batches(
+            micro_batches, self.model.tokenizer.eos_id, min_width
+        ).gather_and_balance_globally()
+        # The order in which ranks delivered depends on their number; the order of the data set
+        # does not. Samples with the same key have the same prompt and random stream, so their
+        # order does not matter.
+        order = gathered["sample_key"].argsort(stable=True)
+        return CollectedRollout(gathered.select(order), order, pending)
+
+    def wait_for_scores(self, collected: CollectedRollout, with_values: bool = True) -> Scores:
+        """The scores of all samples of the rollout, in its order, on every rank; all call it.
+
+        Raises:
+            ServerRequestError: a request failed; carries the remote traceback.
+            NonFiniteError: a reward is NaN or infinite; names the sample.
+        """
+        with self.timer(self.WAIT_TIMER):
+            wait_for_all(each for future in collected.pending for each in future.pending)
+            scores = [future.result() for future in collected.pending]
+            if not with_values:
+                scores = [Scores(s.rewards, None, s.parts) for s in scores]
+            width = collected.rollout["response_tokens"].size(1)
+            gathered = select_scores(gather_scores(scores, width), collected.order)
+        check_rewards(collected.columns, gathered, self.model.tokenizer)
+        return gathered
+
+    def rollout_metrics(self, rollout: Rollout, scores: Scores) -> dict[str, Any]:
+        """Means over the samples of a rollout of all ranks."""
+        return compute_rollout_metrics(rollout, scores)
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        """Inside, the model generates."""
+        with self.timer("prepare_for_inference"):
+            self.model.prepare_for_inference()
+        yield
+        with self.timer("finish_inference"):
+            self.model.finish_inference()
+
+    @torch.no_grad()
+    def run_validation(self) -> dict[str, Any]:
+        """Rewards and lengths of one response to each validation prompt, always from the same
+        random streams.
+        """
+        with self.inference():
+            collected = self.collect(self.validation_prompts(), 1, VALIDATION_STEP)
+            scores = self.wait_for_scores(collected, with_values=False)
+        metrics = self.rollout_metrics(collected.columns, scores)
+        metrics["table"] = sample_table(collected.columns, scores, self.model.tokenizer)
+        return metrics
+
+    def validate(self) -> dict[str, Any]:
+        """`run_validation`, timed and logged."""
+        with (
+            self.timer("validation_time"),
+            naming_step(f"validation after {self.step} {self.NAME} steps"),
+        ):
+            metrics = self.run_validation()
+        timings = rollout_log.consume_timings(self.timer)
+        self.val_df = rollout_log.log_validation(
+            self.logger, self.val_df, metrics, timings, self.step
+        )
+        return metrics
+
+    # ------------------------------------------------------------------------------------ updates
+
+    def updates(self, batches: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Any]]:
+        """One optimizer update per global batch (each rank has its share of it), logged; all ranks
+        iterate to the end.
+
+        Yields:
+            The metrics of each update: the model's own and those of `train_on_batch`.
+
+        Raises:
+            NonFiniteError: a loss or a gradient is NaN or infinite; names the update.
+        """
+        self.model.prepare_for_training()
+        for number, batch in enumerate(batches, 1):
+            with (
+                self.update_timer("train_step_time"),
+                naming_step(f"update {number} of its rollout"),
+            ):
+                metrics: dict[str, Any] = dict(
+                    train_on_batch(
+                        self.model,
+                        self.optimizer,
+                        self.scheduler,
+                        batch,
+                        self.cfg.gradient_clip_val,
+                    )
+                )
+            self.optimization_step += 1
+            metrics |= self.update_counters(metrics)
+            self.log_update(metrics)
+            yield metrics
+        self.model.finish_training()
+        self.optimizer.zero_grad()
+
+    def update_counters(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """What the log of an update has beside its `metrics`."""
+        return {"optim_step": self.optimization_step, f"{self.SECTION}_step": self.step}
+
+    def log_update(self, metrics: dict[str, Any]) -> None:
+        """Log `metrics` at the last update."""
+        self.logger.log_metrics(metrics, step=self.optimization_step, prefix="train_optim/")
+
+    # -------------------------------------------------------------------------- logging of a step
+
+    @contextlib.contextmanager
+    def phase(self, timer_name: str) -> Iterator[None]:
+        """A phase of the step: timed, and named in errors about numbers that are not finite."""
+        with self.timer(timer_name), naming_step(f"{self.NAME} step {self.step}"):
+            yield
+
+    def log_rollouts(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Watch and log the metrics of a rollout; returns them with those of the alarms and
+        without the table.
+        """
+        metrics = metrics | self.alarms.watch(metrics, self.step)
+        self.train_df = rollout_log.log_rollouts(
+            self.logger, self.train_df, metrics, self.step, epoch=self.epoch + 1
+        )
+        return metrics
+
+    def generation_timings(self, metrics: dict[str, Any], mean_length: float) -> dict[str, float]:
+        """Seconds of the phases since the last call, and tokens generated per second."""
+        timings = rollout_log.consume_timings(self.timer)
+        generated = metrics["rollout_size"] * mean_length
+        timings["generated_tokens_per_s"] = generated / max(timings["generate"], 1e-9)
+        return timings
+
+    def log_timings(self, timings: dict[str, float]) -> None:
+        """Log the seconds of this step's phases: `timings`, and those measured since."""
+        timings = timings | rollout_log.consume_timings(self.timer, self.update_timer)
+        self.logger.log_metrics(timings, step=self.step, prefix="timers/")
+
+    # ---------------------------------------------------------------------- checkpoint and resume
+
+    def save(
+        self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False
+    ) -> None:
+        """Save a checkpoint; all ranks call it.
+
+        Args:
+            extra_candidates: metrics that a checkpoint may be ranked by, beside the counters.
+        """
+        with self.ready_to_save():
+            self.write_checkpoint(extra_candidates, is_train_end)
+
+    @contextlib.contextmanager
+    def ready_to_save(self) -> Iterator[None]:
+        """Inside, a checkpoint can be written: optimizer states are back from host memory, and
+        every rank is here.
+        """
+        self.model.prepare_for_training()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if parallel_state.get_world_size() > 1:
+            torch.distributed.barrier()
+        yield
+        self.model.finish_training()
+
+    def write_checkpoint(
+        self, extra_candidates: dict[str, Any] | None, is_train_end: bool
+    ) -> None:
+        """Write model, optimizer and counters; inside `ready_to_save`."""
+        self.ckpt_callback.custom_save(
+            monitor_candidates=self.state_dict() | (extra_candidates or {}),
+            is_train_end=is_train_end,
+            trainer_state=self.state_dict(),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters, which `load_state_dict` takes."""
+        return {
+            "step": self.step,
+            "consumed_samples": self.consumed_samples,
+            "epoch": self.epoch,
+            f"{self.SECTION}_optimization_step": self.optimization_step,
+            "num_rollout_samples": self.num_rollout_samples,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict()` was taken; all ranks call it, with equal states.
+
+        Raises:
+            RuntimeError: a rank read another state than the first.
+            UserError: the state is of a job with another `num_rollout_samples`.
+        """
+        _check_all_ranks_agree({k: state_dict[k] for k in self.state_dict() if k in state_dict})
+        self._check_rollout_size(state_dict)
+        self.step = int(state_dict["step"])
+        self.consumed_samples = int(state_dict["consumed_samples"])
+        self.optimization_step = int(state_dict[f"{self.SECTION}_optimization_step"])
+        self.set_max_steps()
+
+    def _check_rollout_size(self, state: dict[str, Any]) -> None:
+        before = state.get("num_rollout_samples", self.num_rollout_samples)
+        if before != self.num_rollout_samples:
+            key = f"model.{self.SECTION}.num_rollout_samples"
+            raise UserError(
+                f"{key}={self.num_rollout_samples}, but the checkpoint to resume is of a job with "
+                f"{before}: its steps, and with them epochs and max_steps, count rollouts of "
+                f"{before} prompts. Set {key}={before}, or start anew from the checkpoint's .nemo "
+                "file (pretrained_checkpoint.restore_from_path) in another "
+                "exp_manager.explicit_log_dir."
+            )
+
+
+def _check_all_ranks_agree(state: dict[str, Any]) -> None:
+    """Raise `RuntimeError` unless all ranks, which all call it, have read the same state."""
+    if parallel_state.get_world_size() == 1:
+        return
+    states = cast(list[dict[str, Any]], [None] * parallel_state.get_world_size())
+    torch.distributed.all_gather_object(states, state)
+    for rank, other in enumerate(states):
+        if other != states[0]:
+            raise RuntimeError(
+                f"rank {rank} resumes from {other}, but rank 0 from {states[0]}: give all one "
+                "checkpoint."
+            )

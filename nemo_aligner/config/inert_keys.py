@@ -1,0 +1,321 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration keys of NeMo and NeMo-Aligner that no longer act, and values that are refused.
+
+* `INERT[name]`: dotted key -> `Inert(reason, neutral)`. Accepted without effect; a value that is
+  not neutral is worth a warning. An inert key covers everything below it.
+* `ONLY`: dotted key -> (accepted values, remedy). Any other value would change the mathematics
+  if it were ignored.
+"""
+
+from dataclasses import dataclass
+
+from nemo_aligner.config.schema import dotted
+
+
+@dataclass(frozen=True)
+class Inert:
+    """A key that is accepted and does nothing.
+
+    Attributes:
+        reason: why, for the warning.
+        neutral: values that need no warning; `(...,)` means every value.
+    """
+
+    reason: str
+    neutral: tuple = ()
+
+    def is_neutral(self, value: object) -> bool:
+        return ... in self.neutral or any(
+            value == n and type(value) is type(n) for n in self.neutral
+        )
+
+
+def _inert(prefix: str, names: str, reason: str, *neutral: object) -> dict[str, Inert]:
+    return {key: Inert(reason, neutral) for key in dotted(prefix, names)}
+
+
+_TRT = "TensorRT-LLM is gone; the built-in engine generates"
+_FLASK = "there is no Flask server: the shared work queue is a counter in the job's own store"
+_LIGHTNING = (
+    "Lightning only launches the job: the loops are this project's own; see trainer.<algorithm>"
+)
+_TE = "the layers depend on what is installed (Transformer Engine on a GPU, else local ones)"
+_APEX = "apex's own optimizer and kernels are not used; Megatron Core's are"
+_NEMO = "a key of NeMo's model that Megatron Core has no use for here"
+_DATASET = "the data sets read jsonl directly"
+_DEAD = "an old flag of NeMo-Aligner's scripts that had no effect there either"
+
+_INERT_COMMON = (
+    _inert(
+        "trainer",
+        """replace_sampler_ddp strategy callbacks fast_dev_run min_epochs min_steps
+        limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
+        overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps
+        log_every_n_steps enable_progress_bar enable_model_summary accumulate_grad_batches
+        gradient_clip_val gradient_clip_algorithm deterministic benchmark inference_mode profiler
+        detect_anomaly barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs
+        default_root_dir""",
+        _LIGHTNING,
+    )
+    | _inert(
+        "exp_manager",
+        """create_early_stopping_callback early_stopping_callback_params
+        create_ipl_epoch_stopper_callback ipl_epoch_stopper_callback_params
+        create_preemption_callback log_step_timing log_delta_step_timing step_timing_kwargs
+        disable_validation_on_resume ema create_straggler_detection_callback
+        straggler_detection_params create_fault_tolerance_callback fault_tolerance
+        log_tflops_per_sec_per_gpu""",
+        _LIGHTNING,
+    )
+    | _inert(
+        "exp_manager.checkpoint_callback_params",
+        """dirpath verbose save_last prefix postfix save_best_model async_save
+        filepath save_weights_only auto_insert_metric_name every_n_epochs every_n_train_steps
+        train_time_interval save_on_train_epoch_end save_last_n_optim_states""",
+        _LIGHTNING,
+    )
+    | _inert(
+        "exp_manager.checkpoint_callback_params",
+        "model_parallel_size",
+        "a checkpoint is one folder for all ranks",
+        ...,
+    )
+    | _inert("model", "mcore_gpt", "every model here is a Megatron Core model", True)
+    | _inert(
+        "model",
+        "ub_tp_comm_overlap ub_tp_comm_overlap_cfg ub_tp_comm_overlap_disable_qkv",
+        _TE,
+        None,
+        False,
+    )
+    | _inert(
+        "model",
+        """transformer_engine use_flash_attention fp8_e4m3 fp8_hybrid fp8_margin fp8_interval
+        fp8_amax_history_len fp8_amax_compute_algo fp8_params reduce_amax use_emha te_rng_tracker
+        use_te_rng_tracker inference_rng_tracker name mcore_customization_config attention_backend
+        cp_comm_type""",
+        _TE,
+    )
+    | _inert(
+        "model",
+        """apex_transformer_log_level apex_transformer_log_level_o2 gradient_as_bucket_view
+        grad_allreduce_chunk_size_mb grad_div_ar_fusion bias_activation_fusion bias_dropout_fusion
+        cross_entropy_loss_fusion get_attention_mask_from_fusion batch_p2p_comm overlap_p2p_comm
+        deallocate_pipeline_outputs native_amp_init_scale native_amp_growth_interval hysteresis
+        fp16_lm_cross_entropy async_grad_allreduce sync_batch_comm
+        no_async_tensor_model_parallel_allreduce
+        num_micro_batches_with_partial_activation_checkpoints
+        activations_checkpoint_layers_per_pipeline sharp use_tp_pp_dp_mapping cpu_offloading
+        cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
+        defer_embedding_wgrad_compute wgrad_deferral_limit""",
+        _APEX,
+    )
+    | _inert(
+        "model",
+        """pre_process post_process onnx_safe nsys_profile memory_profile gc_interval
+        rampup_batch_size resume_from_checkpoint resume_from_path save_nemo_on_validation_end
+        enable_nge tokens_to_generate inference scale_positional_embedding fp32_residual_connection
+        ffn_dropout use_scaled_init_method init_method hidden_steps num_trainable_params
+        log_token_counts dist_ckpt_format dist_ckpt_load_strictness dist_ckpt_torch_dist_multiproc
+        dist_ckpt_assume_constant_structure dist_ckpt_parallel_save
+        dist_ckpt_parallel_save_within_dp dist_ckpt_parallel_load dist_ckpt_parallel_dist_opt
+        tp_comm_bootstrap_backend nccl_communicator_config_path distributed_timeout_minutes steerlm
+        steerable_attributes chunk_size fsdp fsdp_sharding_strategy fsdp_grad_reduce_dtype
+        fsdp_sharded_checkpoint fsdp_use_orig_params share_embeddings data_prefix chat_template
+        use_loss_mask""",
+        _NEMO,
+    )
+    | _inert("model.optim", "contiguous_grad_buffer", _APEX, True)
+    | _inert(
+        "model.optim",
+        """contiguous_param_buffer grad_sync_on_finish average_in_collective overlap_param_sync
+        grad_sync_dtype store_params store_param_remainders with_scaled_states param_sync_dtype
+        dtype process_group capturable master_weights foreach fused amsgrad d_coef
+        delay_param_gather delay_grad_reduce align_param_gather ddp_bucket_size""",
+        _APEX,
+    )
+    | _inert(
+        "model.optim.sched",
+        "max_steps last_epoch monitor reduce_on_plateau warmup_ratio hold_steps",
+        _NEMO,
+    )
+    | _inert("model.data", "skip_warmup", _DATASET, True)
+    | _inert("model.data", "dataloader_type", _DATASET, "single", None)
+    | _inert("model.data", "index_mapping_dir", _DATASET, None)
+    | _inert(
+        "model.data",
+        "reset_position_ids reset_attention_mask eod_mask_loss",
+        "samples are never packed",
+        False,
+    )
+    | _inert(
+        "model.data",
+        """no_seqlen_plus_one_input_tokens pad_samples_to_global_batch_size shuffle_documents
+        exchange_indices_distributed mock_dataset legacy_dataset validation_drop_last_batch
+        pin_memory delay_data_init delay_data_mmap delay_data_init data_cache_generation_only
+        num_dataset_builder_threads ceil_to_power_2 get_attention_mask_from_fusion""",
+        _DATASET,
+    )
+)
+
+_DATASET_INERT = _inert(
+    "model.data", "train_ds validation_ds test_ds", "name the files under model.data.data_prefix"
+)
+
+INERT = {
+    "gpt_ppo_actor": _INERT_COMMON
+    | _DATASET_INERT
+    | _inert("trainer.ppo", "trt_model_dir", _TRT, "/tmp/trt_llm_model")
+    | {
+        f"{section}.trt_llm.{key}": Inert(_TRT, neutral if section == "trainer.ppo" else (...,))
+        for section in ("trainer.ppo", "model.ppo")  # the second refers to the first
+        for key, neutral in {
+            "model_type": ("llama", "gptj", "gptnext", "gemma", "falcon"),
+            "unload_engine_train": (False,),
+            "max_input_len": (...,),  # derived from other keys: never worth a warning
+            "seed": (...,),
+            "max_input_tokens": (),
+            "generation_batch_size": (),
+            "engine_path": (),
+        }.items()
+    }
+    | _inert("trainer", "trt_llm", _TRT)
+    | _inert("trainer.ppo.batch_iterator", "port", _FLASK, 5557)
+    | _inert("trainer.ppo", "flask_server", _FLASK)
+    | _inert("trainer", "flask_server", _FLASK)
+    | _inert("trainer.ppo", "wandb_table", _DEAD)
+    | _inert("trainer.ppo", "combine_rm_and_critic_server", "it belongs to remote_critic_rm")
+    | _inert(
+        "model.ppo", "combine_rm_and_critic_server", _DEAD + "; it belongs to remote_critic_rm"
+    )
+    | _inert("model.ppo", "trt_model_dir", _TRT)
+    | _inert("model.ppo", "forward_mbs", _DEAD + "; use model.ppo.forward_micro_batch_size")
+    | _inert("model", "forward_mbs", _DEAD + "; use model.ppo.forward_micro_batch_size")
+    | _inert("model", "offload_adam_states", _DEAD + "; use model.ppo.offload_adam_states")
+    | _inert("model.ppo", "share_dir", _DEAD)
+    | _inert(
+        "model.ppo.sampling_params",
+        "add_BOS",
+        "prompts are tokenized as they stand, by the data set",
+        False,
+    )
+    | _inert(
+        "model.ppo.sampling_params",
+        "all_probs compute_logprob",
+        "log-probabilities come from their own pass",
+        False,
+    )
+    | _inert(
+        "remote_critic_rm",
+        "pad_sequence_length_to_multiple",
+        _DEAD + "; use remote_critic_rm.pad_to_length",
+    ),
+    "gpt_ppo_critic": _INERT_COMMON
+    | _inert(
+        "trainer.ppo",
+        "pad_sequence_length_to_multiple",
+        _DEAD + "; use strip_sequence_length_to_multiple",
+    )
+    | _inert("trainer.ppo", "flask_server", _FLASK)
+    | _inert("exp_manager", "max_time_per_run", "the critic serves until it is stopped")
+    | _inert("trainer", "max_time", "the critic serves until it is stopped")
+    | _inert(
+        "exp_manager.checkpoint_callback_params",
+        "save_nemo_on_train_end",
+        "the critic serves until it is stopped; use always_save_nemo",
+        False,
+    )
+    | _inert(
+        "trainer.ppo",
+        "max_epochs val_check_interval save_interval",
+        "the actor decides when to save and to stop",
+    )
+    | _inert("model", "forward_mbs", _DEAD + "; use model.forward_micro_batch_size")
+    | _inert(
+        "model",
+        "ppo data",
+        "the critic has no data of its own; batch sizes are those of the actor's requests",
+    ),
+    "gpt_rs_actor": _INERT_COMMON
+    | _DATASET_INERT
+    | _inert(
+        "model.rs.sampling_params",
+        "add_BOS",
+        "prompts are tokenized as they stand, by the data set",
+        False,
+    )
+    | _inert(
+        "model.rs.sampling_params",
+        "all_probs compute_logprob",
+        "log-probabilities come from their own pass",
+        False,
+    )
+    | _inert("model.rs", "forward_mbs share_dir", _DEAD)
+    | _inert("model", "forward_mbs", _DEAD + "; use model.rs.forward_micro_batch_size")
+    | _inert("model", "offload_adam_states", _DEAD + "; use model.rs.offload_adam_states")
+    | _inert(
+        "remote_rm", "pad_sequence_length_to_multiple", _DEAD + "; use remote_rm.pad_to_length"
+    ),
+    "inference_rm": _INERT_COMMON
+    | _inert("model", "global_batch_size optim data", "a server trains nothing", ...)
+    | _inert("exp_manager", "explicit_log_dir exp_dir name", "a reward server writes no files")
+    | _inert("pretrained_checkpoint", "restore_from_path", "use rm_model_file"),
+    "training_rm": _INERT_COMMON
+    | _DATASET_INERT
+    | _inert("model", "forward_mbs", _DEAD + "; use model.forward_micro_batch_size"),
+    "gpt_sft": _INERT_COMMON
+    | {
+        f"model.data.{split}.{key}": Inert(_DATASET, neutral)
+        for split in ("train_ds", "validation_ds", "test_ds")
+        for key, neutral in {
+            "memmap_workers": (None,),
+            "min_seq_length": (1, None),
+            "index_mapping_dir": (None,),
+            "output_original_text": (True,),
+            "file_names": (),
+            "concat_sampling_probabilities": (None,),
+            "num_workers": (),
+            "pin_memory": (),
+            "names": (None,),
+            "metric": (),
+            "write_predictions_to_file": (False,),
+            "output_file_path_prefix": (),
+            "packed_sequence": (False,),
+            "packed_sequence_return_cu_seqlen": (),
+            "tokens_to_generate": (),
+            "virtual_tokens": (),
+        }.items()
+    },
+}
+for _table in INERT.values():  # top-level leftovers of NeMo's launchers
+    for _key in ("restore_from_path", "cluster_type", "run", "mode", "inference", "name"):
+        _table.setdefault(_key, Inert(_NEMO, ("megatron_gpt",) if _key == "name" else ()))
+INERT["gpt_sft"].pop("name")  # there it names the experiment
+INERT["inference_rm"].pop("inference")  # there it is the server
+
+# --- values that would change the mathematics if they were ignored ---
+
+# key -> (accepted values, what to do instead). None (not set) is always accepted.
+ONLY = {
+    "model.transformer_block_type": (("pre_ln",), "only pre-LayerNorm models exist here"),
+    "model.peft.peft_scheme": (("none",), "set it to none; every weight is trained"),
+    "model.fp8": ((False,), "fp8 is not supported: train in bf16"),
+    "model.headscale": ((False,), "such a model cannot be built on Megatron Core"),
+    "model.openai_gelu": ((False,), "set model.activation=gelu: only the exact gelu is built"),
+    "model.onnx_safe": ((False,), "set it to False"),
+    "model.normalize_attention_scores": (
+        (True,),
+        "attention scores are always scaled by 1/sqrt(head size)",
+    ),
+    "model.window_size": ((), "sliding-window attention is not supported"),
+    "model.moe_grouped_gemm": (
+        (False,),
+        "the experts are computed one after the other; set it to False",
+    ),
+    "model.qk_layernorm": ((False,), "normalised queries and keys are not supported"),
+    "model.apply_residual_connection_post_layernorm": (
+        (False,),
+        "only pre-LayerNorm models exist here",
+    ),
+}

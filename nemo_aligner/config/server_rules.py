@@ -1,0 +1,136 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot work for the servers: of a critic, of a reward model, of a reward function."""
+
+import math
+from collections.abc import Mapping
+
+from nemo_aligner.config.values import Values
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.estimators import LOSS_REDUCTIONS
+
+
+def check_critic_server(values: Values) -> None:
+    """Check the configuration of a critic server."""
+    _check_serving(values, "trainer.ppo")
+    values.choice("model.loss_reduction", LOSS_REDUCTIONS)
+    values.number("model.loss_clip_val", 0)
+
+
+def check_reward_server(values: Values, ranks: int) -> None:
+    """Check the configuration of a server of rewards with this number of `ranks`."""
+    v = values
+    _check_serving(v, "inference")
+    workers = v.whole("inference.reward_fn_workers", 1)
+    v.number("inference.reward_fn_timeout_s", 0, above=True)
+    v.number("inference.reward_fn_fallback")
+    function = v.get("inference.reward_fn")
+    if function is None:
+        return
+    if v.get("rm_model_file") is None and v.get("model.tokenizer.library") is None:
+        raise ConfigError(
+            f"inference.reward_fn={function} reads text, so it needs the tokenizer of the policy "
+            "that it judges: set rm_model_file to the policy's .nemo, or model.tokenizer."
+        )
+    if ranks > 1:
+        raise ConfigError(
+            f"inference.reward_fn={function} is served by one process with "
+            f"inference.reward_fn_workers={workers} workers, but the job has {ranks} ranks; set "
+            "trainer.devices=1, and more workers if they are needed."
+        )
+
+
+def check_reward_function_options(workers: int, timeout_s: float, fallback: float | None) -> None:
+    """Raise `ConfigError` unless a reward function can be served with these options."""
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ConfigError(
+            f"inference.reward_fn_workers={workers} must be a whole number, 1 or more."
+        )
+    if not timeout_s > 0:
+        raise ConfigError(
+            f"inference.reward_fn_timeout_s={timeout_s} must be a number of seconds above 0."
+        )
+    if fallback is not None and not math.isfinite(fallback):
+        raise ConfigError(
+            f"inference.reward_fn_fallback={fallback} must be null or a finite number."
+        )
+
+
+def check_source_of_rewards(remote: Mapping) -> None:
+    """Raise `ConfigError` if both the critic server and servers of their own are to score rewards.
+
+    Args:
+        remote: the section `remote_critic_rm`.
+    """
+    if remote["reward_models"] and remote["combine_rm_and_critic_server"]:
+        raise ConfigError(
+            "remote_critic_rm.reward_models names servers of their own, but "
+            "remote_critic_rm.combine_rm_and_critic_server=True has the critic server score "
+            "rewards; set it to False."
+        )
+
+
+def check_reward_standardization(model: Mapping) -> None:
+    """Raise `ConfigError` if rewards are to be standardized without a mean and a positive standard
+    deviation.
+
+    Args:
+        model: the section `model`, completed.
+    """
+    standardization = model["reward_standardization"]
+    if not standardization or not standardization["enable"]:
+        return
+    for key in ("mean", "std"):
+        if standardization[key] is None:
+            raise ConfigError(
+                "model.reward_standardization.enable=True needs "
+                f"model.reward_standardization.{key}; set it."
+            )
+    v = Values({"model": {"reward_standardization": dict(standardization)}})
+    v.number("model.reward_standardization.mean")
+    v.number("model.reward_standardization.std", 0, above=True)
+
+
+def check_one_reward_per_text(model: Mapping) -> None:
+    """Raise `ConfigError` unless a reward model gives one number per text.
+
+    Args:
+        model: the section `model`, completed (`complete_model`).
+    """
+    regression = model["regression"]
+    attributes, merged = regression["num_attributes"], regression["merge_attributes"]
+    if attributes > 1 and not merged:
+        raise ConfigError(
+            f"this reward model gives {attributes} attributes (model.regression.num_attributes), "
+            "but a reward is one number per text; set model.regression.merge_attributes=True, and "
+            f"model.regression.attribute_weights to {attributes} numbers unless they all count "
+            "the same."
+        )
+    weights = regression["attribute_weights"]
+    if weights is not None and not merged:
+        raise ConfigError(
+            f"model.regression.attribute_weights={list(weights)} has an effect only when "
+            "attributes are merged; set model.regression.merge_attributes=True, as a critic from "
+            "the same checkpoint does."
+        )
+    if model["output_sequence"]:
+        raise ConfigError(
+            "model.output_sequence=True gives a number per token, as a critic does, but a reward "
+            "is one number per text; serve the reward model that the critic started from, or set "
+            "it to False."
+        )
+
+
+def _check_serving(values: Values, section: str) -> None:
+    """What the servers have in common; `section` holds their port."""
+    values.port(f"{section}.port")
+    values.number(f"{section}.max_queue_delay_microseconds", 0)
+    values.whole(f"{section}.strip_sequence_length_to_multiple", 1)
+    check_reward_standardization(values.get("model"))
+    sizes = values.get(f"{section}.inference_micro_batch_size")
+    for size in sizes if isinstance(sizes, (list, tuple)) else [sizes]:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"{section}.inference_micro_batch_size={sizes!r} must be a positive whole number "
+                "or a list of them."
+            )

@@ -1,0 +1,110 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Labelled texts for a regression reward model."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder, documents_within, pad
+from nemo_aligner.data.nlp.json_lines import JsonLines, Record
+
+# Default of `model.regression.loss_mask_val`: the number that means "no label".
+DEFAULT_MASK_VALUE = -100.0
+
+
+class RegressionRewardModelDataset(FileDataset):
+    """Labelled texts for a regression reward model: lines `{"text": ..., "label": [number, ...]}`.
+
+    With one attribute the label may be a bare number. A number equal to `mask_value` means that
+    the attribute has no label. A text longer than `seq_length` is left out; a warning at start
+    counts them.
+
+    Args:
+        paths: jsonl files.
+        tokenizer: NeMo tokenizer.
+        seq_length: S.
+        num_attributes: A, numbers in each label.
+        mask_value: `model.regression.loss_mask_val`.
+        data_cfg: `model.data`.
+        name: "train", ...; for messages.
+
+    Items: `inputs` int64 [S], padded with eos; `lengths` (a scalar); `labels` float32 [A];
+    `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There is no
+    attention mask, see `RewardModelDataset`.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        num_attributes: int,
+        mask_value: float = DEFAULT_MASK_VALUE,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        self.encode = TextEncoder(tokenizer, data_cfg)
+        self.name = name
+        self.seq_length = seq_length
+        self.num_attributes = num_attributes
+        self.pad_id = tokenizer.eos_id
+        labels = 0
+
+        def inspect(record: Record) -> int:
+            nonlocal labels
+            labels += sum(number != mask_value for number in _label(record, num_attributes))
+            return self.encode.length(record["text"], seq_length)
+
+        self.lines = JsonLines(paths, ["text"], inspect)
+        if not labels:
+            raise UserError(
+                f"{name} data: every label is model.regression.loss_mask_val={mask_value}, which "
+                f"means no label. Files: {', '.join(map(str, self.lines.paths))}"
+            )
+        self.documents = documents_within(
+            self.lines.notes, seq_length, name, "texts", "are longer"
+        )
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        record = self.lines[int(self.documents[max(index, 0)])]
+        tokens = self.encode(record["text"])
+        loss_mask = torch.zeros(self.seq_length)
+        loss_mask[: len(tokens) if index >= 0 else 0] = 1.0
+        return {
+            "inputs": pad(tokens, self.seq_length, self.pad_id),
+            "lengths": torch.tensor(len(tokens)),
+            "labels": torch.tensor(_label(record, self.num_attributes), dtype=torch.float32),
+            "loss_mask": loss_mask,
+            "position_ids": torch.arange(self.seq_length),
+            "idx": torch.tensor(index),
+        }
+
+
+def _label(record: Record, num_attributes: int) -> list[float]:
+    """The label of a record as `num_attributes` numbers."""
+    label = record.get("label")
+    numbers: list[Any] = label if isinstance(label, list) else [label]
+    if label is None:
+        raise UserError(f"field 'label' is missing; the line has {sorted(record)}.")
+    for number in numbers:
+        # The bound, that of float32, also keeps NaN and infinity out.
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, (int, float))
+            or not abs(number) < 3e38
+        ):
+            raise UserError(
+                f"field 'label' is {json.dumps(label)}: it must hold finite numbers. Write"
+                " model.regression.loss_mask_val (-100) for an attribute that has none."
+            )
+    if len(numbers) != num_attributes:
+        raise UserError(
+            f"field 'label' has {len(numbers)} number{'' if len(numbers) == 1 else 's'}, but"
+            f" model.regression.num_attributes={num_attributes}."
+        )
+    return [float(number) for number in numbers]

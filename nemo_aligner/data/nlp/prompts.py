@@ -1,0 +1,238 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts for rollouts: the dataset, its batches, and checks before the first rollout."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from nemo.utils import logging
+from omegaconf import DictConfig
+from typing_extensions import Self
+
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder
+from nemo_aligner.data.nlp.json_lines import JsonLines
+
+
+class RLHFDataset(FileDataset):
+    """Prompts: lines `{"text": prompt}`, tokenized as they are.
+
+    A prompt longer than the limit is replaced by the next one that fits, with a `loss_multiplier`
+    of 0: a response is generated to it, so that batches stay full, but it must not train. A
+    warning at start counts such prompts.
+
+    Args:
+        paths: jsonl files.
+        tokenizer: NeMo tokenizer.
+        max_prompt_length: limit in tokens.
+        data_cfg: `model.data`.
+        name: "train", ...; for messages.
+        limit_text: the limit in words, and where it comes from; for messages.
+
+    Items: `text` int64 [P], and as scalars `length` (P), `loss_multiplier` float32 and `idx`, the
+    index that was asked for.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        tokenizer: Tokenizer,
+        max_prompt_length: int,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+        limit_text: str = "the limit",
+    ) -> None:
+        self.encode = TextEncoder(tokenizer, data_cfg)
+        self.name = name
+        self.max_prompt_length = max_prompt_length
+        self.limit_text = limit_text
+        self.lines = JsonLines(
+            paths, ["text"], lambda record: self.encode.length(record["text"], max_prompt_length)
+        )
+        self.documents = np.arange(len(self.lines))
+        fits = self._fits()
+        if not fits.all():
+            logging.warning(
+                f"{name} data: {(~fits).sum()} of {len(fits)} prompts are longer than "
+                f"{limit_text} (the longest has {self.lines.notes.max()} tokens). Each is "
+                "replaced by the next prompt that fits, without weight in the loss."
+            )
+
+    def _fits(self) -> np.ndarray:
+        """bool [len(self)]: True for documents within the limit; raises if there are none."""
+        lengths = self.lines.notes[self.documents]
+        fits = lengths <= self.max_prompt_length
+        if not fits.any():
+            raise UserError(
+                f"{self.name} data: all {len(fits)} prompts are longer than {self.limit_text}; "
+                f"the longest has {lengths.max()} tokens, the shortest {lengths.min()}. Shorten "
+                "the prompts, raise model.data.seq_length (model.encoder_seq_length) or lower "
+                f"length_params.max_length. Files: {', '.join(map(str, self.lines.paths))}"
+            )
+        return fits
+
+    def select(self, documents: np.ndarray) -> Self:
+        """Return the same dataset with only `documents`; raises if none of them fits."""
+        other = super().select(documents)
+        other._fits()
+        return other
+
+    def longest_prompt(self, enough: int) -> int:
+        """Tokens of the longest prompt that is used, or less if none has more than `enough`.
+
+        Reads texts only where their lengths are in doubt.
+        """
+        if self.max_prompt_length <= enough:
+            return 0
+        bounds = self.lines.notes[self.documents]  # upper bounds, see `TextEncoder.length`
+        in_doubt = self.documents[(bounds > enough) & (bounds <= self.max_prompt_length)]
+        longest = 0
+        for document in sorted(in_doubt, key=lambda document: -self.lines.notes[document]):
+            if self.lines.notes[document] <= longest:
+                break
+            longest = max(longest, len(self.encode(self.lines[document]["text"])))
+        return longest
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        position = max(index, 0)
+        replaced = 0
+        while self.lines.notes[self.documents[position]] > self.max_prompt_length:
+            position, replaced = (position + 1) % len(self), 1
+        tokens = torch.tensor(
+            self.encode(self.lines[self.documents[position]]["text"]), dtype=torch.int64
+        )
+        return {
+            "text": tokens,
+            "length": torch.tensor(len(tokens)),
+            "loss_multiplier": torch.tensor(0.0 if replaced or index < 0 else 1.0),
+            "idx": torch.tensor(index),
+        }
+
+
+def collate_with_batch_max_sequence_length(
+    data_batch: Sequence[Mapping[str, torch.Tensor]],
+    response_token_length: int,
+    eos_id: int,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+    generate_masks_and_position_ids: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Collate prompts: pad with eos on the right to the longest prompt plus room for the response.
+
+    Args:
+        data_batch: b items of `RLHFDataset`.
+        response_token_length: columns added for the response.
+        eos_id: padding.
+        reset_position_ids, reset_attention_mask, eod_mask_loss: not used, because an item has one
+            document.
+        generate_masks_and_position_ids: also return `attention_mask` bool [1, 1, S, S] (True: must
+            not see), `position_ids` [b, S] and `loss_mask` float32 [b, S].
+
+    Returns:
+        `text` int64 [b, S], `length`, `idx` int64 [b], `loss_multiplier` float32 [b].
+    """
+    texts = [item["text"] for item in data_batch]
+    width = max(map(len, texts)) + response_token_length
+    batch = {
+        "text": torch.stack(
+            [torch.nn.functional.pad(text, (0, width - len(text)), value=eos_id) for text in texts]
+        ),
+        **{
+            key: torch.stack([item[key] for item in data_batch])
+            for key in ("length", "loss_multiplier", "idx")
+        },
+    }
+    if generate_masks_and_position_ids:
+        batch["attention_mask"] = torch.ones(width, width, dtype=torch.bool).triu(1)[None, None]
+        batch["position_ids"] = torch.arange(width).repeat(len(texts), 1)
+        batch["loss_mask"] = batch["loss_multiplier"][:, None].repeat(1, width)
+    return batch
+
+
+def collate_with_pad_to_max_batch(
+    max_seqlen: int,
+    tokenizer_eos_id: int,
+    cfg: DictConfig,
+    generate_masks_and_position_ids: bool = True,
+) -> Callable[[Sequence[Mapping[str, torch.Tensor]]], dict[str, torch.Tensor]]:
+    """`collate_with_batch_max_sequence_length` with everything but the items given.
+
+    Args:
+        max_seqlen: columns added for the response.
+        tokenizer_eos_id: padding.
+        cfg: not used (NeMo-Aligner's signature).
+        generate_masks_and_position_ids: as there.
+    """
+    return partial(
+        collate_with_batch_max_sequence_length,
+        response_token_length=max_seqlen,
+        eos_id=tokenizer_eos_id,
+        generate_masks_and_position_ids=generate_masks_and_position_ids,
+    )
+
+
+def identity_collate(batch: list[Any]) -> list[Any]:
+    """Return a list of items as it is."""
+    return batch
+
+
+def single_validation_set(
+    validation: RLHFDataset | dict[str, RLHFDataset] | None,
+) -> RLHFDataset:
+    """The validation set of a PPO or RS job.
+
+    Args:
+        validation: the second value that `build_train_valid_test_rlhf_datasets` returns.
+
+    Raises:
+        ConfigError: there is no set, or there are several.
+    """
+    if validation is None or isinstance(validation, dict):
+        have = (
+            "no validation files"
+            if validation is None
+            else f"several validation sets ({', '.join(validation)})"
+        )
+        raise ConfigError(
+            f"model.data.data_prefix has {have}, but rollouts are validated on one: give "
+            "{train: [file.jsonl], validation: [file.jsonl]}."
+        )
+    return validation
+
+
+def check_pad_to_length(
+    cfg: DictConfig, remote: str, section: str, datasets: Iterable[RLHFDataset]
+) -> None:
+    """Check at start that requests to a server are wide enough for the longest sample.
+
+    Args:
+        cfg: whole configuration; `<remote>.pad_to_length` and
+            `model.<section>.length_params.max_length` are read.
+        remote: "remote_rm" or "remote_critic_rm".
+        section: "ppo" or "rs".
+        datasets: whose prompts responses are generated to.
+
+    Raises:
+        ConfigError: they are not; names the longest prompt and a value that is large enough.
+    """
+    pad_to_length = cfg[remote].pad_to_length
+    max_length = cfg.model[section].length_params.max_length
+    if pad_to_length is None:
+        return
+    longest, name = max(
+        (dataset.longest_prompt(enough=pad_to_length - max_length), dataset.name)
+        for dataset in datasets
+    )
+    if longest + max_length > pad_to_length:
+        raise ConfigError(
+            f"{remote}.pad_to_length={pad_to_length} is too small: the longest prompt of the "
+            f"{name} data has {longest} tokens, and "
+            f"model.{section}.length_params.max_length={max_length} more may be generated. Set "
+            f"{remote}.pad_to_length to {longest + max_length} or more (or to null), shorten the "
+            "prompts, or lower max_length."
+        )

@@ -1,0 +1,211 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt-response examples for supervised fine-tuning."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from nemo.utils import logging
+
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.file_dataset import EXTRA_TOKENS, FileDataset, pad
+from nemo_aligner.data.nlp.json_lines import JsonLines, Record
+
+
+class SFTDataset(FileDataset):
+    """Prompt-response examples: lines with the fields that `prompt_template` names.
+
+    The template ends with the response. It is cut at its fields and each piece is tokenized by
+    itself, so the response's tokens do not depend on the prompt. One space before a field belongs
+    to the field ("{input} {output}": the response starts with a space, and the prompt is tokenized
+    exactly as in PPO), unless the tokenizer itself puts spaces between pieces.
+
+    An example longer than `max_seq_length` first loses tokens of the fields named by
+    `truncation_field` (comma-separated, in order), on the side `truncation_method`; if that is not
+    enough, the end of the response.
+
+    Args:
+        paths: jsonl files.
+        tokenizer: NeMo tokenizer.
+        max_seq_length: longest example, in tokens.
+        prompt_template: text with fields in braces.
+        label_key: field of the response.
+        truncation_field: fields to truncate first; None or "" for none.
+        truncation_method: "left" or "right".
+        add_bos: begin each example with bos.
+        add_eos: end each example with eos.
+        answer_only_loss: train on the response only, not on the prompt.
+        pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
+        name: "train", ...; for messages.
+
+    Items: `tokens` list of ids, `answer_start` (position of the first token that is trained on),
+    `idx`. `collate_fn` makes batches of them.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        tokenizer: Tokenizer,
+        max_seq_length: int,
+        prompt_template: str = "{input} {output}",
+        label_key: str = "output",
+        truncation_field: str | None = "input",
+        truncation_method: str = "right",
+        add_bos: bool = False,
+        add_eos: bool = True,
+        answer_only_loss: bool = True,
+        pad_to_max_length: bool = False,
+        name: str = "train",
+    ) -> None:
+        if not prompt_template.endswith("{" + label_key + "}"):
+            raise ConfigError(
+                f"prompt_template={prompt_template!r} must end with the response, "
+                f"{{{label_key}}} (label_key={label_key})."
+            )
+        if truncation_method not in ("left", "right"):
+            raise ConfigError(
+                f"truncation_method={truncation_method!r}: must be 'left' or 'right'."
+            )
+        self.name = name
+        self.tokenizer = tokenizer
+        self.max_seq_length = max_seq_length
+        self.template = _split_template(
+            prompt_template, getattr(tokenizer, "space_sensitive", True)
+        )
+        self.fields = [
+            field for field in dict.fromkeys(field for _text, field in self.template) if field
+        ]
+        self.label_key = label_key
+        self.truncation_fields = [
+            field.strip() for field in (truncation_field or "").split(",") if field.strip()
+        ]
+        for field in self.truncation_fields:
+            if field not in self.fields:
+                raise ConfigError(
+                    f"truncation_field={field!r} is not a field of "
+                    f"prompt_template={prompt_template!r}."
+                )
+        self.truncation_method = truncation_method
+        self.add_bos = add_bos
+        self.add_eos = add_eos
+        self.answer_only_loss = answer_only_loss
+        self.pad_to_max_length = pad_to_max_length
+        self.lines = JsonLines(paths, self.fields, self._inspect, allow_blank=True)
+        self._check_lengths()
+        self.documents = np.arange(len(self.lines))
+
+    def _check_lengths(self) -> None:
+        """Warn of truncated examples; raise if none keeps anything of its response."""
+        truncated, without_response = self.lines.notes > 0, self.lines.notes == 2
+        if without_response.all():
+            raise UserError(
+                f"{self.name} data: in all {len(self.lines)} examples the prompt alone fills "
+                f"max_seq_length={self.max_seq_length} tokens, so nothing of the response is left "
+                "to train on. Raise max_seq_length or truncate more (truncation_field)."
+            )
+        if truncated.any():
+            logging.warning(
+                f"{self.name} data: {truncated.sum()} of {len(self.lines)} examples are longer "
+                f"than max_seq_length={self.max_seq_length} tokens and truncated; "
+                f"{without_response.sum()} of them keep nothing of the response."
+            )
+
+    def _inspect(self, record: Record) -> int:
+        """0: fits; 1: is truncated; 2: is truncated and keeps nothing of the response."""
+        text = "".join(text + _field(record, field) for text, field in self.template)
+        longest = len(text) + EXTRA_TOKENS * len(self.template)
+        if text.isascii() and longest <= self.max_seq_length:
+            return 0
+        tokens, response_start, is_truncated = self._encode(record)
+        return 2 if response_start >= len(tokens) else int(is_truncated)
+
+    def _encode(self, record: Record) -> tuple[list[int], int, bool]:
+        """(tokens, position of the first token of the response, True if truncated)."""
+        pieces = [
+            self.tokenizer.text_to_ids(text + _field(record, field))
+            for text, field in self.template
+        ]
+        bos: list[Any] = [self.tokenizer.bos_id] if self.add_bos else []
+        eos = [self.tokenizer.eos_id] if self.add_eos else []
+        overflow = sum(map(len, pieces)) + len(bos) + len(eos) - self.max_seq_length
+        is_truncated, cut_right = overflow > 0, self.truncation_method == "right"
+        for name in self.truncation_fields:
+            for number, (_text, field) in enumerate(self.template):
+                if field == name and overflow > 0:
+                    cut = min(overflow, len(pieces[number]))
+                    keep = len(pieces[number]) - cut
+                    pieces[number] = pieces[number][:keep] if cut_right else pieces[number][cut:]
+                    overflow -= cut
+        prompt = bos + sum(pieces[:-1], [])
+        tokens = prompt + pieces[-1] + eos
+        return tokens[: self.max_seq_length], len(prompt), is_truncated
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens, answer_start, _is_truncated = self._encode(
+            self.lines[self.documents[max(index, 0)]]
+        )
+        if index < 0:
+            answer_start = len(tokens)  # an empty slot: no token is trained on
+        elif not self.answer_only_loss:
+            answer_start = 0
+        return {"tokens": tokens, "answer_start": answer_start, "idx": index}
+
+    def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Collate items to a batch of width S, their longest length rounded up to 16.
+
+        S is at most `max_seq_length`, and equal to it with `pad_to_max_length`.
+
+        Returns:
+            `tokens`, `labels` int64 [B, S], padded with eos (labels: the token that follows);
+            `loss_mask` float32 [B, S], 1.0 where the label counts; `position_ids` [B, S].
+        """
+        longest = max(len(item["tokens"]) for item in items)
+        width = (
+            self.max_seq_length
+            if self.pad_to_max_length
+            else min(-(-longest // 16) * 16, self.max_seq_length)
+        )
+        tokens = torch.stack(
+            [pad(item["tokens"], width + 1, self.tokenizer.eos_id) for item in items]
+        )
+        target = torch.arange(1, width + 1)  # the token that a column of the loss mask predicts
+        starts = torch.tensor([item["answer_start"] for item in items])[:, None]
+        ends = torch.tensor([len(item["tokens"]) for item in items])[:, None]
+        return {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "loss_mask": ((target >= starts) & (target < ends)).float(),
+            "position_ids": torch.arange(width).expand(len(items), width).contiguous(),
+        }
+
+
+def _field(record: Record, field: str | None) -> str:
+    return "" if field is None else record[field]
+
+
+def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str | None]]:
+    """Cut a template into pieces (text, field or None), each with text before its field.
+
+    "Q: {input} A: {output}" -> ("Q:", None), (" ", "input"), (" A:", None), (" ", "output").
+    For a tokenizer that puts spaces between pieces itself (`space_sensitive=False`) the pieces
+    have none at their edges.
+    """
+    pieces: list[tuple[str, str | None]] = []
+    literal = ""
+    for part in re.split(r"(\{\w+\})", template):
+        if not re.fullmatch(r"\{\w+\}", part):
+            literal = part
+            continue
+        space = " " if literal.endswith(" ") else ""
+        literal = literal.removesuffix(" ")
+        if not space_sensitive:
+            space, literal = "", literal.removeprefix(" ")
+        if literal:
+            pieces.append((literal, None))
+        pieces.append((space, part[1:-1]))
+        literal = ""
+    return pieces

@@ -1,0 +1,140 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""When a generated response has ended."""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.core.tokenizer import Tokenizer
+
+
+class EndConditions:
+    """Decides when a response has ended: at the eos token, or with one of the end strings.
+
+    An end string that is one token for the tokenizer (mostly a special token) ends a response as
+    that token, not as the same characters spelled by others. Any other is searched for in the
+    decoded last tokens.
+
+    Attributes:
+        token_ids: ids that end a response by themselves, eos first.
+        strings: end strings that are searched for in the decoded tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_strings: Sequence[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
+        # Hugging Face tokenizers leave special tokens out unless told otherwise; SentencePiece
+        # tokenizers have no such option.
+        options = inspect.signature(tokenizer.ids_to_text).parameters
+        self._decode_options: dict[str, bool] = (
+            {"remove_special_tokens": False} if "remove_special_tokens" in options else {}
+        )
+        self.token_ids = [tokenizer.eos_id]
+        strings = []
+        for string in end_strings:
+            ids = self._single_token_ids(string)
+            self.token_ids += [token for token in ids if token not in self.token_ids]
+            if not ids:
+                strings.append(string)
+        self.strings = tuple(strings)
+        # Number of last tokens to decode. A token covers at least one byte; one more, because some
+        # tokenizers drop the space before the first one.
+        self._tail = 1 + max((len(string.encode()) for string in self.strings), default=0)
+        # By id: 1 if a response whose last token it is may end with an end string, 0 if not, -1 if
+        # not known yet.
+        self._may_end = torch.full((self.vocab_size,), -1, dtype=torch.int8)
+
+    def _single_token_ids(self, string: str) -> list[int]:
+        """The ids of `string` where it follows other text and, if that is one token, alone.
+
+        Empty if it is several tokens where it follows other text.
+        """
+        for prefix in "a1>":  # one of them does not merge with the string into other tokens
+            before = self.tokenizer.text_to_ids(prefix)
+            both = self.tokenizer.text_to_ids(prefix + string)
+            if both[:-1] == before:
+                alone = self.tokenizer.text_to_ids(string)
+                ids = [both[-1]] + (alone if len(alone) == 1 else [])
+                # The unknown token stands for any other unknown string too.
+                return [token for token in ids if self._decode([token]).strip() == string.strip()]
+        return []
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.ids_to_text(ids, **self._decode_options)
+
+    def _candidates(self, ids: Tensor) -> Tensor:
+        """bool `[n]`: True where `ids` (CPU int64 `[n]`) may be the end of an end string."""
+        known = self._may_end[ids]
+        for token in ids[known < 0].unique().tolist():
+            # Alone, a part of a character decodes to U+FFFD and some tokens to nothing: these need
+            # the whole tail.
+            last = self._decode([token]).rstrip()[-1:]
+            may_end = last in ("", "\ufffd") or any(
+                s.rstrip()[-1:] in ("", last) for s in self.strings
+            )
+            self._may_end[token] = int(may_end)
+        return self._may_end[ids] == 1
+
+    def ended(
+        self,
+        tokens: Tensor,
+        last: Tensor,
+        checked: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> Tensor:
+        """Whether the response of each sample has ended at one position.
+
+        Args:
+            tokens: int64 `[b, S]`.
+            last: int64 `[b]`, the position of the last token of each sample.
+            checked: bool `[b]`, True for the samples to check; None checks all.
+            first: int64 `[b]`, where the response begins (0 if None): an end string must not begin
+                in the prompt.
+
+        Returns:
+            bool `[b]`; False for the samples that are not checked.
+        """
+        last_ids = tokens.gather(1, last.unsqueeze(1)).squeeze(1)
+        hit = torch.isin(last_ids, torch.tensor(self.token_ids, device=tokens.device))
+        if checked is not None:
+            hit &= checked
+        if self.strings:
+            ids = last_ids.cpu()
+            undecided = ~hit.cpu() & (ids >= 0) & (ids < self.vocab_size)
+            if checked is not None:
+                undecided &= checked.cpu()
+            indices = undecided.nonzero().squeeze(1)
+            for i in indices[self._candidates(ids[indices])].tolist():
+                stop = int(last[i]) + 1
+                start = max(0 if first is None else int(first[i]), stop - self._tail)
+                hit[i] = self._decode(tokens[i, start:stop].tolist()).endswith(self.strings)
+        return hit
+
+
+def verify_is_valid_and_clamp_range_(
+    response_tokens: Tensor,
+    response_lengths: Tensor,
+    strategy: object,
+    tokenizer: Tokenizer,
+    end_strings: Sequence[str] | None = None,
+) -> Tensor:
+    """Find the responses of another engine that are fit for training; clamp their ids in place.
+
+    Args:
+        response_tokens: int64 `[b, S]`, prompt and response.
+        response_lengths: int64 `[b]`, R.
+        strategy: not used (NeMo-Aligner's signature).
+        tokenizer: NeMo tokenizer; ids are clamped to its vocabulary.
+        end_strings: strings that end a response, besides eos.
+
+    Returns:
+        bool `[b]`: the response ends at R-1 and no id of the sample is outside the vocabulary.
+    """
+    inside = ((response_tokens >= 0) & (response_tokens < tokenizer.vocab_size)).all(dim=1)
+    response_tokens.clamp_(0, tokenizer.vocab_size - 1)
+    return inside & EndConditions(tokenizer, end_strings or ()).ended(
+        response_tokens, response_lengths - 1
+    )

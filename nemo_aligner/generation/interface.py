@@ -1,0 +1,68 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of a generation engine.
+
+Shapes: b samples, W width of the prompts, P prompt length, R total length (prompt and response).
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nemo_aligner.generation.params import GenerationParams
+
+
+@dataclass
+class GenerationOutput:
+    """Prompts with their responses.
+
+    Attributes:
+        response_tokens: int64 `[b, max R]`, prompt and response, then eos.
+        response_lengths: int64 `[b]`, R; the token that ended a response counts.
+        is_end: bool `[b]`, True if the response ended by itself (eos or an end string), False if
+            it was cut off.
+        logprobs: float32 `[b, max R - 1]` or None. Column t scores token t+1, on `[P-1, R-1)`, 0
+            elsewhere; over the whole vocabulary at the sampling temperature (1 if greedy), before
+            repetition penalty, top-k and top-p.
+    """
+
+    response_tokens: Tensor
+    response_lengths: Tensor
+    is_end: Tensor
+    logprobs: Tensor | None = None
+
+
+class TextGenerator(ABC):
+    """A generation engine, as models see it."""
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Tensor,
+        prompt_lengths: Tensor,
+        sample_seeds: Tensor,
+        params: GenerationParams,
+    ) -> GenerationOutput:
+        """Generate one response to each prompt.
+
+        A response depends on its prompt, its seed, `params` and the weights: not on other samples,
+        their order, the rank or the split (up to rounding: in bf16 two near-equal logits may
+        change places with the shape of a batch). An engine may decode the samples in any order
+        and number.
+
+        Args:
+            prompts: int64 `[b, W]`, padded on the right; only the first P columns of each are
+                read.
+            prompt_lengths: int64 `[b]`, P.
+            sample_seeds: int64 `[b]`, seeds of the samples' random streams.
+            params: how to generate.
+
+        Returns:
+            The responses, on `get_device()`; the same on all ranks of a model.
+
+        Raises:
+            UserError: a prompt is empty, leaves no room for a response, or has ids outside the
+                vocabulary.
+            RuntimeError: the model's logits are not finite.
+        """

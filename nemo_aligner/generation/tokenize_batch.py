@@ -1,0 +1,42 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Texts to one padded batch of tokens."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import Tokenizer
+
+
+def tokenize_batch(
+    sentences: Sequence[str],
+    tokenizer: Tokenizer,
+    max_len: int,
+    add_BOS: bool = False,
+    add_EOS: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Tokenize texts, cut each to `max_len` tokens and pad with eos to exactly `max_len`.
+
+    Returns:
+        tokens int64 `[b, max_len]` and lengths int64 `[b]`, on the CPU.
+
+    Raises:
+        UserError: `add_BOS` with a tokenizer that has no bos token.
+    """
+    if add_BOS and tokenizer.bos_id is None:
+        raise UserError("add_BOS=True, but the tokenizer has no bos token; set it to False.")
+    tokens = torch.full((len(sentences), max_len), tokenizer.eos_id, dtype=torch.int64)
+    lengths = torch.empty(len(sentences), dtype=torch.int64)
+    for i, sentence in enumerate(sentences):
+        ids = tokenizer.text_to_ids(sentence)
+        if add_BOS and tokenizer.bos_id is not None:
+            ids = [tokenizer.bos_id, *ids]
+        if add_EOS:
+            ids = [*ids, tokenizer.eos_id]
+        ids = ids[:max_len]
+        tokens[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        lengths[i] = len(ids)
+    return tokens, lengths

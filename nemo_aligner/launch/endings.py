@@ -1,0 +1,73 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How a job ends: all its processes together, with one message where a user can mend the cause.
+
+Imports nothing heavy.
+"""
+
+import contextlib
+import functools
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from nemo_aligner.core.errors import AlarmError, ServerRequestError, UserError
+from nemo_aligner.parallel.environment import is_rank_zero
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+# Processes of this node that were started from this one (`processes.launch_processes`).
+started_processes: list[subprocess.Popen] = []
+
+# After an error: how long another process may take to fail for the same reason.
+_FAILURE_GRACE_S = 5.0
+# After a user's error: how long another rank leaves the message to rank 0.
+_RANK_ZERO_FIRST_S = 10.0
+# After the work: how long another process may take to end.
+_EXIT_GRACE_S = 60.0
+
+
+def user_errors_end_the_job(main: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a script's `main`: every process of the job ends with it, in success and in
+    failure.
+
+    An error whose message says what to do (of a user, a server or an alarm) is printed as one
+    message, by rank 0 if all ranks have it, without a traceback; the exit code is 1. Any other
+    error keeps its traceback. Either way the processes that `launch_processes` started end too.
+    """
+
+    @functools.wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            result = main(*args, **kwargs)
+        except (UserError, ServerRequestError, AlarmError) as error:
+            if not is_rank_zero():
+                time.sleep(_RANK_ZERO_FIRST_S)  # rank 0 ends this process if it has failed too
+            print(f"\nERROR: {error}", file=sys.stderr, flush=True)
+            _end_started_processes(0.0)
+            raise SystemExit(1) from None
+        except BaseException:
+            _end_started_processes(_FAILURE_GRACE_S)
+            raise
+        if not _end_started_processes(_EXIT_GRACE_S):
+            raise SystemExit(1)
+        return result
+
+    return run
+
+
+def _end_started_processes(grace_s: float) -> bool:
+    """Wait `grace_s` for the started processes, then kill what is left; True if all of them ended
+    well by themselves.
+    """
+    deadline = time.monotonic() + grace_s
+    for process in started_processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0.0))
+    alive = [process for process in started_processes if process.poll() is None]
+    for process in alive:
+        process.kill()
+        process.wait()
+    return not alive and all(process.returncode == 0 for process in started_processes)

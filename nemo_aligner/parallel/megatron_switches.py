@@ -1,0 +1,121 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`with` blocks that change settings of Megatron Core's objects and restore them.
+
+`megatron_adaptation.SWITCHED` lists what they touch.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+
+@contextlib.contextmanager
+def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
+    """Put the chunks of a model in evaluation mode, with sequences not split over TP or CP ranks.
+
+    For Megatron Core's own modules and for Transformer Engine's attention.
+    """
+    names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+    modules = [module for chunk in model for module in chunk.modules()]
+    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
+    owners = [*modules, *configs.values()]
+    changed = [
+        (owner, name) for owner in owners for name in names if getattr(owner, name, None) is True
+    ]
+    restore_context = _leave_context_parallelism(modules, owners)
+    training = [chunk for chunk in model if chunk.training]
+    for owner, name in changed:
+        setattr(owner, name, False)
+    for chunk in training:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk in training:
+            chunk.train()
+        for owner, name in changed:
+            setattr(owner, name, True)
+        restore_context()
+
+
+def _leave_context_parallelism(modules: list[Any], owners: list[Any]) -> Callable[[], None]:
+    """Let each module compute as with one context-parallel rank; returns what undoes it.
+
+    Args:
+        modules: modules of the model, of whatever library.
+        owners: these and their configurations.
+    """
+    configs = [owner for owner in owners if getattr(owner, "context_parallel_size", 1) > 1]
+    if not configs:
+        return lambda: None
+    sizes = [config.context_parallel_size for config in configs]
+    rotary = [module for module in modules if isinstance(module, RotaryEmbedding)]
+    rotary_groups = [module.cp_group for module in rotary]
+    attention = [
+        module
+        for module in modules
+        if hasattr(module, "set_context_parallel_group") and hasattr(module, "cp_comm_type")
+    ]
+    names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+    settings = [[getattr(module, name) for name in names] for module in attention]
+
+    def set_all(sizes: list[int], groups: list[Any], settings: list[list[Any]]) -> None:
+        for config, size in zip(configs, sizes, strict=True):
+            config.context_parallel_size = size
+        for module, group in zip(rotary, groups, strict=True):
+            module.cp_group = group
+        for module, setting in zip(attention, settings, strict=True):
+            module.set_context_parallel_group(*setting)
+        RotaryEmbedding.forward.cache_clear()  # it remembers embeddings by length alone
+
+    alone = [[None, None, None, setting[-1]] for setting in settings]
+    set_all([1] * len(configs), [None] * len(rotary), alone)
+    return lambda: set_all(sizes, rotary_groups, settings)
+
+
+@contextlib.contextmanager
+def all_weights_named(optimizers: list[MegatronOptimizer]) -> Iterator[None]:
+    """Let the optimizer of a bf16 model name its float32 weights (a head) in a checkpoint too.
+
+    Megatron Core numbers the bf16 weights alone, and would take the state of one weight for that
+    of another.
+
+    Args:
+        optimizers: as `training.optim.chained_optimizers` returns them.
+    """
+    mixed = [part for part in optimizers if hasattr(part, "fp32_from_fp32_groups")]
+    numbered = [part.float16_groups for part in mixed]
+    for part in mixed:
+        part.float16_groups = [
+            a + b for a, b in zip(part.float16_groups, part.fp32_from_fp32_groups, strict=True)
+        ]
+    try:
+        yield
+    finally:
+        for part, groups in zip(mixed, numbered, strict=True):
+            part.float16_groups = groups
+
+
+@contextlib.contextmanager
+def groups_in_order(optimizers: list[MegatronOptimizer]) -> Iterator[None]:
+    """Load parameter groups in the order in which they are given.
+
+    Megatron Core matches them by settings, which two groups of different dtype may share.
+
+    Args:
+        optimizers: as `training.optim.chained_optimizers` returns them.
+    """
+    parts = [part for part in optimizers if not isinstance(part, DistributedOptimizer)]
+    for part in parts:
+        part._filter_and_reorder_param_groups = lambda _own, given: given
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._filter_and_reorder_param_groups

@@ -1,0 +1,16 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One self-contained HTML page about a run: `python -m nemo_aligner.report RUN_DIR [--out FILE]`.
+
+Every folder below RUN_DIR with a `metrics.jsonl` is a job (`training/loggers.py` describes the
+files). The page opens with what the policy learned, then shows alarms, then everything else. It
+works on a job that is still running and needs no script, font or picture from elsewhere.
+
+`reading.py` reads the files, `charts.py` draws the curves, `summary.py` says what a job learned,
+`page.py` puts the page together.
+"""
+
+from nemo_aligner.report.page import render, write_report
+from nemo_aligner.report.reading import JobRecord, read_run
+
+__all__ = ["JobRecord", "read_run", "render", "write_report"]

@@ -1,0 +1,36 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `python -m nemo_aligner.report RUN_DIR [--out FILE]`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.report.page import write_report
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the report of a run; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_aligner.report",
+        description="Write one self-contained HTML page about a run.",
+    )
+    parser.add_argument(
+        "run_dir",
+        type=Path,
+        metavar="RUN_DIR",
+        help="folder of a run; every metrics.jsonl below it is a job",
+    )
+    parser.add_argument("--out", type=Path, help="file to write; default RUN_DIR/report.html")
+    args = parser.parse_args(argv)
+    try:
+        print(write_report(args.run_dir, args.out))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Line charts as SVG.
+
+A few lines of SVG rather than a plotting library: the charts follow the reader's light or dark
+theme, stay small, and the report starts at once.
+"""
+
+import math
+from html import escape
+
+from nemo_aligner.report.reading import Curve
+
+# Families whose metrics of the same name share a chart, because their steps count the same thing.
+PAIRED_FAMILIES = {"val_rollouts": "train_rollouts", "validation": "train", "test": "train"}
+TIMERS = "timers"
+MAX_POINTS = 400  # per curve; more would be invisible and only make the file large
+
+# Title, and curves by label.
+Chart = tuple[str, dict[str, Curve]]
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 210, 58, 12, 30, 26
+
+
+def group_curves(series: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
+    """(charts of metrics that change, charts of metrics that never do), without timers.
+
+    Training and validation of one metric share a chart.
+    """
+    charts: dict[tuple[str, str], dict[str, Curve]] = {}
+    for key, curve in series.items():
+        family, _, metric = key.rpartition("/")
+        if family != TIMERS:
+            charts.setdefault((PAIRED_FAMILIES.get(family, family), metric), {})[family] = curve
+    moving, constant = [], []
+    for (_, metric), curves in charts.items():
+        first_family, *others = curves
+        title = metric if others or not first_family else f"{first_family}/{metric}"
+        values = {value for curve in curves.values() for value in curve.values()}
+        points = max(len(curve) for curve in curves.values())
+        (constant if len(values) == 1 and points > 1 else moving).append((title, curves))
+    return moving, constant
+
+
+def chart_grid(charts: list[Chart]) -> str:
+    """HTML of several charts side by side."""
+    if not charts:
+        return ""
+    return f'<div class="charts">{"".join(chart_svg(*chart) for chart in charts)}</div>'
+
+
+def chart_svg(title: str, curves: dict[str, Curve]) -> str:
+    """A line chart; labels are shown when there is more than one curve."""
+    steps = [step for curve in curves.values() for step in curve]
+    values = [value for curve in curves.values() for value in curve.values()]
+    x_low, x_high = _widen(min(steps), max(steps))
+    y_low, y_high = _widen(min(values), max(values))
+
+    def x_of(step: float) -> float:
+        return LEFT + (step - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+
+    def y_of(value: float) -> float:
+        return HEIGHT - BOTTOM - (value - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [f'<text class="title" x="{LEFT}" y="18">{escape(title)}</text>']
+    for tick in ticks(y_low, y_high):
+        y = y_of(tick)
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        place = f'x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end"'
+        parts.append(f'<text class="tick" {place}>{format_number(tick)}</text>')
+    for tick in ticks(x_low, x_high):
+        place = f'x="{x_of(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle"'
+        parts.append(f'<text class="tick" {place}>{format_number(tick)}</text>')
+    for number, (label, curve) in enumerate(curves.items()):
+        color = f"c{number % 4 + 1}"
+        points = [
+            (step, value, x_of(step), y_of(value)) for step, value in _thin(sorted(curve.items()))
+        ]
+        path = " ".join(f"{x:.1f},{y:.1f}" for _, _, x, y in points)
+        parts.append(f'<polyline class="curve {color}" points="{path}"/>')
+        radius = 2.5 if len(points) <= 25 else 1
+        for step, value, x, y in points:
+            tip = escape(f"{label}, step {format_number(step)}: {format_number(value)}")
+            place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius}"'
+            parts.append(f'<circle class="{color}" {place}><title>{tip}</title></circle>')
+        if len(curves) > 1:
+            place = f'x="{WIDTH - RIGHT}" y="{12 + 12 * number}" text-anchor="end"'
+            parts.append(f'<text class="label {color}" {place}>{escape(label)}</text>')
+    frame = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"'
+    return f"<svg {frame}>{''.join(parts)}</svg>"
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About `count` round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of 10."""
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def format_number(value: float) -> str:
+    """Four significant digits, no trailing zeros."""
+    return f"{value:.4g}"
+
+
+def _widen(low: float, high: float) -> tuple[float, float]:
+    """A range of more than zero width, relative to the size of its ends (else rounding undoes
+    it)."""
+    least = max(abs(low), abs(high), 1e-30) * 1e-6
+    if high - low > least:
+        return low, high
+    margin = abs(low) * 0.1 or 0.5
+    return low - margin, high + margin
+
+
+def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most about MAX_POINTS of them, evenly spread, the last one included."""
+    stride = max(math.ceil(len(points) / MAX_POINTS), 1)
+    return points[::-stride][::-1]

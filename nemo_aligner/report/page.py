@@ -1,0 +1,203 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the page together: per job what it learned, its alarms, then curves, times and samples."""
+
+import time
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from nemo_aligner.report.charts import TIMERS, chart_grid, format_number, group_curves
+from nemo_aligner.report.reading import Curve, JobRecord, is_number, read_run
+from nemo_aligner.report.style import STYLE
+from nemo_aligner.report.summary import Found, alarms, what_it_learned
+
+FIRST_SAMPLES = 5  # shown at once; the others unfold
+MAX_SAMPLES = 20
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Render `run_dir` into `out` (default `run_dir/report.html`) and return its path."""
+    page = render(run_dir)
+    out = out or run_dir / "report.html"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+    return out
+
+
+def render(run_dir: Path) -> str:
+    """The HTML page of a run."""
+    jobs = read_run(run_dir)
+    title = escape(f"{run_dir.resolve().name}: training report")
+    links = " ".join(
+        f'<a href="#job{number}">{escape(job.name)}</a>' for number, job in enumerate(jobs)
+    )
+    sections = "".join(_job_section(job, f"job{number}") for number, job in enumerate(jobs))
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE}</style></head>\n"
+        f"<body><h1>{title}</h1><p>Written {_when(time.time())}.</p><nav>{links}</nav>\n"
+        f"{sections}</body></html>\n"
+    )
+
+
+def _job_section(job: JobRecord, anchor: str) -> str:
+    measures = what_it_learned(job)
+    shown = {measure.key for measure in measures}
+    rest = {key: curve for key, curve in job.series.items() if key not in shown}
+    moving, constant = group_curves(rest)
+    tables = [part for key, rows in job.tables.items() if (part := _samples(key, rows))]
+    body = _learned(measures) + "".join(tables[:1]) + _alarms(job)
+    body += _folded(f"More curves ({len(moving)})", chart_grid(moving))
+    body += _folded(f"Values that did not change ({len(constant)})", chart_grid(constant))
+    body += _folded("Time per phase", _timer_table(job.series))
+    body += _folded("More samples", "".join(tables[1:]))
+    return (
+        f'<section id="{anchor}"><h2>{escape(job.name)}</h2><p>{escape(_notes(job))}</p>{body}'
+        "</section>\n"
+    )
+
+
+def _notes(job: JobRecord) -> str:
+    notes = []
+    if job.started is not None and job.updated is not None:
+        minutes = (job.updated - job.started) / 60
+        notes.append(
+            f"First metric {_when(job.started)}, last {_when(job.updated)} ({minutes:.1f} "
+            "minutes)."
+        )
+    if job.broken_lines:
+        notes.append(f"{job.broken_lines} unreadable line(s) were left out.")
+    return " ".join(notes)
+
+
+def _folded(summary: str, body: str) -> str:
+    """`body` behind a line that unfolds it; nothing if it is empty."""
+    return f"<details><summary>{escape(summary)}</summary>{body}</details>" if body else ""
+
+
+# ------------------------------------------------------------------------------------- what it did
+
+
+def _learned(measures: list[Found]) -> str:
+    """First and last value of each measure, and the curves."""
+    if not measures:
+        return ""
+    charts: dict[str, dict[str, Curve]] = {}
+    rows = ""
+    for measure in measures:
+        curve, (first, last) = measure.curve, (min(measure.curve), max(measure.curve))
+        before = "<td></td>" if first == last else _at(curve, first)
+        change = "" if first == last else f"{curve[last] - curve[first]:+.4g}"
+        rows += f"<tr><td>{escape(measure.title)}</td>{before}{_at(curve, last)}"
+        rows += f"<td>{change}</td></tr>"
+        charts.setdefault(measure.chart, {})[measure.key.rpartition("/")[0]] = curve
+    head = "<tr><th></th><th>first</th><th>last</th><th>change</th></tr>"
+    moving = [
+        (title, curves)
+        for title, curves in charts.items()
+        if len({value for curve in curves.values() for value in curve.values()}) > 1
+    ]
+    table = f'<table class="numbers">{head}{rows}</table>'
+    return f"<h3>Did it learn?</h3>{table}{chart_grid(moving)}"
+
+
+def _at(curve: Curve, step: float) -> str:
+    return f"<td>{format_number(curve[step])} <small>step {format_number(step)}</small></td>"
+
+
+def _alarms(job: JobRecord) -> str:
+    record = alarms(job)
+    if record is None:
+        return ""
+    said = f"No warning in {record.steps} logged steps."
+    if record.active:
+        active = ", ".join(format_number(step) for step in record.active[:MAX_SAMPLES])
+        more = ", ..." if len(record.active) > MAX_SAMPLES else ""
+        said = (
+            f"Warnings in {len(record.active)} of {record.steps} logged steps ({active}{more}); "
+            "the job's log says which."
+        )
+    body = "".join(
+        f"<tr><td>{escape(title)}</td><td>{format_number(worst)}</td>"
+        f"<td>{format_number(last)}</td></tr>"
+        for title, worst, last in record.watched
+    )
+    head = "<tr><th>watched</th><th>worst</th><th>last</th></tr>"
+    table = f'<table class="numbers">{head}{body}</table>' if body else ""
+    kind = "bad" if record.active else "good"
+    return f'<h3>Alarms</h3><p class="{kind}">{escape(said)}</p>{table}'
+
+
+def _timer_table(series: dict[str, Curve]) -> str:
+    timers = {
+        key.partition("/")[2]: list(curve.values())
+        for key, curve in series.items()
+        if key.startswith(TIMERS + "/")
+    }
+    if not timers:
+        return ""
+    rows = sorted(timers.items(), key=lambda item: -sum(item[1]))
+    body = "".join(
+        f"<tr><td>{escape(name)}</td><td>{len(values)}</td>"
+        f"<td>{sum(values) / len(values):.3f}</td><td>{max(values):.3f}</td>"
+        f"<td>{sum(values):.1f}</td></tr>"
+        for name, values in rows
+    )
+    head = (
+        "<tr><th>phase</th><th>times</th><th>mean, s</th><th>longest, s</th><th>total, s</th></tr>"
+    )
+    return f'<table class="numbers">{head}{body}</table>'
+
+
+# ----------------------------------------------------------------------------------------- samples
+
+
+def _samples(key: str, rows: list[dict[str, Any]]) -> str:
+    """The first and the last step side by side where they share prompts, else the latest samples;
+    nothing without samples.
+    """
+    rows = [row for row in rows if isinstance(row.get("prompt"), str) and "response" in row]
+    if not rows:
+        return ""
+    first, last = rows[0].get("step"), rows[-1].get("step")
+    old = {row["prompt"]: row for row in rows if row.get("step") == first}
+    new = {row["prompt"]: row for row in rows if row.get("step") == last}
+    shared = [prompt for prompt in old if prompt in new] if first != last else []
+    if shared:
+        names = ("prompt", f"step {first}", f"step {last}")
+        cells = [
+            (prompt, _response(old[prompt]), _response(new[prompt]))
+            for prompt in shared[:MAX_SAMPLES]
+        ]
+    else:
+        names = ("step", "prompt", "response")
+        cells = [
+            (str(row.get("step")), row["prompt"], _response(row))
+            for row in rows[: -MAX_SAMPLES - 1 : -1]
+        ]
+    more = cells[FIRST_SAMPLES:]
+    title = escape(key.removeprefix("table/"))
+    return (
+        f"<h3>{title} ({len(cells)})</h3>{_sample_table(names, cells[:FIRST_SAMPLES])}"
+        + _folded(f"{len(more)} more", _sample_table(names, more) if more else "")
+    )
+
+
+def _sample_table(names: tuple[str, ...], cells: list[tuple[str, ...]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells
+    )
+    return f'<table class="samples"><tr>{head}</tr>{body}</table>'
+
+
+def _response(row: dict[str, Any]) -> str:
+    reward = row.get("reward")
+    shown = f"\n(reward {format_number(reward)})" if is_number(reward) else ""
+    return f"{str(row['response']).strip()}{shown}"
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,118 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what the jobs of a run wrote, and sorts the jobs: policies first."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_aligner.core.errors import UserError
+
+# The values of one metric by step.
+Curve = dict[float, float]
+
+
+@dataclass
+class JobRecord:
+    """What one job wrote.
+
+    Attributes:
+        name: the job's folder, relative to the run.
+        series: the curve of each metric, by "family/metric".
+        tables: samples with their step, by the key of the table.
+        broken_lines: lines that are no JSON objects (the job was killed while writing).
+        started, updated: time of the first and of the last metric, in seconds since the epoch.
+    """
+
+    name: str
+    series: dict[str, Curve] = field(default_factory=dict)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    broken_lines: int = 0
+    started: float | None = None
+    updated: float | None = None
+
+    @property
+    def is_policy(self) -> bool:
+        """True if the job trains a policy on its own rollouts (PPO, rejection sampling)."""
+        return any(key.startswith(("train_rollouts/", "val_rollouts/")) for key in self.series)
+
+    @property
+    def place(self) -> int:
+        """Place on the page: policies, critics, reward models, supervised fine-tuning."""
+        if self.is_policy:
+            return 0
+        if "train/value_clip_fraction" in self.series:
+            return 1
+        return 2 if "train/rewards_all_mean" in self.series or "train/acc" in self.series else 3
+
+
+def read_run(run_dir: Path) -> list[JobRecord]:
+    """The jobs under `run_dir` in the order of the page: by kind, then by their start.
+
+    Raises:
+        UserError: no such folder, or nothing in it to report.
+    """
+    if not run_dir.is_dir():
+        raise UserError(
+            f"{run_dir} is not a folder; give the folder of a run (exp_manager.explicit_log_dir "
+            "or one above it)."
+        )
+    jobs = [_read_job(path, run_dir) for path in sorted(run_dir.rglob("metrics.jsonl"))]
+    jobs = [job for job in jobs if job.series]
+    if not jobs:
+        raise UserError(
+            f"no metrics.jsonl with a metric in it under {run_dir}; give the folder of a run "
+            "(exp_manager.explicit_log_dir or one above it) that has made its first step."
+        )
+    return sorted(jobs, key=lambda job: (job.place, job.started or math.inf, job.name))
+
+
+def is_number(value: object) -> bool:
+    """True for a finite number that is not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read_job(metrics_path: Path, run_dir: Path) -> JobRecord:
+    folder = metrics_path.parent
+    is_top = folder == run_dir
+    job = JobRecord(run_dir.resolve().name if is_top else folder.relative_to(run_dir).as_posix())
+    for record in _read_jsonl(metrics_path, job):
+        step, when = record.get("step"), record.get("time")
+        if is_number(when):
+            job.started = when if job.started is None else job.started
+            job.updated = when
+        for key, value in record.items():
+            # A resumed job repeats steps; the later line counts.
+            if key not in ("step", "time") and is_number(value) and is_number(step):
+                job.series.setdefault(key, {})[step] = value
+    for record in _read_jsonl(folder / "tables.jsonl", job):
+        samples = [sample for sample in record.get("rows") or [] if isinstance(sample, dict)]
+        job.tables.setdefault(str(record.get("key")), []).extend(
+            {"step": record.get("step"), **sample} for sample in samples
+        )
+    val_samples = _read_jsonl(folder / "val_samples.jsonl", job)
+    if val_samples:
+        job.tables.pop("table/val_rollouts", None)  # the same samples, but fewer of them
+        job.tables = {"validation samples": val_samples} | job.tables
+    return job
+
+
+def _read_jsonl(path: Path, job: JobRecord) -> list[dict[str, Any]]:
+    """The JSON objects of a file that may be missing; other lines are counted."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            job.broken_lines += 1
+    return records

@@ -1,0 +1,37 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The style sheet of the report; it follows the reader's light or dark theme."""
+
+STYLE = """
+:root { color-scheme: light dark;
+  --back: #ffffff; --text: #1c2330; --soft: #667085; --line: #e3e7ee;
+  --c1: #2563c9; --c2: #c2410c; --c3: #15803d; --c4: #7c3aed; }
+@media (prefers-color-scheme: dark) { :root {
+  --back: #14181f; --text: #e6eaf1; --soft: #97a1b3; --line: #2a313d;
+  --c1: #6ea8fe; --c2: #fb923c; --c3: #4ade80; --c4: #c4b5fd; } }
+body { margin: 2rem auto; max-width: 1240px; padding: 0 1rem;
+  background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
+p, small { color: var(--soft); }
+p.good { color: var(--c3); } p.bad { color: var(--c2); font-weight: 600; }
+nav a { margin-right: 1rem; } a { color: var(--c1); }
+.charts { display: grid; gap: 1rem; margin-top: 1rem;
+  grid-template-columns: repeat(auto-fill, minmax(320px, 1fr)); }
+svg { width: 100%; height: auto; }
+svg text { fill: var(--text); font: 11px system-ui, sans-serif; }
+svg text.title { font-size: 13px; font-weight: 600; } svg text.tick { fill: var(--soft); }
+.grid { stroke: var(--line); }
+.curve { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
+.curve.c1 { stroke: var(--c1); } .curve.c2 { stroke: var(--c2); }
+.curve.c3 { stroke: var(--c3); } .curve.c4 { stroke: var(--c4); }
+circle.c1, svg text.c1 { fill: var(--c1); } circle.c2, svg text.c2 { fill: var(--c2); }
+circle.c3, svg text.c3 { fill: var(--c3); } circle.c4, svg text.c4 { fill: var(--c4); }
+table { border-collapse: collapse; }
+td, th { border-bottom: 1px solid var(--line); padding: .3rem .8rem; text-align: left;
+  vertical-align: top; }
+td { white-space: pre-wrap; overflow-wrap: anywhere; }
+.numbers td + td, .numbers th + th { text-align: right; font-variant-numeric: tabular-nums; }
+.samples { width: 100%; } .samples td, .samples th { width: 38%; }
+.samples td:first-child, .samples th:first-child { width: 24%; }
+details { margin: 1rem 0; } summary { cursor: pointer; color: var(--soft); }
+"""

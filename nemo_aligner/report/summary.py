@@ -1,0 +1,125 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a reader asks first: did the job learn, and did an alarm ring?"""
+
+from dataclasses import dataclass
+
+from nemo_aligner.report.reading import Curve, JobRecord
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measure of a job, and the metrics that may hold it; the first one that exists counts.
+
+    Attributes:
+        title: for the reader.
+        keys: "family/metric".
+        chart: title of the chart, which measures may share.
+    """
+
+    title: str
+    keys: tuple[str, ...]
+    chart: str = ""
+
+
+POLICY_MEASURES = (
+    Measure(
+        "reward, validation", ("val_rollouts/rewards", "val_rollouts/global_rewards"), "reward"
+    ),
+    Measure(
+        "reward, rollouts", ("train_rollouts/rewards", "train_rollouts/global_rewards"), "reward"
+    ),
+    Measure("KL to the reference, per token", ("train_rollouts/init_policy_kl",)),
+    Measure(
+        "response length in tokens, validation",
+        ("val_rollouts/generation_length", "val_rollouts/global_response_lengths_mean"),
+        "response length in tokens",
+    ),
+    Measure(
+        "response length in tokens, rollouts",
+        ("train_rollouts/generation_length", "train_rollouts/global_response_lengths_mean"),
+        "response length in tokens",
+    ),
+    Measure(
+        "responses that end by themselves",
+        (
+            "val_rollouts/fraction_of_samples_properly_ended",
+            "train_rollouts/fraction_of_samples_properly_ended",
+        ),
+    ),
+)
+SUPERVISED_MEASURES = (
+    Measure("loss, validation", ("validation/loss",), "loss"),
+    Measure("loss, training", ("train/loss",), "loss"),
+    Measure("accuracy, validation", ("validation/acc",), "accuracy"),
+    Measure("accuracy, training", ("train/acc",), "accuracy"),
+    Measure("correlation, validation", ("validation/correlation",)),
+    Measure("explained variance", ("train/explained_variance",)),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A measure of a job with its metric.
+
+    Attributes:
+        chart: title of the chart to which the curve belongs.
+    """
+
+    title: str
+    chart: str
+    key: str
+    curve: Curve
+
+
+def what_it_learned(job: JobRecord) -> list[Found]:
+    """The measures that `job` has, in the order in which a reader asks for them."""
+    found = []
+    for measure in POLICY_MEASURES if job.is_policy else SUPERVISED_MEASURES:
+        key = next((key for key in measure.keys if key in job.series), None)
+        if key is not None:
+            chart = measure.chart or measure.title
+            found.append(Found(measure.title, chart, key, job.series[key]))
+    return found
+
+
+# Quantities that alarms watch: title, metric, and whether large values are the bad ones.
+WATCHED = (
+    ("sampler and trainer disagree", "train_rollouts/sampling_ratio_mean_error", True),
+    ("clipped ratios", "train_optim/ppo_clip_fraction", True),
+    ("explained variance of the critic", "train_rollouts/explained_variance", False),
+    (
+        "responses that end by themselves",
+        "train_rollouts/fraction_of_samples_properly_ended",
+        False,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class AlarmRecord:
+    """What the alarms of a job saw.
+
+    Attributes:
+        steps: logged steps.
+        active: steps with at least one active warning.
+        watched: (title, worst value, last value) of each watched quantity.
+    """
+
+    steps: int
+    active: list[float]
+    watched: list[tuple[str, float, float]]
+
+
+def alarms(job: JobRecord) -> AlarmRecord | None:
+    """The alarms of `job`; None if it logs none."""
+    counts = job.series.get("train_rollouts/alarms_active")
+    if counts is None:
+        return None
+    watched = []
+    for title, key, large_is_bad in WATCHED:
+        if key in job.series:
+            curve = job.series[key]
+            worst = max(curve.values()) if large_is_bad else min(curve.values())
+            watched.append((title, worst, curve[max(curve)]))
+    return AlarmRecord(len(counts), [s for s in sorted(counts) if counts[s] > 0], watched)

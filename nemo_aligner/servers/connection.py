@@ -1,0 +1,208 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to a server that has a state, the critic: each is sent once, to this server only.
+
+A critic that ended and came back has the weights of its last checkpoint, and nobody knows how far
+a train request got: so a request that fails is an error, and the remedy is to resume both jobs.
+(Scoring by a reward model changes nothing; fleet.py sends those requests again elsewhere.)
+
+* The server ends in the middle of a request: the connection breaks, or Triton says that it lost
+  the process behind it. Both fail the request at once.
+* The server falls silent: after MAX_MISSED_PROBES unanswered probes its requests fail.
+* The server answers probes but not the request: only `inference_timeout_s` ends that.
+"""
+
+import concurrent.futures
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers.exchange import (
+    MAX_MISSED_PROBES,
+    ConnectionLostError,
+    Exchange,
+    InferRequest,
+    NoReplyInTimeError,
+    NotServingError,
+    http_status,
+    type_and_message,
+)
+from nemo_aligner.servers.schema import Arrays
+
+MAX_IN_FLIGHT = 128
+PROBE_INTERVAL_S = 10.0
+PROBE_TIMEOUT_S = 10.0
+CLOSING_GRACE_S = 5.0
+
+RESTART_REMEDY = (
+    "Look into the server job's log and restart both jobs with the same commands: they resume "
+    "from their checkpoints."
+)
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request until it has its reply. `alone`: nothing else is in flight beside it."""
+
+    wire: InferRequest
+    alone: bool
+    check: Callable[[Arrays], None] | None
+    exchange: Exchange
+    future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
+
+
+class ServerConnection:
+    """One server, and the requests of this process that it has not yet replied to.
+
+    Requests go out side by side, except those that are sent alone: such a request waits until all
+    earlier ones have their replies, and later ones wait for its reply. The server thus sees a
+    train request before every request that was submitted after it.
+
+    Args:
+        host, port: of the server.
+        inference_timeout_s: how long one request may take once it is sent.
+        setting: section of the configuration that holds `inference_timeout_s`, for messages.
+    """
+
+    def __init__(self, host: str, port: int, inference_timeout_s: float, setting: str):
+        self.host, self.port = host, port
+        self.inference_timeout_s, self.setting = inference_timeout_s, setting
+        self._waiting: deque[_Request] = deque()
+        self._in_flight: set[_Request] = set()
+        self._lock = threading.Condition()
+        self._closed = False
+        self._watcher = threading.Thread(
+            target=self._watch, daemon=True, name=f"watcher of {self}"
+        )
+        self._watcher.start()
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def submit(
+        self,
+        endpoint: str,
+        data: Mapping[str, np.ndarray],
+        alone: bool,
+        check: Callable[[Arrays], None] | None = None,
+    ) -> "concurrent.futures.Future[Arrays]":
+        """Send arrays by wire name to `endpoint`; returns at once, with the future of the reply.
+
+        Args:
+            alone: keep the order with earlier and later requests (see the class).
+            check: called with the reply; may raise `ReplyError`.
+        """
+        wire = InferRequest(endpoint, data)
+        request = _Request(wire, alone, check, Exchange(self.host, self.port))
+        with self._lock:
+            if self._closed:
+                raise ServerRequestError(f"{endpoint} at {self}: this client is closed")
+            self._waiting.append(request)
+            self._dispatch()
+        return request.future
+
+    def close(self) -> None:
+        """Refuse new requests; those in flight get CLOSING_GRACE_S, then they fail."""
+        with self._lock:
+            self._closed = True
+            while self._waiting:
+                self._fail(self._waiting.popleft(), "this client was closed before it was sent")
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: not self._in_flight, CLOSING_GRACE_S)
+            for request in self._in_flight:
+                self._fail(request, "this client was closed before the reply came")
+                request.exchange.abort()
+        self._watcher.join(1.0)
+
+    # ---- callers hold the lock ----
+
+    def _dispatch(self) -> None:
+        """Send the waiting requests whose turn it is."""
+        while self._waiting and len(self._in_flight) < MAX_IN_FLIGHT:
+            request = self._waiting[0]
+            if self._in_flight and (
+                request.alone or any(other.alone for other in self._in_flight)
+            ):
+                return
+            threading.Thread(
+                target=self._send, args=(request,), daemon=True, name=f"request to {self}"
+            ).start()
+            self._waiting.popleft()
+            self._in_flight.add(request)
+            self._lock.notify_all()
+
+    def _fail(self, request: _Request, why: str, cause: Exception | None = None) -> None:
+        """Give the request an error, unless it has its outcome already."""
+        if not request.future.done():
+            error = ServerRequestError(f"request to {request.wire.endpoint} at {self} {why}")
+            error.__cause__ = cause
+            request.future.set_exception(error)
+
+    # ---- threads ----
+
+    def _send(self, request: _Request) -> None:
+        """Thread of one request."""
+        why = cause = reply = None
+        try:
+            reply = request.exchange.run(request.wire, self.inference_timeout_s)
+            if request.check is not None:
+                request.check(reply)
+        except Exception as error:
+            why, cause = self._explain(error), error
+        with self._lock:
+            self._in_flight.discard(request)
+            if why is not None:
+                self._fail(request, why, cause)
+            elif not request.future.done():
+                request.future.set_result(reply)
+            self._dispatch()
+            self._lock.notify_all()
+
+    def _explain(self, error: Exception) -> str:
+        """What went wrong, and the remedy where the server has ended."""
+        if isinstance(error, NoReplyInTimeError):
+            return (
+                f"got {error} ({self.setting}.inference_timeout_s), although the server is up. "
+                f"Raise {self.setting}.inference_timeout_s if the server needs longer, else look "
+                "into the server's log: it hangs."
+            )
+        why = f"failed: {type_and_message(error)}"
+        if not self._is_alive():
+            return f"{why}. The server is gone. {RESTART_REMEDY}"
+        if isinstance(error, ConnectionLostError | NotServingError):
+            return f"{why}. {RESTART_REMEDY}"
+        return why
+
+    def _watch(self) -> None:
+        """Thread: probe the server while requests are in flight; fail them when it is silent."""
+        missed = 0
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._closed or self._in_flight)
+                self._lock.wait_for(lambda: self._closed or not self._in_flight, PROBE_INTERVAL_S)
+                if self._closed:
+                    return
+                if not self._in_flight:
+                    missed = 0
+                    continue
+            missed = 0 if self._is_alive() else missed + 1
+            if missed >= MAX_MISSED_PROBES:
+                self._give_up(missed)
+
+    def _give_up(self, missed: int) -> None:
+        """Fail all requests in flight, for the server no longer replies to probes."""
+        with self._lock:
+            for request in self._in_flight:
+                self._fail(
+                    request,
+                    f"failed: the server no longer answers ({missed} probes in a row). "
+                    f"{RESTART_REMEDY}",
+                )
+                request.exchange.abort()
+
+    def _is_alive(self) -> bool:
+        return http_status(self.host, self.port, "/v2/health/live", PROBE_TIMEOUT_S) == 200

@@ -1,0 +1,296 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The remote critic as an object of the actor job.
+
+Every rank of the actor constructs a client and calls the same methods. Only the rank that owns the
+data talks to the server: the source rank of each model-parallel group for scoring, global rank 0
+for training and saving. Every call returns a future whose `result()` every rank calls: it brings
+the outcome to all ranks that need it, and a failure, with the remote traceback, to all of them.
+"""
+
+import functools
+import json
+import uuid
+from collections.abc import Callable
+from typing import TypedDict
+
+import numpy as np
+import torch
+from nemo.utils import logging
+from omegaconf import DictConfig
+
+from nemo_aligner.checkpoint.resume_pair import mismatch_remedy
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.servers import schema
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+from nemo_aligner.servers.futures import FutureResult, PendingReply
+from nemo_aligner.servers.http_communicator import ServerUnreachableError
+from nemo_aligner.servers.payloads import scoring_payload, training_payload, used_values
+from nemo_aligner.servers.reward_client import RewardModels, RMFutureResult, make_communicator
+from nemo_aligner.servers.source_rank import (
+    RankZeroFuture,
+    get_future_result,
+    outcome_or_error,
+    try_on_source,
+)
+from nemo_aligner.servers.validation import validate_reply
+
+
+class CriticStatus(TypedDict):
+    """Where a critic server stands."""
+
+    actor_step: int  # of its last checkpoint; UNKNOWN_STEP if that does not say
+    critic_step: int  # optimizer updates of the weights in memory
+    saved_critic_step: int  # optimizer updates of the last checkpoint
+    checkpoints: dict[int, str]  # folder of each checkpoint, by its actor step
+
+
+class RMCriticFutureResult(FutureResult[Scores]):
+    """Pending rewards and values of a rollout micro-batch.
+
+    Args:
+        critic_future: `PendingReply` of the critic, or the exception of an attempt to send, on
+            the source rank of the model-parallel group; ignored elsewhere.
+        rm_future: on every rank if the rewards come from other servers, else None.
+        combine_rm_and_critic_server: the critic's reply holds the rewards too.
+        og_seq_length: S of the micro-batch.
+    """
+
+    def __init__(
+        self,
+        critic_future: PendingReply | Exception | None,
+        rm_future: RMFutureResult | None,
+        combine_rm_and_critic_server: bool,
+        og_seq_length: int,
+    ):
+        self.critic_future = critic_future
+        self.rm_future = rm_future
+        self.combine_rm_and_critic_server = combine_rm_and_critic_server
+        self.og_seq_length = og_seq_length
+        self.pending = () if critic_future is None else (critic_future,)
+        if rm_future is not None:
+            self.pending += rm_future.pending
+
+    def result(self) -> Scores:
+        """Wait for the scores on this rank's device; values of columns not sent are 0."""
+        if self.rm_future is None:
+            rewards, values = get_future_result(self.critic_future, "rewards", "values")
+            scores = Scores(rewards.flatten())
+        else:
+            scores = self.rm_future.result()
+            (values,) = get_future_result(self.critic_future, "values")
+        values = values[:, : self.og_seq_length - 1]
+        values = torch.nn.functional.pad(values, (0, self.og_seq_length - 1 - values.shape[1]))
+        return Scores(scores.rewards, values, scores.parts)
+
+
+class TrainFuture(RankZeroFuture[float]):
+    """A pending critic update."""
+
+    def result(self) -> float:
+        """Wait for the update and return the critic's mean loss over it."""
+        return float(self.reply()["loss_mean"][0])
+
+
+class SaveFuture(RankZeroFuture[int]):
+    """A pending critic checkpoint."""
+
+    def result(self) -> int:
+        """Return 0 once the checkpoint is written."""
+        return int(self.reply()["status"][0])
+
+
+class StatusFuture(RankZeroFuture[CriticStatus]):
+    """A pending status of the critic server."""
+
+    def result(self) -> CriticStatus:
+        """Wait for the status and return it."""
+        reply = self.reply()
+        checkpoints = json.loads(reply["checkpoints"][0])
+        return CriticStatus(
+            actor_step=int(reply["actor_step"][0]),
+            critic_step=int(reply["critic_step"][0]),
+            saved_critic_step=int(reply["saved_critic_step"][0]),
+            checkpoints={int(step): folder for step, folder in checkpoints.items()},
+        )
+
+
+class RemoteGPTRMCriticClient:
+    """The remote critic, with the reward model on the same server or on its own (a `Critic`).
+
+    Args:
+        cfg: `remote_critic_rm`: `pad_to_length`, `combine_rm_and_critic_server`,
+            `critic.{name.{train,infer,save,status},ip,port}`; with separate servers
+            `reward_model.{name,ip,port}` or `reward_models`; and optionally `init_timeout_s`,
+            `inference_timeout_s`.
+        tokenizer: of the policy; servers with another one refuse its samples. None disables the
+            comparison.
+
+    Raises:
+        ConfigError: the section cannot work.
+        ServerUnreachableError: no server within `init_timeout_s`; progress is logged meanwhile.
+    """
+
+    SETTING = "remote_critic_rm"
+
+    def __init__(self, cfg: DictConfig, tokenizer: object | None = None):
+        self.cfg = cfg
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
+        self.pad_to_length = cfg.get("pad_to_length", None)
+        self.combine_rm_and_critic_server = cfg.get("combine_rm_and_critic_server", True)
+        self.communicator = make_communicator(cfg, self.SETTING)
+        names = cfg.critic.get("name", {})
+        self.infer_name = names.get("infer", schema.CRITIC_INFER)
+        self.train_name = names.get("train", schema.CRITIC_TRAIN)
+        self.save_name = names.get("save", schema.CRITIC_SAVE)
+        self.status_name = names.get("status", schema.CRITIC_STATUS)
+        self.reward_models = None
+        if not self.combine_rm_and_critic_server:
+            self.reward_models = RewardModels(cfg, self.communicator, self.SETTING)
+        elif cfg.get("reward_models", None):
+            raise ConfigError(
+                f"{self.SETTING}.reward_models names servers of their own, but "
+                f"{self.SETTING}.combine_rm_and_critic_server=True has the critic server score "
+                "rewards; set it to False."
+            )
+        self._connect()
+
+    def _connect(self) -> None:
+        endpoints = {
+            self.infer_name: schema.critic_infer_endpoint(self.combine_rm_and_critic_server),
+            self.train_name: schema.critic_train_endpoint(),
+            self.save_name: schema.critic_save_endpoint(),
+        }
+        servers = dict.fromkeys(endpoints, (self.cfg.critic.ip, self.cfg.critic.port))
+        try:
+            self.communicator.create_http_communicator_from_dict(servers, endpoints)
+        except ServerUnreachableError:
+            self.communicator.close()
+            raise
+        self.communicator.print_server_dict()
+
+    def infer_rm_critic(self, rollout_batch: Rollout) -> RMCriticFutureResult:
+        """Send a micro-batch to be scored; returns at once.
+
+        An S above `pad_to_length`, as any error, is raised by the future's `result()`.
+
+        Args:
+            rollout_batch: `response_tokens` [b, S], `response_lengths` [b], optionally
+                `prompt_lengths` [b].
+        """
+        make_payload = functools.partial(
+            scoring_payload, rollout_batch, self.pad_to_length, self.SETTING, self.fingerprint
+        )
+
+        def send() -> PendingReply:
+            payload = make_payload()
+            check = functools.partial(
+                validate_reply,
+                schema.critic_infer_endpoint(self.combine_rm_and_critic_server),
+                samples=payload["tokens"].shape[0],
+                used=used_values(rollout_batch, payload["tokens"].shape[1] - 1),
+            )
+            return self.communicator.send_data_to_server(self.infer_name, payload, check=check)
+
+        rm_future = (
+            None
+            if self.reward_models is None
+            else self.reward_models.score(rollout_batch, make_payload)
+        )
+        return RMCriticFutureResult(
+            try_on_source(send),
+            rm_future,
+            self.combine_rm_and_critic_server,
+            rollout_batch["response_tokens"].shape[1],
+        )
+
+    def train(self, rollout_batch: PPOTrainBatch) -> TrainFuture:
+        """Send the samples of all data-parallel ranks for a critic update; returns at once.
+
+        Args:
+            rollout_batch: this rank's share: `response_tokens` int64 [b, S]; `returns`, `values`,
+                `mask` [b, S-1]; optionally `sample_order` int64 [b], each sample's place among
+                those of all ranks (else they go in rank order).
+        """
+        payload = training_payload(rollout_batch)
+
+        def send() -> PendingReply:
+            request_id = np.array([uuid.uuid4().hex.encode()])
+            return self.communicator.send_data_to_server(
+                self.train_name, {**payload, "request_id": request_id}, batching=False
+            )
+
+        return TrainFuture(_on_rank_zero(send))
+
+    def save(self, actor_step: int | None = None) -> SaveFuture:
+        """Have the critic write a checkpoint that belongs to `actor_step`; returns at once."""
+        data = {"dummy_var": np.zeros(1, dtype=np.int64)}
+        if actor_step is not None:
+            data["actor_step"] = np.array([actor_step], dtype=np.int64)
+
+        def send() -> PendingReply:
+            return self.communicator.send_data_to_server(self.save_name, data, batching=False)
+
+        return SaveFuture(_on_rank_zero(send))
+
+    def status(self) -> CriticStatus:
+        """Ask the server where it stands; every rank calls it and gets the reply."""
+
+        def ask() -> PendingReply:
+            if self.status_name not in self.communicator.connections:
+                self.communicator.add_server_by_name(
+                    self.status_name,
+                    self.cfg.critic.ip,
+                    self.cfg.critic.port,
+                    schema.critic_status_endpoint(),
+                )
+            data = {"dummy_var": np.zeros(1, dtype=np.int64)}
+            return self.communicator.send_data_to_server(self.status_name, data, batching=False)
+
+        return StatusFuture(_on_rank_zero(ask)).result()
+
+    def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
+        """Refuse to go on unless the critic's weights are those saved at `expected_actor_step`.
+
+        Every rank calls it once, before the first rollout.
+
+        Args:
+            expected_actor_step: the actor's step, 0 for a new run.
+            checkpoints: folder of each of the actor's complete checkpoints, by its step.
+
+        Raises:
+            UserError: on every rank; the message says how to bring the two jobs together.
+        """
+        status = self.status()
+        have, unsaved = status["actor_step"], status["critic_step"] - status["saved_critic_step"]
+        where = f"{self.cfg.critic.ip}:{self.cfg.critic.port}"
+        if have == schema.UNKNOWN_STEP and not unsaved:
+            logging.warning(
+                f"the critic at {where} does not know which actor step its checkpoint belongs to; "
+                f"going on from actor step {expected_actor_step} without that check"
+            )
+            return
+        if have == expected_actor_step and not unsaved:
+            return
+        last = f"the checkpoint of actor step {have}" if have > 0 else "its first weights"
+        moved = f", {unsaved} optimizer step(s) after {last}" if unsaved else f" at {last}"
+        remedy = mismatch_remedy(
+            expected_actor_step, have, bool(unsaved), checkpoints, status["checkpoints"]
+        )
+        raise UserError(
+            f"actor and critic do not match: this actor is at step {expected_actor_step}, the "
+            f"critic at {where} is{moved}. {remedy}"
+        )
+
+    def close(self) -> None:
+        """End all connections."""
+        self.communicator.close()
+
+
+def _on_rank_zero(send: Callable[[], PendingReply]) -> PendingReply | Exception | None:
+    """Return `send()` on global rank 0, None elsewhere; an error is kept for `result()`, which
+    all ranks call.
+    """
+    return outcome_or_error(send) if parallel_state.get_rank() == 0 else None

@@ -1,0 +1,145 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays of the clients' requests, made from batches of the actor.
+
+b is the number of samples of one rank, S their padded number of tokens (see core/types.py).
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.types import PPOTrainBatch, Rollout
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.servers.schema import Arrays
+
+
+def scoring_payload(
+    rollout_batch: Rollout,
+    pad_to_length: int | None,
+    setting: str,
+    fingerprint: str | None = None,
+) -> Arrays:
+    """Return the arrays of an infer request.
+
+    Args:
+        rollout_batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
+        pad_to_length: number of columns to send, filled up with 0; None sends the columns of the
+            longest sample.
+        setting: section of the configuration that holds `pad_to_length`, for messages.
+        fingerprint: of the policy's tokenizer, for the server to compare; None leaves it out.
+
+    Raises:
+        UserError: S is above `pad_to_length`.
+    """
+    tokens = rollout_batch["response_tokens"].cpu()
+    lengths = rollout_batch["response_lengths"].cpu().long()
+    if pad_to_length is None:
+        tokens = tokens[:, : int(lengths.max())]
+    elif tokens.shape[1] > pad_to_length:
+        raise UserError(
+            f"a rollout of {tokens.shape[1]} tokens is longer than "
+            f"{setting}.pad_to_length={pad_to_length}. Raise {setting}.pad_to_length (up to the "
+            "served model's encoder_seq_length) or set it to null, or shorten the prompts or "
+            "length_params.max_length."
+        )
+    else:
+        tokens = torch.nn.functional.pad(tokens, (0, pad_to_length - tokens.shape[1]))
+    payload = {"tokens": tokens.long().numpy(), "sequence_lengths": lengths[:, None].numpy()}
+    if fingerprint is not None:
+        payload["tokenizer"] = np.full((len(lengths), 1), fingerprint.encode())
+    return payload
+
+
+def used_values(rollout_batch: Rollout, columns: int) -> np.ndarray:
+    """Return bool [b, columns]: True where the critic's value of a response token is needed."""
+    lengths = rollout_batch["response_lengths"].cpu()
+    prompts = (
+        rollout_batch["prompt_lengths"].cpu()
+        if "prompt_lengths" in rollout_batch
+        else torch.ones_like(lengths)
+    )
+    column = torch.arange(columns)
+    return ((column >= prompts[:, None] - 1) & (column < lengths[:, None] - 1)).numpy()
+
+
+def training_payload(batch: PPOTrainBatch) -> Arrays | None:
+    """Return the arrays of a train request for all data-parallel ranks on global rank 0.
+
+    Every rank calls it; ranks above 0 get None. Columns after the last response token of all
+    samples are not sent.
+
+    Args:
+        batch: `response_tokens` [b, S]; `returns`, `values` (of the rollout) and `mask`
+            [b, S-1]; optionally `sample_order` [b], each sample's place among those of all ranks.
+    """
+    if parallel_state.get_data_parallel_src_rank() != 0:
+        return None  # a model-parallel peer of a rank that sends the same samples
+    mask = batch["mask"]
+    width = _common_width(mask)
+    tensors = {
+        "tokens": batch["response_tokens"][:, :width].long(),
+        "returns": batch["returns"][:, : width - 1].float(),
+        "prev_values": batch["values"][:, : width - 1].float(),
+        "mask": mask[:, : width - 1].float(),
+    }
+    if "sample_order" in batch:
+        tensors["sample_order"] = batch["sample_order"][:, None]
+    gathered = gather_samples(tensors)
+    if gathered is None:
+        return None
+    if "sample_order" in gathered:
+        # The critic cuts its global batches from these samples: their order must not depend on
+        # the number of actor ranks.
+        order = gathered.pop("sample_order").flatten().argsort()
+        gathered = {name: tensor[order] for name, tensor in gathered.items()}
+    return {name: tensor.numpy() for name, tensor in gathered.items()}
+
+
+def _common_width(mask: Tensor) -> int:
+    """Number of token columns up to the last response token of all data-parallel ranks."""
+    used = mask.bool().any(dim=0).nonzero()
+    width = torch.tensor(
+        [int(used.max()) + 2 if len(used) else 2], dtype=torch.int64, device=get_device()
+    )
+    if parallel_state.get_data_parallel_world_size() > 1:
+        dist.all_reduce(
+            width, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group()
+        )
+    return int(width)
+
+
+def gather_samples(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return the samples of all data-parallel ranks, in rank order, on global rank 0.
+
+    Every rank of rank 0's data-parallel group calls it; the others get None.
+
+    Args:
+        tensors: by name, [b, width]; widths must be equal on all ranks, b may differ.
+    """
+    group = parallel_state.get_data_parallel_group()
+    size = parallel_state.get_data_parallel_world_size()
+    if size == 1:
+        return {name: tensor.cpu() for name, tensor in tensors.items()}
+    rank = dist.get_rank()
+    device = get_device()
+    counts = torch.zeros(size, dtype=torch.int64, device=device)
+    counts[parallel_state.get_data_parallel_rank()] = next(iter(tensors.values())).shape[0]
+    dist.all_reduce(counts, group=group)
+    most = int(counts.max())
+    gathered = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.to(device)
+        tensor = torch.nn.functional.pad(tensor, (0, 0, 0, most - tensor.shape[0])).contiguous()
+        shares = [torch.empty_like(tensor) for _ in range(size)] if rank == 0 else None
+        dist.gather(tensor, shares, dst=0, group=group)
+        if rank == 0:
+            gathered[name] = torch.cat(
+                [share[:count] for share, count in zip(shares, counts.tolist())]
+            ).cpu()
+    return gathered if rank == 0 else None

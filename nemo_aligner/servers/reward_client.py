@@ -1,0 +1,212 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The remote reward models as an object of the actor job.
+
+A reward model may be served by several servers (fleet.py), and several reward models may be
+combined: reward = sum of weight * reward of each. Every rank of the actor constructs a client and
+calls the same methods; only the source rank of each model-parallel group talks to the servers.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+
+from nemo_aligner.config.reward_models import read_reward_models
+from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.core.types import Rollout, Scores
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.servers import schema
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+from nemo_aligner.servers.fleet import Fleet
+from nemo_aligner.servers.futures import FutureResult, PendingReply, SentRequest
+from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
+from nemo_aligner.servers.payloads import scoring_payload
+from nemo_aligner.servers.schema import Arrays
+from nemo_aligner.servers.source_rank import await_on_source, try_on_source, wait_for_all
+
+
+class RMFutureResult(FutureResult[Scores]):
+    """Pending rewards of a rollout micro-batch.
+
+    Args:
+        rm_future: `PendingReply` with the rewards by name of the reward model, or the exception
+            of an attempt to send, on the source rank of the model-parallel group; ignored
+            elsewhere.
+        weights: of each reward model of an ensemble, by name; None for a single reward model.
+    """
+
+    def __init__(
+        self,
+        rm_future: PendingReply | Exception | None,
+        weights: Mapping[str, float] | None = None,
+    ):
+        self.rm_future, self.weights = rm_future, weights
+        self.pending = () if rm_future is None else (rm_future,)
+
+    def result(self) -> Scores:
+        """Wait for the scores; without values, on every rank of the model-parallel group.
+
+        Raises:
+            ServerRequestError: on every rank: an error of the model (with the remote traceback),
+                an unusable reply, or no server left.
+        """
+        reply = await_on_source(
+            self.rm_future,
+            parallel_state.get_model_parallel_src_rank(),
+            parallel_state.get_model_parallel_group(),
+        )
+        parts = {
+            name: torch.from_numpy(np.array(rewards)).flatten().to(get_device())
+            for name, rewards in reply.items()
+        }
+        if self.weights is None:
+            (rewards,) = parts.values()
+            return Scores(rewards)
+        # Summed in float64, so that the order of the names makes no difference.
+        total = sum(weight * parts[name].double() for name, weight in self.weights.items())
+        return Scores(total.float(), parts=parts)
+
+
+class _Connecting:
+    """The start of fleets as something to wait for on a source rank (see `wait_for_all`)."""
+
+    def __init__(self, fleets: list[Fleet]):
+        self._fleets = fleets
+
+    def done(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        # A list, not a generator: each fleet logs what it waits for, and notices its time limit.
+        while not all([fleet.wait_until_ready(0.1) for fleet in self._fleets]):
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def result(self) -> None:
+        return None
+
+
+class RewardModels:
+    """The reward models that `cfg` names. Every rank constructs one, together; source ranks hold
+    the connections.
+
+    Args:
+        cfg: `remote_rm` or `remote_critic_rm` (see config/reward_models.py).
+        communicator: gives the time limits; closing it closes the connections.
+        setting: name of the section.
+
+    Raises:
+        ConfigError: the section cannot work.
+        ServerUnreachableError: on every rank of the job: no server of a reward model replies.
+    """
+
+    def __init__(self, cfg: DictConfig, communicator: HTTPCommunicator, setting: str):
+        specs = read_reward_models(cfg, setting)
+        self.weights = (
+            None if specs[0].name is None else {spec.name: spec.weight for spec in specs}
+        )
+        self.fleets: dict[str, Fleet] = {}
+        if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
+            self.fleets = {
+                spec.name or spec.endpoint: Fleet(
+                    spec,
+                    schema.reward_model_endpoint(),
+                    communicator.init_timeout_s,
+                    communicator.inference_timeout_s,
+                    first=parallel_state.get_data_parallel_rank(),
+                )
+                for spec in specs
+            }
+        for fleet in self.fleets.values():
+            communicator.attach(fleet)
+        try:
+            wait_for_all([_Connecting(list(self.fleets.values()))] if self.fleets else [])
+        except ServerRequestError as error:
+            communicator.close()
+            raise ServerUnreachableError(str(error)) from None
+
+    def score(self, rollout_batch: Rollout, make_payload: Callable[[], Arrays]) -> RMFutureResult:
+        """Send `make_payload()` (see `scoring_payload`) to every reward model; returns at once.
+
+        `prompt_lengths` go along if the batch has them: a reward that is a function needs to know
+        where the response starts.
+        """
+
+        def send() -> PendingReply:
+            payload = make_payload()
+            if "prompt_lengths" in rollout_batch:
+                prompts = rollout_batch["prompt_lengths"].cpu().long()
+                payload = {**payload, "prompt_lengths": prompts[:, None].numpy()}
+            return send_to_fleets(self.fleets, payload)
+
+        return RMFutureResult(try_on_source(send), self.weights)
+
+
+def send_to_fleets(fleets: Mapping[str, Fleet], payload: Arrays) -> PendingReply:
+    """Send the same arrays to every fleet; the reply holds the rewards [b, 1] of each by name."""
+    sent = {
+        name: SentRequest(fleet.submit(payload), fleet.describe) for name, fleet in fleets.items()
+    }
+    return PendingReply(
+        sent, lambda replies: {name: reply["rewards"] for name, reply in replies.items()}
+    )
+
+
+class RemoteGPTRMClient:
+    """Remote reward models alone: one or several, each on one or several servers (a
+    `RewardSource`). Every rank constructs it, together.
+
+    Args:
+        cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}` or `reward_models`; `host`
+            and `port` beside them win over those of `reward_model`; optionally `init_timeout_s`,
+            `inference_timeout_s`.
+        tokenizer: of the policy; servers with another one refuse its samples. None disables the
+            comparison.
+        setting: name of the section, for messages.
+
+    Raises:
+        ConfigError: the section cannot work.
+        ServerUnreachableError: no server within `init_timeout_s`; progress is logged meanwhile.
+    """
+
+    def __init__(
+        self, cfg: DictConfig, tokenizer: object | None = None, setting: str = "remote_rm"
+    ):
+        self.cfg = cfg
+        self.setting = setting
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
+        self.pad_to_length = cfg.get("pad_to_length", None)
+        self.communicator = make_communicator(cfg, setting)
+        self.reward_models = RewardModels(cfg, self.communicator, setting)
+
+    def infer_rm(self, rollout_batch: Rollout) -> RMFutureResult:
+        """Send a micro-batch to be scored; returns at once.
+
+        An S above `pad_to_length`, as any error, is raised by the future's `result()`.
+
+        Args:
+            rollout_batch: `response_tokens` [b, S], `response_lengths` [b], optionally
+                `prompt_lengths` [b].
+        """
+        make_payload = functools.partial(
+            scoring_payload, rollout_batch, self.pad_to_length, self.setting, self.fingerprint
+        )
+        return self.reward_models.score(rollout_batch, make_payload)
+
+    def close(self) -> None:
+        """End all connections."""
+        self.communicator.close()
+
+
+def make_communicator(cfg: DictConfig, setting: str) -> HTTPCommunicator:
+    """Return a communicator with the time limits of `cfg`, the section called `setting`."""
+    timeouts = {
+        name: cfg.get(name)
+        for name in ("init_timeout_s", "inference_timeout_s")
+        if cfg.get(name) is not None
+    }
+    return HTTPCommunicator(**timeouts, setting=setting)

@@ -1,0 +1,140 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Triton in a server job's rank 0, and the removal of everything it leaves on the machine."""
+
+import contextlib
+import gc
+import glob
+import os
+import shutil
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import psutil
+from nemo.utils import logging
+
+from nemo_aligner.servers.locks import lock_method
+from nemo_aligner.servers.ports import check_port_is_free
+from nemo_aligner.servers.schema import Arrays, Endpoint, triton_tensors
+from nemo_aligner.servers.triton_environment import prepare_triton_environment
+
+# What answers the requests of an endpoint: arrays by wire name -> arrays by wire name.
+Handler = Callable[..., Arrays]
+
+
+class TritonHost:
+    """Triton with its workspace, and the removal of everything it leaves on the machine."""
+
+    def __init__(self, host: str, port: int):
+        self.host, self.port = host, port
+        self._triton = None
+        self._directory: str | None = None
+        self._lock = threading.Lock()
+
+    def start(
+        self,
+        endpoints: Sequence[tuple[Endpoint, Handler]],
+        batcher: Mapping[str, Any],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Serve `endpoints`; returns once all are ready.
+
+        Args:
+            endpoints: each with the function that answers its requests.
+            batcher: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
+            should_stop: called between endpoints (each takes about two seconds to start); True
+                ends the start early.
+        """
+        prepare_triton_environment()
+        check_port_is_free(self.host, self.port)
+        from pytriton.triton import Triton, TritonConfig
+
+        # Triton's socket paths must stay under 108 characters.
+        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"
+        self._directory = tempfile.mkdtemp(prefix="triton_", dir=base)
+        log_file = os.path.join(self._directory, "triton.log")
+        try:
+            self._triton = Triton(
+                config=TritonConfig(
+                    http_address=self.host,
+                    http_port=self.port,
+                    allow_grpc=False,
+                    allow_metrics=False,
+                    exit_timeout_secs=10,  # if this process is killed in the middle of a request
+                    log_file=log_file,
+                ),
+                workspace=os.path.join(self._directory, "w"),
+            )
+            self._triton.run()
+            for endpoint, function in endpoints:
+                if should_stop():
+                    return
+                self._bind(endpoint, function, batcher)
+        except Exception:
+            with contextlib.suppress(OSError), open(log_file, errors="replace") as log:
+                logging.error(
+                    "Triton did not start. The end of its log:\n" + "".join(log.readlines()[-15:])
+                )
+            raise
+
+    def _bind(self, endpoint: Endpoint, function: Handler, batcher: Mapping[str, Any]) -> None:
+        from pytriton.decorators import batch, group_by_keys, sample
+        from pytriton.model_config import DynamicBatcher, ModelConfig
+
+        def call(**arrays: Any) -> Arrays:
+            return function(**arrays)
+
+        if endpoint.batching:
+            config = ModelConfig(
+                batching=True, max_batch_size=9999999, batcher=DynamicBatcher(**batcher)
+            )
+        else:
+            config = ModelConfig(batching=False, max_batch_size=0)
+        self._triton.bind(
+            model_name=endpoint.name,
+            infer_func=group_by_keys(batch(call)) if endpoint.batching else sample(call),
+            inputs=triton_tensors(endpoint.inputs),
+            outputs=triton_tensors(endpoint.outputs),
+            config=config,
+            strict=True,
+        )
+
+    def is_alive(self) -> bool:
+        """Whether Triton runs."""
+        return self._triton is not None and self._triton.is_alive()
+
+    @lock_method("self._lock")
+    def stop(self) -> None:
+        """Stop Triton and remove its workspace and shared memory.
+
+        A second call waits for the first and does nothing.
+        """
+        if self._triton is not None:
+            # PyTriton collects garbage once per endpoint, half a second each with torch loaded.
+            gc.freeze()
+            try:
+                self._triton.stop()
+            except Exception:
+                logging.warning(f"stopping Triton: {traceback.format_exc()}")
+            gc.unfreeze()
+            self._triton = None
+        self._clean()
+
+    def kill(self) -> None:
+        """Kill Triton and clean up, for a process that ends and cannot wait for `stop`."""
+        for process in psutil.Process().children(recursive=True):
+            if "triton" in process.name():
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        self._clean()
+
+    def _clean(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+        for leftover in glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*"):  # PyTriton's own spelling
+            with contextlib.suppress(OSError):
+                os.unlink(leftover)

@@ -1,0 +1,290 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of requests and replies; every message names the tensor, the fault and the remedy.
+
+The client checks the form of a request before it sends it and the numbers of a reply before they
+are trained on; the server checks the numbers of a request. N is the number of samples, S the
+padded token length (see schema.py).
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from nemo_aligner.servers.schema import (
+    CRITIC_INFER,
+    Arrays,
+    Endpoint,
+    ReplyError,
+    RequestError,
+    TensorSpec,
+)
+
+_NOT_COMBINED = (
+    "The critic server gives no rewards: its job has "
+    "trainer.ppo.combine_rm_and_critic_server=False, this one "
+    "remote_critic_rm.combine_rm_and_critic_server=True. Set both alike; with False the reward "
+    "model has its own server."
+)
+
+
+# ---- requests ----
+
+
+def validate_request(endpoint: Endpoint, data: Mapping[str, np.ndarray]) -> None:
+    """Check names, dtypes and shapes of a request (batched form for a batching endpoint).
+
+    Raises:
+        RequestError: naming the tensor, its fault, and the inputs of the endpoint.
+    """
+    expected = "; ".join(
+        spec.describe(endpoint.batching) + (" (optional)" if spec.optional else "")
+        for spec in endpoint.inputs
+    )
+    remedy = f"Endpoint '{endpoint.name}' takes {expected}."
+    names = {spec.name for spec in endpoint.inputs}
+    for name in data:
+        if name not in names:
+            raise RequestError(f"unknown input tensor '{name}'. {remedy}")
+    for spec in endpoint.inputs:
+        if spec.name in data:
+            _validate_tensor(spec, data[spec.name], endpoint.batching, remedy)
+        elif not spec.optional:
+            raise RequestError(f"input tensor '{spec.name}' ({spec.meaning}) is missing. {remedy}")
+    if endpoint.batching and len({array.shape[0] for array in data.values()}) > 1:
+        shapes = {name: list(array.shape) for name, array in data.items()}
+        raise RequestError(f"the input tensors have different numbers of rows: {shapes}. {remedy}")
+
+
+def _validate_tensor(spec: TensorSpec, array: object, batching: bool, remedy: str) -> None:
+    """Check type, dtype and shape of one input."""
+    if not isinstance(array, np.ndarray):
+        raise RequestError(
+            f"input tensor '{spec.name}' is a {type(array).__name__}, not a numpy array. {remedy}"
+        )
+    right_dtype = (
+        array.dtype.kind in "OS" if spec.dtype is np.bytes_ else array.dtype == spec.dtype
+    )
+    if not right_dtype:
+        raise RequestError(
+            f"input tensor '{spec.name}' has dtype {array.dtype}; send "
+            f"{spec.describe(batching)}. {remedy}"
+        )
+    shape = array.shape[1:] if batching else array.shape
+    if len(shape) != len(spec.shape) or any(
+        want not in (-1, got) for got, want in zip(shape, spec.shape)
+    ):
+        raise RequestError(
+            f"input tensor '{spec.name}' has shape {list(array.shape)}; send "
+            f"{spec.describe(batching)}. {remedy}"
+        )
+
+
+def _validate_tokens(tokens: np.ndarray, vocab_size: int | None, max_length: int | None) -> None:
+    if tokens.size == 0:
+        raise RequestError(
+            f"'tokens' has shape {list(tokens.shape)}: send at least one row of at least one "
+            "token."
+        )
+    if max_length is not None and tokens.shape[1] > max_length:
+        raise RequestError(
+            f"'tokens' has {tokens.shape[1]} columns, but the served model takes at most "
+            f"{max_length} (model.encoder_seq_length). Send shorter rows, or serve a model with a "
+            "longer context."
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
+        bad = low if low < 0 else high
+        raise RequestError(
+            f"'tokens' holds the id {bad}, outside the served model's vocabulary [0, "
+            f"{vocab_size}). Actor and server must use the same tokenizer; pad with 0."
+        )
+
+
+def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
+    """Refuse an infer request of a policy whose tokenizer is not the server's.
+
+    Every row is compared; requests that Triton merged are refused together, as with any fault.
+
+    Args:
+        sent: the request's `tokenizer`, bytes [N, 1]; None if the client sent none.
+        own: `tokenizer_fingerprint` of the server's tokenizer; None if it has none.
+
+    Raises:
+        RequestError: naming both fingerprints and the remedy.
+    """
+    if sent is None or own is None:
+        return
+    others = {bytes(fingerprint) for fingerprint in sent.reshape(-1)} - {own.encode()}
+    if others:
+        theirs = "; ".join(sorted(fingerprint.decode(errors="replace") for fingerprint in others))
+        raise RequestError(
+            f"the policy's tokenizer ({theirs}) is not this server's ({own}): token ids do not "
+            "mean the same to both, and training on such scores would be nonsense. Serve a reward "
+            "model or critic that was trained with the policy's tokenizer; for a reward that is a "
+            "function, name in rm_model_file a .nemo with the policy's tokenizer (the policy's "
+            "own), or give that tokenizer in model.tokenizer."
+        )
+
+
+def validate_scoring_inputs(
+    tokens: np.ndarray,
+    sequence_lengths: np.ndarray,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+    prompt_lengths: np.ndarray | None = None,
+) -> None:
+    """Check the content of an infer request: tokens int64 [N, S]; sequence_lengths and, if given,
+    prompt_lengths int64 [N] or [N, 1]."""
+    _validate_tokens(tokens, vocab_size, max_length)
+    lengths = _one_per_row("sequence_lengths", sequence_lengths, tokens)
+    if lengths.min() < 1 or lengths.max() > tokens.shape[1]:
+        bad = int(lengths.min()) if lengths.min() < 1 else int(lengths.max())
+        raise RequestError(
+            f"'sequence_lengths' holds {bad}, but every length must be in [1, {tokens.shape[1]}], "
+            "the columns of 'tokens'."
+        )
+    if prompt_lengths is None:
+        return
+    prompts = _one_per_row("prompt_lengths", prompt_lengths, tokens)
+    wrong = np.flatnonzero((prompts < 0) | (prompts > lengths))
+    if wrong.size:
+        raise RequestError(
+            f"'prompt_lengths' holds {prompts[wrong[0]]} in row {wrong[0]}, whose "
+            f"'sequence_lengths' (prompt + response) is {lengths[wrong[0]]}: the prompt must lie "
+            f"in [0, {lengths[wrong[0]]}]."
+        )
+
+
+def _one_per_row(name: str, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return `lengths` as [N]; there must be one for each row of `tokens`."""
+    flat = lengths.reshape(-1)
+    if flat.shape[0] != tokens.shape[0]:
+        raise RequestError(
+            f"'{name}' has shape {list(lengths.shape)}, but 'tokens' has {tokens.shape[0]} rows: "
+            "send one length per row, [N, 1]."
+        )
+    return flat
+
+
+def validate_training_inputs(
+    tokens: np.ndarray,
+    returns: np.ndarray,
+    prev_values: np.ndarray,
+    mask: np.ndarray,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+) -> None:
+    """Check the content of a train request: tokens int64 [N, S], the others float32 [N, S-1]."""
+    _validate_tokens(tokens, vocab_size, max_length)
+    transitions = (tokens.shape[0], tokens.shape[1] - 1)
+    for name, array in (("returns", returns), ("prev_values", prev_values), ("mask", mask)):
+        if array.shape != transitions:
+            raise RequestError(
+                f"'{name}' has shape {list(array.shape)}, but 'tokens' has shape "
+                f"{list(tokens.shape)}: send [N, S-1] = {list(transitions)}, column t for the "
+                "prediction of token t+1."
+            )
+    if not np.isin(mask, (0.0, 1.0)).all():
+        raise RequestError(
+            "'mask' holds values other than 0 and 1: send 1 on transitions into response tokens, "
+            "else 0."
+        )
+    for name, array in (("returns", returns), ("prev_values", prev_values)):
+        bad = ~np.isfinite(array) & (mask > 0)
+        if bad.any():
+            row, column = (int(i[0]) for i in np.nonzero(bad))
+            raise RequestError(
+                f"'{name}' is {array[row, column]} at row {row}, column {column}, where 'mask' is "
+                "1: send finite numbers there (an update with this batch would destroy the "
+                "critic)."
+            )
+
+
+# ---- replies ----
+
+
+def validate_reply(
+    endpoint: Endpoint, reply: Arrays, samples: int, used: np.ndarray | None = None
+) -> None:
+    """Check the reply to an infer request before its numbers are trained on.
+
+    Args:
+        endpoint: a scoring endpoint (`critic_infer_endpoint`, `reward_model_endpoint`).
+        reply: arrays by wire name.
+        samples: number of samples that were sent.
+        used: bool [samples, columns], True where a value is used; it may be NaN or missing
+            elsewhere. None checks only the number of rows of `values`.
+
+    Raises:
+        ReplyError: naming the tensor, the row, what came, and the remedy.
+    """
+    for spec in endpoint.outputs:
+        array = reply.get(spec.name)
+        if array is None:
+            raise ReplyError(
+                f"the answer has no tensor '{spec.name}' ({spec.meaning}), only {sorted(reply)}. "
+                + (_NOT_COMBINED if endpoint.name == CRITIC_INFER else _other_server(endpoint))
+            )
+        if array.dtype.kind != "f":
+            raise ReplyError(
+                f"'{spec.name}' came as {array.dtype}, not {spec.describe(True)}. "
+                + _other_server(endpoint)
+            )
+        if spec.name == "rewards":
+            _validate_rewards(endpoint, array, samples)
+        else:
+            _validate_values(endpoint, array, samples, used)
+
+
+def _other_server(endpoint: Endpoint) -> str:
+    return (
+        "Is another kind of server running at this address? The client expects "
+        f"'{endpoint.name}' there."
+    )
+
+
+def _validate_rewards(endpoint: Endpoint, rewards: np.ndarray, samples: int) -> None:
+    if rewards.shape != (samples, 1):
+        remedy = _other_server(endpoint)
+        if rewards.ndim == 2 and rewards.shape[0] == samples:
+            remedy = (
+                "A reward model with several attributes must merge them into one number per "
+                "sample (model.regression.merge_attributes=True with "
+                "model.regression.attribute_weights)."
+            )
+        raise ReplyError(
+            f"'rewards' has shape {list(rewards.shape)} for {samples} row(s) sent; [{samples}, 1] "
+            f"is needed, one reward per sample. {remedy}"
+        )
+    bad = np.flatnonzero(~np.isfinite(rewards))
+    if bad.size:
+        raise ReplyError(
+            f"'rewards' is {rewards[bad[0], 0]} in row {bad[0]} ({bad.size} of {samples} row(s) "
+            "are not finite). Training on it would destroy the policy: look for NaN in the "
+            "weights of the served model (a diverged training, a damaged checkpoint) and serve a "
+            "good one."
+        )
+
+
+def _validate_values(
+    endpoint: Endpoint, values: np.ndarray, samples: int, used: np.ndarray | None
+) -> None:
+    columns = 0
+    if used is not None and used.any():
+        columns = int(np.flatnonzero(used.any(axis=0))[-1]) + 1
+    if values.ndim != 2 or values.shape[0] != samples or values.shape[1] < columns:
+        raise ReplyError(
+            f"'values' has shape {list(values.shape)} for {samples} row(s) sent; [{samples}, at "
+            f"least {columns}] is needed, one value per token. {_other_server(endpoint)}"
+        )
+    if used is None or not columns:
+        return
+    bad = np.argwhere(used[:, :columns] & ~np.isfinite(values[:, :columns]))
+    if bad.size:
+        row, column = (int(i) for i in bad[0])
+        raise ReplyError(
+            f"'values' is {values[row, column]} in row {row}, column {column}, inside the "
+            "response. Look for NaN in the critic's weights (a diverged training: lower "
+            "model.optim.lr) and restart it from a good checkpoint."
+        )

@@ -1,0 +1,61 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Time limits that stop what hangs and spare what is slow.
+
+A limit is given in seconds of a quiet machine. It is stretched by the number of processes that
+share a core (the mean of the last minute), and by `TEST_PATIENCE` if that is set (3 for a slow
+machine).
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+
+def slowness() -> float:
+    """How many times longer than on a quiet machine a computation takes now; at least 1."""
+    factor = float(os.environ.get("TEST_PATIENCE", 1))
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) * factor
+
+
+def patience(seconds: float) -> float:
+    """`seconds` of a quiet machine, as this machine is now."""
+    return seconds * slowness()
+
+
+class Deadline:
+    """Runs out after `seconds` of a quiet machine; a busy machine slows its clock down."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.restart()
+
+    def restart(self) -> None:
+        self._left, self._last = self.seconds, time.monotonic()
+
+    def passed(self) -> bool:
+        """Whether the time is over. Call it often: the load counts as it is at the call."""
+        now = time.monotonic()
+        self._left -= (now - self._last) / slowness()
+        self._last = now
+        return self._left < 0
+
+
+def wait_until(
+    condition: Callable[[], object],
+    limit_s: float = 60.0,
+    what: str | Callable[[], str] = "the condition",
+    interval_s: float = 0.02,
+) -> None:
+    """Return once `condition()` is true.
+
+    Raises:
+        AssertionError: it is still false after `limit_s` seconds of a quiet machine; the message
+        holds `what`, or the result of `what()`.
+    """
+    deadline = Deadline(limit_s)
+    while not condition():
+        if deadline.passed():
+            text = what() if callable(what) else what
+            raise AssertionError(f"limit of {limit_s:g} s (quiet machine) waiting for: {text}")
+        time.sleep(interval_s)

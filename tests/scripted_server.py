@@ -1,0 +1,117 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Servers for tests of the clients: sockets that follow a script, for failures at moments at which
+a real server cannot be made to fail.
+"""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import numpy as np
+
+
+class ScriptedServer:
+    """A socket that speaks as much HTTP as a probe and a request need.
+
+    Attributes:
+        ready: reply to probes: an HTTP status, or None for silence.
+        script: function(index of the request, its rewards) -> bytes to send before the connection
+            is closed, or None to keep it open and send nothing. The reward of a request is its
+            first token.
+        requests: number of requests so far.
+        at_once: the most requests that were open at the same time.
+    """
+
+    def __init__(self, script=None, ready=200):
+        self.script, self.ready = script or (lambda index, rewards: answer(rewards)), ready
+        self.probes = self.requests = self.open = self.at_once = 0
+        self._lock = threading.Lock()
+        self._hold = threading.Event()
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def stop(self):
+        """Refuse connections; those that are kept open are closed."""
+        self._hold.set()
+        with contextlib.suppress(OSError):  # stopped already
+            # A thread waits in `accept`: closing alone would let one more connection in.
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _accept(self):
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection):
+        with connection:
+            data = b""
+            while b"\r\n\r\n" not in data:
+                if not (more := connection.recv(65536)):
+                    return
+                data += more
+            head, body = data.split(b"\r\n\r\n", 1)
+            if head.startswith(b"GET"):
+                self.probes += 1
+                if self.ready is None:
+                    self._hold.wait()
+                else:
+                    connection.sendall(
+                        f"HTTP/1.1 {self.ready} X\r\nContent-Length: 0\r\n\r\n".encode()
+                    )
+                return
+            fields = dict(line.lower().split(": ", 1) for line in head.decode().split("\r\n")[1:])
+            while len(body) < int(fields["content-length"]):
+                body += connection.recv(65536)
+            with self._lock:
+                index = self.requests
+                self.requests += 1
+                self.open += 1
+                self.at_once = max(self.at_once, self.open)
+            tokens = np.frombuffer(
+                body[int(fields["inference-header-content-length"]) :], np.int64
+            )
+            reply = self.script(index, [[float(tokens[0])]])
+            with self._lock:
+                self.open -= 1
+            if reply is None:
+                self._hold.wait()
+            else:
+                connection.sendall(reply)
+
+
+def answer(rewards, status=200):
+    output = {"name": "rewards", "datatype": "FP32", "shape": [len(rewards), len(rewards[0])]}
+    return http({"outputs": [{**output, "data": [x for row in rewards for x in row]}]}, status)
+
+
+def http(content, status):
+    body = json.dumps(content).encode()
+    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def failure(text, status=500):
+    return lambda index, rewards: http({"error": text}, status)
+
+
+def closed_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def slowly(index, rewards):
+    time.sleep(0.1)
+    return answer(rewards)

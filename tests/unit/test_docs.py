@@ -1,0 +1,268 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""README, the pages of docs/ and their neighbours: every file and name that they mention exists,
+links lead somewhere, figures stand in one place, and the site has all pages.
+"""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "nemo_aligner"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks/README.md",
+    ROOT / "examples/quickstart/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+
+# Folders in which a path of a page may lie, besides the page's own.
+FOLDERS = [ROOT, PACKAGE, ROOT / "examples/nlp/gpt", ROOT / "conf"]
+SUFFIXES = "py|yaml|yml|sbatch|md|txt|toml"
+ROOMS = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+TOP_FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} | ROOMS
+
+
+def prose(page):
+    """The text of a page without its blocks of code."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    return re.sub(r"(?m)^(?: {4}).*$", "", text)
+
+
+def spans(page):
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+# --------------------------------------------------------------------------------- names and files
+
+
+@functools.cache
+def definitions(path):
+    """Names that a file defines at its top, and `Class.member` of its classes."""
+    return _names(ast.parse(path.read_text(encoding="utf-8")).body)
+
+
+def _names(body, prefix=""):
+    names = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(prefix + node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= _names(node.body, f"{prefix}{node.name}.")
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {prefix + (alias.asname or alias.name) for alias in node.names}
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names |= {prefix + target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def find(path, page):
+    """The file or folder that a page calls `path`, or None."""
+    places = [folder / path for folder in (page.parent, *FOLDERS)]
+    return next((place for place in places if place.exists()), None)
+
+
+def problem(span, page):
+    """What is wrong with a span of code that looks like a path or a dotted name; None: nothing."""
+    if match := re.fullmatch(rf"([\w.\-/]+\.(?:{SUFFIXES}))(?::([\w.]+))?", span):
+        path, name = match.groups()
+        if path.startswith("path/to/"):
+            return None
+        file = find(path, page)
+        if file is None:
+            return f"there is no file {path}"
+        if name and name not in definitions(file):
+            return f"{path} does not define {name}"
+    elif re.fullmatch(r"[\w\-]+(/[\w\-]+)*/?", span) and "/" in span:
+        if span.partition("/")[0] in TOP_FOLDERS and find(span, page) is None:
+            return f"there is no {span}"
+    elif re.fullmatch(r"nemo_aligner(\.\w+)+", span):
+        return missing_module(span)
+    return None
+
+
+def missing_module(dotted):
+    """What is wrong with `nemo_aligner.room.module[.name]`; None: nothing."""
+    parts, place = dotted.split(".")[1:], PACKAGE
+    while parts and (place / parts[0]).is_dir():
+        place /= parts.pop(0)
+    if not parts:
+        return None
+    file = place / f"{parts[0]}.py"
+    if not file.exists():
+        file, parts = place / "__init__.py", ["", *parts]
+    name = ".".join(parts[1:])
+    return f"{dotted} does not exist" if name and name not in definitions(file) else None
+
+
+@every_page
+def test_files_and_names_exist(page):
+    problems = [f"`{span}`: {wrong}" for span in spans(page) if (wrong := problem(span, page))]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        "core/nowhere.py",
+        "core/losses.py:no_such_loss",
+        "core/types.py:Scores.no_such_field",
+        "nemo_aligner/nowhere/",
+        "nemo_aligner.core.nowhere",
+        "nemo_aligner.core.losses.no_such_loss",
+    ],
+)
+def test_names_that_do_not_exist_are_found(span):
+    assert problem(span, ROOT / "README.md")
+
+
+@every_page
+def test_scripts_in_commands_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(r"(?:examples|benchmarks|scripts)/[\w/]+\.(?:py|sbatch)", text):
+        assert (ROOT / path).exists(), path
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"(?m)^([\w-]+):", makefile))
+    assert (
+        set(re.findall(r"\bmake ([a-z][\w-]+)\b(?=[` \n])", "\n".join(commands(text)))) <= targets
+    )
+
+
+def commands(text):
+    """Indented lines and spans of code."""
+    return re.findall(r"(?m)^ {4}(.*)$", text) + re.findall(r"`([^`\n]+)`", text)
+
+
+@every_page
+def test_python_blocks_import_what_exists(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("nemo_aligner"):
+                for alias in node.names:
+                    assert missing_module(f"{node.module}.{alias.name}") is None
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def anchors(page):
+    headings = re.findall(r"(?m)^#+ (.*)$", prose(page))
+    return {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
+
+
+# ------------------------------------------------------------------------------------------- prose
+
+
+@every_page
+def test_lines_end_before_column_100(page):
+    """Rows of tables cannot be cut."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    long = [line for line in lines if len(line) > 99 and not line.startswith("|")]
+    assert not long, "\n".join(long)
+
+
+@every_page
+def test_a_response_is_called_response(page):
+    words = re.sub(r"`[^`\n]+`", "", prose(page))
+    assert not re.findall(r"(?i)\banswers?\b", words)
+
+
+def test_readme_is_a_front_door():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 110
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in text, f"README does not link docs/{page.name}"
+
+
+def test_every_difference_is_told_from_both_sides():
+    text = (ROOT / "docs/differences.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|") and not line.startswith("|---")
+    ]
+    headers = [row for row in rows if row[0] == "What"]
+    differences = [row for row in rows if row[0] != "What"]
+    assert len(differences) >= 35
+    assert all(header == ["What", "Here", "NeMo-Aligner", "Why"] for header in headers)
+    assert all(len(row) == 4 and row[0] and row[1] and row[2] for row in differences)
+
+
+# ----------------------------------------------------------------------------------------- figures
+
+
+def test_readme_and_results_tell_of_the_same_run():
+    """The quickstart's table in README is that of seed 0."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    told = {
+        name.strip(): (before.strip(), after.strip())
+        for name, before, after in re.findall(r"│ (.+?) │ (\S+) +│ (\S+) +│", readme)
+    }
+    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    quickstart = results.split("## Rejection sampling")[0]
+    row = re.search(r"(?m)^\| 0 \| (\S+) → (\S+) \| (\S+) → (\S+) \| (\S+) \|$", quickstart)
+    assert told["validation reward"] == row.group(1, 2)
+    assert told["gold score (-1 to 1)"] == row.group(3, 4)
+    assert told["KL to the reference, per token"] == ("0.000", row.group(5))
+
+
+@every_page
+def test_no_placeholder_is_left_where_a_figure_belongs(page):
+    assert not re.findall(r"\b(?:QUICKSTART|MEASURED)_[A-Z]+\b|\bTODO\b|\bXXX\b", page.read_text())
+
+
+def test_every_walkthrough_has_three_seeds():
+    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    for target in ("quickstart", "rs", "arithmetic"):
+        section = results.split(f'make {target} ARGS="--seed N"')[1].split("\n## ")[0]
+        assert re.findall(r"(?m)^\| (\d) \|", section) == ["0", "1", "2"]
+
+
+# -------------------------------------------------------------------------------------------- site
+
+
+def test_the_site_has_every_page_and_every_room():
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = {page for section in config["nav"] for page in _leaves(section)}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= listed
+    rooms = ROOMS - {"utils", "report", "conf", "__pycache__"}
+    assert {f"api/{room}.md" for room in rooms} == {p for p in listed if p.startswith("api/")}
+
+
+def _leaves(node):
+    if isinstance(node, str):
+        yield node
+    for child in (
+        node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    ):
+        yield from _leaves(child)
+
+
+def test_the_workflow_runs_what_ci_runs():
+    """The hosted workflow calls the commands of .ci/run and has no rights but to read."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    called = {step["run"] for step in steps if "run" in step}
+    local = re.findall(r"(?m)^(?:exec )?(make \S+)$", (ROOT / ".ci/run").read_text())
+    assert local and set(local) <= called
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "secrets" not in (ROOT / ".github/workflows/ci.yml").read_text()

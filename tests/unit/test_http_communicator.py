@@ -1,0 +1,242 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for servers, and requests to a server that has a state, the critic: their order, and
+failures.
+"""
+
+import concurrent.futures
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.servers import connection as connection_module
+from nemo_aligner.servers import http_communicator, schema
+from nemo_aligner.servers.connection import RESTART_REMEDY, ServerConnection
+from nemo_aligner.servers.futures import PendingReply, SentRequest
+from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
+from nemo_aligner.servers.validation import validate_reply
+from tests.scripted_server import ScriptedServer, answer, failure, slowly
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Silent servers are noticed in tenths of seconds."""
+    for name in ("PROBE_INTERVAL_S", "PROBE_TIMEOUT_S", "CLOSING_GRACE_S"):
+        monkeypatch.setattr(connection_module, name, 0.2)
+
+
+class Client:
+    """A connection to a scripted server, with requests whose reward is their first token."""
+
+    def __init__(self, server, inference_timeout_s=20.0):
+        self.connection = ServerConnection(
+            "127.0.0.1", server.port, inference_timeout_s, "remote_critic_rm"
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.connection.close()
+
+    def send(self, value, alone=False, check=None):
+        tokens = np.full((1, 3), value, np.int64)
+        return self.connection.submit("critic_infer", {"tokens": tokens}, alone, check)
+
+
+def rewards(futures):
+    return [float(future.result(20)["rewards"][0, 0]) for future in futures]
+
+
+def test_wrong_port_is_one_clear_error_in_time(monkeypatch):
+    lines = []
+    monkeypatch.setattr(http_communicator.logging, "info", lines.append)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    communicator = HTTPCommunicator(init_timeout_s=2.5, progress_interval_s=0.5)
+    start = time.monotonic()
+    with pytest.raises(ServerUnreachableError) as caught:
+        communicator.create_http_communicator_from_dict({"critic_infer": ("127.0.0.1", port)})
+    assert time.monotonic() - start < 30  # the default is much longer
+    assert isinstance(caught.value, UserError)
+    for word in ("critic_infer", f"127.0.0.1:{port}", "2 s", "remote_critic_rm.init_timeout_s"):
+        assert word in str(caught.value)
+    assert len(lines) >= 3 and all(
+        f"127.0.0.1:{port}" in line and "critic_infer" in line for line in lines
+    )
+
+
+def test_closing_says_so(monkeypatch):
+    lines = []
+    monkeypatch.setattr(http_communicator.logging, "info", lines.append)
+    with HTTPCommunicator():
+        pass
+    assert any("Cleaning up communicator" in line for line in lines)
+
+
+# ---- the order of requests ----
+
+
+def test_requests_overlap_except_those_that_keep_their_place():
+    """Requests 100 and 101 are alone at the server, between those around them."""
+    events, lock = [], threading.Lock()
+
+    def record(index, rewards):
+        value = int(rewards[0][0])
+        with lock:
+            events.append(("begins", value))
+        time.sleep(0.3 if value < 100 else 0.1)
+        with lock:
+            events.append(("ends", value))
+        return answer(rewards)
+
+    with ScriptedServer(record) as server, Client(server) as client:
+        futures = [client.send(value) for value in range(3)]
+        futures += [client.send(100, alone=True), client.send(101, alone=True)]
+        futures += [client.send(value) for value in range(3, 6)]
+        assert rewards(futures) == [0, 1, 2, 100, 101, 3, 4, 5]
+    values = [value for _, value in events]
+    assert {*values[:6]} == {0, 1, 2} and {*values[10:]} == {3, 4, 5}
+    assert values[6:10] == [100, 100, 101, 101]
+    for side_by_side in (events[:3], events[10:13]):
+        assert [what for what, _ in side_by_side] == ["begins"] * 3
+
+
+def test_no_more_requests_at_once_than_allowed(monkeypatch):
+    monkeypatch.setattr(connection_module, "MAX_IN_FLIGHT", 3)
+    with ScriptedServer(slowly) as server, Client(server) as client:
+        assert rewards([client.send(value) for value in range(9)]) == list(range(9))
+        assert server.at_once <= 3
+
+
+# ---- failures: each is one error, and nothing is sent again ----
+
+
+@pytest.mark.parametrize(
+    "script, words",
+    [
+        (lambda index, rewards: b"", ["RemoteDisconnected", RESTART_REMEDY]),
+        (lambda index, rewards: answer(rewards)[:-9], ["IncompleteRead", RESTART_REMEDY]),
+        (
+            failure("Stub process 'critic_train_0' is not healthy."),
+            ["Stub process 'critic_train_0' is not healthy", RESTART_REMEDY],
+        ),
+        (
+            failure("Traceback (most recent call last):\n  ...\nArithmeticError: no"),
+            ["Traceback (most recent call last):\n  ...\nArithmeticError: no"],
+        ),
+    ],
+    ids=["closed", "cut-short", "process-lost", "model-error"],
+)
+def test_a_failed_request_is_one_error_with_its_cause(script, words):
+    with ScriptedServer(script) as server, Client(server) as client:
+        future = client.send(1, alone=True)
+        with pytest.raises(ServerRequestError) as caught:
+            future.result(20)
+        message = str(caught.value)
+        assert message.startswith(f"request to critic_infer at 127.0.0.1:{server.port} failed: ")
+        for word in words:
+            assert word in message
+        assert (RESTART_REMEDY in message) == (RESTART_REMEDY in words)
+        assert server.requests == 1
+        with pytest.raises(ServerRequestError):
+            client.send(2).result(20)  # the next request is sent
+        assert server.requests == 2
+
+
+def test_a_server_that_is_gone_is_named():
+    with ScriptedServer() as server, Client(server) as client:
+        assert rewards([client.send(7)]) == [7]
+        server.stop()
+        with pytest.raises(ServerRequestError) as caught:
+            client.send(8).result(20)
+    assert "ConnectionRefusedError" in str(caught.value)
+    assert f"The server is gone. {RESTART_REMEDY}" in str(caught.value)
+
+
+def test_a_server_that_falls_silent_is_given_up(fast):
+    with ScriptedServer(lambda *_: None) as server, Client(server) as client:
+        future = client.send(1, alone=True)
+        waiting = client.send(2, alone=True)
+        time.sleep(1.0)
+        assert not future.done()  # it answers probes
+        server.ready = None
+        with pytest.raises(ServerRequestError, match="no longer answers .[0-9] probes in a row"):
+            future.result(20)
+        with pytest.raises(ServerRequestError, match="no longer answers .[0-9] probes in a row"):
+            waiting.result(20)
+
+
+def test_the_time_limit_ends_a_request_that_hangs():
+    with ScriptedServer(lambda *_: None) as server, Client(server, 1.0) as client:
+        with pytest.raises(
+            ServerRequestError,
+            match=r"got no reply within 1 s \(remote_critic_rm.inference_timeout_s\)",
+        ):
+            client.send(1).result(20)
+
+
+def test_values_of_nan_are_refused_with_the_address():
+    def check(reply):
+        validate_reply(schema.reward_model_endpoint(), reply, 1)
+
+    with ScriptedServer() as server, Client(server) as client:
+        assert rewards([client.send(1, check=check)]) == [1]
+        server.script = lambda index, rewards: answer([[float("nan")]])
+        with pytest.raises(
+            ServerRequestError,
+            match=f"critic_infer at 127.0.0.1:{server.port} failed: 'rewards' is nan in row 0",
+        ):
+            client.send(1, check=check).result(20)
+
+
+def test_closing_fails_what_is_open_and_ends_all_threads(fast):
+    before = set(threading.enumerate())
+    with ScriptedServer(lambda *_: None) as server:
+        with Client(server) as client:
+            sent, waiting = client.send(1, alone=True), client.send(2)
+            deadline = time.monotonic() + 10
+            while server.requests == 0:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        with pytest.raises(ServerRequestError, match="closed before the reply came"):
+            sent.result(5)
+        with pytest.raises(ServerRequestError, match="closed before it was sent"):
+            waiting.result(5)
+        with pytest.raises(ServerRequestError, match="this client is closed"):
+            client.send(3)
+        mine = [t for t in set(threading.enumerate()) - before if str(server.port) in t.name]
+        for thread in mine:
+            thread.join(5)
+        assert not [thread for thread in mine if thread.is_alive()]
+
+
+# ---- several endpoints, and waiting ----
+
+
+def test_endpoints_at_one_address_share_a_connection():
+    with ScriptedServer() as server, HTTPCommunicator() as communicator:
+        address = ("127.0.0.1", server.port)
+        communicator.create_http_communicator_from_dict({"a": address, "b": address})
+        assert set(communicator.connections) == {"a", "b"}
+        assert len(set(communicator.connections.values())) == 1
+        reply = communicator.send_data_to_server("b", {"tokens": np.full((1, 3), 4)}).result()
+        assert reply["rewards"].tolist() == [[4.0]]
+
+
+def test_a_wait_in_vain_is_logged_with_the_address(monkeypatch):
+    lines = []
+    monkeypatch.setattr("nemo_aligner.servers.futures.logging.info", lines.append)
+    future = concurrent.futures.Future()
+    pending = PendingReply({"critic_train": SentRequest(future, lambda: "critic_train at c:7")})
+    assert not pending.done(0.05)
+    assert lines == ["waiting for critic_train at c:7 (0 s)"]
+    future.set_result({"loss_mean": np.ones(1)})
+    assert pending.done(0) and pending.result() == {"loss_mean": np.ones(1)}

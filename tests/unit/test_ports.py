@@ -1,0 +1,49 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Free ports, and ports that are taken."""
+
+import contextlib
+import socket
+
+import pytest
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.servers import ports
+
+
+def test_a_taken_port_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"127.0.0.1:{port}.*trainer.ppo.port"):
+            ports.check_port_is_free("127.0.0.1", port)
+    ports.check_port_is_free("127.0.0.1", port)
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_may_take():
+    first, last = map(int, open("/proc/sys/net/ipv4/ip_local_port_range").read().split())
+    found = [ports.find_free_port() for _ in range(50)]
+    assert not any(first <= port <= last for port in found) and len(set(found)) > 25
+
+
+def test_a_free_port_is_found_although_others_are_taken(monkeypatch, tmp_path):
+    """Only 40 ports below the range of outgoing connections, 39 of them in use: the last is found,
+    then another.
+    """
+    (tmp_path / "range").write_text("10040\t60999\n")
+    monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", tmp_path / "range")
+    with contextlib.ExitStack() as stack:
+        taken = set()
+        for port in range(10000, 10040):
+            sock = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                if port != 10017:
+                    sock.bind(("127.0.0.1", port))
+                    sock.listen()
+            taken.add(port)
+        assert ports.find_free_port() == 10017
+        last = stack.enter_context(socket.socket())
+        last.bind(("127.0.0.1", 10017))
+        last.listen()
+        assert ports.find_free_port() not in taken
