@@ -29,7 +29,7 @@ from nemo_aligner.core.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
 FALLBACKS = "model_fallbacks"
-REWARD_MODEL_JOBS = ("training_rm", "gpt_ppo_critic", "inference_rm")
+LANGUAGE_MODEL_JOBS = ("gpt_ppo_actor", "gpt_rs_actor", "gpt_sft")
 
 # Keys for which null has no meaning of its own and reads as "the default".
 NULL_IS_DEFAULT = (
@@ -85,7 +85,7 @@ def complete(cfg: DictConfig | dict | None, config_name: str | None, section: st
 
 def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> DictConfig:
     """Copy of a `model` section in which each key that a model of the job `config_name` reads has
-    a value; None: of the bare language model.
+    a value; None: a model of any kind, outside a job.
 
     The sections that belong to a job (`data`, ...) are not added; `optim` is completed where it is
     given.
@@ -246,7 +246,7 @@ def _section_tree(config_name: str | None) -> dict:
         tree.get("model", {}).pop(key, None)
     tables = _tree(FALLBACKS)
     fallbacks = tables["model"]
-    if config_name in REWARD_MODEL_JOBS:
+    if config_name not in LANGUAGE_MODEL_JOBS:
         fallbacks = fallbacks | tables["reward_model"]
     result = OmegaConf.create(tree)
     _fill(result, {"model": fallbacks}, lambda key, default: True)

@@ -26,7 +26,7 @@ from nemo_aligner.config.parallel_rules import (
 )
 from nemo_aligner.config.ppo_rules import check_ppo_actor
 from nemo_aligner.config.rollout_rules import check_rs_actor
-from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FLAGS, LIVE, REQUIRED
+from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FLAGS, LIVE, NULLABLE_FLAGS, REQUIRED
 from nemo_aligner.config.server_rules import check_critic_server, check_reward_server
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
@@ -103,8 +103,10 @@ def check_flags(values: Values, config_name: str) -> None:
     """
     for key in sorted(FLAGS & LIVE[config_name]):
         value = values.get(key)
-        may_be_null = key.removeprefix("model.") in ARCHITECTURE_KEYS or values.is_null(
-            key.rpartition(".")[0]
+        may_be_null = (
+            key.removeprefix("model.") in ARCHITECTURE_KEYS
+            or key in NULLABLE_FLAGS
+            or values.is_null(key.rpartition(".")[0])
         )
         if isinstance(value, bool) or (value is None and (may_be_null or not values.is_null(key))):
             continue

@@ -290,6 +290,9 @@ FLAGS = (
     }
 )
 
+# Flags for which null has a meaning of its own (conf/model_fallbacks.yaml).
+NULLABLE_FLAGS = {"model.use_cpu_initialization"}
+
 # Keys that must not be null: null would not mean "off" or "as in the checkpoint" there. Flags need
 # no line here.
 _REQUIRED_TRAINING = dotted("trainer", "num_nodes devices accelerator") | dotted(

@@ -125,3 +125,53 @@ def test_loading_defaults_imports_neither_torch_nor_nemo():
         "sys.exit(any(name in sys.modules for name in ('torch', 'nemo', 'lightning', 'megatron')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# What the two actors say differently on purpose; everything else that both have is one default.
+DIFFERENT_ACTORS = {
+    "exp_manager.explicit_log_dir",
+    "exp_manager.name",
+    "exp_manager.wandb_logger_kwargs.project",
+    "exp_manager.wandb_logger_kwargs.name",
+    "exp_manager.checkpoint_callback_params.monitor",
+    "exp_manager.checkpoint_callback_params.filename",
+    "model.KIND.num_rollouts_per_prompt",
+}
+
+
+def leaves(tree, prefix=""):
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def test_defaults_that_both_actors_have_agree():
+    ppo, rs = (
+        {
+            key.replace(f".{kind}.", ".KIND.").replace(remote, "REMOTE"): value
+            for key, value in leaves(OmegaConf.to_container(cfg, resolve=True))
+        }
+        for name, kind, remote in (
+            ("gpt_ppo_actor", "ppo", "remote_critic_rm"),
+            ("gpt_rs_actor", "rs", "remote_rm"),
+        )
+        for cfg in [load(name)]
+    )
+    both = ppo.keys() & rs.keys()
+    assert len(both) > 80
+    assert {key for key in both if ppo[key] != rs[key]} == DIFFERENT_ACTORS
+
+
+def test_the_actors_call_the_servers_where_they_listen():
+    remote = load("gpt_ppo_actor").remote_critic_rm
+    assert remote.critic.port == load("gpt_ppo_critic").trainer.ppo.port
+    assert remote.reward_model.port == load("inference_rm").inference.port
+    assert remote.reward_model.name == load("inference_rm").inference.model_name
+
+
+def test_only_models_with_a_head_get_the_keys_of_a_head():
+    assert "force_head_dtype" not in complete_model(TINY, "gpt_sft")
+    assert complete_model(TINY, "inference_rm").force_head_dtype == "float32"
+    assert complete_model(TINY).output_sequence is False

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_aligner.core import estimators
 from nemo_aligner.core.errors import ConfigError
-from tests.unit.test_config_utils import check
+from tests.unit.test_config_checks import check
 
 SEPARATE = "remote_critic_rm.combine_rm_and_critic_server=False"
 GRPO = ("trainer.ppo.advantage_estimator=grpo", "model.ppo.num_rollouts_per_prompt=4", SEPARATE)
@@ -42,7 +42,7 @@ def test_names_of_choices_are_those_of_the_math():
         ("model.ppo.num_rollouts_per_prompt=2",),  # several responses are of use with a critic too
     ],
 )
-def test_variants_that_work_pass_without_a_word(tmp_path, overrides):
+def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
     assert check("gpt_ppo_actor", tmp_path, *overrides) == []
 
 

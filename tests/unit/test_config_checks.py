@@ -63,7 +63,7 @@ def check(name, tmp_path, *overrides, visible_devices=0):
 
 
 @pytest.mark.parametrize("name", CONFIG_NAMES)
-def test_shipped_defaults_pass_without_a_word(name, tmp_path):
+def test_shipped_defaults_pass_without_a_note(name, tmp_path):
     assert check(name, tmp_path) == []
 
 
@@ -153,12 +153,12 @@ def test_notes_are_one_grouped_warning(tmp_path, monkeypatch):
     assert "model.enable_nge" in said[0] and "trainer.ppo.flask_server" in said[0]
 
 
-def test_tensorrt_llm_request_names_the_engine_that_serves(tmp_path):
+def test_tensorrt_llm_is_answered_with_the_engine_that_serves(tmp_path):
     (note,) = check("gpt_ppo_actor", tmp_path, "trainer.ppo.trt_llm.enable=True")
     assert "built-in engine" in note
 
 
-def test_null_asks_for_nothing():
+def test_null_gives_no_note():
     assert (
         inert_notes({"model": {"transformer_engine": None, "enable_nge": True}}, "gpt_ppo_actor")
         != []

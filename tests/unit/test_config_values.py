@@ -1,20 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of a configuration: switches, sections, values that must be given, and the keys of a
-model.
-"""
+"""Checks of values: switches, sections, values that must be given, and the keys of a model."""
 
 import pytest
 from omegaconf import OmegaConf
 
 from nemo_aligner.config import schema as config_schema
 from nemo_aligner.config.checks import CONFIG_NAMES, check_config
+from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.parallel_rules import check_architecture
 from nemo_aligner.config.rules import check_flags, check_required, check_values
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError, UserError
 from tests.tiny_models import tiny_config
-from tests.unit.test_config_utils import NO_LAUNCHER, check, load
+from tests.unit.test_config_checks import NO_LAUNCHER, check, load
 
 
 def shipped(name, tmp_path):
@@ -54,10 +53,8 @@ def with_value(tree, key, value):
 
 
 @pytest.mark.parametrize("name", CONFIG_NAMES)
-def test_a_text_is_no_switch(name, tmp_path):
-    """Of each configuration every switch is tried. Hydra reads these as texts, and 0 as a
-    number.
-    """
+def test_a_switch_takes_no_text(name, tmp_path):
+    """Every switch of every configuration: Hydra reads these as texts, and 0 as a number."""
     tree = OmegaConf.to_container(load(name, tmp_path), resolve=True)
     check_flags(Values(tree), name)
     for key in config_schema.FLAGS & config_schema.LIVE[name]:
@@ -66,7 +63,7 @@ def test_a_text_is_no_switch(name, tmp_path):
                 check_flags(Values(with_value(tree, key, value)), name)
 
 
-def test_a_text_is_no_switch_for_a_job(tmp_path):
+def test_a_job_refuses_a_text_as_switch(tmp_path):
     # OmegaConf's dot list, unlike Hydra, reads an unquoted off as False.
     with pytest.raises(
         ConfigError, match="trainer.ppo.whiten_rewards='off' must be True or False"
@@ -74,7 +71,7 @@ def test_a_text_is_no_switch_for_a_job(tmp_path):
         check("gpt_ppo_actor", tmp_path, "trainer.ppo.whiten_rewards='off'")
 
 
-def test_null_is_no_switch_unless_the_checkpoint_decides(tmp_path):
+def test_a_switch_is_null_only_where_the_checkpoint_decides(tmp_path):
     with pytest.raises(ConfigError, match="trainer.ppo.whiten_rewards=null must be True or False"):
         check("gpt_ppo_actor", tmp_path, "trainer.ppo.whiten_rewards=null")
     assert (
@@ -125,7 +122,7 @@ def test_a_key_that_is_absent_has_its_default(tmp_path):
         ("exp_manager", False, "False", "exp_manager.checkpoint_callback_params"),
     ],
 )
-def test_a_section_is_no_value(key, value, shown, below, tmp_path):
+def test_a_value_in_the_place_of_a_section_is_refused(key, value, shown, below, tmp_path):
     cfg = load("gpt_ppo_actor", tmp_path)
     OmegaConf.update(cfg, key, value, merge=False)
     with pytest.raises(
@@ -146,7 +143,7 @@ def test_null_switches_alarms_and_adaptive_kl_off(tmp_path):
     assert not Alarms("trainer.ppo.alarms", section.alarms).thresholds
 
 
-def test_bounds_are_named_where_there_are_some():
+def test_only_finite_bounds_are_named():
     values = Values({"a": 2})
     for bounds, said in (
         ({"high": 1}, "must be at most 1."),
@@ -196,7 +193,7 @@ def test_recomputation(overrides, message, tmp_path):
         check("training_rm", tmp_path, *SCRATCH, *(RECOMPUTE + part for part in overrides))
 
 
-def test_recomputation_that_has_no_effect_is_refused_before_the_checkpoint_speaks(tmp_path):
+def test_recomputation_without_effect_is_refused_before_the_checkpoint_is_read(tmp_path):
     overrides = [f"{RECOMPUTE}granularity=null", f"{RECOMPUTE}method=block"]
     with pytest.raises(ConfigError, match="method=block has no effect unless .*granularity=full"):
         check("gpt_sft", tmp_path, *overrides)
@@ -218,7 +215,7 @@ def test_keys_of_experts_need_experts(tmp_path):
     check_values(cfg, "training_rm", complete=True, visible_devices=0, env=NO_LAUNCHER)
 
 
-def test_what_a_checkpoint_fixes_is_no_remedy():
+def test_no_remedy_names_what_a_checkpoint_fixes():
     sizes = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -243,7 +240,7 @@ def test_expert_parallelism_of_a_checkpoint_can_be_overridden(sizes, tmp_path):
         check_values(cfg, "gpt_ppo_actor", complete=True, visible_devices=0, env=NO_LAUNCHER)
 
 
-def test_one_virtual_stage_is_none(tiny_tokenizer_dir):
+def test_one_virtual_stage_means_no_virtual_stages(tiny_tokenizer_dir):
     from nemo_aligner.config.defaults import complete_model
     from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
 
@@ -253,7 +250,7 @@ def test_one_virtual_stage_is_none(tiny_tokenizer_dir):
     )
 
 
-def test_experts_are_not_made_of_a_dense_checkpoint(tiny_tokenizer_dir, tmp_path):
+def test_a_dense_checkpoint_cannot_become_a_mixture_of_experts(tiny_tokenizer_dir, tmp_path):
     """Only the weights can tell: `model.num_moe_experts` of the user wins over the checkpoint's
     configuration.
     """
@@ -270,3 +267,13 @@ def test_experts_are_not_made_of_a_dense_checkpoint(tiny_tokenizer_dir, tmp_path
         match=r"lacks \d+ weight.* such as 'model.*(router|experts).*another architecture",
     ):
         MegatronGPTModel.restore_from(path, override_config_path=mixture)
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_a_configuration_with_all_defaults_of_a_model_passes(name, tmp_path):
+    """As after a checkpoint whose configuration was saved with them."""
+    sizes = ("num_layers=2", "hidden_size=32", "num_attention_heads=4")
+    cfg = load(name, tmp_path, *(f"model.{size}" for size in sizes))
+    cfg.model.encoder_seq_length = 4096
+    cfg.model = complete_model(cfg.model, name)
+    check_values(cfg, name, complete=True, visible_devices=0, env=NO_LAUNCHER)

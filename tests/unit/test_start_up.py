@@ -1,0 +1,138 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How a script starts (launch/command_line.py) and ends (launch/endings.py)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.launch import endings
+from nemo_aligner.launch.command_line import hydra_runner
+from nemo_aligner.launch.endings import user_errors_end_the_job
+
+SCRIPTS = sorted((Path(__file__).parents[2] / "examples/nlp/gpt").glob("*.py"))
+HEAVY = ("torch", "nemo", "lightning", "megatron", "transformers", "pandas")
+
+# Runs a script and prints which heavy packages it has imported when it ends.
+RUN = f"""
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("imported:", *(name for name in {HEAVY!r} if name in sys.modules))
+"""
+
+
+def run(script, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", RUN, str(script), *arguments], capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_help_shows_the_configuration_and_imports_nothing_heavy(script):
+    ended = run(script, "--help")
+    assert ended.returncode == 0, ended.stderr
+    assert "Powered by Hydra" in ended.stdout and "  accelerator: auto" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "imported:"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_an_unknown_key_is_one_message_and_imports_nothing_heavy(script):
+    ended = run(script, "++trainer.devises=2")
+    assert ended.returncode == 1
+    assert "ERROR: Unknown configuration key" in ended.stderr
+    assert "trainer.devises (did you mean trainer.devices?)" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout.splitlines()[-1] == "imported:"
+
+
+JOB = """
+from nemo_aligner.launch.command_line import hydra_runner
+
+@hydra_runner(config_path="conf", config_name="one")
+def main(cfg):
+    print("name:", cfg.name, "size:", cfg.get("size"))
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        ([], "name: one size: 1"),
+        (["size=2"], "name: one size: 2"),
+        (["--config-name", "two", "+size=4"], "name: two size: 4"),
+        (["--config-path", "other", "--config-name=three"], "name: three size: None"),
+        (["--cfg", "job", "name=four"], "name: four\nsize: 1"),
+    ],
+)
+def test_the_command_line_is_that_of_hydra(arguments, printed, tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    for folder, name, text in (
+        ("conf", "one", "name: one\nsize: 1\n"),
+        ("conf", "two", "name: two\n"),
+        ("other", "three", "name: three\n"),
+    ):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / f"{name}.yaml").write_text(text)
+    before = set(tmp_path.rglob("*"))
+    ended = subprocess.run(
+        [sys.executable, "job.py", *arguments], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert printed in ended.stdout
+    assert set(tmp_path.rglob("*")) == before  # no log, no .hydra, no outputs/
+
+
+def test_main_can_be_called_with_a_configuration():
+    seen = []
+    hydra_runner(config_name="x")(seen.append)(OmegaConf.create({"a": 1}))
+    assert seen == [{"a": 1}]
+
+
+@pytest.mark.parametrize("error", [UserError("give b"), ServerRequestError("give b")])
+def test_an_error_with_a_remedy_is_one_message(error, capsys):
+    @user_errors_end_the_job
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "\nERROR: give b\n"
+
+
+def test_any_other_error_keeps_its_traceback():
+    @user_errors_end_the_job
+    def main():
+        raise KeyError("b")
+
+    with pytest.raises(KeyError):
+        main()
+
+
+@pytest.mark.parametrize(("code", "ends_well"), [(0, True), (3, False)])
+def test_the_started_processes_decide_too(code, ends_well, monkeypatch):
+    process = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+    monkeypatch.setattr(endings, "started_processes", [process])
+    main = user_errors_end_the_job(lambda: "done")
+    if ends_well:
+        assert main() == "done"
+    else:
+        with pytest.raises(SystemExit):
+            main()
+
+
+def test_a_failure_ends_the_started_processes(monkeypatch):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(endings, "started_processes", [process])
+    with pytest.raises(SystemExit):
+        user_errors_end_the_job(lambda: (_ for _ in ()).throw(UserError("give b")))()
+    assert process.returncode is not None
