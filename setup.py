@@ -56,7 +56,7 @@ EXTRAS_REQUIRE = {
     ],
     "docs": [
         "mkdocs>=1.6.1,<2",  # builds the site; 1.6 can generate pages, 2 has no plugins
-        "mkdocs-material>=9.5,<10",  # the theme; its search works without a server
+        "mkdocs-material>=9.5,<10",  # the theme, with a dark mode; fetches nothing
         "mkdocstrings[python]>=0.28,<2",  # API pages from docstrings, read without importing
     ],
 }

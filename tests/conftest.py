@@ -40,7 +40,7 @@ def pytest_runtest_protocol(item, nextitem):
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_is_left_behind():
-    """A model makes the test process a world of one rank; the next module starts without."""
+    """Building a model creates a process group of one rank; the next module starts without."""
     yield
     if "nemo_aligner.parallel.parallel_state" in sys.modules:
         sys.modules["nemo_aligner.parallel.parallel_state"].destroy()
@@ -84,9 +84,7 @@ def tiny_tokenizer(tiny_tokenizer_dir):
 
 @pytest.fixture(scope="session")
 def reversed_tokenizer_dir(tiny_tokenizer_dir, tmp_path_factory) -> str:
-    """`tiny_tokenizer_dir` with all ids but that of the end in reverse order: the same size and
-    end, other texts.
-    """
+    """`tiny_tokenizer_dir` with all ids in reverse order except eos: same size, other decoding."""
     folder = tmp_path_factory.mktemp("reversed") / "tokenizer"
     shutil.copytree(tiny_tokenizer_dir, folder)
     content = json.loads((folder / "tokenizer.json").read_text())

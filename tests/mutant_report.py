@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin for `tests.mutants`: how each test ended, and which package it tested, as JSON
-in $MUTANT_REPORT.
+"""A pytest plugin for `tests.mutants`: writes how each test ended, and which package it tested, to
+$MUTANT_REPORT (JSON).
 """
 
 import json
@@ -15,9 +15,7 @@ _outcomes: dict[str, str] = {}
 
 
 def _is_assertion(error: BaseException) -> bool:
-    """Whether a test said so: an assertion of its own, or of a rank that `run_ranks` tells
-    about.
-    """
+    """Whether an assertion failed, in the test itself or in a rank of `run_ranks`."""
     if isinstance(error, (AssertionError, pytest.fail.Exception)):
         return True
     return (

@@ -3,11 +3,10 @@
 """Planted faults, and the tests that must notice them: `python -m tests.mutants [NAME ...]`, or
 `make mutants`.
 
-Each fault is put into a copy of the repository, alone, and the tests that should notice it run
-there. It is caught if one of them fails by an assertion; a fault that merely crashes would have
-been noticed without a test. Before, the same
-tests must pass in the untouched copy. Exit code 1: a fault was not caught, or its text is no
-longer in its file.
+Each fault is planted alone in a copy of the repository, where the tests that should notice it
+run. It is caught if one of them fails by an assertion; a fault that merely crashes would be
+noticed without a test. The same tests must first pass in the untouched copy. Exit code 1: a fault
+was not caught, or its text is no longer in its file.
 """
 
 import argparse
@@ -279,14 +278,13 @@ def copy_repository(folder: Path) -> Path:
 
 
 def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[dict[str, str], str]:
-    """({test: "passed", "assertion" or "error"}, output) of a selection in a copy of the
-    repository.
+    """Run a selection in a copy: ({test: "passed", "assertion" or "error"}, output).
 
-    The package is installed in place, so that elsewhere it is the original that is imported. A
-    copy is imported only because its folder comes first on the path; the report says which it was.
+    The package is installed in place: the copy is imported only because its folder comes first on
+    the path, and the report says which one was.
 
     Raises:
-        RuntimeError: it was not the copy that was tested.
+        RuntimeError: the tests imported another package than the copy.
     """
     report = copy / "mutant_report.json"
     report.unlink(missing_ok=True)
@@ -333,7 +331,7 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[dict[str, str], str]:
 
 
 def judge(mutant: Mutant, copy: Path) -> tuple[bool, str]:
-    """(whether the fault is caught, what was seen)."""
+    """Return (whether the fault is caught, what was seen)."""
     if occurrences(mutant, copy) != 1:
         return False, f"its text occurs {occurrences(mutant, copy)} times in {mutant.path}"
     path = copy / mutant.path
@@ -355,7 +353,7 @@ def judge(mutant: Mutant, copy: Path) -> tuple[bool, str]:
 
 
 def check_untouched(copy: Path, mutants: list[Mutant]) -> str | None:
-    """What is wrong with the selected tests in a copy without a fault, or None."""
+    """Return what is wrong with the selected tests in a copy without a fault, or None."""
     tests = tuple(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
     outcomes, output = run_tests(copy, tests)
     failed = [test for test, outcome in outcomes.items() if outcome != "passed"]

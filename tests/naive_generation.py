@@ -1,10 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text generation spelled out, as an oracle: one row at a time, the whole text through the model
-for each token.
+"""Text generation as an oracle: one sample at a time, with a full forward pass for each token.
 
-It shares nothing with `nemo_aligner.generation` but the definition of the random stream, which it
-computes on its own.
+It shares only the definition of the random stream with `nemo_aligner.generation`, and computes it
+itself.
 """
 
 import math
@@ -30,11 +29,11 @@ def naive_uniform(seed: int, step: int) -> float:
 
 
 def naive_probabilities(
-    logits, text, temperature=1.0, top_k=0, top_p=1.0, penalty=1.0, forbidden=()
+    logits, ids, temperature=1.0, top_k=0, top_p=1.0, penalty=1.0, forbidden=()
 ) -> list[float]:
-    """Probabilities of the next id after the ids `text`."""
+    """Probabilities of the id that follows `ids`."""
     logits = list(logits)
-    for token in set(text):
+    for token in set(ids):
         logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
     for token in forbidden:
         logits[token] = -math.inf
@@ -72,37 +71,37 @@ def naive_generate(
 
     Args:
         model: `MegatronGPTModel` of one rank.
-        params: `GenerationParams`. An end string of one token means that token; others are sought
-            in the whole text.
-        limit: longest text.
+        params: `GenerationParams`. An end string of one token means that token; others are
+            searched for in the decoded sample.
+        limit: longest sample.
     """
     eos, vocab = model.tokenizer.eos_id, model.tokenizer.vocab_size
-    text = list(prompt)
+    ids = list(prompt)
     encoded = {end: model.tokenizer.text_to_ids(end) for end in params.end_strings}
-    end_ids = [eos] + [ids[0] for ids in encoded.values() if len(ids) == 1]
-    end_texts = tuple(end for end, ids in encoded.items() if len(ids) > 1)
+    end_ids = [eos] + [end[0] for end in encoded.values() if len(end) == 1]
+    end_texts = tuple(end for end, tokens in encoded.items() if len(tokens) > 1)
     model.set_eval()
     for step in range(params.max_length):
-        if len(text) >= limit:
+        if len(ids) >= limit:
             break
-        positions = torch.arange(len(text)).unsqueeze(0)
+        positions = torch.arange(len(ids)).unsqueeze(0)
         logits = (
-            model.model[0](torch.tensor([text]), positions, None)[0, -1].float().tolist()[:vocab]
+            model.model[0](torch.tensor([ids]), positions, None)[0, -1].float().tolist()[:vocab]
         )
         shape = dict(
             penalty=params.repetition_penalty,
             forbidden=end_ids if step < params.min_length else [],
         )
         if params.use_greedy:
-            probabilities = naive_probabilities(logits, text, **shape)
+            probabilities = naive_probabilities(logits, ids, **shape)
             token = probabilities.index(max(probabilities))
         else:
             shape |= dict(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
             token = naive_draw(
-                naive_probabilities(logits, text, **shape), naive_uniform(seed, step)
+                naive_probabilities(logits, ids, **shape), naive_uniform(seed, step)
             )
-        text.append(token)
-        decoded = model.tokenizer.ids_to_text(text)
+        ids.append(token)
+        decoded = model.tokenizer.ids_to_text(ids)
         if step >= params.min_length and (token in end_ids or decoded.endswith(end_texts)):
-            return text, True
-    return text, False
+            return ids, True
+    return ids, False

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as threads of one process, for functions that are given their reduction: no process group,
-no launch.
-"""
+"""Ranks as threads of one process, for functions that take their reduction as an argument."""
 
 import threading
 from collections.abc import Callable

@@ -15,7 +15,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,10 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import Alarms
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.interfaces import Logger
+from nemo_aligner.models.alignable_interface import CriticModelInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
@@ -44,6 +47,12 @@ from nemo_aligner.servers.validation import validate_training_inputs
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.update import train_on_batch
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+
 # Number of critic_train replies that are kept for clients that repeat a request.
 REMEMBERED_REQUESTS = 64
 
@@ -53,12 +62,12 @@ class CriticServerTrainer:
     critic.
 
     Args:
-        cfg: `trainer.ppo` of the critic's configuration.
-        model: a `CriticModelInterface`.
+        cfg: `trainer.ppo` of the critic's configuration; missing keys have the defaults of
+            gpt_ppo_critic.yaml.
+        model: the critic, with the reward model if both are served here.
         optimizer, scheduler: of the model.
-        logger: has `log_metrics(metrics, step, prefix)`.
-        ckpt_callback: has `custom_save(monitor_candidates, is_train_end, trainer_state)` and
-            `saved_at(counter)`.
+        logger: gets the metrics of each optimizer step.
+        ckpt_callback: writes and lists checkpoints.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         gbs: samples of one optimizer step, over all data-parallel ranks.
         model_forward_micro_batch_size: samples of one forward pass per data-parallel rank.
@@ -69,16 +78,16 @@ class CriticServerTrainer:
     def __init__(
         self,
         cfg: DictConfig,
-        model,
-        optimizer,
-        scheduler,
-        logger,
-        ckpt_callback,
-        tokenize_func: Callable,
+        model: CriticModelInterface,
+        optimizer: "MegatronOptimizer",
+        scheduler: "OptimizerParamScheduler",
+        logger: Logger,
+        ckpt_callback: "CheckpointCallback",
+        tokenize_func: Callable[[list[str]], tuple],
         gbs: int,
         model_forward_micro_batch_size: int,
     ):
-        self.cfg = cfg
+        cfg = self.cfg = complete(cfg, "gpt_ppo_critic", "trainer.ppo")
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -87,12 +96,10 @@ class CriticServerTrainer:
         self.gbs = gbs
 
         self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
-        self.host = cfg.get("host", "0.0.0.0")
-        self.port = int(cfg.get("port", schema.CRITIC_PORT))
-        self.gradient_clip_val = cfg.get("gradient_clip_val", None)
+        self.host, self.port = cfg.host, int(cfg.port)
+        self.gradient_clip_val = cfg.gradient_clip_val
         self.batcher = batcher_options(
-            cfg.get("max_queue_delay_microseconds", 2000),
-            cfg.get("inference_micro_batch_size", model_forward_micro_batch_size),
+            cfg.max_queue_delay_microseconds, cfg.inference_micro_batch_size
         )
         dp_size = parallel_state.get_data_parallel_world_size()
         if gbs % dp_size:
@@ -106,13 +113,13 @@ class CriticServerTrainer:
             self._score_rows,
             tokenize_func,
             model_forward_micro_batch_size,
-            cfg.get("strip_sequence_length_to_multiple", None),
+            cfg.strip_sequence_length_to_multiple,
             self.vocab_size,
             self.max_length,
             tokenizer=getattr(model, "tokenizer", None),
         )
 
-        self.alarms = Alarms("trainer.ppo.alarms", cfg.get("alarms"))
+        self.alarms = Alarms("trainer.ppo.alarms", cfg.alarms)
         self.step = 0  # optimizer steps of the weights in memory
         self.saved_step = 0  # optimizer steps of the last checkpoint written or loaded
         self.actor_step = 0  # actor step of that checkpoint

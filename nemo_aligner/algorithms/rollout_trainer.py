@@ -354,14 +354,12 @@ class RolloutTrainer(ABC):
                 self.update_timer("train_step_time"),
                 naming_step(f"update {number} of its rollout"),
             ):
-                metrics: dict[str, Any] = dict(
-                    train_on_batch(
-                        self.model,
-                        self.optimizer,
-                        self.scheduler,
-                        batch,
-                        self.cfg.gradient_clip_val,
-                    )
+                metrics = train_on_batch(
+                    self.model,
+                    self.optimizer,
+                    self.scheduler,
+                    batch,
+                    self.cfg.gradient_clip_val,
                 )
             self.optimization_step += 1
             metrics |= self.update_counters(metrics)

@@ -14,6 +14,7 @@ from typing import Any
 
 from nemo.utils import logging
 from omegaconf import DictConfig
+from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -110,9 +111,8 @@ class SupervisedTrainer:
         self.step = 0
         self.consumed_samples = 0
         self.held_out: dict[str, tuple[dict[str, float], float]] = {}
-        self.num_steps_per_epoch = compute_num_steps_per_epoch(
-            train_dataloader.batch_sampler, cfg.limit_train_batches
-        )
+        sampler: Any = train_dataloader.batch_sampler  # one of data/nlp/samplers.py
+        self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler, cfg.limit_train_batches)
         if self.num_steps_per_epoch == 0:
             raise ConfigError(
                 f"limit_train_batches={cfg.limit_train_batches} leaves no batch to train on."
@@ -234,7 +234,7 @@ class SupervisedTrainer:
         counts 1 where the model does not give it), as the model summarizes them; and the sum of
         the weights.
         """
-        sums: dict[str, float] = {}
+        sums: dict[str, float | Tensor] = {}
         total = 0.0
         limit = compute_limit_batches(len(dataloader), limit_batches)
         for _, batch in zip(range(limit), dataloader, strict=False):

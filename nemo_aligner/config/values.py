@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -38,7 +39,7 @@ class Values:
     def __init__(self, tree: Mapping):
         self.tree = tree
 
-    def get(self, key: str, default: object = None) -> object:
+    def get(self, key: str, default: Any = None) -> Any:
         """The value at `key`; `default` where it is absent or null."""
         node = self.tree
         for name in key.split("."):

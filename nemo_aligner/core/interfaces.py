@@ -10,6 +10,8 @@ of the tests do. Unless a method says otherwise, every rank of the job calls it.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
+from torch import Tensor
+
 from nemo_aligner.core.types import InferenceBatch, PPOTrainBatch, Rollout, Scores
 
 T_co = TypeVar("T_co", covariant=True)
@@ -150,7 +152,7 @@ class Trainable(Protocol):
 
     def get_loss_and_metrics(
         self, batch: Any, forward_only: bool
-    ) -> tuple[float, dict[str, float]]:
+    ) -> tuple[float, Mapping[str, float | Tensor]]:
         """Loss of a global batch, and its gradient unless `forward_only`."""
 
     def prepare_for_training_step(self) -> None:

@@ -57,7 +57,7 @@ class Rollout(_Responses, total=False):
     keep with it.
     """
 
-    sampling_logprobs: Tensor  # float32 [B, S-1]: of the sampler, if asked for
+    sampling_logprobs: Tensor  # float32 [B, S-1]: with `return_logprobs`; 0 outside the response
     idx: Tensor  # int64 [B]: as in the prompts, and so are the next two
     sample_key: Tensor  # int64 [B]
     loss_multiplier: Tensor  # float32 [B]

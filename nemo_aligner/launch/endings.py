@@ -16,7 +16,8 @@ from typing import ParamSpec, TypeVar
 from nemo_aligner.core.errors import AlarmError, ServerRequestError, UserError
 from nemo_aligner.parallel.environment import is_rank_zero
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Processes of this node that were started from this one (`processes.launch_processes`).
 started_processes: list[subprocess.Popen] = []

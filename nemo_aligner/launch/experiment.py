@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch import Trainer
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 from nemo.utils.exp_manager import exp_manager as nemo_exp_manager
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -20,9 +22,6 @@ from nemo_aligner.launch.processes import init_distributed, resolve_and_create_t
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.loggers import CustomLoggerWrapper
-
-from megatron.core.optimizer import MegatronOptimizer  # isort: skip
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # isort: skip
 
 # Keys of `exp_manager.checkpoint_callback_params` that `CheckpointCallback` takes.
 CHECKPOINT_OPTIONS = (

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks, sizes and groups: a thin face over `megatron.core.parallel_state`.
+"""Ranks, sizes and groups: a thin layer over `megatron.core.parallel_state`.
 
-Without an initialised process group every question has the answer of a single process (rank 0,
-size 1, group None), so trainers and math can run in a plain Python process.
+Without an initialised process group every function returns what holds for a single process (rank
+0, size 1, group None), so trainers and math can run in a plain Python process.
 """
 
 import os

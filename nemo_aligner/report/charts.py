@@ -32,7 +32,8 @@ def group_curves(series: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
         family, _, metric = key.rpartition("/")
         if family != TIMERS:
             charts.setdefault((PAIRED_FAMILIES.get(family, family), metric), {})[family] = curve
-    moving, constant = [], []
+    moving: list[Chart] = []
+    constant: list[Chart] = []
     for (_, metric), curves in charts.items():
         first_family, *others = curves
         title = metric if others or not first_family else f"{first_family}/{metric}"

@@ -165,6 +165,8 @@ def _samples(key: str, rows: list[dict[str, Any]]) -> str:
     old = {row["prompt"]: row for row in rows if row.get("step") == first}
     new = {row["prompt"]: row for row in rows if row.get("step") == last}
     shared = [prompt for prompt in old if prompt in new] if first != last else []
+    names: tuple[str, ...]
+    cells: list[tuple[str, ...]]
     if shared:
         names = ("prompt", f"step {first}", f"step {last}")
         cells = [

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from nemo_aligner.core.errors import UserError
 
@@ -69,7 +69,7 @@ def read_run(run_dir: Path) -> list[JobRecord]:
     return sorted(jobs, key=lambda job: (job.place, job.started or math.inf, job.name))
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """True for a finite number that is not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

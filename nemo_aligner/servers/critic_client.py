@@ -28,7 +28,12 @@ from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.futures import FutureResult, PendingReply
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.payloads import scoring_payload, training_payload, used_values
-from nemo_aligner.servers.reward_client import RewardModels, RMFutureResult, make_communicator
+from nemo_aligner.servers.reward_client import (
+    RewardModels,
+    RMFutureResult,
+    complete_section,
+    make_communicator,
+)
 from nemo_aligner.servers.source_rank import (
     RankZeroFuture,
     get_future_result,
@@ -122,9 +127,9 @@ class RemoteGPTRMCriticClient:
 
     Args:
         cfg: `remote_critic_rm`: `pad_to_length`, `combine_rm_and_critic_server`,
-            `critic.{name.{train,infer,save,status},ip,port}`; with separate servers
-            `reward_model.{name,ip,port}` or `reward_models`; and optionally `init_timeout_s`,
-            `inference_timeout_s`.
+            `critic.{name.{train,infer,save,status},ip,port}`, `init_timeout_s`,
+            `inference_timeout_s`; with separate servers `reward_model.{name,ip,port}` or
+            `reward_models`. Missing keys have the defaults of the YAML file.
         tokenizer: of the policy; servers with another one refuse its samples. None disables the
             comparison.
 
@@ -136,20 +141,19 @@ class RemoteGPTRMCriticClient:
     SETTING = "remote_critic_rm"
 
     def __init__(self, cfg: DictConfig, tokenizer: object | None = None):
-        self.cfg = cfg
+        cfg = self.cfg = complete_section(cfg, self.SETTING)
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self.pad_to_length = cfg.get("pad_to_length", None)
-        self.combine_rm_and_critic_server = cfg.get("combine_rm_and_critic_server", True)
+        self.pad_to_length = cfg.pad_to_length
+        self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
         self.communicator = make_communicator(cfg, self.SETTING)
-        names = cfg.critic.get("name", {})
-        self.infer_name = names.get("infer", schema.CRITIC_INFER)
-        self.train_name = names.get("train", schema.CRITIC_TRAIN)
-        self.save_name = names.get("save", schema.CRITIC_SAVE)
+        names = cfg.critic.name
+        self.infer_name, self.train_name, self.save_name = names.infer, names.train, names.save
+        # Not in the YAML file: NeMo-Aligner's critic has no such endpoint.
         self.status_name = names.get("status", schema.CRITIC_STATUS)
-        self.reward_models = None
+        self.reward_models: RewardModels | None = None
         if not self.combine_rm_and_critic_server:
             self.reward_models = RewardModels(cfg, self.communicator, self.SETTING)
-        elif cfg.get("reward_models", None):
+        elif cfg.reward_models:
             raise ConfigError(
                 f"{self.SETTING}.reward_models names servers of their own, but "
                 f"{self.SETTING}.combine_rm_and_critic_server=True has the critic server score "

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.reward_models import read_reward_models
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.core.types import Rollout, Scores
@@ -28,6 +29,9 @@ from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnrea
 from nemo_aligner.servers.payloads import scoring_payload
 from nemo_aligner.servers.schema import Arrays
 from nemo_aligner.servers.source_rank import await_on_source, try_on_source, wait_for_all
+
+# The YAML file (conf/) that holds the defaults of a section.
+_JOB_OF_SECTION = {"remote_rm": "gpt_rs_actor", "remote_critic_rm": "gpt_ppo_actor"}
 
 
 class RMFutureResult(FutureResult[Scores]):
@@ -161,12 +165,12 @@ class RemoteGPTRMClient:
     `RewardSource`). Every rank constructs it, together.
 
     Args:
-        cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}` or `reward_models`; `host`
-            and `port` beside them win over those of `reward_model`; optionally `init_timeout_s`,
-            `inference_timeout_s`.
+        cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}` or `reward_models`,
+            `init_timeout_s`, `inference_timeout_s`; `host` and `port` win over those of
+            `reward_model`. Missing keys have the defaults of the YAML file.
         tokenizer: of the policy; servers with another one refuse its samples. None disables the
             comparison.
-        setting: name of the section, for messages.
+        setting: name of the section, `remote_rm` or `remote_critic_rm`.
 
     Raises:
         ConfigError: the section cannot work.
@@ -176,12 +180,12 @@ class RemoteGPTRMClient:
     def __init__(
         self, cfg: DictConfig, tokenizer: object | None = None, setting: str = "remote_rm"
     ):
-        self.cfg = cfg
+        self.cfg = complete_section(cfg, setting)
         self.setting = setting
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self.pad_to_length = cfg.get("pad_to_length", None)
-        self.communicator = make_communicator(cfg, setting)
-        self.reward_models = RewardModels(cfg, self.communicator, setting)
+        self.pad_to_length = self.cfg.pad_to_length
+        self.communicator = make_communicator(self.cfg, setting)
+        self.reward_models = RewardModels(self.cfg, self.communicator, setting)
 
     def infer_rm(self, rollout_batch: Rollout) -> RMFutureResult:
         """Send a micro-batch to be scored; returns at once.
@@ -202,11 +206,11 @@ class RemoteGPTRMClient:
         self.communicator.close()
 
 
+def complete_section(cfg: DictConfig, setting: str) -> DictConfig:
+    """Return `cfg`, the section called `setting`, with the defaults of the job it belongs to."""
+    return complete(cfg, _JOB_OF_SECTION[setting], setting)
+
+
 def make_communicator(cfg: DictConfig, setting: str) -> HTTPCommunicator:
     """Return a communicator with the time limits of `cfg`, the section called `setting`."""
-    timeouts = {
-        name: cfg.get(name)
-        for name in ("init_timeout_s", "inference_timeout_s")
-        if cfg.get(name) is not None
-    }
-    return HTTPCommunicator(**timeouts, setting=setting)
+    return HTTPCommunicator(cfg.init_timeout_s, cfg.inference_timeout_s, setting=setting)

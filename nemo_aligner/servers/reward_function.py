@@ -61,7 +61,7 @@ class RewardFunction:
     Raises:
         ConfigError: a value that cannot work.
         UserError: no such file or function, it cannot be imported, or it does not take three
-        arguments.
+            arguments.
     """
 
     def __init__(

@@ -22,8 +22,7 @@ from nemo_aligner.core.errors import UserError
 if TYPE_CHECKING:
     from pytriton.model_config import Tensor
 
-# Default ports and endpoint names.
-CRITIC_PORT = 5556
+# Names of the critic's endpoints; those of another server are in `remote_critic_rm.critic.name`.
 CRITIC_INFER = "critic_infer"
 CRITIC_TRAIN = "critic_train"
 CRITIC_SAVE = "critic_save"

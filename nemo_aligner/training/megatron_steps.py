@@ -144,6 +144,25 @@ def _run_schedule(
     return results
 
 
+def _check_micro_batches(samples: int, micro_batch_size: int, group: int) -> None:
+    """Refuse a number of samples per rank that does not make whole (groups of) micro-batches."""
+    if samples % micro_batch_size:
+        raise UserError(
+            f"{samples} samples per data-parallel rank are not divisible by "
+            f"model.micro_batch_size={micro_batch_size}; change model.global_batch_size or "
+            "model.micro_batch_size."
+        )
+    count = samples // micro_batch_size
+    if count % group:
+        raise UserError(
+            f"{samples} samples per data-parallel rank make {count} micro-batch(es) of "
+            f"model.micro_batch_size={micro_batch_size}; with "
+            "model.virtual_pipeline_model_parallel_size their number must be a multiple of "
+            f"model.pipeline_model_parallel_size={group}. Change model.global_batch_size or "
+            "model.micro_batch_size."
+        )
+
+
 def broadcast_from_last_stage(value: Any) -> Any:
     """Return the `value` (any object) of the last pipeline stage on every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
@@ -188,43 +207,24 @@ def forward_backward(
         means.
 
     Raises:
-        UserError: `micro_batch_size` does not divide the rows, or virtual pipelining needs another
-            number of micro-batches.
-        NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, and before a
-        weight has changed.
+        UserError: `micro_batch_size` does not divide B, or virtual pipelining needs another number
+            of micro-batches.
+        NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, before a weight
+            has changed.
     """
     rows = batch["tokens"].size(0)
-    if rows % micro_batch_size:
-        raise UserError(
-            f"{rows} samples per data-parallel rank are not divisible by "
-            f"model.micro_batch_size={micro_batch_size}; "
-            "change "
-            "model.global_batch_size or model.micro_batch_size."
-        )
-    group = _micro_batch_group(model_chunks)
-    if rows // micro_batch_size % group:
-        raise UserError(
-            f"{rows} samples per data-parallel rank make {rows // micro_batch_size} "
-            "micro-batch(es) of "
-            f"model.micro_batch_size={micro_batch_size}; with "
-            "model.virtual_pipeline_model_parallel_size their number "
-            f"must be a multiple of model.pipeline_model_parallel_size={group}. Change "
-            "model.global_batch_size or "
-            "model.micro_batch_size."
-        )
+    _check_micro_batches(rows, micro_batch_size, _micro_batch_group(model_chunks))
     scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()
     totals: dict[str, torch.Tensor] = {}
     losses: list[torch.Tensor] = []
 
-    def consume(output, micro_batch):
+    def consume(output: torch.Tensor, micro_batch: Batch) -> tuple[torch.Tensor, Batch] | Batch:
         loss, metrics = loss_fn(output, micro_batch)
         losses.append(loss.detach())
-        # The schedule divides the loss in place, so what is reported must be a copy: the sum is
-        # one.
+        # The schedule divides the loss in place, so metrics must be copies: the sums are. The
+        # moments of a correlation need float64.
         for key, value in metrics.items():
-            totals[key] = (
-                totals.get(key, 0.0) + value.detach().double()
-            )  # float64: a correlation's moments need it
+            totals[key] = totals.get(key, 0.0) + value.detach().double()
         return metrics if forward_only else (loss * scale, {})
 
     if forward_only:

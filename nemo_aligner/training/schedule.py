@@ -31,8 +31,8 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
         if limit_batches > 1:
             raise ConfigError(
                 f"limit_train_batches / limit_val_batches = {limit_batches}: a float is a "
-                f"fraction of the data, at most 1.0; write {int(limit_batches)}, without the "
-                "point, for a number of batches."
+                f"fraction of the data, at most 1.0; write {int(limit_batches)} without the point "
+                "for a number of batches."
             )
         if limit_batches:
             # 100 * 0.29 is 28.999...: the small addend keeps the floor at 29.

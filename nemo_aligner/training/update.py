@@ -52,7 +52,7 @@ def train_on_batch(
     scheduler: Scheduler,
     batch: Any,
     clip_val: float | None,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """One optimizer update on a global batch, of which each rank has its share; all ranks call it.
 
     Returns:
@@ -65,6 +65,6 @@ def train_on_batch(
     model.prepare_for_training_step()
     loss, metrics = model.get_loss_and_metrics(batch=batch, forward_only=False)
     model.finish_training_step()
-    metrics = {**metrics, "loss": float(loss), "lr": learning_rate(optimizer)}
+    report = {**metrics, "loss": float(loss), "lr": learning_rate(optimizer)}
     grad_norm = optimizer_step(optimizer, scheduler, clip_val)
-    return metrics if grad_norm is None else metrics | {"grad_norm": float(grad_norm)}
+    return report if grad_norm is None else report | {"grad_norm": float(grad_norm)}

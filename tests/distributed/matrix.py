@@ -1,19 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix: every role gives the numbers of one rank at every split. This module holds the cases
-as data, and what a rank computes of each; test_matrix.py judges them.
+"""The matrix: every role gives the numbers of one rank at every split. This module holds the
+cases as data, and what a rank computes of each; test_matrix.py judges them.
 
-A *case* is (split, architecture, role). One launch serves all cases of as many ranks: the groups of
-one split are destroyed and those of the next are created. One rank computes every case first and
-leaves the results in files; rank 0 of a split compares with them and reports the deviations.
+A *case* is (split, architecture, role). One launch serves all cases of as many ranks: the groups
+of one split are destroyed and those of the next are created. One rank computes every case first
+and leaves the results in files; rank 0 of a split compares with them and reports the deviations.
 
 `deviation(a, b)` is max |a - b| / max |b|, for each tensor separately; for gradients and weights
-over the whole (gathered) tensor. Two quantities have no scale of their own. The gradient of a bias
-is a sum of terms that may cancel (those of a reward model's last biases do, in every pair):
-gradients of the weight and the bias of a module count as one tensor. And a weight may stay zero but
-for rounding: max |b| counts at least as `FLOOR` of the largest in its model. In bf16 that share is
-a tenth, because biases start at zero and stay small, and of the metrics only loss and gradient norm
-are compared: clip fractions are discontinuous.
+over the whole (gathered) tensor. Two quantities have no scale of their own. The gradient of a
+bias is a sum of terms that may cancel (those of a reward model's last biases do, in every pair):
+gradients of the weight and the bias of a module count as one tensor. And a weight may stay zero
+but for rounding: max |b| counts at least as `FLOOR` of the largest in its model. In bf16 that
+share is a tenth, because biases start at zero and stay small, and of the metrics only loss and
+gradient norm are compared: clip fractions are discontinuous.
 
 Samples are dealt to data-parallel ranks in turn, so that a micro-batch of two holds other samples
 than on one rank. Slots that must not count hold NaN in the splits and 0 on one rank.

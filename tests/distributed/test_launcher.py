@@ -80,10 +80,10 @@ def _wait_for_the_end_of(folder: Path) -> None:
     wait_until(lambda: not any(map(_is_running, pids)), 10, f"the end of {pids}")
 
 
-def test_results_by_rank_and_no_folder_left():
-    before = set(Path(tempfile.gettempdir()).glob("ranks-*"))
+def test_results_by_rank_and_no_folder_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert run_ranks(_sum_of_ranks, 2, 60, 10.0) == [(0, 30.0), (1, 30.0)]
-    assert set(Path(tempfile.gettempdir()).glob("ranks-*")) <= before
+    assert not list(tmp_path.glob("ranks-*"))
 
 
 def test_ranks_have_the_environment_of_their_test(monkeypatch):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`RewardModelServer` over two ranks, without a server: which rank scores which rows, and who gets
+"""`RewardModelServer` over two ranks, without a server: which rank scores which samples, who gets
 the rewards.
 """
 

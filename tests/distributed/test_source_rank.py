@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for answers on several ranks at once: nobody runs into a time limit, and all hear of one
-rank's failure.
+"""Waiting for replies on several ranks at once: no rank runs into a time limit, and all raise the
+failure of one.
 """
 
 import concurrent.futures
@@ -18,8 +18,8 @@ from nemo_aligner.servers.source_rank import wait_for_all
 from tests.distributed.launcher import run_ranks
 
 
-class Answer:
-    """An answer that comes after `seconds`, or an error in its place."""
+class Reply:
+    """A reply that comes after `seconds`, or an error in its place."""
 
     def __init__(self, seconds: float, error: Exception | None = None):
         self._future = concurrent.futures.Future()
@@ -39,14 +39,14 @@ class Answer:
         return self._future.result()
 
 
-def wait_longer_than_a_collective_may(answers):
-    """Collectives have two seconds here, and rank 1's second answer takes five."""
+def wait_longer_than_a_collective_may(replies):
+    """Collectives have two seconds here, and rank 1's second reply takes five."""
     torch.distributed.distributed_c10d._set_pg_timeout(
         timedelta(seconds=2), torch.distributed.group.WORLD
     )
     source_rank.JOINT_HEARTBEAT_S = 0.5
     start = time.monotonic()
-    wait_for_all([Answer(seconds) for seconds in answers[torch.distributed.get_rank()]])
+    wait_for_all([Reply(seconds) for seconds in replies[torch.distributed.get_rank()]])
     return time.monotonic() - start
 
 
@@ -58,15 +58,15 @@ def test_a_rank_that_is_done_waits_for_the_others_without_a_time_limit():
 def hear_of_a_failure(kind):
     source_rank.JOINT_HEARTBEAT_S = 0.5
     errors = {
-        "answer": Answer(0.2, ServerRequestError("the model said no")),
+        "reply": Reply(0.2, ServerRequestError("the model said no")),
         "sending": UserError("the rollout is too wide"),
-        "other": Answer(0.2, KeyError("rewards")),
+        "other": Reply(0.2, KeyError("rewards")),
     }
     try:
         wait_for_all(
-            [Answer(0.1), errors[kind]]
+            [Reply(0.1), errors[kind]]
             if torch.distributed.get_rank() == 1
-            else [Answer(0.1), Answer(30.0)]
+            else [Reply(0.1), Reply(30.0)]
         )
     except ServerRequestError as error:
         return str(error)
@@ -75,7 +75,7 @@ def hear_of_a_failure(kind):
 @pytest.mark.parametrize(
     "kind, text",
     [
-        ("answer", "the model said no"),
+        ("reply", "the model said no"),
         ("sending", "the rollout is too wide"),
         ("other", "KeyError('rewards')"),
     ],

@@ -4,7 +4,7 @@
 dense softmax.
 
 CP2 and TP2 x CP2 on four real gloo ranks, in one launch (TP2:
-tests/distributed/test_distributed_utils.py).
+tests/distributed/test_collectives.py).
 """
 
 import torch

@@ -1,10 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A critic server job around a small torch model, for tests: the process that runs, and the handle
-that a test holds.
+"""A critic server job around a small torch model, for tests: the program, and the tests' handle.
 
-The model is real (it scores, learns and saves) but takes no time to build, so that these tests are
-about the server. Some token ids make it misbehave on purpose, on the ranks that get them.
+The model is real (it scores, learns and saves) but takes no time to build: these tests are about
+the server. Some token ids make it fail or sleep on purpose, on the ranks that get them.
 """
 
 import glob
@@ -23,13 +22,12 @@ from nemo_aligner.servers.ports import find_free_port
 from tests.patience import Deadline, patience, wait_until
 
 VOCAB, WIDTH = 32, 8
-# Ids that make the model raise (a rank without it then waits for the others in a collective), or
-# sleep for a minute.
+# Ids that make the model raise (ranks without it then wait in a collective), or sleep a minute.
 RAISE, SLEEP = 30, 28
 
 
 class TinyTokenizer:
-    """As much of a tokenizer as the server asks for; ids stand for words of their own."""
+    """The part of a tokenizer that the server uses; each id is a word of its own."""
 
     vocab_size, eos_id = VOCAB, 0
 
@@ -43,8 +41,9 @@ def build_model():
     import torch
 
     class TinyCritic(torch.nn.Module):
-        """Value at t from the mean embedding of tokens <= t; reward from the last token. Padding
-        changes nothing.
+        """Value at t from the mean embedding of tokens <= t; reward from the last token.
+
+        Padding changes neither.
         """
 
         cfg = {"encoder_seq_length": 64}
@@ -65,6 +64,7 @@ def build_model():
 
         def misbehave(self, tokens):
             if (tokens == SLEEP).any():
+                print("the model met SLEEP", flush=True)
                 time.sleep(60)
             if (tokens == RAISE).any():
                 raise ArithmeticError("the model met a token it cannot stand")
@@ -141,7 +141,7 @@ def build_model():
 
 
 def build_optimizer(model):
-    """(optimizer, scheduler) with the interface of Megatron's: SGD with a fixed rate."""
+    """Return (optimizer, scheduler) with Megatron's interface: SGD with a fixed rate."""
     import torch
 
     class Optimizer(torch.optim.SGD):
@@ -181,8 +181,7 @@ def main() -> None:
 
     class Checkpoint:
         def custom_save(self, monitor_candidates, is_train_end, trainer_state):
-            # A forked writer that is terminated must die of it, and the server must not take it
-            # for its own signal.
+            # SIGTERM must end a forked writer, and the server must not take it for its own.
             writer = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
             writer.start()
             time.sleep(0.2)
@@ -222,7 +221,7 @@ def main() -> None:
 
 
 class CriticJob:
-    """A running job. Use it in a `with` block: leaving it ends whatever is left.
+    """A running job; leaving its `with` block ends all of its processes.
 
     Args:
         ranks: number of processes.
@@ -307,7 +306,7 @@ class CriticJob:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def wait_until_serving(self, limit_s=90):
+    def wait_until_serving(self, limit_s=300):
         """Return once all endpoints answer."""
         deadline = Deadline(limit_s)
         while "serving critic_infer" not in self.log():

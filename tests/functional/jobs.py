@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The project's own scripts as child processes of a test: with a time limit, and with nothing left
-behind.
-"""
+"""The project's scripts as child processes of a test, with time limits and nothing left behind."""
 
 import ctypes
 import json
@@ -85,7 +83,7 @@ class ScriptJob:
         return self
 
     def __exit__(self, *_exc) -> None:
-        self._look_around()
+        self._note_processes()
         for process in self._family.values():
             try:
                 process.kill()
@@ -97,7 +95,7 @@ class ScriptJob:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def _look_around(self) -> None:
+    def _note_processes(self) -> None:
         try:
             process = psutil.Process(self.process.pid)
             for member in [process, *process.children(recursive=True)]:
@@ -109,7 +107,7 @@ class ScriptJob:
         """Exit code of the job."""
 
         def has_ended() -> bool:
-            self._look_around()
+            self._note_processes()
             return self.process.poll() is not None
 
         wait_until(has_ended, timeout_s, lambda: f"the end of\n{self.log[-3000:]}", 0.2)
@@ -117,14 +115,14 @@ class ScriptJob:
 
     def stop(self, timeout_s: float = 20.0) -> int:
         """SIGTERM, as a scheduler sends it; returns the exit code."""
-        self._look_around()
+        self._note_processes()
         self.stopped = True
         self.process.send_signal(signal.SIGTERM)
         return self.wait(timeout_s)
 
     def leftovers(self, grace_s: float = 5.0) -> list[psutil.Process]:
-        """Processes of the job that are still alive, after time for those that end when their
-        parent has ended.
+        """Processes of the job that are still alive after `grace_s`: some end only after their
+        parent.
         """
         deadline = Deadline(grace_s)
         while True:
@@ -149,7 +147,7 @@ def must_succeed(job: ScriptJob) -> None:
 
 
 def must_fail_with(job: ScriptJob, *words: str) -> None:
-    """Exit code 1 and one message, which holds `words`, at the end of a log without traceback."""
+    """Exit code 1, no traceback, and one message at the end of the log that holds `words`."""
     with job:
         assert job.wait(120) == 1, job.log[-4000:]
         assert not job.leftovers()
@@ -161,9 +159,7 @@ def must_fail_with(job: ScriptJob, *words: str) -> None:
 
 
 def read_metrics(folder: Path, key: str) -> list[float]:
-    """Values of one metric in the order of steps; of a step that was logged twice the later
-    one.
-    """
+    """Values of one metric by step; the later one if a step was logged twice."""
     values = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -173,7 +169,7 @@ def read_metrics(folder: Path, key: str) -> list[float]:
 
 
 def metric_names(folder: Path) -> list[str]:
-    """Every metric that a job has logged; not the times it took."""
+    """Names of all metrics that a job has logged, except its timers."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = {name for record in records for name in record} - {"step", "time"}
     return sorted(name for name in names if not name.startswith("timers/"))
@@ -182,9 +178,7 @@ def metric_names(folder: Path) -> list[str]:
 def reward_server(
     rm_file, folder: Path, port: int, ranks=1, launcher="python", *extra: str
 ) -> ScriptJob:
-    """serve_reward_model.py with the reward model of `rm_file`, on this machine; its log is
-    `folder`/reward.log.
-    """
+    """serve_reward_model.py with the reward model of `rm_file`; it logs to `folder`/reward.log."""
     folder.mkdir(exist_ok=True)
     overrides = [
         "trainer.accelerator=cpu",
@@ -200,7 +194,7 @@ def reward_server(
 
 
 def wait_until_serving(job: ScriptJob, timeout_s: float = 120.0) -> None:
-    """Return once the job's endpoints answer."""
+    """Return once the job's endpoints reply."""
     wait_for_log(job, ": serving ", timeout_s)
 
 

@@ -27,10 +27,9 @@ from tests.functional.critic_job import RAISE, SLEEP, CriticJob, TinyTokenizer, 
 from tests.patience import patience
 
 pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings(
-        "ignore:Client network and/or connection timeout"
-    ),  # said of time-outs that are larger
+    pytest.mark.timeout(600),
+    # PyTriton's client warns of time-outs above its default.
+    pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),
 ]
 STOP_LIMIT_S = 15
 
@@ -103,7 +102,7 @@ def client_config(job, **changes):
             "pad_to_length": None,
             "combine_rm_and_critic_server": True,
             "init_timeout_s": patience(20),
-            "inference_timeout_s": patience(30),
+            "inference_timeout_s": patience(90),
             "critic": {"ip": "127.0.0.1", "port": job if isinstance(job, int) else job.port},
             "reward_model": {"ip": "127.0.0.1", "port": 1},
             **changes,
@@ -512,7 +511,46 @@ def test_a_rank_that_fails_alone_ends_the_job_and_tells_the_client():
         job.assert_nothing_left()
 
 
-def test_strange_port_is_refused_at_start():
+def test_killing_the_critic_in_an_update_is_one_error_with_its_cause():
+    """The update fails, and so does the scoring request that waits for it: nothing is sent to a
+    server that may have come back with other weights.
+    """
+    from nemo_aligner.servers.connection import RESTART_REMEDY
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
+
+    with CriticJob() as job:
+        client = RemoteGPTRMCriticClient(client_config(job.wait_until_serving()))
+        try:
+            data = make_training_data(4, 9)
+            data["tokens"] = torch.full_like(data["tokens"], SLEEP)
+            data |= {"response_tokens": data["tokens"], "values": data["prev_values"]}
+            update = client.train(data)
+            scores = client.infer_rm_critic(
+                {
+                    "response_tokens": torch.ones(2, 5).long(),
+                    "response_lengths": torch.tensor([5, 5]),
+                }
+            )
+            deadline = time.monotonic() + 60
+            while "SLEEP" not in job.log():  # said by the model
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            job.look_around()
+            job.signal_rank(0, signal.SIGKILL)
+            killed = time.monotonic()
+            with pytest.raises(ServerRequestError) as caught:
+                update.result()
+            print(f"noticed after {time.monotonic() - killed:.1f} s: {caught.value}")
+            where = f"critic_train at 127.0.0.1:{job.port} failed: "
+            assert where in str(caught.value) and RESTART_REMEDY in str(caught.value)
+            assert time.monotonic() - killed < 60  # long before inference_timeout_s
+            with pytest.raises(ServerRequestError, match="critic_infer at .* failed: "):
+                scores.result()
+        finally:
+            client.close()
+
+
+def test_a_taken_port_is_refused_at_start():
     import socket
 
     with socket.socket() as taken:

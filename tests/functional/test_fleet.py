@@ -133,7 +133,11 @@ class Stream:
     def answered(self, count):
         """Whether the first `count` requests have their answers."""
         sent = self.sent[: max(count, 0)]
-        return all(pending.rm_future.done(0) for _, pending in sent)
+        return all(
+            request.future.done()
+            for _, pending in sent
+            for request in pending.rm_future._sent.values()
+        )
 
     def assert_all_right(self):
         for batch, future in self.sent:

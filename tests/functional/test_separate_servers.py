@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO with the critic and the reward model in jobs of their own gives what one server for both
-gives.
-"""
+"""PPO with separate critic and reward servers gives the numbers of one server for both."""
 
 import pytest
 
@@ -13,9 +11,16 @@ from tests.functional.jobs import (
     reward_server,
     wait_until_serving,
 )
-from tests.functional.test_ppo_job import COMPARED, actor, critic, inputs, single  # noqa: F401  (two fixtures)
+from tests.functional.test_ppo_job import (  # noqa: F401  (two fixtures)
+    COMPARED,
+    actor,
+    critic,
+    inputs,
+    single,
+)
 
-pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
+# Several processes of ten seconds' start each; their own limits are shorter.
+pytestmark = pytest.mark.timeout(600)
 
 CRITIC_ALONE = "trainer.ppo.combine_rm_and_critic_server=False"
 

@@ -207,7 +207,7 @@ def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
     with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *long, ranks=2) as job:
         wait_for_log(job, "Training steps")
         time.sleep(1.0)
-        job._look_around()
+        job._note_processes()
         ranks = {int(p.environ().get("LOCAL_RANK", 0)): p for p in job.leftovers()}
         os.kill(ranks[victim].pid, signal.SIGKILL)
         assert job.wait(30) != 0

@@ -3,9 +3,9 @@
 """Reward servers for tests: real Triton processes around a sum, and the handles that tests kill
 and restart.
 
-The process imports neither torch nor NeMo, so that it is back within seconds. Its reward of a row
-is `scale * (sum of the row's real tokens) + 0.001 * number of prompt tokens`. A row that begins
-with one of the ids below makes it misbehave.
+The process imports neither torch nor NeMo, so that it restarts within seconds. Its reward of a
+sample is `scale * (sum of the real tokens) + 0.001 * number of prompt tokens`. A sample that begins
+with one of the ids below makes it fail on purpose.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def expected_rewards(tokens, lengths, prompts=None, scale=1.0):
-    """Rewards float32 [N, 1], row by row in plain Python."""
+    """Rewards float32 [N, 1], sample by sample in plain Python."""
     rewards = []
     for row in range(len(tokens)):
         total = scale * sum(int(tokens[row][i]) for i in range(int(lengths[row])))
@@ -139,7 +139,7 @@ class ToyRewardServer:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start the process; clients find out themselves when it is ready."""
+        """Start the process, without waiting until it is ready."""
         from nemo_aligner.servers.triton_environment import find_libpython
 
         libraries = [find_libpython(), os.environ.get("LD_LIBRARY_PATH", "")]
@@ -166,7 +166,7 @@ class ToyRewardServer:
         return http_status("127.0.0.1", self.port, f"/v2/models/{self.endpoint}/ready", 2.0) == 200
 
     def wait_until_ready(self, limit_s: float = 60.0) -> "ToyRewardServer":
-        """Itself, once the model is served."""
+        """Return this server once the model is served."""
         deadline = Deadline(limit_s)
         while not self.is_ready():
             if self.process.poll() is not None or deadline.passed():
@@ -196,7 +196,7 @@ class ToyRewardServer:
                 continue
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes: what the loss of its machine looks like."""
+        """Send SIGKILL to all of its processes: to clients, the loss of its machine."""
         if self.process is None:
             return
         self.signal_all(signal.SIGKILL)

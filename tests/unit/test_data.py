@@ -631,8 +631,9 @@ def test_requests_too_narrow_for_the_longest_rollout_are_refused(
             check(enough, datasets)
         for too_small in (longest + 11, 13, 12):
             message = (
-                rf"^{remote}.pad_to_length={too_small} is too small: the longest prompt of the {name} data has"
-                rf" {longest} tokens, and model.{section}.length_params.max_length=12 .* to {longest + 12} or more"
+                rf"^{remote}.pad_to_length={too_small} is too small: the longest prompt of the "
+                rf"{name} data has {longest} tokens, and "
+                rf"model.{section}.length_params.max_length=12 .* to {longest + 12} or more"
             )
             with pytest.raises(ConfigError, match=message):
                 check(too_small, datasets)

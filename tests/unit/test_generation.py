@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The decoding engine against generation one row and one full forward pass at a time; end
-conditions; parameters.
-"""
+"""The engine against generation of one sample at a time, without a cache; ends; parameters."""
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ LIMIT = 48  # positions of the tiny models
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def model(request, tiny_tokenizer_dir):
-    """A tiny model with large weights, so that its texts are varied; most of the vocabulary table
+    """A tiny model with large weights, so that its responses vary; most of the vocabulary table
     is padding.
     """
     return MegatronGPTModel(tiny_config(tiny_tokenizer_dir, request.param, init_method_std=0.4))
@@ -53,8 +51,8 @@ def generator_of(model):
     )
 
 
-def texts(output):
-    """Ids of each row without the padding."""
+def samples_of(output):
+    """Ids of each sample, without padding."""
     pairs = zip(output.response_tokens.tolist(), output.response_lengths.tolist(), strict=True)
     return [row[:length] for row, length in pairs]
 
@@ -68,7 +66,7 @@ def check_against_naive(model, prompts, params):
             tokens.tolist(), lengths.tolist(), seeds.tolist(), strict=True
         )
     ]
-    assert texts(output) == [text for text, _ in naive]
+    assert samples_of(output) == [sample for sample, _ in naive]
     assert output.is_end.tolist() == [ended for _, ended in naive]
     assert output.response_tokens.size(1) == output.response_lengths.max()
     padding = torch.arange(output.response_tokens.size(1)) >= output.response_lengths.unsqueeze(1)
@@ -96,8 +94,8 @@ def test_decoding_equals_full_forward_passes(model, prompts, options):
     check_against_naive(model, prompts, GenerationParams(max_length=16, **options))
 
 
-def test_rows_that_end_early_leave_the_others_alone(llama, prompts):
-    # So many characters end a text that half of the batch is done again and again.
+def test_samples_that_end_early_leave_the_others_alone(llama, prompts):
+    # So many characters end a response that half of the batch is done again and again.
     ends = tuple("abcdefghijklmnopqrstuvwxyz .,:;") + ("th", "he", "in")
     output = check_against_naive(
         llama, prompts, GenerationParams(max_length=30, temperature=3.0, end_strings=ends)
@@ -109,25 +107,25 @@ def test_rows_that_end_early_leave_the_others_alone(llama, prompts):
 
 
 @pytest.mark.parametrize("options", [dict(use_greedy=True), dict(temperature=1.2, top_p=0.95)])
-def test_text_does_not_depend_on_the_batch(model, prompts, options):
+def test_responses_do_not_depend_on_the_batch(model, prompts, options):
     tokens, lengths, seeds = prompts
     params = GenerationParams(max_length=16, repetition_penalty=1.1, end_strings=("e",), **options)
     generator = generator_of(model)
-    expected = texts(generator.generate(tokens, lengths, seeds, params))
+    expected = samples_of(generator.generate(tokens, lengths, seeds, params))
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
     for size in (1, 5, ROWS):
         for rows in order.split(size):
             output = generator.generate(tokens[rows], lengths[rows], seeds[rows], params)
-            assert texts(output) == [expected[row] for row in rows.tolist()]
+            assert samples_of(output) == [expected[row] for row in rows.tolist()]
 
 
-def test_seeds_make_texts_differ_and_repeat(llama, prompts):
+def test_seeds_make_responses_differ_and_repeat(llama, prompts):
     tokens, lengths, seeds = (x[:1].expand(ROWS, *x.shape[1:]) for x in prompts)
     generator, params = generator_of(llama), GenerationParams(max_length=16)
-    same = texts(generator.generate(tokens, lengths, seeds, params))
-    assert all(text == same[0] for text in same)
-    different = texts(generator.generate(tokens, lengths, torch.arange(ROWS), params))
-    assert len({tuple(text) for text in different}) == ROWS
+    same = samples_of(generator.generate(tokens, lengths, seeds, params))
+    assert all(sample == same[0] for sample in same)
+    different = samples_of(generator.generate(tokens, lengths, torch.arange(ROWS), params))
+    assert len({tuple(sample) for sample in different}) == ROWS
 
 
 def test_repetition_penalty_makes_repetition_rare(llama, prompts):
@@ -136,8 +134,8 @@ def test_repetition_penalty_makes_repetition_rare(llama, prompts):
     def distinct(penalty):
         params = GenerationParams(max_length=30, use_greedy=True, repetition_penalty=penalty)
         return sum(
-            len(set(text)) / len(text)
-            for text in texts(generator_of(llama).generate(tokens, lengths, seeds, params))
+            len(set(sample)) / len(sample)
+            for sample in samples_of(generator_of(llama).generate(tokens, lengths, seeds, params))
         )
 
     # A penalty beyond all bounds rules repetition out; it must see the prompt and the response.
@@ -161,10 +159,10 @@ def test_longest_and_shortest_responses(llama, prompts):
     assert ((held.response_lengths - lengths) > 25).all()
     assert (held.response_lengths - lengths).max() == 30
     for output in (free, held):
-        for text, length, ended in zip(
-            texts(output), lengths.tolist(), output.is_end.tolist(), strict=True
+        for sample, length, ended in zip(
+            samples_of(output), lengths.tolist(), output.is_end.tolist(), strict=True
         ):
-            assert (text[-1] == eos) == ended and eos not in text[length:-1]
+            assert (sample[-1] == eos) == ended and eos not in sample[length:-1]
 
 
 def test_ids_beyond_the_vocabulary_are_never_generated(llama, prompts):
@@ -179,7 +177,7 @@ def test_ids_beyond_the_vocabulary_are_never_generated(llama, prompts):
 def test_a_response_ends_with_a_string_of_several_tokens(llama, prompts):
     tokens, lengths, seeds = prompts
     generator = generator_of(llama)
-    free = texts(
+    free = samples_of(
         generator.generate(
             tokens, lengths, seeds, GenerationParams(max_length=24, temperature=1.5)
         )
@@ -199,7 +197,7 @@ def test_a_response_ends_with_a_string_of_several_tokens(llama, prompts):
         GenerationParams(max_length=24, temperature=1.5, end_strings=(end, "<never>")),
     )
     assert output.is_end[row] and output.response_lengths[row] <= start + 3
-    assert decode(texts(output)[row]).endswith(end)
+    assert decode(samples_of(output)[row]).endswith(end)
 
 
 def test_log_probs_are_those_of_the_full_vocabulary(model, prompts):
@@ -215,19 +213,19 @@ def test_log_probs_are_those_of_the_full_vocabulary(model, prompts):
     output = generator_of(model).generate(tokens, lengths, seeds, params)
     assert output.logprobs.shape == (ROWS, output.response_tokens.size(1) - 1)
     model.set_eval()
-    for row, text in enumerate(texts(output)):
-        ids = torch.tensor([text])
+    for row, sample in enumerate(samples_of(output)):
+        ids = torch.tensor([sample])
         with torch.no_grad():
-            logits = model.model[0](ids, torch.arange(len(text)).unsqueeze(0), None)[
+            logits = model.model[0](ids, torch.arange(len(sample)).unsqueeze(0), None)[
                 0, :, : model.tokenizer.vocab_size
             ]
         expected = torch.zeros(output.logprobs.size(1))
-        for column in range(int(lengths[row]) - 1, len(text) - 1):
-            expected[column] = (logits[column] / 0.7).log_softmax(-1)[text[column + 1]]
+        for column in range(int(lengths[row]) - 1, len(sample) - 1):
+            expected[column] = (logits[column] / 0.7).log_softmax(-1)[sample[column + 1]]
         torch.testing.assert_close(output.logprobs[row], expected, atol=2e-5, rtol=1e-5)
 
 
-def test_the_text_stops_at_the_last_position(llama, prompts):
+def test_the_response_stops_at_the_last_position(llama, prompts):
     tokens, lengths, seeds = prompts
     output = generator_of(llama).generate(
         tokens, lengths, seeds, GenerationParams(max_length=100, use_greedy=True)
@@ -236,7 +234,7 @@ def test_the_text_stops_at_the_last_position(llama, prompts):
     assert not output.is_end[output.response_lengths == LIMIT].any()
 
 
-def test_learned_positions_limit_the_text(tiny_tokenizer_dir, prompts):
+def test_learned_positions_limit_the_response(tiny_tokenizer_dir, prompts):
     tokens, lengths, seeds = prompts
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2", max_position_embeddings=20))
     output = generator_of(model).generate(
@@ -255,18 +253,18 @@ def test_bf16_generates_and_the_model_can_train_afterwards(tiny_tokenizer_dir, p
     generator = generator_of(model)
     first = generator.generate(tokens, lengths, seeds, params)
     assert all(chunk.training for chunk in model.model)
-    assert texts(generator.generate(tokens, lengths, seeds, params)) == texts(first)
+    assert samples_of(generator.generate(tokens, lengths, seeds, params)) == samples_of(first)
     positions = torch.arange(first.response_tokens.size(1)).expand_as(first.response_tokens)
     model.model[0](first.response_tokens, positions, None).sum().backward()
 
 
-def test_texts_follow_the_weights_through_training(tiny_tokenizer_dir, prompts):
+def test_responses_follow_the_weights_through_training(tiny_tokenizer_dir, prompts):
     # The engine is built before the optimizer wraps the model and moves its weights into buffers.
     tokens, lengths, seeds = prompts
     overrides = {"init_method_std": 0.4, "optim": {"lr": 0.5, "sched": {"warmup_steps": 0}}}
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **overrides))
     generator, params = generator_of(model), GenerationParams(max_length=8, temperature=0.9)
-    before = texts(generator.generate(tokens, lengths, seeds, params))
+    before = samples_of(generator.generate(tokens, lengths, seeds, params))
     optimizer, scheduler = model.setup_megatron_optimization(10)
     optimizer.zero_grad()
     model.prepare_for_training_step()
@@ -279,7 +277,7 @@ def test_texts_follow_the_weights_through_training(tiny_tokenizer_dir, prompts):
         model.model, {"tokens": tokens[:, :1]}, micro_batch_size=ROWS, loss_fn=loss_fn
     )
     optimizer_step(optimizer, scheduler, None)
-    after = texts(generator.generate(tokens, lengths, seeds, params))
+    after = samples_of(generator.generate(tokens, lengths, seeds, params))
     assert after != before
     naive = [
         naive_generate(model, tokens[i, : lengths[i]].tolist(), int(seeds[i]), params, LIMIT)[0]
@@ -296,7 +294,7 @@ def test_a_model_with_dropout_generates_without(tiny_tokenizer_dir, prompts):
     )
     model.set_train()
     runs = [
-        texts(
+        samples_of(
             generator_of(model).generate(
                 tokens, lengths, seeds, GenerationParams(max_length=8, use_greedy=True)
             )
@@ -320,7 +318,7 @@ def test_a_model_with_dropout_generates_without(tiny_tokenizer_dir, prompts):
         ([[1, 300, 3]], 2, "holds the id 300, outside the tokenizer's vocabulary of"),
     ],
 )
-def test_prompts_that_cannot_be_answered(llama, tokens, length, message):
+def test_prompts_without_a_possible_response(llama, tokens, length, message):
     with pytest.raises(UserError) as error:
         generator_of(llama).generate(
             torch.tensor(tokens),
@@ -362,7 +360,7 @@ def test_end_strings_are_found_at_the_end_only(tiny_tokenizer):
         assert end.ended(*ids_of(tiny_tokenizer, text)).item() is expected, text
 
 
-def test_end_conditions_look_only_at_the_rows_they_are_asked_for(tiny_tokenizer):
+def test_end_conditions_check_only_the_given_samples(tiny_tokenizer):
     tokens, last = ids_of(tiny_tokenizer, "the film Human:")
     end = EndConditions(tiny_tokenizer, ["Human:"])
     rows = torch.tensor([True, False, True])
@@ -371,7 +369,7 @@ def test_end_conditions_look_only_at_the_rows_they_are_asked_for(tiny_tokenizer)
     assert end.ended(eos, torch.zeros(3, dtype=torch.int64), rows).tolist() == [True, False, True]
 
 
-def test_special_tokens_end_a_text_as_one_token(tiny_tokenizer):
+def test_special_tokens_end_a_response_as_one_token(tiny_tokenizer):
     end = EndConditions(tiny_tokenizer, ["<|endoftext|>"])
     assert end.token_ids == [tiny_tokenizer.eos_id] and end.strings == ()
     spelled = torch.tensor([[tiny_tokenizer.text_to_ids(c)[0] for c in "<|endoftext|>"]])

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The adaptation of Megatron Core: its list of names is complete, and a name that a release moves is
-reported.
-"""
+"""The adaptation of Megatron Core: its list is complete, and a missing name is reported."""
 
 import ast
 import importlib
@@ -100,7 +98,7 @@ def test_private_names_of_megatron_that_modules_use_are_listed():
 
 
 def test_importing_the_package_changes_nothing():
-    """Only `parallel_state.initialize()` adapts Megatron Core, and in whatever order of imports."""
+    """Only `parallel_state.initialize()` adapts Megatron Core, whatever the order of imports."""
     code = """
 import torch
 before = torch.cuda.current_device, torch.Tensor.cuda
@@ -121,7 +119,7 @@ assert changed is not torch.cuda.is_available()
 def test_remapped_functions_name_no_cuda_device():
     megatron_adaptation.adapt_megatron_core()
     names = megatron_adaptation.REMAPPED_CONSTANTS
-    for module, name in [(module, name) for module in names for name in names[module]]:
+    for module, name in [(key, name) for key in names for name in names[key]]:
         function = inspect.unwrap(megatron_adaptation.resolve(module, name)[2])
         function = getattr(function, "__func__", function)
         constants = list(function.__code__.co_consts)

@@ -144,7 +144,8 @@ REFERENCE = {
     | {
         "trainer.sft": SFT_TRAINER,
         "model": f"{MODEL} {ARCHITECTURE} restore_from_path sequence_parallel"
-        " activations_checkpoint_granularity activations_checkpoint_method activations_checkpoint_num_layers",
+        " activations_checkpoint_granularity activations_checkpoint_method"
+        " activations_checkpoint_num_layers",
         "model.peft": PEFT,
         "model.data": SFT_DATA,
         "model.data.train_ds": SFT_SET,

@@ -55,9 +55,10 @@ NAUGHTY = """
                 print("\\u2192", file=sys.stderr)
             return [1.0]
         returned = {
-            "int": [3], "bool": [True], "numpy": np.array([2.5], dtype=np.float32), "tuple": (np.int64(4),),
-            "none": None, "nones": [None], "string": "1", "strings": ["1.0"], "two": [1.0, 2.0], "empty": [],
-            "nan": [float("nan")], "inf": [float("-inf")], "huge": [1e39], "bare": 1.0, "dict": {1: 1.0},
+            "int": [3], "bool": [True], "numpy": np.array([2.5], dtype=np.float32),
+            "tuple": (np.int64(4),), "none": None, "nones": [None], "string": "1",
+            "strings": ["1.0"], "two": [1.0, 2.0], "empty": [], "nan": [float("nan")],
+            "inf": [float("-inf")], "huge": [1e39], "bare": 1.0, "dict": {1: 1.0},
         }
         return returned[word] if word in returned else [float(word)]
 """
@@ -220,7 +221,8 @@ def test_each_call_is_one_sample_with_its_own_texts(tmp_path):
     text = """
         seen = 0
         def score(prompts, responses, lengths):
-            assert [type(x) for x in (*prompts, *responses, *lengths)] == [str, str, int], (prompts, responses)
+            types = [type(x) for x in (*prompts, *responses, *lengths)]
+            assert types == [str, str, int], (prompts, responses)
             (prompt,), (response,), (length,) = prompts, responses, lengths
             return [len(prompt) + 10 * len(response.encode()) + 1000 * length]
     """

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The wire format: what a request may look like, and what the error says when it does not."""
+"""The wire format, and the checks of requests and replies."""
 
 import numpy as np
 import pytest

@@ -72,13 +72,13 @@ FAKE_ACTOR = """
             return f" The plot is {word}."
         return str(sum(map(int, numbers)) + (word == "dull"))
 
-    data = folder.parent / "data" / "prompts_validation.jsonl"
-    prompts = [json.loads(line)["text"] for line in data.open()]
+    validation = folder.parent / "data" / "prompts_validation.jsonl"
+    prompts = [json.loads(line)["text"] for line in validation.open()]
     with (folder / "val_samples.jsonl").open("w") as samples:
         for step, word in ((0, "dull"), (2, "superb")):
             for index, prompt in enumerate(prompts):
-                sample = {"step": step, "prompt": prompt, "response": respond(prompt, word)}
-                sample["reward"] = step + index % 2
+                sample = {"step": step, "prompt": prompt, "reward": step + index % 2}
+                sample["response"] = respond(prompt, word)
                 samples.write(json.dumps(sample) + "\\n")
     with (folder / "metrics.jsonl").open("w") as metrics:
         for step in range(2):
