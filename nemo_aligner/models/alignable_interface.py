@@ -72,7 +72,7 @@ class SupervisedInterface(ABC):
         """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted
         by `weights`).
 
-        A model with moments overrides it, and turns them into what they are the moments of.
+        A model with moments overrides it to replace them by what they are the moments of.
         """
         return {key: float(value) for key, value in metrics.items()}
 
