@@ -34,7 +34,7 @@ from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup
 from nemo_aligner.servers.requests import pad_rows
-from nemo_aligner.servers.schema import Arrays
+from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.scoring import (
     Inputs,
     Scorer,
@@ -83,7 +83,7 @@ class CriticServerTrainer:
         scheduler: "OptimizerParamScheduler",
         logger: Logger,
         ckpt_callback: "CheckpointCallback",
-        tokenize_func: Callable[[list[str]], tuple],
+        tokenize_func: Callable[[list[str]], tuple[Any, Any]],
         gbs: int,
         model_forward_micro_batch_size: int,
     ):
@@ -168,11 +168,11 @@ class CriticServerTrainer:
         )
         self._loop.run()
 
-    def server_infer(self, **inputs: np.ndarray) -> Arrays:
+    def server_infer(self, **inputs: Array) -> Arrays:
         """Handle `critic_infer`."""
         return self._scorer.reply_to(inputs, self._loop)
 
-    def server_train(self, **inputs: np.ndarray) -> Arrays:
+    def server_train(self, **inputs: Array) -> Arrays:
         """Handle `critic_train`. A `request_id` seen before gets its first reply again: nothing is
         applied twice.
         """
@@ -203,7 +203,7 @@ class CriticServerTrainer:
             ) from reply
         return reply
 
-    def server_save(self, **inputs: np.ndarray) -> Arrays:
+    def server_save(self, **inputs: Array) -> Arrays:
         """Handle `critic_save`."""
         sent = inputs.get("actor_step")
         actor_step = schema.UNKNOWN_STEP if sent is None else int(sent.reshape(-1)[0])
@@ -211,7 +211,7 @@ class CriticServerTrainer:
             ServerSignal.SAVE, {"actor_step": np.array([actor_step], dtype=np.int64)}
         )
 
-    def server_status(self, **_inputs: np.ndarray) -> Arrays:
+    def server_status(self, **_inputs: Array) -> Arrays:
         """Handle `critic_status`; replies at once, also during a training request."""
         values = {
             "actor_step": self.actor_step,
@@ -251,7 +251,7 @@ class CriticServerTrainer:
         self._finish = None
         finish()
 
-    def run_inference(self, **inputs: np.ndarray) -> Arrays:
+    def run_inference(self, **inputs: Array) -> Arrays:
         """Score a batch: values float32 [N, S] and, when combined, rewards float32 [N, 1].
 
         Every rank calls it, rank 0 with `tokens` int64 [N, S] and `sequence_lengths` int64 [N] or
@@ -283,7 +283,7 @@ class CriticServerTrainer:
         validate_training_inputs(**arrays, vocab_size=self.vocab_size, max_length=self.max_length)
         return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
 
-    def run_training(self, **inputs: np.ndarray) -> Arrays:
+    def run_training(self, **inputs: Array) -> Arrays:
         """Run one optimizer step per `gbs` samples, in order.
 
         Every rank calls it, rank 0 with `tokens` int64 [N, S] and `returns`, `prev_values`, `mask`
@@ -319,9 +319,9 @@ class CriticServerTrainer:
         self.step += 1
         self.logger.log_metrics(metrics, step=self.step, prefix="train/")
         self.alarms.check_replicas(self.model, self.step)
-        return metrics["loss"]
+        return float(metrics["loss"])
 
-    def _save(self, **inputs: np.ndarray) -> Arrays:
+    def _save(self, **inputs: Array) -> Arrays:
         """Run `ServerSignal.SAVE`."""
         actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
         self.save(actor_step=actor_step)

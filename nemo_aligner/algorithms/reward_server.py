@@ -11,13 +11,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.servers.schema import Arrays
+from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.scoring import Scorer, batcher_options
 from nemo_aligner.servers.server_loop import ServerLoop
 
@@ -52,8 +51,8 @@ class RewardModelServer:
             refuses none.
     """
 
-    infer_fn: Callable[..., Tensor | np.ndarray]
-    tokenize_func: Callable[[list[str]], tuple]
+    infer_fn: Callable[..., Tensor | Array]
+    tokenize_func: Callable[[list[str]], tuple[Any, Any]]
     model_name: str
     port: int
     inference_micro_batch_size: int | list[int]
@@ -104,7 +103,7 @@ class RewardModelServer:
         """Follow rank 0 until the job ends: `run_server`, as ranks above 0 may call it."""
         self.run_server()
 
-    def infer(self, **inputs: np.ndarray) -> Arrays:
+    def infer(self, **inputs: Array) -> Arrays:
         """Score a request: {"rewards": float32 [N, 1]}.
 
         In a running server it is the endpoint's handler. Without one every rank calls it, rank 0

@@ -123,12 +123,12 @@ def _read_one(
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight):
         raise ConfigError(f"{setting}.weight={weight!r} must be a finite number.")
-    section = complete(dict(section), "gpt_rs_actor", "remote_rm.reward_model")
+    whole = complete(dict(section), "gpt_rs_actor", "remote_rm.reward_model")
     return RewardModelSpec(
         name=name,
-        endpoint=section.name,
+        endpoint=whole.name,
         addresses=_read_addresses(
-            section.ip if ip is None else ip, section.port if port is None else port, setting
+            whole.ip if ip is None else ip, whole.port if port is None else port, setting
         ),
         weight=float(weight),
         setting=setting,

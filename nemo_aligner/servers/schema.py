@@ -12,7 +12,7 @@ prediction of token t+1.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,8 +31,9 @@ CRITIC_STATUS = "critic_status"
 # `actor_step` of a critic that does not know which actor step its weights belong to.
 UNKNOWN_STEP = -1
 
-# Arrays of a request or a reply, by wire name.
-Arrays = dict[str, np.ndarray]
+# An array of a request or a reply, of any dtype; and several by wire name.
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
 
 
 class RequestError(UserError):

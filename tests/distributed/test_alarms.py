@@ -188,8 +188,8 @@ def test_a_fault_of_one_rank_is_an_error_of_both_and_changes_no_weight(two_ranks
     kind, text = found[optimizer, "loss"]
     assert kind == "NonFiniteError"
     assert (
-        "the loss is nan (first in sample 1 of the share of data-parallel rank 1) and the gradient of"
-        in text
+        "the loss is nan (first in sample 1 of the share of data-parallel rank 1) and the "
+        "gradient of" in text
     )
     kind, text = found[optimizer, "gradient"]
     assert kind == "NonFiniteError"

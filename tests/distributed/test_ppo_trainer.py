@@ -13,8 +13,8 @@ from tests.distributed.launcher import run_ranks
 SETTINGS = dict(
     ppo_epochs=2, critic_warmup_steps=1, val_check_interval=1, save_interval=1, whiten_rewards=True
 )
-# A prompt's responses are dealt to both ranks; the ranks find out together that the policy has gone
-# too far.
+# A prompt's responses are dealt to both ranks; the ranks find out together that the policy has
+# gone too far.
 WITHOUT_CRITIC = dict(ppo_epochs=2, val_check_interval=1, num_rollouts_per_prompt=2)
 GRPO = WITHOUT_CRITIC | dict(advantage_estimator="grpo", target_kl=1e-5)
 PLUS_PLUS = WITHOUT_CRITIC | dict(

@@ -131,6 +131,7 @@ class RewardModelHead(RowParallelLinear):
             if self.output_sequence:
                 attributes = gather_shares(super().forward(hidden_states)[0], 0)  # [S, B, A]
                 return self._merge(attributes).transpose(0, 1).contiguous()
+            assert lengths is not None, "pooling needs the lengths"
             # The map is linear, so pooling may come before or after it. Before is cheaper; under
             # context parallelism, though, the gradient of the weights must be that of this rank's
             # own positions.

@@ -302,13 +302,13 @@ class LocalNorm:
     class because Megatron's specifications treat a function as something already built.
     """
 
-    def __new__(
+    def __new__(  # type: ignore[misc]  # gives PyTorch's own class
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_kwargs: Any
     ) -> torch.nn.Module:
         norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = norm_class(hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
         return norm
 
 

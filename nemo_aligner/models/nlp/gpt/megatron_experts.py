@@ -135,6 +135,8 @@ class Experts(SequentialMLP):
     same weights.
     """
 
+    local_experts: Any
+
     def __init__(
         self,
         num_local_experts: int,
@@ -142,11 +144,12 @@ class Experts(SequentialMLP):
         submodules: MLPSubmodules,
         pg_collection: ProcessGroupCollection | None = None,
     ):
+        assert pg_collection is not None, "Megatron Core passes its groups"
         ranks, rank = pg_collection.ep.size(), pg_collection.ep.rank()
         super().__init__(
             num_local_experts * ranks, config, submodules, pg_collection=pg_collection
         )
-        mine = self.local_experts[rank * num_local_experts : (rank + 1) * num_local_experts]
+        mine: Any = self.local_experts[rank * num_local_experts : (rank + 1) * num_local_experts]
         self.local_experts = torch.nn.ModuleList(mine)
         self.num_local_experts = num_local_experts
         for expert in mine:

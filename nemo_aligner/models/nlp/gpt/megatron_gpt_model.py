@@ -105,7 +105,7 @@ class MegatronGPTModel(ModelPT):
         )
         # The same initial weights whatever was drawn before, and others on each pipeline stage.
         torch.manual_seed(self.cfg.seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
-        self.model = [self._build_chunk(stage) for stage in range(self._num_chunks())]
+        self.model: list[Any] = [self._build_chunk(stage) for stage in range(self._num_chunks())]
         if parallel_state.get_context_parallel_world_size() > 1:
             parallel_state.seed_generators(self.cfg.seed, by_context_rank=True)
         self._optimizer: MegatronOptimizer | None = None
@@ -181,7 +181,7 @@ class MegatronGPTModel(ModelPT):
 
     # --- modules and modes ----------------------------------------------------------------------
 
-    def unwrapped(self) -> list[torch.nn.Module]:
+    def unwrapped(self) -> list[Any]:
         """The bare Megatron modules, without DDP and precision wrappers."""
         return unwrap_model(self.model)
 

@@ -8,6 +8,7 @@ Notation: B samples on this data-parallel rank, S padded length, A attributes.
 
 from collections.abc import Mapping
 
+import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
@@ -67,7 +68,7 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
                 "serving rewards."
             )
 
-    def get_loss_and_metrics(
+    def get_loss_and_metrics(  # type: ignore[override]  # learns from other batches
         self, batch: RegressionBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float | Tensor]]:
         """Mean squared error of a global batch, and its gradient unless `forward_only`.
@@ -115,4 +116,4 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
         rest = {key: float(value) for key, value in metrics.items() if key != MOMENTS}
         if MOMENTS not in metrics:  # no batch with a label
             return rest
-        return rest | correlations_from_moments(metrics[MOMENTS])
+        return rest | correlations_from_moments(torch.as_tensor(metrics[MOMENTS]))
