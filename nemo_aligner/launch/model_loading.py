@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.config.defaults import drop_unset
+from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
@@ -36,8 +37,8 @@ def load_and_override_model_config(
             base.pop("target", None)
             base.pop("nemo_version", None)
     OmegaConf.set_struct(base, False)
-    given = OmegaConf.to_container(drop_unset(model_cfg_to_overwrite), resolve=True)
-    return OmegaConf.merge(base, given)
+    base.merge_with(plain_dict(drop_unset(model_cfg_to_overwrite), resolve=True))
+    return base
 
 
 def _drop_overwritten(base: DictConfig, overwritten: DictConfig | dict) -> None:
@@ -80,7 +81,8 @@ def load_from_nemo(
     if modify_config_fn is not None:
         cfg = modify_config_fn(file_cfg, model_cfg)
     else:
-        cfg = OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(file_cfg)), model_cfg)
+        cfg = OmegaConf.create(plain_dict(file_cfg))
+        cfg.merge_with(model_cfg)
     OmegaConf.set_struct(cfg, False)
     cfg.pop("target", None)
     launch_processes(trainer)
