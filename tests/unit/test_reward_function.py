@@ -324,7 +324,7 @@ with RewardFunction("{tmp_path}/reward.py:score", None, workers=1) as function:
     print(function.score(["p"] * 3, ["print", "print", "7"], [1] * 3).tolist())
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, timeout=60, cwd=ROOT
+        [sys.executable, "-c", program], capture_output=True, timeout=300, cwd=ROOT
     )
     assert b"[1.0, 1.0, 7.0]" in done.stdout, done.stderr[-2000:]
     assert b"x" * 200 in done.stdout and done.stdout.count(b"left out") == 1
