@@ -310,7 +310,7 @@ def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
 
 
 def test_the_time_limit_is_for_each_sample_not_for_the_request(tmp_path):
-    """Twelve samples in chunks behind one worker; the limit is three times as long as one takes."""
+    """Twelve samples in chunks behind one worker; the limit is three times what one takes."""
     sample_s = patience(0.2)
     text = "import time\ndef score(p, r, l):\n    time.sleep(float(r[0]))\n    return [1]"
     with RewardFunction(
