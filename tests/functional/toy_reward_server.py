@@ -4,8 +4,8 @@
 and restart.
 
 The process imports neither torch nor NeMo, so that it restarts within seconds. Its reward of a
-sample is `scale * (sum of the real tokens) + 0.001 * number of prompt tokens`. A sample that
-begins with one of the ids below makes it fail on purpose.
+sample is `scale * (sum of the real tokens) + 0.001 * number of prompt tokens`. A sample starting
+with one of the ids below makes it fail on purpose.
 """
 
 import ctypes

@@ -368,7 +368,7 @@ def test_closing_fails_what_is_open_and_ends_all_threads():
         running.wait_for(lambda: server.requests == 1)
         running.fleet.close()
         with pytest.raises(ServerRequestError, match="closed before the reply"):
-            future.result(5)
+            future.result(HANG_S)
         with pytest.raises(ServerRequestError, match="closed"):
             running.send(2)
         mine = [t for t in set(threading.enumerate()) - before if "monitor" in t.name]

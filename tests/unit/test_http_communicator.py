@@ -213,7 +213,7 @@ def test_closing_fails_what_is_open_and_ends_all_threads(fast):
             client.send(3)
         mine = [t for t in set(threading.enumerate()) - before if str(server.port) in t.name]
         for thread in mine:
-            thread.join(5)
+            thread.join(patience(5))
         assert not [thread for thread in mine if thread.is_alive()]
 
 
