@@ -181,7 +181,7 @@ def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
     )
     model = Float16Module(transformer_config, module.to(get_device()))
     torch.manual_seed(0)
-    tokens = torch.randint(0, vocab, (rows, columns), device=get_device())
+    tokens = torch.randint(0, vocab, (samples, columns), device=get_device())
     positions = torch.arange(columns, device=get_device()).expand_as(tokens)
 
     def step(fp32_output: bool, training: bool):
@@ -203,7 +203,7 @@ def bf16_model_rows(vocab: int, elements: int) -> Iterator[str]:
             for fp32_output in (True, False)
         ]
         name = "forward and backward" if training else "forward"
-        sizes = [rows * columns * vocab * 2 / 2**20, *peaks]
+        sizes = [samples * columns * vocab * 2 / 2**20, *peaks]
         cells = " | ".join(f"{size:.1f} MiB" for size in sizes)
         yield f"| {name} | {cells} | {peaks[1] / peaks[0]:.3f} |"
 

@@ -189,7 +189,7 @@ def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
         seed=1,
         tokenizer=model.tokenizer,
     )
-    cfg = OmegaConf.create({"model": {"seed": 1, "data": {}}})
+    cfg = OmegaConf.create({"model": {"seed": 1, "data": {"num_workers": 0}}})
 
     def loader(drop_last, random):
         options = dict(
