@@ -74,7 +74,7 @@ class DataSettings:
 
 def make_kl_controller(cfg: DictConfig) -> FixedKLController | AdaptiveKLController:
     """The controller of the KL penalty's weight that `trainer.ppo` asks for."""
-    if cfg.adaptive_kl.enable:
+    if cfg.adaptive_kl is not None and cfg.adaptive_kl.enable:
         return AdaptiveKLController(
             cfg.initial_policy_kl_penalty, cfg.adaptive_kl.target, cfg.adaptive_kl.horizon
         )

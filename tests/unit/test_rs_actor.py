@@ -8,7 +8,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
+from nemo_aligner.models.alignable_interface import (
+    AlignableGenerativeInterface,
+    PolicyWithReference,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.training.megatron_steps import forward_collect
@@ -180,5 +183,4 @@ def test_it_generates_like_every_policy(tiny_tokenizer_dir):
         rollout["response_tokens"][0], rollout["response_tokens"][1]
     )  # one prompt, two streams
     model.finish_inference()
-    with pytest.raises(NotImplementedError, match="keeps no reference policy"):
-        model.get_init_policy_logprobs(rollout["response_tokens"])
+    assert not isinstance(model, PolicyWithReference)

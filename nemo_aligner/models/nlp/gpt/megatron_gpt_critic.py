@@ -150,7 +150,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     def finish_training(self) -> None:
         """Do nothing: the host copy is renewed when it is needed."""
 
-    def get_loss_and_metrics(  # type: ignore[override]  # learns from other batches
+    def get_loss_and_metrics(  # type: ignore[override]  # it learns from other batches
         self, batch: CriticTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Value loss (`losses.ppo_critic_loss`) of a global batch, and its gradient unless

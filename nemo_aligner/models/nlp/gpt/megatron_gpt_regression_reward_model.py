@@ -8,7 +8,6 @@ Notation: B samples on this data-parallel rank, S padded length, A attributes.
 
 from collections.abc import Mapping
 
-import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
@@ -68,7 +67,7 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
                 "serving rewards."
             )
 
-    def get_loss_and_metrics(  # type: ignore[override]  # learns from other batches
+    def get_loss_and_metrics(  # type: ignore[override]  # it learns from other batches
         self, batch: RegressionBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float | Tensor]]:
         """Mean squared error of a global batch, and its gradient unless `forward_only`.
@@ -114,6 +113,6 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
     def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Replace the moments by `correlation` (`metrics.correlations_from_moments`)."""
         rest = {key: float(value) for key, value in metrics.items() if key != MOMENTS}
-        if MOMENTS not in metrics:  # no batch with a label
-            return rest
-        return rest | correlations_from_moments(torch.as_tensor(metrics[MOMENTS]))
+        moments = metrics.get(MOMENTS)
+        # None: no batch had a label.
+        return rest | (correlations_from_moments(moments) if isinstance(moments, Tensor) else {})
