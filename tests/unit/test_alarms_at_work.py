@@ -226,7 +226,7 @@ def test_a_critic_of_noise_and_responses_without_end_are_heard(tiny_tokenizer_di
         (
             1,
             NAN,
-            r"^PPO step 0: update 1 of its rollout: the loss is nan \(first in rows . to .",
+            r"^PPO step 0: update 1 of its rollout: the loss is nan \(first in samples . to .",
         ),
     ],
 )
@@ -287,7 +287,7 @@ def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(
     returns = request["returns"].copy()
     returns[1, 2] = 1e30  # finite, as the server demands; its square is not
     with pytest.raises(
-        NonFiniteError, match=r"^critic step 1: the loss is inf \(first in row 1 of the share of"
+        NonFiniteError, match=r"^critic step 1: the loss is inf \(first in sample 1 of the share of"
     ):
         server.run_training(**request | {"returns": returns})
     server._recover(None)

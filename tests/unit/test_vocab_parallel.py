@@ -330,7 +330,7 @@ def test_overwritten_logits_that_are_needed_again_are_an_error():
 def test_peak_memory_is_far_below_a_third_of_the_naive_way(case, dtype):
     figures = logprob_memory.measure(case, vocab=32768, dtype=dtype, elements=1 << 22, repeats=0)
     buffers = 4 * 4 * vocab_parallel.CHUNK_ELEMENTS  # a few blocks in float32, whatever B and S
-    assert 0 < figures["ours bytes"] <= buffers + 2**16 < figures["naive bytes"] / 3
+    assert 0 < figures["blockwise bytes"] <= buffers + 2**16 < figures["naive bytes"] / 3
     assert figures["naive bytes"] >= 4 * (
         1 << 22
     )  # at least one float32 copy: the measurement sees it
