@@ -38,6 +38,7 @@ from nemo_aligner.training.schedule import (
     compute_num_steps_per_epoch,
     endless_batches,
     is_complete,
+    supervised_max_steps,
 )
 from nemo_aligner.training.timers import ScopedTimer
 from nemo_aligner.training.update import train_on_batch
@@ -145,14 +146,7 @@ class SupervisedTrainer:
 
     def set_max_steps(self) -> None:
         """`max_steps` of this run: all epochs, or fewer steps if the configuration says so."""
-        max_epochs = self.cfg.max_epochs
-        max_steps = -1 if self.cfg.max_steps is None else self.cfg.max_steps
-        if max_epochs is None and max_steps < 0:
-            raise ConfigError(
-                "max_epochs=null needs max_steps: one of them must say when training ends."
-            )
-        limits = [] if max_epochs is None else [self.num_steps_per_epoch * max_epochs]
-        self.max_steps = min(limits + ([max_steps] if max_steps >= 0 else []))
+        self.max_steps = supervised_max_steps(self.cfg, self.train_dataloader)
 
     # ----------------------------------------------------------------------------------- the loop
 

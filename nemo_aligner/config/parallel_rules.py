@@ -135,9 +135,17 @@ def check_expert_parallel(experts: int | None, expert_parallel: int, dp: int, cp
             f"this model has none; set it to 1 ({EP_REMEDY})."
         )
     require_multiple("model.num_moe_experts", experts, size)
-    name = f"the number of data-parallel x context-parallel ranks, {dp} x {cp}"
-    remedy = f"use other numbers of ranks or a smaller size ({EP_REMEDY})"
-    require_multiple(name, dp * cp, size, remedy)
+    check_expert_ranks(expert_parallel, dp, cp)
+
+
+def check_expert_ranks(expert_parallel: int, dp: int, cp: int) -> None:
+    """Raise `ConfigError` unless `expert_parallel` divides the ranks of DP x CP."""
+    require_multiple(
+        f"the number of data-parallel x context-parallel ranks, {dp} x {cp}",
+        dp * cp,
+        {"model.expert_model_parallel_size": expert_parallel},
+        f"use other numbers of ranks or a smaller size ({EP_REMEDY})",
+    )
 
 
 def virtual_pipeline_group(values: Values) -> dict[str, int]:

@@ -14,6 +14,7 @@ from megatron.core import parallel_state as _mcore
 from megatron.core import tensor_parallel as _tensor_parallel
 from torch.distributed import ProcessGroup
 
+from nemo_aligner.config.parallel_rules import check_expert_ranks, data_parallel_size
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel.device import get_backend
 from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
@@ -96,20 +97,7 @@ def _check_sizes(sizes: dict[str, int]) -> None:
     """Refuse parallel sizes (TP, PP, CP, EP) that do not fit the ranks, or a model before."""
     tp, pp, cp, ep = sizes.values()
     world_size = torch.distributed.get_world_size()
-    change = "Change trainer.devices / trainer.num_nodes or the parallel sizes."
-    if world_size % (tp * pp * cp):
-        raise ConfigError(
-            f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
-            f"context_parallel_size={cp} = {tp * pp * cp} does not divide the {world_size} "
-            f"rank(s) of this job. {change}"
-        )
-    replicas = world_size // (tp * pp)
-    if replicas % ep:
-        raise ConfigError(
-            f"expert_model_parallel_size={ep} does not divide the {replicas} data-parallel x "
-            f"context-parallel rank(s) of this job ({world_size} ranks, TP={tp}, PP={pp}). "
-            f"{change}"
-        )
+    check_expert_ranks(ep, data_parallel_size(world_size, tp, pp, cp), cp)
     if not _mcore.is_initialized():
         return
     present = {

@@ -20,7 +20,8 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 
 from nemo_aligner.checkpoint.resume_pair import mismatch_remedy
-from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.config.server_rules import check_source_of_rewards
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers import schema
@@ -150,15 +151,10 @@ class RemoteGPTRMCriticClient:
         self.infer_name, self.train_name, self.save_name = names.infer, names.train, names.save
         # Not in the YAML file: NeMo-Aligner's critic has no such endpoint.
         self.status_name = names.get("status", schema.CRITIC_STATUS)
+        check_source_of_rewards(cfg)
         self.reward_models: RewardModels | None = None
         if not self.combine_rm_and_critic_server:
             self.reward_models = RewardModels(cfg, self.communicator, self.SETTING)
-        elif cfg.reward_models:
-            raise ConfigError(
-                f"{self.SETTING}.reward_models names servers of their own, but "
-                f"{self.SETTING}.combine_rm_and_critic_server=True has the critic server score "
-                "rewards; set it to False."
-            )
         self._connect()
 
     def _connect(self) -> None:

@@ -19,7 +19,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import math
 import queue
 import threading
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from nemo.utils import logging
 
+from nemo_aligner.config.server_rules import check_reward_function_options
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.servers.schema import RequestError
 from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
@@ -74,7 +74,7 @@ class RewardFunction:
     ):
         self.spec, self.tokenizer = spec, tokenizer
         self.path, self.name = _split_spec(spec)
-        _check_options(workers, timeout_s, fallback)
+        check_reward_function_options(workers, timeout_s, fallback)
         self.workers, self.timeout_s, self.fallback = int(workers), float(timeout_s), fallback
         self._chunks: queue.SimpleQueue[tuple[_Request, range] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -317,21 +317,6 @@ def _split_spec(spec: str) -> tuple[str, str]:
             "counts from the folder in which the server is started."
         )
     return str(absolute), name
-
-
-def _check_options(workers: float, timeout_s: float, fallback: float | None) -> None:
-    if workers != int(workers) or workers < 1:
-        raise ConfigError(
-            f"inference.reward_fn_workers={workers} must be a whole number, 1 or more."
-        )
-    if not timeout_s > 0:
-        raise ConfigError(
-            f"inference.reward_fn_timeout_s={timeout_s} must be a number of seconds above 0."
-        )
-    if fallback is not None and not math.isfinite(fallback):
-        raise ConfigError(
-            f"inference.reward_fn_fallback={fallback} must be null or a finite number."
-        )
 
 
 def _to_numpy(array: "np.ndarray | Tensor") -> np.ndarray:

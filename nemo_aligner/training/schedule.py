@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from nemo.utils import logging
 from omegaconf import DictConfig
 
+from nemo_aligner.config.rules import check_intervals
 from nemo_aligner.core.errors import ConfigError, UserError
 
 
@@ -145,12 +146,8 @@ def check_progress(
     """
     validation_enabled = limit_val_batches != 0 and val_check_interval > 0
     save_enabled = save_interval > 0
-    if validation_enabled and save_enabled and save_interval % val_check_interval:
-        raise ConfigError(
-            f"save_interval={save_interval} is not a multiple of "
-            f"val_check_interval={val_check_interval}: checkpoints are ranked by a validation "
-            "metric, so each save needs a validation at the same step."
-        )
+    if validation_enabled:
+        check_intervals("", val_check_interval, save_interval)
     is_train_end = step == max_steps
     last = is_train_end or run_time_exceeded
     run_val = validation_enabled and (last or step % val_check_interval == 0)

@@ -287,7 +287,8 @@ def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(
     returns = request["returns"].copy()
     returns[1, 2] = 1e30  # finite, as the server demands; its square is not
     with pytest.raises(
-        NonFiniteError, match=r"^critic step 1: the loss is inf \(first in sample 1 of the share of"
+        NonFiniteError,
+        match=r"^critic step 1: the loss is inf \(first in sample 1 of the share",
     ):
         server.run_training(**request | {"returns": returns})
     server._recover(None)

@@ -21,9 +21,9 @@ TINY = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "encoder_s
 
 def test_intervals():
     for both in ((5, 10), (0, 3), (0.5, 1), (5, 0)):
-        check_intervals("trainer.rm", *both)
+        check_intervals("trainer.rm.", *both)
     with pytest.raises(ConfigError, match="trainer.rm.save_interval=7 must be a multiple of .*=5"):
-        check_intervals("trainer.rm", 5, 7)
+        check_intervals("trainer.rm.", 5, 7)
 
 
 @pytest.mark.parametrize(

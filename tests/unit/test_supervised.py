@@ -317,7 +317,7 @@ def test_refusals():
     with pytest.raises(ConfigError, match="max_epochs=null needs max_steps"):
         make(max_epochs=None)
     with pytest.raises(
-        ConfigError, match="save_interval=3 is not a multiple of val_check_interval=2"
+        ConfigError, match="save_interval=3 must be a multiple of val_check_interval=2"
     ):
         make(val=dataloader(4, random=False), save_interval=3)
     with pytest.raises(ConfigError, match="leaves no batch"):

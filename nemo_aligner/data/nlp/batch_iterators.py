@@ -18,7 +18,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.config.rollout_rules import check_shared_queue
 from nemo_aligner.core.types import InferenceBatch
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
@@ -82,13 +82,7 @@ class StoreBatchIterator(DefaultBatchIterator):
     ) -> None:
         super().__init__(sampler_iter, num_microbatches, dataset, collate_fn)
         self.store: dist.Store | None = None
-        experts = parallel_state.get_expert_model_parallel_world_size()
-        if experts > 1:
-            raise ConfigError(
-                "batch_iterator.use_flask=True does not work with "
-                f"model.expert_model_parallel_size={experts}: these ranks hold each other's "
-                "experts, so none may generate more often than another. Set it to False."
-            )
+        check_shared_queue("", True, parallel_state.get_expert_model_parallel_world_size())
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.microbatches = _gather_microbatches(self.microbatches)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.config.defaults import complete_model
+from nemo_aligner.config.server_rules import check_reward_standardization
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, preference_loss
 from nemo_aligner.core.types import PairBatch
@@ -89,13 +90,7 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
                 f"for model.regression.num_attributes={cfg.regression.num_attributes}; give one "
                 "per attribute."
             )
-        standardization = cfg.reward_standardization
-        mean, std = standardization.mean, standardization.std
-        if standardization.enable and (mean is None or not std or std <= 0):
-            raise ConfigError(
-                f"model.reward_standardization.enable=True with mean={mean}, std={std}; give "
-                "both, std above 0."
-            )
+        check_reward_standardization(cfg)
 
     @classmethod
     def check_training_config(cls, cfg: DictConfig) -> None:
