@@ -104,3 +104,28 @@ def test_doors_only_hand_on_names(module):
 def test_every_room_is_a_package(room):
     no_room = room.name in ("__pycache__", "conf")  # conf: the YAML files of the repository
     assert no_room or (room / "__init__.py").exists()
+
+
+# Where the classes that were asked for must be found, whatever lies behind.
+INTERFACE = """
+nemo_aligner.algorithms.critic_server_trainer:CriticServerTrainer
+nemo_aligner.algorithms.ppo:PPOTrainer
+nemo_aligner.algorithms.rs:RSTrainer
+nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor:MegatronGPTActorModel
+nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor:MegatronGPTRSModel
+nemo_aligner.models.nlp.gpt.reward_critic_clients:RemoteGPTRMClient
+nemo_aligner.models.nlp.gpt.reward_critic_clients:RemoteGPTRMCriticClient
+nemo_aligner.models.nlp.gpt.reward_critic_clients:RMCriticFutureResult
+nemo_aligner.data.nlp.builders:build_dataloader
+nemo_aligner.data.nlp.builders:build_train_valid_test_rlhf_datasets
+nemo_aligner.data.nlp.builders:collate_with_pad_to_max_batch
+nemo_aligner.servers.http_communicator:HTTPCommunicator
+""".split()
+# One line per name that could be imported through a door before the rooms were made.
+DOOR_NAMES = (Path(__file__).parent / "door_names.txt").read_text().split()
+
+
+@pytest.mark.parametrize("where", [*INTERFACE, *DOOR_NAMES])
+def test_public_names_stay_where_scripts_import_them(where):
+    module, name = where.split(":")
+    assert hasattr(importlib.import_module(module), name)
