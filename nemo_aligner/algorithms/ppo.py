@@ -48,6 +48,7 @@ from nemo_aligner.algorithms.rollouts import (
     sample_table,
     shares_of_global_batches,
 )
+from nemo_aligner.config.ppo_rules import check_estimator
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
@@ -131,6 +132,7 @@ class PPOTrainer(RolloutTrainer):
         shared = cfg, model, optimizer, scheduler, sampler, logger, ckpt_callback, run_timer
         super().__init__(*shared, responses_per_prompt=num_rollouts_per_prompt)
         cfg = self.cfg
+        check_estimator(cfg.advantage_estimator, self.num_rollouts_per_prompt)
         self.train_dataloader_builder = train_dataloader_builder
         self.val_dataloader_builder = val_dataloader_builder
         self.collate_fn = collate_fn

@@ -115,13 +115,22 @@ def _check_adaptive_kl(v: Values) -> None:
 
 def _check_responses(v: Values) -> None:
     responses = v.size(MODEL + "num_rollouts_per_prompt")
-    estimator = v.get(PPO + "advantage_estimator")
-    if ADVANTAGE_ESTIMATORS[estimator].compares_responses and responses == 1:
+    check_estimator(v.get(PPO + "advantage_estimator"), responses)
+    check_responses_differ(v, MODEL, responses)
+
+
+def check_estimator(estimator: str, num_rollouts_per_prompt: int) -> None:
+    """Raise `ConfigError` unless the advantage estimator exists and gets responses to compare."""
+    if estimator not in ADVANTAGE_ESTIMATORS:
+        raise ConfigError(
+            f"trainer.ppo.advantage_estimator={estimator!r} must be one of "
+            f"{', '.join(ADVANTAGE_ESTIMATORS)}."
+        )
+    if ADVANTAGE_ESTIMATORS[estimator].compares_responses and num_rollouts_per_prompt == 1:
         raise ConfigError(
             f"trainer.ppo.advantage_estimator={estimator} compares the responses to a prompt, but "
             "model.ppo.num_rollouts_per_prompt=1; set it to 2 or more (4 to 16 are common)."
         )
-    check_responses_differ(v, MODEL, responses)
 
 
 def _check_target_kl(v: Values) -> None:

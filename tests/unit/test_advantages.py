@@ -9,6 +9,7 @@ import statistics
 import pytest
 import torch
 
+from nemo_aligner.core import advantages
 from nemo_aligner.core.advantages import (
     calculate_advantages_and_returns,
     calculate_grpo_advantages,
@@ -17,6 +18,7 @@ from nemo_aligner.core.advantages import (
     clip_advantages,
     spread_over_response,
 )
+from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.core.masks import create_mask, masked_mean_var, masked_sum, whiten
 from nemo_aligner.core.rewards import calculate_overlong_penalty, clip_rewards
 from tests.rank_threads import run_rank_threads
@@ -253,3 +255,11 @@ def test_whitening_of_nothing_and_of_equal_values():
     x = torch.full((2, 3), 0.1)
     assert whiten(x, torch.ones(2, 3)).abs().max() < 1e-6
     assert whiten(x, torch.ones(2, 3), shift_mean=False).tolist() == x.tolist()
+
+
+def test_every_named_estimator_has_a_function_and_the_other_way_round():
+    assert advantages.TOKEN_ESTIMATORS.keys() | advantages.RESPONSE_ESTIMATORS.keys() == (
+        ADVANTAGE_ESTIMATORS.keys()
+    )
+    compared = {name for name, e in ADVANTAGE_ESTIMATORS.items() if e.compares_responses}
+    assert compared == advantages.RESPONSE_ESTIMATORS.keys()
