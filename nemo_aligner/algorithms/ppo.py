@@ -132,7 +132,7 @@ class PPOTrainer(RolloutTrainer):
         shared = cfg, model, optimizer, scheduler, sampler, logger, ckpt_callback, run_timer
         super().__init__(*shared, responses_per_prompt=num_rollouts_per_prompt)
         cfg = self.cfg
-        check_estimator(cfg.advantage_estimator, self.num_rollouts_per_prompt)
+        check_estimator(cfg.advantage_estimator)
         self.train_dataloader_builder = train_dataloader_builder
         self.val_dataloader_builder = val_dataloader_builder
         self.collate_fn = collate_fn

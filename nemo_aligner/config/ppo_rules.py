@@ -64,7 +64,7 @@ def check_ppo_variants(values: Values) -> None:
 
 
 def _check_ranges(v: Values) -> None:
-    v.choice(PPO + "advantage_estimator", tuple(ADVANTAGE_ESTIMATORS))
+    check_estimator(v.get(PPO + "advantage_estimator"))
     v.choice(PPO + "kl_estimator", KL_ESTIMATORS)
     v.choice(MODEL + "kl_loss_estimator", KL_ESTIMATORS)
     v.number(PPO + "critic_gae_lambda", 0, 1)
@@ -115,21 +115,21 @@ def _check_adaptive_kl(v: Values) -> None:
 
 def _check_responses(v: Values) -> None:
     responses = v.size(MODEL + "num_rollouts_per_prompt")
-    check_estimator(v.get(PPO + "advantage_estimator"), responses)
+    estimator = v.get(PPO + "advantage_estimator")
+    if ADVANTAGE_ESTIMATORS[estimator].compares_responses and responses == 1:
+        raise ConfigError(
+            f"trainer.ppo.advantage_estimator={estimator} compares the responses to a prompt, but "
+            "model.ppo.num_rollouts_per_prompt=1; set it to 2 or more (4 to 16 are common)."
+        )
     check_responses_differ(v, MODEL, responses)
 
 
-def check_estimator(estimator: str, num_rollouts_per_prompt: int) -> None:
-    """Raise `ConfigError` unless the advantage estimator exists and gets responses to compare."""
+def check_estimator(estimator: str) -> None:
+    """Raise `ConfigError` unless the advantage estimator exists."""
     if estimator not in ADVANTAGE_ESTIMATORS:
         raise ConfigError(
             f"trainer.ppo.advantage_estimator={estimator!r} must be one of "
             f"{', '.join(ADVANTAGE_ESTIMATORS)}."
-        )
-    if ADVANTAGE_ESTIMATORS[estimator].compares_responses and num_rollouts_per_prompt == 1:
-        raise ConfigError(
-            f"trainer.ppo.advantage_estimator={estimator} compares the responses to a prompt, but "
-            "model.ppo.num_rollouts_per_prompt=1; set it to 2 or more (4 to 16 are common)."
         )
 
 

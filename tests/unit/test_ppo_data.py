@@ -508,7 +508,6 @@ def test_kl_in_the_loss_brings_the_references_log_probs():
     assert "init_logprobs" not in plain.model.batches[0] and "init_logprobs" not in plain.events
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gro"])
-def test_a_trainer_refuses_an_estimator_that_cannot_work(estimator):
-    with pytest.raises(ConfigError, match=f"advantage_estimator='?{estimator}'? (compares|must)"):
-        make_trainer(advantage_estimator=estimator, num_rollouts_per_prompt=1)
+def test_a_trainer_refuses_an_unknown_estimator():
+    with pytest.raises(ConfigError, match="advantage_estimator='gro' must be one of gae, "):
+        make_trainer(advantage_estimator="gro")
