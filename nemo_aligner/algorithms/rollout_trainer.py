@@ -132,7 +132,7 @@ class RolloutTrainer(ABC):
             optimizer, scheduler: of the policy.
             sampler: of the training prompts.
             logger, ckpt_callback, run_timer: see `core/interfaces.py`.
-            responses_per_prompt: to each training prompt.
+            responses_per_prompt: responses generated for each training prompt.
         """
         self.cfg = cfg = complete(cfg, f"gpt_{self.SECTION}_actor", f"trainer.{self.SECTION}")
         self.model = model
@@ -340,9 +340,9 @@ class RolloutTrainer(ABC):
         gathered = PPORolloutBatch.from_rollout_batches(
             micro_batches, self.model.tokenizer.eos_id, min_width
         ).gather_and_balance_globally()
-        # The order in which ranks delivered depends on their number; the order of the data set
-        # does not. Samples with the same key have the same prompt and random stream, so their
-        # order does not matter.
+        # The gathered order depends on the number of ranks; the order of the data set does not.
+        # Samples with the same key have the same prompt and random stream, so their order does
+        # not matter.
         order = gathered["sample_key"].argsort(stable=True)
         return CollectedRollout(gathered.select(order), order, pending)
 

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to a server that has a state, the critic: each is sent once, to this server only.
 
-A critic that ended and came back has the weights of its last checkpoint, and nobody knows how far
-a train request got: so a request that fails is an error, and the remedy is to resume both jobs.
+A critic that was restarted has the weights of its last checkpoint, and it is unknown how much of a
+train request it had applied. So a request that fails is an error; the remedy is to resume both
+jobs.
 (Scoring by a reward model changes nothing; fleet.py sends those requests again elsewhere.)
 
 * The server ends in the middle of a request: the connection breaks, or Triton says that it lost
