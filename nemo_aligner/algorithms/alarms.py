@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Alarms: failures that this field knows as silent, noticed at run time.
+"""Alarms: they notice, at run time, failures that training would otherwise hide.
 
 Every alarm watches a metric. Some end the run, on all ranks together, because no later number
 could be trusted: a policy that is not its reference at step 0, rewards, losses and gradients that
@@ -239,8 +239,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def rollout_health(rollout_batch: RolloutBatch, data: PPOTrainBatch) -> dict[str, float]:
-    """The quantities above, as far as these tensors are there, over the samples of all DP ranks,
-    which all call.
+    """The quantities above whose tensors are present, over the samples of all DP ranks; all ranks
+    call it.
 
     Args:
         rollout_batch: may hold `sampling_logprobs`, then also `logprobs`.

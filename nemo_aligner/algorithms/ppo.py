@@ -4,12 +4,11 @@
 processes.
 
 `PPOTrainer.generate_rollouts` and `PPOTrainer.learn` are the algorithm; `RolloutTrainer.run_step`
-calls one after the other. The trainer speaks to the
-policy only through `AlignableGenerativeInterface`, to the critic only through futures (`Critic` of
-`core/interfaces.py`), and knows nothing of tensor or pipeline parallelism: the ranks of one
-data-parallel (DP) replica hold equal batches and all call the same methods. How rewards become
-advantages is in `ppo_data.py`. Estimators without a critic get an object in its place that has
-rewards only.
+calls one after the other. The trainer uses the policy only through `AlignableGenerativeInterface`
+and the critic only through futures (`Critic` of `core/interfaces.py`). It does not depend on
+tensor or pipeline parallelism: the ranks of one data-parallel (DP) replica hold equal batches and
+all call the same methods. `ppo_data.py` turns rewards into advantages. For estimators without a
+critic, the critic is replaced by an object that returns rewards only.
 
 Shapes: N samples of a rollout over all DP ranks (prompts x responses to each), B of them on this
 rank, S padded length (prompt + response), G the global batch of one optimizer update. Tensors per

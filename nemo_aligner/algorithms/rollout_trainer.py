@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig
@@ -22,7 +21,9 @@ from torch import Tensor
 
 from nemo_aligner.algorithms import rollout_log
 from nemo_aligner.algorithms.alarms import Alarms, check_rewards
+from nemo_aligner.algorithms.rollout_state import check_all_ranks_agree, check_rollout_size
 from nemo_aligner.algorithms.rollouts import (
+    CollectedRollout,
     PPORolloutBatch,
     compute_rollout_metrics,
     gather_scores,
@@ -32,7 +33,7 @@ from nemo_aligner.algorithms.rollouts import (
     with_prompt_columns,
 )
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
     Logger,
@@ -42,7 +43,7 @@ from nemo_aligner.core.interfaces import (
     RunTimer,
     Scheduler,
 )
-from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
+from nemo_aligner.core.types import InferenceBatch, Rollout, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers.source_rank import wait_for_all
@@ -74,26 +75,6 @@ def compute_num_optimizer_steps(
             schedule then does not come to its end.
     """
     return steps * epochs * (samples_per_step // global_batch_size)
-
-
-@dataclass(frozen=True)
-class CollectedRollout:
-    """A generated rollout whose scores are still on their way.
-
-    Attributes:
-        rollout: the samples of all DP ranks on every rank, in the order of `sample_key`.
-        order: int64 `[N]`, for each of them its place among the samples in the order of the ranks.
-        pending: the scores of this rank's micro-batches, in the order of generation.
-    """
-
-    rollout: PPORolloutBatch
-    order: Tensor
-    pending: list[PendingScores]
-
-    @property
-    def columns(self) -> RolloutBatch:
-        """The columns of `rollout`."""
-        return self.rollout.columns
 
 
 class RolloutTrainer(ABC):
@@ -132,7 +113,7 @@ class RolloutTrainer(ABC):
             optimizer, scheduler: of the policy.
             sampler: of the training prompts.
             logger, ckpt_callback, run_timer: see `core/interfaces.py`.
-            responses_per_prompt: to each training prompt.
+            responses_per_prompt: responses generated for each training prompt.
         """
         self.cfg = cfg = complete(cfg, f"gpt_{self.SECTION}_actor", f"trainer.{self.SECTION}")
         self.model = model
@@ -340,9 +321,9 @@ class RolloutTrainer(ABC):
         gathered = PPORolloutBatch.from_rollout_batches(
             micro_batches, self.model.tokenizer.eos_id, min_width
         ).gather_and_balance_globally()
-        # The order in which ranks delivered depends on their number; the order of the data set
-        # does not. Samples with the same key have the same prompt and random stream, so their
-        # order does not matter.
+        # The gathered order depends on the number of ranks; the order of the data set does not.
+        # Samples with the same key have the same prompt and random stream, so their order does
+        # not matter.
         order = gathered["sample_key"].argsort(stable=True)
         return CollectedRollout(gathered.select(order), order, pending)
 
@@ -525,35 +506,9 @@ class RolloutTrainer(ABC):
             RuntimeError: a rank read another state than the first.
             UserError: the state is of a job with another `num_rollout_samples`.
         """
-        _check_all_ranks_agree({k: state_dict[k] for k in self.state_dict() if k in state_dict})
-        self._check_rollout_size(state_dict)
+        check_all_ranks_agree({k: state_dict[k] for k in self.state_dict() if k in state_dict})
+        check_rollout_size(state_dict, self.SECTION, self.num_rollout_samples)
         self.step = int(state_dict["step"])
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.optimization_step = int(state_dict[f"{self.SECTION}_optimization_step"])
         self.set_max_steps()
-
-    def _check_rollout_size(self, state: dict[str, Any]) -> None:
-        before = state.get("num_rollout_samples", self.num_rollout_samples)
-        if before != self.num_rollout_samples:
-            key = f"model.{self.SECTION}.num_rollout_samples"
-            raise UserError(
-                f"{key}={self.num_rollout_samples}, but the checkpoint to resume is of a job with "
-                f"{before}: its steps, and with them epochs and max_steps, count rollouts of "
-                f"{before} prompts. Set {key}={before}, or start anew from the checkpoint's .nemo "
-                "file (pretrained_checkpoint.restore_from_path) in another "
-                "exp_manager.explicit_log_dir."
-            )
-
-
-def _check_all_ranks_agree(state: dict[str, Any]) -> None:
-    """Raise `RuntimeError` unless all ranks, which all call it, have read the same state."""
-    if parallel_state.get_world_size() == 1:
-        return
-    states = cast(list[dict[str, Any]], [None] * parallel_state.get_world_size())
-    torch.distributed.all_gather_object(states, state)
-    for rank, other in enumerate(states):
-        if other != states[0]:
-            raise RuntimeError(
-                f"rank {rank} resumes from {other}, but rank 0 from {states[0]}: give all one "
-                "checkpoint."
-            )

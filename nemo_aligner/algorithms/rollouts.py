@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.interfaces import PromptLoader, Tokenizer
+from nemo_aligner.core.interfaces import PendingScores, PromptLoader, Tokenizer
 from nemo_aligner.core.masks import create_mask
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
@@ -270,6 +271,26 @@ def select_scores(scores: Scores, samples: Tensor) -> Scores:
         None if scores.values is None else scores.values[samples],
         {name: part[samples] for name, part in scores.parts.items()},
     )
+
+
+@dataclass(frozen=True)
+class CollectedRollout:
+    """A generated rollout whose scores are still on their way.
+
+    Attributes:
+        rollout: the samples of all DP ranks on every rank, in the order of `sample_key`.
+        order: int64 `[N]`, for each of them its place among the samples in the order of the ranks.
+        pending: the scores of this rank's micro-batches, in the order of generation.
+    """
+
+    rollout: PPORolloutBatch
+    order: Tensor
+    pending: list[PendingScores]
+
+    @property
+    def columns(self) -> RolloutBatch:
+        """The columns of `rollout`."""
+        return self.rollout.columns
 
 
 # ---------------------------------------------------------------------------------- measurements

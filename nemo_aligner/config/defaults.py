@@ -9,7 +9,7 @@ Called at the edge, by scripts and constructors; code behind it reads plain valu
 * `complete_model`: a `model` section, by the constructor of a model. Keys whose null means "as in
   the checkpoint" and keys that no job's YAML has come from `conf/model_fallbacks.yaml`.
 
-What a configuration gives wins, also a null, but for two cases. A section that is null reads as
+A value that is given wins, null included, with two exceptions. A null section reads as
 one without keys, except `alarms` (null switches them off); `complete_config` leaves it null where
 a key below needs a value, so that the checks can say so. In `complete` and `complete_model`, a
 null key of `model_fallbacks.yaml` or of `NULL_IS_DEFAULT` takes its default.
@@ -180,7 +180,7 @@ def _reads_as_default(key: str, default: object) -> bool:
 
 
 def _leaves(value: object, path: str) -> list[str]:
-    """Dotted keys of the leaves of `value`, which stands at `path`."""
+    """Dotted keys of the leaves of `value`, whose own key is `path`."""
     if not isinstance(value, Mapping):
         return [path]
     return [leaf for name, child in value.items() for leaf in _leaves(child, f"{path}.{name}")]

@@ -140,12 +140,12 @@ def check_expert_parallel(experts: int | None, expert_parallel: int, dp: int, cp
 
 def check_expert_ranks(expert_parallel: int, dp: int, cp: int) -> None:
     """Raise `ConfigError` unless `expert_parallel` divides the ranks of DP x CP."""
-    require_multiple(
-        f"the number of data-parallel x context-parallel ranks, {dp} x {cp}",
-        dp * cp,
-        {"model.expert_model_parallel_size": expert_parallel},
-        f"use other numbers of ranks or a smaller size ({EP_REMEDY})",
-    )
+    if dp * cp % expert_parallel:
+        raise ConfigError(
+            f"model.expert_model_parallel_size={expert_parallel} does not divide the {dp * cp} "
+            f"data-parallel x context-parallel ranks ({dp} x {cp}); use other numbers of ranks or "
+            f"a smaller size ({EP_REMEDY})."
+        )
 
 
 def virtual_pipeline_group(values: Values) -> dict[str, int]:

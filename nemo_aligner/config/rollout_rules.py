@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot work for a policy that generates: the rules that the actors of PPO and of rejection
-sampling share, and those of rejection sampling.
+"""Rules for policies that generate: those that the actors of PPO and of rejection sampling share,
+and those of rejection sampling alone.
 """
 
 from nemo_aligner.config.parallel_rules import EP_REMEDY

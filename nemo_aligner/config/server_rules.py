@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot work for the servers: of a critic, of a reward model, of a reward function."""
+"""Rules for the servers: critic, reward model, reward function."""
 
 import math
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def check_reward_function_options(workers: int, timeout_s: float, fallback: floa
 
 
 def check_source_of_rewards(remote: Mapping) -> None:
-    """Raise `ConfigError` if both the critic server and servers of their own are to score rewards.
+    """Raise `ConfigError` if rewards are to come from the critic server and from others too.
 
     Args:
         remote: the section `remote_critic_rm`.

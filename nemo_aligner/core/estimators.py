@@ -4,7 +4,7 @@
 each. Imports nothing heavy: the configuration is checked with it before torch is loaded.
 
 To add an advantage estimator: a line in `ADVANTAGE_ESTIMATORS`; its function, and a line in
-`TOKEN_ESTIMATORS` or `RESPONSE_ESTIMATORS`, in `core/advantages.py`. Nothing else needs to know.
+`TOKEN_ESTIMATORS` or `RESPONSE_ESTIMATORS`, in `core/advantages.py`. No other code changes.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """What the rest of a job must know of an advantage estimator.
+    """Properties of an advantage estimator that the rest of a job depends on.
 
     Attributes:
         needs_critic: it uses values, so the job trains a critic.

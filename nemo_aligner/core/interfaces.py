@@ -65,7 +65,7 @@ class Critic(Protocol):
         """Have the critic write a checkpoint that belongs to `actor_step`; returns at once."""
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
-        """Refuse to go on unless the critic stands where this actor does.
+        """Raise unless the critic's weights belong to this actor's step.
 
         Args:
             expected_actor_step: the actor's step, 0 for a new run.
@@ -156,10 +156,10 @@ class Trainable(Protocol):
         """Loss of a global batch, and its gradient unless `forward_only`."""
 
     def prepare_for_training_step(self) -> None:
-        """Called before it."""
+        """Called before the `get_loss_and_metrics` of an update."""
 
     def finish_training_step(self) -> None:
-        """Called after it, before the optimizer steps."""
+        """Called after that `get_loss_and_metrics`, before the optimizer step."""
 
 
 class PromptSampler(Protocol):

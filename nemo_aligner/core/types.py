@@ -77,7 +77,7 @@ class RolloutBatch(Rollout, total=False):
 
 @dataclass(frozen=True)
 class Scores:
-    """What critic and reward models say of b samples.
+    """Rewards and values of b samples, from reward models and critic.
 
     Attributes:
         rewards: float32 [b], scalar reward of the whole response.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How a job ends: all its processes together, with one message where a user can mend the cause.
+"""How a job ends: all its processes together, with one message where a user can fix the cause.
 
 Imports nothing heavy.
 """

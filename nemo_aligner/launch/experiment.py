@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experiment of a job: its folder, loggers and checkpoints, and the state it resumes from.
 
-Every function reads a completed configuration (`config.defaults.complete_config`).
+Missing keys of `exp_manager` take their values from the YAML files.
 """
 
 import copy
@@ -17,6 +17,7 @@ from nemo.utils.exp_manager import exp_manager as nemo_exp_manager
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -90,8 +91,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
         log_dir = Path(nemo_exp_manager(trainer, options))
     except OSError as error:
         raise UserError(
-            f"the log folder exp_manager.explicit_log_dir={options.explicit_log_dir} cannot be "
-            f"written: {error}; give another one."
+            f"the log folder exp_manager.explicit_log_dir={options.get('explicit_log_dir')} "
+            f"cannot be written: {error}; give another one."
         ) from error
     if is_rank_zero():
         _keep_json_lines(log_dir)
@@ -121,14 +122,15 @@ def build_checkpoint_callback(
     scheduler: OptimizerParamScheduler,
 ) -> CheckpointCallback:
     """`CheckpointCallback` from `exp_manager.checkpoint_callback_params`."""
-    params = cfg.exp_manager.checkpoint_callback_params
+    options = complete(cfg.exp_manager, "gpt_sft", "exp_manager")
+    params = options.checkpoint_callback_params
     return CheckpointCallback(
         log_dir,
         model,
         optimizer,
         scheduler,
-        name=cfg.exp_manager.name or "model",
-        enabled=cfg.exp_manager.create_checkpoint_callback,
+        name=options.name or "model",
+        enabled=options.create_checkpoint_callback,
         **{key: params[key] for key in CHECKPOINT_OPTIONS},
     )
 
@@ -141,7 +143,7 @@ def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> di
         UserError: `resume_if_exists` without a checkpoint, while `resume_ignore_no_checkpoint` is
             off.
     """
-    options = cfg.exp_manager
+    options = complete(cfg.exp_manager, "gpt_sft", "exp_manager")
     if options.resume_from_checkpoint:
         return ckpt_callback.load_latest(options.resume_from_checkpoint)
     if not options.resume_if_exists:

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.endings import started_processes
@@ -32,8 +33,9 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
         ConfigError: a GPU was asked for on a machine without CUDA.
     """
     OmegaConf.resolve(cfg)
-    not_lightnings = (pop_trainer_key, "max_time", "max_epochs", "max_steps")
-    options = {k: v for k, v in plain_dict(cfg.trainer).items() if k not in not_lightnings}
+    not_lightnings = (pop_trainer_key, "sft", "max_time", "max_epochs", "max_steps")
+    trainer_cfg = plain_dict(complete(cfg.trainer, "gpt_sft", "trainer"))
+    options = {key: value for key, value in trainer_cfg.items() if key not in not_lightnings}
     accelerator, gpus = options.pop("accelerator"), cuda_devices()
     check_accelerator(accelerator, 1, gpus)
     options["precision"] = "bf16-true" if "bf16" in str(options["precision"]) else "32-true"

@@ -51,13 +51,13 @@ class SupervisedInterface(ABC):
 
     @abstractmethod
     def finish_training_step(self) -> None:
-        """Called after it, before the optimizer steps."""
+        """Called after that `get_loss_and_metrics`, before the optimizer step."""
 
     def prepare_for_validation_step(self) -> None:  # noqa: B027  (optional)
         """Called before a `get_loss_and_metrics` with `forward_only`."""
 
     def finish_validation_step(self) -> None:  # noqa: B027
-        """Called after it."""
+        """Called after that `get_loss_and_metrics`."""
 
     def unwrapped(self) -> list[torch.nn.Module]:
         """This rank's bare model chunks, whose weights the alarms compare with those of their
@@ -72,13 +72,13 @@ class SupervisedInterface(ABC):
         """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted
         by `weights`).
 
-        A model with moments overrides it to replace them by what they are the moments of.
+        A model whose metrics hold moments overrides it to compute the final metrics from them.
         """
         return {key: float(value) for key, value in metrics.items()}
 
 
 class Inferrable(ABC):
-    """A model that answers requests, between `prepare_for_inference` and `finish_inference`."""
+    """A model that runs inference between `prepare_for_inference` and `finish_inference`."""
 
     @abstractmethod
     def prepare_for_inference(self) -> None:
@@ -94,7 +94,7 @@ class Inferrable(ABC):
 
 
 class CriticModelInterface(SupervisedInterface, Inferrable):
-    """A critic that is trained, and asked for values, in turns."""
+    """A critic: training and inference alternate."""
 
     @abstractmethod
     def prepare_for_training(self) -> None:
@@ -102,7 +102,7 @@ class CriticModelInterface(SupervisedInterface, Inferrable):
 
     @abstractmethod
     def finish_training(self) -> None:
-        """Called after it."""
+        """Called after those updates, or after the checkpoint is written."""
 
     @abstractmethod
     def infer_rm_critic(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ class CriticModelInterface(SupervisedInterface, Inferrable):
 
 
 class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
-    """A policy: it generates (`infer`) and is trained, in turns.
+    """A policy: generation (`infer`) and training alternate.
 
     Attributes:
         tokenizer: of the policy; its `eos_id` ends responses and pads them.
@@ -136,7 +136,7 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
 
     @abstractmethod
     def finish_training(self) -> None:
-        """Called after it."""
+        """Called after those updates, or after the checkpoint is written."""
 
 
 class PolicyWithReference(AlignableGenerativeInterface):

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to a server that has a state, the critic: each is sent once, to this server only.
 
-A critic that ended and came back has the weights of its last checkpoint, and nobody knows how far
-a train request got: so a request that fails is an error, and the remedy is to resume both jobs.
+A critic that was restarted has the weights of its last checkpoint, and it is unknown how much of a
+train request it had applied. So a request that fails is an error; the remedy is to resume both
+jobs.
 (Scoring by a reward model changes nothing; fleet.py sends those requests again elsewhere.)
 
 * The server ends in the middle of a request: the connection breaks, or Triton says that it lost
@@ -128,10 +129,15 @@ class ServerConnection:
                 request.alone or any(other.alone for other in self._in_flight)
             ):
                 return
-            threading.Thread(
-                target=self._send, args=(request,), daemon=True, name=f"request to {self}"
-            ).start()
             self._waiting.popleft()
+            thread = threading.Thread(
+                target=self._send, args=(request,), daemon=True, name=f"request to {self}"
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread to be had
+                self._fail(request, f"was not sent: {error}", error)
+                continue
             self._in_flight.add(request)
             self._lock.notify_all()
 
@@ -165,7 +171,7 @@ class ServerConnection:
 
     def _explain(self, error: Exception) -> str:
         """What went wrong, and the remedy where the server has ended."""
-        if isinstance(error, NoReplyInTimeError):
+        if isinstance(error, NoReplyInTimeError) and self._is_alive():
             return (
                 f"got {error} ({self.setting}.inference_timeout_s), although the server is up. "
                 f"Raise {self.setting}.inference_timeout_s if the server needs longer, else look "
@@ -193,6 +199,7 @@ class ServerConnection:
             missed = 0 if self._is_alive() else missed + 1
             if missed >= MAX_MISSED_PROBES:
                 self._give_up(missed)
+                missed = 0
 
     def _give_up(self, missed: int) -> None:
         """Fail all requests in flight, for the server no longer replies to probes."""
@@ -200,7 +207,7 @@ class ServerConnection:
             for request in self._in_flight:
                 self._fail(
                     request,
-                    f"failed: the server no longer answers ({missed} probes in a row). "
+                    f"failed: the server no longer replies ({missed} probes in a row). "
                     f"{RESTART_REMEDY}",
                 )
                 request.exchange.abort()

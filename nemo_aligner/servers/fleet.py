@@ -13,8 +13,8 @@ was given up is thrown away: every request ends with exactly one reply or one er
 What happens when a server dies, by moment:
 
 * Before the client connects: the client waits for it. Once another one replies, START_GRACE_S
-  more; then the job goes on with those that are there, and a warning names the missing ones, which
-  are taken in when they come. If none replies within `init_timeout_s`: `ServerUnreachableError`.
+  more; then the job starts with those that reply, and a warning names the missing ones, which are
+  added when they come up. If none replies within `init_timeout_s`: `ServerUnreachableError`.
 * Between two requests: the next request finds the connection refused, or the monitor notices
   first. Left out.
 * While the connection is made (refused, no route, no reply in CONNECT_TIMEOUT_S): left out; the
@@ -27,7 +27,7 @@ What happens when a server dies, by moment:
   unanswered probes the requests in flight there are taken back and sent elsewhere. (b) Triton
   answers probes, but the model behind it hangs: only `inference_timeout_s` ends that. The request
   gets a second chance on another server; the one that hung is taken back only after it was down,
-  that is, after somebody restarted it. A second time-out is an error.
+  that is, after it was restarted. A second time-out is an error.
 * During an orderly end (SIGTERM): what it still replies counts; "is shutting down" or "not ready"
   means: left out, and that request goes elsewhere.
 * After its reply: the reply is complete (its length is checked) and counts. Cut short, it counts

@@ -205,8 +205,13 @@ class RemoteGPTRMClient:
 
 
 def complete_section(cfg: DictConfig, setting: str) -> DictConfig:
-    """Return `cfg`, the section called `setting`, with the defaults of the job it belongs to."""
-    return complete(cfg, _JOB_OF_SECTION[setting], setting)
+    """Return `cfg`, the section called `setting`, with the defaults of the job it belongs to.
+
+    Only `pad_to_length` has another default, null: the YAML's is the length of the job's model,
+    of which a section that stands alone knows nothing.
+    """
+    known = setting if setting in _JOB_OF_SECTION else "remote_rm"
+    return complete({"pad_to_length": None, **cfg}, _JOB_OF_SECTION[known], known)
 
 
 def make_communicator(cfg: DictConfig, setting: str) -> HTTPCommunicator:

@@ -75,8 +75,8 @@ def _call_model(
 def _output_options(model: Any) -> dict[str, bool]:
     """Options that keep a bf16 language model from copying logits and gradient to float32.
 
-    `vocab_parallel` computes in float32 whatever it is given. The few numbers of a head are copied
-    as usual.
+    `vocab_parallel` computes in float32 for logits of any dtype. The small output of a head is
+    copied as usual.
     """
     while not isinstance(model, Float16Module) and hasattr(model, "module"):
         model = model.module
@@ -97,7 +97,7 @@ def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
 
 
 def _micro_batch_group(model_chunks: ModelChunks) -> int:
-    """What divides the number of micro-batches: the pipeline stages, with virtual pipelining."""
+    """The number of micro-batches must be a multiple of this (above 1 with virtual pipelining)."""
     return parallel_state.get_pipeline_model_parallel_world_size() if len(model_chunks) > 1 else 1
 
 

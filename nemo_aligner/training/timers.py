@@ -77,7 +77,7 @@ SyncTimer = ScopedTimer  # the older name
 
 
 class Timer:
-    """The wall-clock limit of a run; all ranks get the same answer.
+    """The wall-clock limit of a run; all ranks get the same result.
 
     Args:
         duration: "DD:HH:MM:SS", a `timedelta`, or None: no limit.

@@ -353,6 +353,6 @@ def test_refused_combinations(tiny_tokenizer_dir, keys, message):
 
 def test_more_expert_ranks_than_ranks_are_refused():
     with pytest.raises(
-        ConfigError, match="must be a multiple of 2 .model.expert_model_parallel_size=2"
+        ConfigError, match="model.expert_model_parallel_size=2 does not divide the 1 data-parallel"
     ):
         parallel_state.initialize(expert_model_parallel_size=2)

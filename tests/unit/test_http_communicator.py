@@ -62,7 +62,7 @@ def test_wrong_port_is_one_clear_error_in_time(monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    communicator = HTTPCommunicator(init_timeout_s=2.5, progress_interval_s=0.5)
+    communicator = HTTPCommunicator(init_timeout_s=2.5, progress_interval_s=0.05)
     start = time.monotonic()
     with pytest.raises(ServerUnreachableError) as caught:
         communicator.create_http_communicator_from_dict({"critic_infer": ("127.0.0.1", port)})
@@ -70,7 +70,7 @@ def test_wrong_port_is_one_clear_error_in_time(monkeypatch):
     assert isinstance(caught.value, UserError)
     for word in ("critic_infer", f"127.0.0.1:{port}", "2 s", "remote_critic_rm.init_timeout_s"):
         assert word in str(caught.value)
-    assert len(lines) >= 3 and all(
+    assert len(lines) >= 2 and all(
         f"127.0.0.1:{port}" in line and "critic_infer" in line for line in lines
     )
 
@@ -170,9 +170,9 @@ def test_a_server_that_falls_silent_is_given_up(fast):
         time.sleep(1.0)
         assert not future.done()  # it answers probes
         server.ready = None
-        with pytest.raises(ServerRequestError, match="no longer answers .[0-9] probes in a row"):
+        with pytest.raises(ServerRequestError, match="no longer replies .[0-9] probes in a row"):
             future.result(HANG_S)
-        with pytest.raises(ServerRequestError, match="no longer answers .[0-9] probes in a row"):
+        with pytest.raises(ServerRequestError, match="no longer replies .[0-9] probes in a row"):
             waiting.result(HANG_S)
 
 

@@ -81,8 +81,18 @@ def alive(process: psutil.Process) -> bool:
 
 
 def family() -> set[psutil.Process]:
-    """Workers of this process, and what they have started, that are alive."""
-    return {child for child in psutil.Process().children(recursive=True) if alive(child)}
+    """Workers of this process, and what they have started, that are alive.
+
+    The servers of Python's own multiprocessing, which other tests leave running, are none of them.
+    """
+    children = psutil.Process().children(recursive=True)
+    helpers = {
+        helper
+        for child in children
+        if alive(child) and "multiprocessing." in " ".join(child.cmdline())
+        for helper in (child, *child.children(recursive=True))
+    }
+    return {child for child in children if alive(child)} - helpers
 
 
 def wait_until(condition, limit_s: float = 10.0) -> bool:

@@ -19,6 +19,7 @@ depends.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -27,7 +28,7 @@ from nemo.utils import logging
 from nemo_aligner.core.errors import ConfigError, UserError
 
 
-class BatchSampler:
+class BatchSampler(ABC):
     """Sizes, checks and counters that the four samplers share.
 
     Args:
@@ -117,13 +118,13 @@ class BatchSampler:
         """Batches that a pass started now would yield."""
         return self._samples_left() // (self._local_batch_size * self.data_parallel_size)
 
+    @abstractmethod
     def _samples_left(self) -> int:
         """Samples of all ranks that a pass started now would yield."""
-        raise NotImplementedError
 
+    @abstractmethod
     def __iter__(self) -> Iterator[list[int]]:
         """Dataset indices of this rank's batches."""
-        raise NotImplementedError
 
 
 def _check_sizes(total: int, micro_batch: int, global_batch: int, ranks: int) -> None:

@@ -103,7 +103,7 @@ class MegatronGPTModel(ModelPT):
             self.cfg.make_vocab_size_divisible_by,
             self.transformer_config.tensor_model_parallel_size,
         )
-        # The same initial weights whatever was drawn before, and others on each pipeline stage.
+        # Initial weights must not depend on earlier draws, and must differ between stages.
         torch.manual_seed(self.cfg.seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
         self.model: list[Any] = [self._build_chunk(stage) for stage in range(self._num_chunks())]
         if parallel_state.get_context_parallel_world_size() > 1:

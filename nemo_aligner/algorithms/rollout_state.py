@@ -1,0 +1,47 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the state that a job with rollouts resumes from."""
+
+from typing import Any, cast
+
+import torch
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.parallel import parallel_state
+
+
+def check_rollout_size(state: dict[str, Any], section: str, num_rollout_samples: int) -> None:
+    """Refuse the state of a job with rollouts of another size: its steps count something else.
+
+    Args:
+        state: may hold `num_rollout_samples` of the job that it is from.
+        section: "ppo" or "rs", for the message.
+        num_rollout_samples: prompts of one rollout of this job.
+
+    Raises:
+        UserError: with the remedy.
+    """
+    before = state.get("num_rollout_samples", num_rollout_samples)
+    if before != num_rollout_samples:
+        key = f"model.{section}.num_rollout_samples"
+        raise UserError(
+            f"{key}={num_rollout_samples}, but the checkpoint to resume is of a job with "
+            f"{before}: its steps, and with them epochs and max_steps, count rollouts of "
+            f"{before} prompts. Set {key}={before}, or start anew from the checkpoint's .nemo "
+            "file (pretrained_checkpoint.restore_from_path) in another "
+            "exp_manager.explicit_log_dir."
+        )
+
+
+def check_all_ranks_agree(state: dict[str, Any]) -> None:
+    """Raise `RuntimeError` unless all ranks, which all call it, have read the same state."""
+    if parallel_state.get_world_size() == 1:
+        return
+    states = cast(list[dict[str, Any]], [None] * parallel_state.get_world_size())
+    torch.distributed.all_gather_object(states, state)
+    for rank, other in enumerate(states):
+        if other != states[0]:
+            raise RuntimeError(
+                f"rank {rank} resumes from {other}, but rank 0 from {states[0]}: give all one "
+                "checkpoint."
+            )
