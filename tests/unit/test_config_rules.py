@@ -31,7 +31,7 @@ def test_intervals():
     [
         ((None, 2, 2, 1), "this model has none"),
         ((3, 2, 2, 1), "model.num_moe_experts=3 must be a multiple of 2"),
-        ((4, 4, 3, 2), "ranks, 3 x 2=6 must be a multiple of 4"),
+        ((4, 4, 3, 2), "_size=4 does not divide the 6 data-parallel"),
     ],
 )
 def test_expert_parallel(sizes, message):
