@@ -122,16 +122,17 @@ def build_checkpoint_callback(
     scheduler: OptimizerParamScheduler,
 ) -> CheckpointCallback:
     """`CheckpointCallback` from `exp_manager.checkpoint_callback_params`."""
-    options = complete(cfg.exp_manager, "gpt_sft", "exp_manager")
-    params = options.checkpoint_callback_params
+    # Jobs differ in what they keep: a key that is missing takes the default of the callback.
+    options = cfg.exp_manager
+    params = options.get("checkpoint_callback_params") or {}
     return CheckpointCallback(
         log_dir,
         model,
         optimizer,
         scheduler,
-        name=options.name or "model",
-        enabled=options.create_checkpoint_callback,
-        **{key: params[key] for key in CHECKPOINT_OPTIONS},
+        name=options.get("name") or "model",
+        enabled=options.get("create_checkpoint_callback", True),
+        **{key: params[key] for key in CHECKPOINT_OPTIONS if key in params},
     )
 
 
