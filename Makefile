@@ -5,7 +5,7 @@
 # make rs           the same with rejection sampling against a served reward model
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make test-fast    unit tests of the mathematics, the configuration and the trainers (one minute)
-# make test         all tests that run without a GPU (on two cores in less than 20 minutes)
+# make test         all tests that run without a GPU (on two cores in about 22 minutes)
 # make test-full    the same, and those marked full: every split, the long jobs
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
 # make test-gpu     the tests that need a GPU
