@@ -55,13 +55,12 @@ from nemo_aligner.core.interfaces import (
     Logger,
     Optimizer,
     Pending,
-    PendingScores,
     PromptIterator,
     PromptLoaderBuilder,
     RunTimer,
     Scheduler,
 )
-from nemo_aligner.core.types import InferenceBatch, PPOTrainBatch, Rollout, RolloutBatch, Scores
+from nemo_aligner.core.types import InferenceBatch, PPOTrainBatch, RolloutBatch, Scores
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.training.finite import naming_step
@@ -77,7 +76,7 @@ class PPOTrainer(RolloutTrainer):
     """
 
     SECTION, NAME = "ppo", "PPO"
-    POSTFIX_KEYS = (
+    SHOWN = (
         "train_rewards",
         "train_init_policy_kl",
         "train_actor_loss",
@@ -129,7 +128,7 @@ class PPOTrainer(RolloutTrainer):
         val_dataloader_builder(consumed_samples=0)
         sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
         shared = cfg, model, optimizer, scheduler, sampler, logger, ckpt_callback, run_timer
-        super().__init__(*shared, responses_per_prompt=num_rollouts_per_prompt)
+        super().__init__(*shared, num_rollouts_per_prompt, rm_critic.infer_rm_critic)
         cfg = self.cfg
         check_estimator(cfg.advantage_estimator)
         self.train_dataloader_builder = train_dataloader_builder
@@ -185,8 +184,8 @@ class PPOTrainer(RolloutTrainer):
         """
         sampling_step = self.step if sampling_step is None else sampling_step
         prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
-        with self.inference():
-            collected = self.roll_out(prompts, sampling_step, self.alarms.needs_sampling_logprobs)
+        with_logprobs = self.alarms.needs_sampling_logprobs
+        with self.training_rollout(prompts, sampling_step, with_logprobs) as collected:
             local = self._with_logprobs(collected.rollout)
             scores = self.wait_for_scores(collected)
             self._add_scores(local, scores)
@@ -244,9 +243,6 @@ class PPOTrainer(RolloutTrainer):
         return metrics["loss"], metrics | skipped
 
     # ---------------------------------------------------------------------------- parts of a step
-
-    def score(self, rollout: Rollout) -> PendingScores:
-        return self.rm_critic.infer_rm_critic(rollout)
 
     def validation_prompts(self) -> Iterable[InferenceBatch]:
         return self._prompts(self.val_dataloader_builder, 0)

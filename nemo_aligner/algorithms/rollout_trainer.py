@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -90,7 +90,7 @@ class RolloutTrainer(ABC):
 
     SECTION: ClassVar[str]  # name of the algorithm's sections: trainer.<name> and model.<name>
     NAME: ClassVar[str]  # of the algorithm, for messages
-    POSTFIX_KEYS: ClassVar[tuple[str, ...]]  # metrics shown beside the progress bar
+    SHOWN: ClassVar[tuple[str, ...]]  # metrics beside the progress bar
     WAIT_TIMER: ClassVar[str]  # of the time spent waiting for scores
 
     def __init__(
@@ -104,6 +104,7 @@ class RolloutTrainer(ABC):
         ckpt_callback: CheckpointWriter,
         run_timer: RunTimer,
         responses_per_prompt: int,
+        score: Callable[[Rollout], PendingScores],
     ):
         """Every rank builds one.
 
@@ -114,6 +115,7 @@ class RolloutTrainer(ABC):
             sampler: of the training prompts.
             logger, ckpt_callback, run_timer: see `core/interfaces.py`.
             responses_per_prompt: responses generated for each training prompt.
+            score: sends a micro-batch off to be scored.
         """
         self.cfg = cfg = complete(cfg, f"gpt_{self.SECTION}_actor", f"trainer.{self.SECTION}")
         self.model = model
@@ -122,6 +124,7 @@ class RolloutTrainer(ABC):
         self.logger = logger
         self.ckpt_callback = ckpt_callback
         self.run_timer = run_timer
+        self.score = score
 
         self.consumed_samples = 0
         self.step = 0
@@ -211,7 +214,7 @@ class RolloutTrainer(ABC):
                 )
                 val_metrics = self.validate() if run_val else {}
                 candidates = rollout_log.show_progress(
-                    progress, train_metrics, val_metrics, self.POSTFIX_KEYS
+                    progress, train_metrics, val_metrics, self.SHOWN
                 )
                 if save_model:
                     self.save(candidates, is_train_end=is_train_end)
@@ -271,29 +274,29 @@ class RolloutTrainer(ABC):
     # ---------------------------------------------------------------------------------- a rollout
 
     @abstractmethod
-    def score(self, rollout: Rollout) -> PendingScores:
-        """Send a micro-batch off to be scored."""
-
-    @abstractmethod
     def validation_prompts(self) -> Iterable[InferenceBatch]:
         """This rank's micro-batches of validation prompts, always the same."""
 
-    def roll_out(
+    @contextlib.contextmanager
+    def training_rollout(
         self,
         prompts: Iterable[InferenceBatch],
         sampling_step: int,
         return_logprobs: bool = False,
-    ) -> CollectedRollout:
-        """`collect` responses to the next training prompts, which count as consumed."""
-        collected = self.collect(
-            prompts,
-            self.num_rollouts_per_prompt,
-            sampling_step,
-            self.cfg.rollout_batch_seq_length,
-            return_logprobs,
-        )
-        self.consumed_samples += self.num_rollout_samples
-        return collected
+    ) -> Iterator[CollectedRollout]:
+        """`collect` responses to the next training prompts, which count as consumed. Inside, the
+        model stays ready for inference, and no gradient is computed.
+        """
+        with self.inference():
+            collected = self.collect(
+                prompts,
+                self.num_rollouts_per_prompt,
+                sampling_step,
+                self.cfg.rollout_batch_seq_length,
+                return_logprobs,
+            )
+            self.consumed_samples += self.num_rollout_samples
+            yield collected
 
     def collect(
         self,
@@ -316,7 +319,7 @@ class RolloutTrainer(ABC):
         with self.timer("generate"):
             for batch in repeat_prompts(prompts, num_responses, self.seed, sampling_step):
                 rollout = self.model.infer({**batch, "return_logprobs": return_logprobs})
-                pending.append(self.score(rollout))  # scored while we go on generating
+                pending.append(self.score(rollout))  # scored while generation continues
                 micro_batches.append(with_prompt_columns(rollout, batch))
         gathered = PPORolloutBatch.from_rollout_batches(
             micro_batches, self.model.tokenizer.eos_id, min_width

@@ -43,7 +43,6 @@ from nemo_aligner.core.interfaces import (
     CheckpointWriter,
     Logger,
     Optimizer,
-    PendingScores,
     PromptLoader,
     RewardSource,
     RunTimer,
@@ -77,12 +76,7 @@ class RSTrainer(RolloutTrainer):
     """
 
     SECTION, NAME = "rs", "RS"
-    POSTFIX_KEYS = (
-        "train_global_rewards",
-        "train_selected_rewards",
-        "train_loss",
-        "val_global_rewards",
-    )
+    SHOWN = ("train_global_rewards", "train_selected_rewards", "train_loss", "val_global_rewards")
     WAIT_TIMER = "rm_wait"
 
     def __init__(
@@ -100,7 +94,7 @@ class RSTrainer(RolloutTrainer):
         top_n_rollouts: int,
         rm: RewardSource,
     ):
-        """As the base class, and:
+        """Every rank builds one. Beside the arguments of the base class:
 
         Args:
             train_dataloader, val_dataloader: data loaders of inference batches (they must carry
@@ -121,6 +115,7 @@ class RSTrainer(RolloutTrainer):
             ckpt_callback,
             run_timer,
             num_rollouts_per_prompt,
+            rm.infer_rm,
         )
         self.train_dataloader = train_dataloader
         self.val_dataloader = val_dataloader
@@ -148,8 +143,7 @@ class RSTrainer(RolloutTrainer):
         `generate_rs_data` for this rank's share of the selected samples.
         """
         prompts = islice(self.train_batches, self.num_train_microbatches)
-        with self.inference():
-            sampled = self.roll_out(prompts, self.step)
+        with self.training_rollout(prompts, self.step) as sampled:
             all_scores = self.wait_for_scores(sampled)
             best, best_scores = self._select_best(sampled.rollout, all_scores)
             share = local_share(best, self.seed, self.step, self.cfg.model_gbs)
@@ -174,9 +168,6 @@ class RSTrainer(RolloutTrainer):
         }
 
     # ---------------------------------------------------------------------------- parts of a step
-
-    def score(self, rollout: Rollout) -> PendingScores:
-        return self.rm.infer_rm(rollout)
 
     def validation_prompts(self) -> Iterable[InferenceBatch]:
         self.val_dataloader.batch_sampler.consumed_samples = 0

@@ -162,7 +162,7 @@ def jobs(tokenizer_dir):
     ]
 
     trainer = at_work.make_job(at_work.make_actor(tokenizer_dir, temperature=0.7))
-    score = trainer.rm_critic.infer_rm_critic
+    score = trainer.score
 
     def infer_rm_critic(rollout):
         future = score(rollout)
@@ -170,7 +170,7 @@ def jobs(tokenizer_dir):
             future.value.rewards[1] = NAN
         return future
 
-    trainer.rm_critic.infer_rm_critic = infer_rm_critic
+    trainer.score = infer_rm_critic
     found["reward"] = error_of(trainer.fit)
     return found
 

@@ -60,7 +60,7 @@ def make_job(actor, **thresholds):
     actor.set_reference_policy()
     trainer.optimizer, trainer.scheduler = actor.setup_megatron_optimization(max_steps=10)
     sent = trainer.sent = []
-    score = trainer.rm_critic.infer_rm_critic
+    score = trainer.score
 
     def infer_rm_critic(rollout):
         sent.append(rollout)
@@ -69,7 +69,7 @@ def make_job(actor, **thresholds):
         future.value = Scores(rewards / 10, values.nan_to_num() / 100)
         return future
 
-    trainer.rm_critic.infer_rm_critic = infer_rm_critic
+    trainer.score = infer_rm_critic
     return trainer
 
 
@@ -192,7 +192,7 @@ def test_a_critic_of_noise_and_responses_without_end_are_heard(tiny_tokenizer_di
     actor = make_actor(tiny_tokenizer_dir)
     actor.generation_params = actor.generation_params.__class__(max_length=3)  # no end string
     trainer = make_job(actor, explained_variance=-1.0)
-    score = trainer.rm_critic.infer_rm_critic
+    score = trainer.score
 
     def noisy_score(rollout):
         future = score(rollout)
@@ -201,7 +201,7 @@ def test_a_critic_of_noise_and_responses_without_end_are_heard(tiny_tokenizer_di
         future.value = Scores(rewards, 10 * noise)
         return future
 
-    trainer.rm_critic.infer_rm_critic = noisy_score
+    trainer.score = noisy_score
     trainer.data_settings = trainer.data_settings.__class__(
         **vars(trainer.data_settings) | {"gae_lambda": 1.0}
     )
@@ -234,7 +234,7 @@ def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir,
     actor = make_actor(tiny_tokenizer_dir)
     before = {name: value.clone() for name, value in actor.weights_to_cpu().items()}
     trainer = make_job(actor)
-    score = trainer.rm_critic.infer_rm_critic
+    score = trainer.score
 
     def infer_rm_critic(rollout):
         future = score(rollout)
@@ -244,7 +244,7 @@ def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir,
             )
         return future
 
-    trainer.rm_critic.infer_rm_critic = infer_rm_critic
+    trainer.score = infer_rm_critic
     with pytest.raises(NonFiniteError, match=words):
         trainer.fit()
     assert all(torch.equal(value, before[name]) for name, value in actor.weights_to_cpu().items())
