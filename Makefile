@@ -5,7 +5,7 @@
 # make rs           the same with rejection sampling against a served reward model
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make test-fast    unit tests of the mathematics, the configuration and the trainers (one minute)
-# make test         all tests that run without a GPU (on two cores in about 22 minutes)
+# make test         all tests that run without a GPU (on two cores in less than 20 minutes)
 # make test-full    the same, and those marked full: every split, the long jobs
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
 # make test-gpu     the tests that need a GPU
@@ -16,15 +16,19 @@
 # Each target makes .venv and installs into it first, and again only when setup.py changes.
 # Variables:
 #   PYTHON     interpreter for the virtual environment, 3.10 to 3.12
-#   TORCH      the torch requirement. A plain package index serves Linux the CUDA build (several GB, runs on a CPU too);
-#              to save the download, name a CPU build your index has (TORCH="torch==2.13.0+cpu") or a wheel file.
+#   TORCH      the torch requirement. A plain package index serves Linux the CUDA build (several GB,
+#              runs on a CPU too); to save the download, name a CPU build your index has
+#              (TORCH="torch==2.13.0+cpu") or a wheel file.
 #   PIP_FLAGS  more options for pip, such as an index of your own
-#   ARGS       more arguments for a walk-through, for example ARGS="--seed 1", or for pytest, for example ARGS="-k gae"
+#   WORKERS    files of tests that run at the same time (3)
+#   ARGS       more arguments for a walk-through, for example ARGS="--seed 1", or for pytest, for
+#              example ARGS="-k gae"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 ARGS ?=
+WORKERS ?= 3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
@@ -75,8 +79,9 @@ rs: install
 arithmetic: install
 	$(RUN) examples/quickstart/run_arithmetic.py $(ARGS)
 
-# Files with servers and ranks go first and in this order: the short ones keep both workers busy to the end.
-BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
+# Files with servers and ranks go first and in this order: the short ones keep the workers busy to
+# the end. Three workers keep two cores busy while one of them waits for servers.
+BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ALL_TESTS := tests/functional tests/distributed tests/unit
 
 test-fast: $(VENV)/.installed-test

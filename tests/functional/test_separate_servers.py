@@ -37,7 +37,7 @@ def separate(port: int, ip: str = "127.0.0.1") -> list[str]:
 @pytest.mark.parametrize(
     "critic_split, reward_split, actor_split",
     [
-        ((1, "python"), (1, "python"), (1, "python")),
+        pytest.param((1, "python"), (1, "python"), (1, "python"), marks=pytest.mark.full),
         ((1, "torchrun"), (2, "python"), (2, "torchrun")),  # data-parallel reward server and actor
     ],
     ids=["one-rank-each", "reward-dp2-actor-dp2"],
