@@ -73,7 +73,7 @@ class CriticServerTrainer:
         model_forward_micro_batch_size: samples of one forward pass per data-parallel rank.
     """
 
-    failure_grace_s = 30.0  # after one rank failed, how long the others may take to fail likewise
+    failure_grace_s = 30.0  # after one rank failed, how long the others may take to fail too
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ def check_rollout_size(state: dict[str, Any], section: str, num_rollout_samples:
         raise UserError(
             f"{key}={num_rollout_samples}, but the checkpoint to resume is of a job with "
             f"{before}: its steps, and with them epochs and max_steps, count rollouts of "
-            f"{before} prompts. Set {key}={before}, or start anew from the checkpoint's .nemo "
+            f"{before} prompts. Set {key}={before}, or start again from the checkpoint's .nemo "
             "file (pretrained_checkpoint.restore_from_path) in another "
             "exp_manager.explicit_log_dir."
         )

@@ -183,7 +183,7 @@ class SupervisedTrainer:
                 if run_time_exceeded:
                     logging.info(
                         f"time limit reached at step {self.step} of {self.max_steps}; run it "
-                        "again to go on."
+                        "again to continue."
                     )
                     break
             else:

@@ -153,7 +153,7 @@ def _fill(
     Args:
         is_default: `(key, default) -> bool`, whether a null at a dotted key reads as the default.
         prefix: dotted key of the whole section, with a dot at its end.
-        path: likewise, of `result` in the section.
+        path: also, of `result` in the section.
     """
     added = []
     for name, default in defaults.items():

@@ -91,23 +91,32 @@ def check_reward_standardization(model: Mapping) -> None:
     v.number("model.reward_standardization.std", 0, above=True)
 
 
-def check_one_reward_per_text(model: Mapping) -> None:
-    """Raise `ConfigError` unless a reward model gives one number per text.
+def check_attributes_are_merged(regression: Mapping) -> None:
+    """Raise `ConfigError` if a reward model gives several attributes for a sample, not their sum.
+
+    Args:
+        regression: the section `model.regression`, completed.
+    """
+    attributes = regression["num_attributes"]
+    if attributes > 1 and not regression["merge_attributes"]:
+        raise ConfigError(
+            f"this reward model gives {attributes} attributes (model.regression.num_attributes), "
+            "but a reward is one number per sample; set model.regression.merge_attributes=True, "
+            f"and model.regression.attribute_weights to {attributes} numbers unless they all "
+            "count the same."
+        )
+
+
+def check_one_reward_per_sample(model: Mapping) -> None:
+    """Raise `ConfigError` unless a reward model gives one number per sample.
 
     Args:
         model: the section `model`, completed (`complete_model`).
     """
     regression = model["regression"]
-    attributes, merged = regression["num_attributes"], regression["merge_attributes"]
-    if attributes > 1 and not merged:
-        raise ConfigError(
-            f"this reward model gives {attributes} attributes (model.regression.num_attributes), "
-            "but a reward is one number per text; set model.regression.merge_attributes=True, and "
-            f"model.regression.attribute_weights to {attributes} numbers unless they all count "
-            "the same."
-        )
+    check_attributes_are_merged(regression)
     weights = regression["attribute_weights"]
-    if weights is not None and not merged:
+    if weights is not None and not regression["merge_attributes"]:
         raise ConfigError(
             f"model.regression.attribute_weights={list(weights)} has an effect only when "
             "attributes are merged; set model.regression.merge_attributes=True, as a critic from "
@@ -116,8 +125,8 @@ def check_one_reward_per_text(model: Mapping) -> None:
     if model["output_sequence"]:
         raise ConfigError(
             "model.output_sequence=True gives a number per token, as a critic does, but a reward "
-            "is one number per text; serve the reward model that the critic started from, or set "
-            "it to False."
+            "is one number per sample; serve the reward model that the critic started from, or "
+            "set it to False."
         )
 
 

@@ -253,7 +253,7 @@ class RemoteGPTRMCriticClient:
         return StatusFuture(_on_rank_zero(ask)).result()
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
-        """Refuse to go on unless the critic's weights are those saved at `expected_actor_step`.
+        """Raise unless the critic's weights are those saved at `expected_actor_step`.
 
         Every rank calls it once, before the first rollout.
 
@@ -270,7 +270,7 @@ class RemoteGPTRMCriticClient:
         if have == schema.UNKNOWN_STEP and not unsaved:
             logging.warning(
                 f"the critic at {where} does not know which actor step its checkpoint belongs to; "
-                f"going on from actor step {expected_actor_step} without that check"
+                f"continuing from actor step {expected_actor_step} without that check"
             )
             return
         if have == expected_actor_step and not unsaved:

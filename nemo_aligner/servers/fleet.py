@@ -115,7 +115,7 @@ class _Server:
         self.turn = turn  # when it was last used, in sendings
         self.available = False
         self.seen = False  # it was available at some time
-        self.state = "no answer"
+        self.state = "no reply"
         self.missed = 0
         self.hung = False  # wait until it was restarted
         self.pause = FIRST_PAUSE_S  # how long it is left out at least, the next time
@@ -196,7 +196,7 @@ class Fleet:
                     self._started = True
                     if missing:
                         logging.warning(
-                            f"{self.title}: going on with {len(self.servers) - len(missing)} of "
+                            f"{self.title}: continuing with {len(self.servers) - len(missing)} of "
                             f"{len(self.servers)} servers, without {_list(missing)}. They are "
                             "taken in when they come."
                         )
@@ -310,7 +310,9 @@ class Fleet:
     def _settle_timed_out(self, request: _Request, server: _Server, error: Exception) -> None:
         if len(self.servers) > 1:
             server.hung = True
-            self._leave_out(server, f"{error}, although it answers probes; it must be restarted")
+            self._leave_out(
+                server, f"{error}, although it replies to probes; it must be restarted"
+            )
         if len(self.servers) > 1 and not request.timed_out:
             request.timed_out = True
             self._send_again(request)
@@ -319,7 +321,7 @@ class Fleet:
         request.future.set_exception(
             ServerRequestError(
                 f"{self._name(server)} gave {error} ({section}.inference_timeout_s) to a request "
-                f"of {request.wire.samples} sample(s), although it answers probes. Raise "
+                f"of {request.wire.samples} sample(s), although it replies to probes. Raise "
                 f"{section}.inference_timeout_s if the model needs longer, else look into the "
                 "server's log: it hangs, restart it."
             )
@@ -360,7 +362,7 @@ class Fleet:
         left = sum(s.available for s in self.servers)
         logging.warning(
             f"{self._name(server)} is left out ({why}); {left} of {len(self.servers)} server(s) "
-            "go on. It is taken back when it answers again."
+            "continue. It is used again once it replies."
         )
         if not left:
             self._none_since = time.monotonic()
@@ -377,7 +379,7 @@ class Fleet:
             server.wake.clear()
             if self._closed:
                 return
-            problem = "no answer"
+            problem = "no reply"
             try:
                 status = http_status(
                     server.host,
@@ -407,7 +409,7 @@ class Fleet:
         if status is not None:
             server.missed = 0
             # It may still reply to what it has: only new requests go elsewhere.
-            self._leave_out(server, f"a server answers, but '{self.spec.endpoint}' is not ready")
+            self._leave_out(server, f"a server replies, but '{self.spec.endpoint}' is not ready")
             return
         server.missed += 1
         if server.missed >= MAX_MISSED_PROBES:
@@ -429,7 +431,7 @@ class Fleet:
                 section = self.spec.setting.partition(".")[0]
                 request.future.set_exception(
                     ServerRequestError(
-                        f"{self.title}: no server has answered for {seconds:.0f} s "
+                        f"{self.title}: no server has replied for {seconds:.0f} s "
                         f"({section}.init_timeout_s): {_list(self.servers)}. {RESTART_REMEDY}"
                     )
                 )

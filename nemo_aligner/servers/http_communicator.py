@@ -98,7 +98,7 @@ class HTTPCommunicator:
         start = time.monotonic()
         next_line = start + min(2.0, self.progress_interval_s)
         pause = 0.1
-        state = "no answer"
+        state = "no reply"
         while (waited := time.monotonic() - start) < self.init_timeout_s:
             status = http_status(
                 host,
@@ -110,9 +110,9 @@ class HTTPCommunicator:
                 logging.info(f"connected to {server_name} at {host}:{port}")
                 return
             state = (
-                "no answer"
+                "no reply"
                 if status is None
-                else f"a server answers, but '{server_name}' is not ready"
+                else f"a server replies, but '{server_name}' is not ready"
             )
             if time.monotonic() >= next_line:
                 next_line = time.monotonic() + self.progress_interval_s

@@ -64,7 +64,7 @@ def _decode_sentences(sentences: np.ndarray) -> list[str]:
         bad = error.object
         row = next((i for i, text in enumerate(sentences.reshape(-1)) if bytes(text) == bad), "?")
         raise UserError(
-            f"'sentences' holds bytes in row {row} that are not UTF-8 ({error.reason})."
+            f"'sentences' holds bytes in sample {row} that are not UTF-8 ({error.reason})."
         ) from error
 
 

@@ -355,7 +355,7 @@ class _Request:
         if kind == "error" and fallback is None:
             self.fail(
                 RewardFunctionError(
-                    f"{self._describe(index, value)}\nMend the function, or set "
+                    f"{self._describe(index, value)}\nCorrect the function, or set "
                     "inference.reward_fn_fallback to the score that such a sample gets."
                 )
             )

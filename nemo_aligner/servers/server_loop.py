@@ -50,7 +50,7 @@ class ServerStoppingError(RuntimeError):
 
 
 class ServerJobError(RuntimeError):
-    """The job cannot go on: a rank failed alone or is lost."""
+    """The job cannot continue: a rank failed alone or is lost."""
 
 
 @dataclass
@@ -151,7 +151,7 @@ class ServerLoop:
         """Serve until a stop request (SIGTERM or SIGINT to any rank, `stop()`), on every rank.
 
         Raises:
-            ServerJobError: the job could not go on; the other ranks end as well.
+            ServerJobError: the job could not continue; the other ranks end as well.
         """
         try:
             with self._watcher():
@@ -354,7 +354,7 @@ class ServerLoop:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _watch(self, read_end: int) -> None:
-        """Thread: pass signals and notes of other ranks on; end a process that cannot go on."""
+        """Thread: pass signals and notes of other ranks on; end a process that cannot continue."""
         store_errors = 0
         while self._watching.is_set():
             if select.select([read_end], [], [], 0.3)[0]:
@@ -386,7 +386,7 @@ class ServerLoop:
                 )
             if self._failure_deadline is not None and now > self._failure_deadline:
                 self._abandon(
-                    1, f"a rank failed and the others cannot go on without it:\n{failure}"
+                    1, f"a rank failed and the others cannot continue without it:\n{failure}"
                 )
 
     def _read_stop_request(self) -> None:

@@ -150,7 +150,7 @@ def validate_scoring_inputs(
     wrong = np.flatnonzero((prompts < 0) | (prompts > lengths))
     if wrong.size:
         raise RequestError(
-            f"'prompt_lengths' holds {prompts[wrong[0]]} in row {wrong[0]}, whose "
+            f"'prompt_lengths' holds {prompts[wrong[0]]} in sample {wrong[0]}, whose "
             f"'sequence_lengths' (prompt + response) is {lengths[wrong[0]]}: the prompt must lie "
             f"in [0, {lengths[wrong[0]]}]."
         )
@@ -195,8 +195,8 @@ def validate_training_inputs(
         if bad.any():
             row, column = (int(i[0]) for i in np.nonzero(bad))
             raise RequestError(
-                f"'{name}' is {array[row, column]} at row {row}, column {column}, where 'mask' is "
-                "1: send finite numbers there (an update with this batch would destroy the "
+                f"'{name}' is {array[row, column]} in sample {row}, column {column}, where 'mask' "
+                "is 1: send finite numbers there (an update with this batch would destroy the "
                 "critic)."
             )
 
@@ -223,7 +223,7 @@ def validate_reply(
         array = reply.get(spec.name)
         if array is None:
             raise ReplyError(
-                f"the answer has no tensor '{spec.name}' ({spec.meaning}), only {sorted(reply)}. "
+                f"the reply has no tensor '{spec.name}' ({spec.meaning}), only {sorted(reply)}. "
                 + (_NOT_COMBINED if endpoint.name == CRITIC_INFER else _other_server(endpoint))
             )
         if array.dtype.kind != "f":
@@ -254,16 +254,16 @@ def _validate_rewards(endpoint: Endpoint, rewards: np.ndarray, samples: int) -> 
                 "model.regression.attribute_weights)."
             )
         raise ReplyError(
-            f"'rewards' has shape {list(rewards.shape)} for {samples} row(s) sent; [{samples}, 1] "
-            f"is needed, one reward per sample. {remedy}"
+            f"'rewards' has shape {list(rewards.shape)} for {samples} sample(s) sent; "
+            f"[{samples}, 1] is needed, one reward per sample. {remedy}"
         )
     bad = np.flatnonzero(~np.isfinite(rewards))
     if bad.size:
         raise ReplyError(
-            f"'rewards' is {rewards[bad[0], 0]} in row {bad[0]} ({bad.size} of {samples} row(s) "
-            "are not finite). Training on it would destroy the policy: look for NaN in the "
-            "weights of the served model (a diverged training, a damaged checkpoint) and serve a "
-            "good one."
+            f"'rewards' is {rewards[bad[0], 0]} in sample {bad[0]} ({bad.size} of {samples} "
+            "sample(s) are not finite). Training on it would destroy the policy: look for NaN in "
+            "the weights of the served model (a diverged training, a damaged checkpoint) and "
+            "serve a good one."
         )
 
 
@@ -275,8 +275,9 @@ def _validate_values(
         columns = int(np.flatnonzero(used.any(axis=0))[-1]) + 1
     if values.ndim != 2 or values.shape[0] != samples or values.shape[1] < columns:
         raise ReplyError(
-            f"'values' has shape {list(values.shape)} for {samples} row(s) sent; [{samples}, at "
-            f"least {columns}] is needed, one value per token. {_other_server(endpoint)}"
+            f"'values' has shape {list(values.shape)} for {samples} sample(s) sent; "
+            f"[{samples}, at least {columns}] is needed, one value per token. "
+            f"{_other_server(endpoint)}"
         )
     if used is None or not columns:
         return
@@ -284,7 +285,7 @@ def _validate_values(
     if bad.size:
         row, column = (int(i) for i in bad[0])
         raise ReplyError(
-            f"'values' is {values[row, column]} in row {row}, column {column}, inside the "
+            f"'values' is {values[row, column]} in sample {row}, column {column}, inside the "
             "response. Look for NaN in the critic's weights (a diverged training: lower "
             "model.optim.lr) and restart it from a good checkpoint."
         )

@@ -97,7 +97,7 @@ def is_complete(step: int, max_steps: int, keys: str) -> bool:
     if step < max_steps:
         return False
     logging.info(
-        f"step {step} of {max_steps}: training is already complete; raise {keys} to go on."
+        f"step {step} of {max_steps}: training is already complete; raise {keys} to continue."
     )
     return True
 

@@ -337,7 +337,7 @@ def test_wrong_endpoint_name_and_wrong_port(job):
     config = client_config(job, init_timeout_s=1)
     config.critic.name = {"infer": "critic_inference"}
     with pytest.raises(
-        ServerUnreachableError, match="a server answers, but 'critic_inference' is not ready"
+        ServerUnreachableError, match="a server replies, but 'critic_inference' is not ready"
     ):
         RemoteGPTRMCriticClient(config)
 

@@ -239,7 +239,7 @@ def test_a_machine_that_falls_silent_and_is_restarted(pair, lines, monkeypatch):
         stream.send_until(lambda: stream.fleet.servers[0].available)
         stream.assert_all_right()
         assert any(
-            f"{a.address} is left out (no answer to 3 probes in a row)" in line for line in lines
+            f"{a.address} is left out (no reply to 3 probes in a row)" in line for line in lines
         )
     finally:
         client.close()
@@ -257,7 +257,7 @@ def test_a_model_that_hangs_behind_a_living_triton(pair, lines):
         stream.send(10)
         wait_until(lambda: stream.answered(len(stream.sent)))
         stream.assert_all_right()
-        assert any("although it answers probes; it must be restarted" in line for line in lines)
+        assert any("although it replies to probes; it must be restarted" in line for line in lines)
         a.process.send_signal(signal.SIGCONT)
         time.sleep(3 * fleet_module.RETRY_INTERVAL_S)
         assert not stream.fleet.servers[0].available
@@ -349,7 +349,7 @@ def test_all_servers_gone_then_one_returns_then_none(lines, monkeypatch):
             stream.fleet.init_timeout_s = 2.0
             start = time.monotonic()
             with pytest.raises(
-                ServerRequestError, match=f"no server has answered for 2 s.*{server.address}"
+                ServerRequestError, match=f"no server has replied for 2 s.*{server.address}"
             ):
                 client.infer_rm(rollout(0)).result()
             assert time.monotonic() - start < 55  # the limit before was a minute

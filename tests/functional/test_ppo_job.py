@@ -236,7 +236,7 @@ def whole(inputs):
 
 @pytest.fixture(scope="module")
 def half(inputs):
-    """Folder of the first two steps, one rank each; tests go on in a copy."""
+    """Folder of the first two steps, one rank each; tests continue in a copy."""
     run_pair(inputs, inputs / "half", 2)
     return inputs / "half"
 

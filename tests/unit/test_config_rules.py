@@ -9,7 +9,7 @@ from nemo_aligner.config.parallel_rules import check_expert_parallel
 from nemo_aligner.config.rollout_rules import check_shared_queue, check_top_n
 from nemo_aligner.config.rules import check_intervals
 from nemo_aligner.config.server_rules import (
-    check_one_reward_per_text,
+    check_one_reward_per_sample,
     check_reward_function_options,
     check_reward_standardization,
     check_source_of_rewards,
@@ -102,8 +102,8 @@ def test_reward_standardization(standardization, message):
     ],
 )
 def test_one_reward_per_text(changes, message):
-    check_one_reward_per_text(complete_model(TINY, "inference_rm"))
+    check_one_reward_per_sample(complete_model(TINY, "inference_rm"))
     merged = {"regression": {"num_attributes": 2, "merge_attributes": True}}
-    check_one_reward_per_text(complete_model(TINY | merged, "inference_rm"))
+    check_one_reward_per_sample(complete_model(TINY | merged, "inference_rm"))
     with pytest.raises(ConfigError, match=message):
-        check_one_reward_per_text(complete_model(TINY | changes, "inference_rm"))
+        check_one_reward_per_sample(complete_model(TINY | changes, "inference_rm"))

@@ -278,5 +278,5 @@ def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
     torch.testing.assert_close(
         values[torch.arange(4), LENGTHS - 1], expected
     )  # before its first update
-    with pytest.raises(ConfigError, match="num_attributes=3 numbers.*merge_attributes=True"):
+    with pytest.raises(ConfigError, match="gives 3 attributes.*merge_attributes=True"):
         critic(regression={"merge_attributes": False}).set_reward_model()

@@ -188,8 +188,11 @@ def test_a_request_goes_elsewhere_when_a_server_ends(script, words, lines):
             "ArithmeticError: cannot stand it",
         ),
         (failure("unexpected inference input 'tokns'", 400), "unexpected inference input"),
-        (lambda index, rewards: answer([[1.0], [2.0]]), r"'rewards' has shape \[2, 1\] for 1 row"),
-        (lambda index, rewards: answer([[float("nan")]]), "'rewards' is nan in row 0"),
+        (
+            lambda index, rewards: answer([[1.0], [2.0]]),
+            r"'rewards' .* \[2, 1\] for 1 sample",
+        ),
+        (lambda index, rewards: answer([[float("nan")]]), "'rewards' is nan in sample 0"),
         (lambda index, rewards: http({"outputs": []}, 200), "no tensor 'rewards'"),
         (lambda index, rewards: http("hello", 200), "cannot be read"),
         (lambda index, rewards: http({"outputs": [{"name": "rewards"}]}, 200), "cannot be read"),
@@ -235,7 +238,9 @@ def test_a_hanging_model_is_given_up_and_its_server_waits_for_a_restart(lines):
         hang.clear()
         time.sleep(0.5)  # several probes say that it is ready
         assert not running.fleet.servers[0].available and a.requests == 1
-        assert f"no reply within {limit_s:.0f} s, although it answers probes" in "\n".join(lines)
+        assert f"no reply within {limit_s:.0f} s, although it replies to probes" in "\n".join(
+            lines
+        )
         a.ready, probes = 503, a.probes  # it is down for a moment
         running.wait_for(lambda: a.probes > probes + 1)
         a.ready = 200
@@ -313,7 +318,7 @@ def test_while_no_server_answers_requests_wait_visibly_then_fail(lines):
         for future in futures:
             with pytest.raises(
                 ServerRequestError,
-                match=f"no server has answered for 1 s.*127.0.0.1:{server.port}",
+                match=f"no server has replied for 1 s.*127.0.0.1:{server.port}",
             ):
                 future.result(HANG_S)
         assert time.monotonic() - start > 0.9
@@ -327,7 +332,7 @@ def test_start_without_any_server_is_one_error_that_names_all(lines):
             running.fleet.wait_until_ready(HANG_S)
     for word in (
         *map(str, ports),
-        "no answer",
+        "no reply",
         "remote_rm.reward_model ",
         "remote_rm.init_timeout_s",
     ):
@@ -340,7 +345,7 @@ def test_start_with_a_server_that_has_another_model():
         Running(server, init_timeout_s=patience(0.6)) as running,
     ):
         with pytest.raises(
-            ServerUnreachableError, match="a server answers, but 'reward_model' is not ready"
+            ServerUnreachableError, match="a server replies, but 'reward_model' is not ready"
         ):
             running.fleet.wait_until_ready(HANG_S)
 
@@ -350,7 +355,7 @@ def test_start_waits_for_the_others_but_not_for_ever(monkeypatch, lines):
     with ScriptedServer() as a, ScriptedServer(ready=400) as late, Running(a, late) as running:
         assert not running.fleet.wait_until_ready(0.2)
         assert running.fleet.wait_until_ready(HANG_S)
-        (warning,) = [line for line in lines if "going on with 1 of 2" in line]
+        (warning,) = [line for line in lines if "continuing with 1 of 2" in line]
         assert f"127.0.0.1:{late.port}" in warning and f"127.0.0.1:{a.port}" not in warning
         late.ready = 200
         running.wait_for(lambda: running.fleet.servers[1].available)

@@ -194,7 +194,7 @@ def test_values_of_nan_are_refused_with_the_address():
         server.script = lambda index, rewards: answer([[float("nan")]])
         with pytest.raises(
             ServerRequestError,
-            match=f"critic_infer at 127.0.0.1:{server.port} failed: 'rewards' is nan in row 0",
+            match=f"critic_infer at 127.0.0.1:{server.port} failed: 'rewards' is nan in sample 0",
         ):
             client.send(1, check=check).result(HANG_S)
 

@@ -218,7 +218,9 @@ def test_finished_run_does_nothing_and_says_so(monkeypatch):
     trainer.load_state_dict({"step": 3, "consumed_samples": 24, "ppo_optimization_step": 6})
     trainer.fit()
     assert trainer.events == [] and trainer.logger.finalized == 1
-    complete = "training is already complete; raise trainer.ppo.max_steps or max_epochs to go on."
+    complete = (
+        "training is already complete; raise trainer.ppo.max_steps or max_epochs to continue."
+    )
     assert lines == [f"step 3 of 3: {complete}"]
     ongoing = make_trainer(max_steps=3)
     ongoing.load_state_dict({"step": 2, "consumed_samples": 16, "ppo_optimization_step": 4})
@@ -234,7 +236,7 @@ def test_resume_with_other_steps_is_refused():
     with pytest.raises(
         UserError,
         match="model.ppo.num_rollout_samples=12, but .* a job with 8: .* Set "
-        "model.ppo.num_rollout_samples=8, or start anew from .*nemo",
+        "model.ppo.num_rollout_samples=8, or start again from .*nemo",
     ):
         other.load_state_dict(state | {"step": 1})
     assert other.step == 0

@@ -92,7 +92,7 @@ def test_prompt_lengths_reach_a_function_that_needs_them_and_no_model():
     ):
         with pytest.raises(UserError, match="'prompt_lengths' is missing"):
             server.infer(**bad)
-    with pytest.raises(UserError, match="'prompt_lengths' holds 4 in row 0"):
+    with pytest.raises(UserError, match="'prompt_lengths' holds 4 in sample 0"):
         server.infer(**{**request, "prompt_lengths": np.full((3, 1), 4)})
 
 

@@ -134,7 +134,7 @@ def test_failed_scoring_ends_the_run_before_an_update():
         )
         return submitted[-1]
 
-    trainer.rm.infer_rm = infer_rm
+    trainer.score = infer_rm
     with pytest.raises(RuntimeError, match="remote traceback: model lost"):
         trainer.fit()
     assert len(submitted) == 12 and "update" not in trainer.events
@@ -317,7 +317,9 @@ def test_finished_run_does_nothing_and_says_so(monkeypatch):
     trainer.load_state_dict({"step": 3, "consumed_samples": 24, "rs_optimization_step": 12})
     trainer.fit()
     assert trainer.events == [] and trainer.logger.finalized == 1
-    complete = "training is already complete; raise trainer.rs.max_steps or max_epochs to go on."
+    complete = (
+        "training is already complete; raise trainer.rs.max_steps or max_epochs to continue."
+    )
     assert lines == [f"step 3 of 3: {complete}"]
     ongoing = make_rs_trainer(max_steps=3)
     ongoing.load_state_dict({"step": 2, "consumed_samples": 16, "rs_optimization_step": 8})
@@ -333,7 +335,7 @@ def test_resume_with_other_steps_is_refused():
     with pytest.raises(
         UserError,
         match="model.rs.num_rollout_samples=12, but .* a job with 8: .* Set "
-        "model.rs.num_rollout_samples=8, or start anew from .*nemo",
+        "model.rs.num_rollout_samples=8, or start again from .*nemo",
     ):
         other.load_state_dict(state | {"step": 1})
     assert other.step == 0

@@ -157,7 +157,7 @@ def test_rows_of_a_scoring_request_must_agree():
         ({"mask": np.full((2, 4), 0.5, np.float32)}, ["'mask'", "0 and 1"]),
         (
             {"returns": np.array([[0, 0, 0, 0], [0, np.nan, 0, 0]], np.float32)},
-            ["'returns' is nan", "row 1, column 1"],
+            ["'returns' is nan", "sample 1, column 1"],
         ),
     ],
 )
@@ -181,8 +181,8 @@ def test_nan_is_allowed_where_the_mask_is_zero():
     "prompts, words",
     [
         ([[1]], ["'prompt_lengths'", "[1, 1]", "2 rows"]),
-        ([[1], [5]], ["'prompt_lengths' holds 5 in row 1", "is 4"]),
-        ([[-1], [4]], ["'prompt_lengths' holds -1 in row 0"]),
+        ([[1], [5]], ["'prompt_lengths' holds 5 in sample 1", "is 4"]),
+        ([[-1], [4]], ["'prompt_lengths' holds -1 in sample 0"]),
     ],
 )
 def test_prompt_lengths_of_a_scoring_request(prompts, words):
@@ -234,17 +234,17 @@ def test_good_answers_pass():
         ({}, ["no tensor 'rewards'", "another kind of server"]),
         ({"values": rewards(1, 2, 3)}, ["no tensor 'rewards'", "['values']"]),
         ({"rewards": np.ones((3, 1), np.int64)}, ["int64", "rewards: float32 ['N', 1]"]),
-        ({"rewards": np.ones(3, np.float32)}, ["[3] for 3 row(s)", "[3, 1] is needed"]),
-        ({"rewards": rewards(1, 2)}, ["[2, 1] for 3 row(s)", "[3, 1] is needed"]),
+        ({"rewards": np.ones(3, np.float32)}, ["[3] for 3 sample(s)", "[3, 1] is needed"]),
+        ({"rewards": rewards(1, 2)}, ["[2, 1] for 3 sample(s)", "[3, 1] is needed"]),
         (
             {"rewards": np.ones((3, 2), np.float32)},
             ["[3, 2]", "model.regression.merge_attributes"],
         ),
         (
             {"rewards": rewards(1, np.nan, np.nan)},
-            ["'rewards' is nan in row 1", "2 of 3", "weights"],
+            ["'rewards' is nan in sample 1", "2 of 3", "weights"],
         ),
-        ({"rewards": rewards(1, 2, -np.inf)}, ["'rewards' is -inf in row 2", "1 of 3"]),
+        ({"rewards": rewards(1, 2, -np.inf)}, ["'rewards' is -inf in sample 2", "1 of 3"]),
     ],
 )
 def test_unusable_rewards_are_refused(answer, words):
@@ -257,14 +257,17 @@ def test_unusable_rewards_are_refused(answer, words):
 @pytest.mark.parametrize(
     "values, words",
     [
-        (np.ones((2, 2), np.float32), ["[2, 2] for 2 row(s)", "[2, at least 3]"]),
-        (np.ones((3, 4), np.float32), ["[3, 4] for 2 row(s)"]),
+        (np.ones((2, 2), np.float32), ["[2, 2] for 2 sample(s)", "[2, at least 3]"]),
+        (np.ones((3, 4), np.float32), ["[3, 4] for 2 sample(s)"]),
         (np.ones(8, np.float32), ["[8]"]),
         (
             np.array([[np.nan, 1, 1, 1], [1, np.nan, 1, 1]], np.float32),
-            ["is nan in row 1, column 1"],
+            ["is nan in sample 1, column 1"],
         ),
-        (np.array([[1, 1, -np.inf, 1], [1, 1, 1, 1]], np.float32), ["is -inf in row 0, column 2"]),
+        (
+            np.array([[1, 1, -np.inf, 1], [1, 1, 1, 1]], np.float32),
+            ["is -inf in sample 0, column 2"],
+        ),
     ],
 )
 def test_unusable_values_are_refused(values, words):

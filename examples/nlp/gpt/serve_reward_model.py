@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete, complete_config, complete_model
 from nemo_aligner.config.rules import check_values
-from nemo_aligner.config.server_rules import check_one_reward_per_text
+from nemo_aligner.config.server_rules import check_one_reward_per_sample
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -50,7 +50,7 @@ def serve_model(cfg: DictConfig) -> None:
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
     check_values(cfg, "inference_rm", complete=True)  # again, now with what the checkpoint says
     cfg.model = complete_model(cfg.model, "inference_rm")
-    check_one_reward_per_text(cfg.model)
+    check_one_reward_per_sample(cfg.model)
     trainer = resolve_and_create_trainer(cfg)
     log_config(cfg)
     init_distributed(trainer)

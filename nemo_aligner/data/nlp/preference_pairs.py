@@ -48,7 +48,7 @@ class RewardModelDataset(FileDataset):
             if count % 2:
                 raise UserError(
                     f"{path} has {count} lines, an odd number: a reward model's data are pairs of "
-                    "neighbouring lines, the better one first. A line is missing or superfluous."
+                    "neighbouring lines, the better one first. A line is missing or one too many."
                 )
         lengths = self.lines.notes.reshape(-1, 2).max(axis=1)
         self.documents = documents_within(lengths, seq_length, name, "pairs", "have a text longer")

@@ -14,7 +14,8 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.config.server_rules import check_attributes_are_merged
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_weights, ppo_critic_loss
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.core.types import CriticTrainBatch
@@ -86,14 +87,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
                 "trainer.ppo.combine_rm_and_critic_server=False (and "
                 "remote_critic_rm.combine_rm_and_critic_server=False in the actor's job)."
             )
-        regression = self.cfg.regression
-        if regression.num_attributes > 1 and not regression.merge_attributes:
-            raise ConfigError(
-                "this reward model gives "
-                f"model.regression.num_attributes={regression.num_attributes} numbers for a "
-                "sample, and PPO needs one; set model.regression.merge_attributes=True and, if "
-                "the attributes do not have equal weight, model.regression.attribute_weights."
-            )
+        check_attributes_are_merged(self.cfg.regression)
         self.rm_state_dict_cpu = self.weights_to_cpu(into=self.rm_state_dict_cpu)
 
     def _set_output_sequence(self, output_sequence: bool) -> None:
