@@ -14,6 +14,7 @@ import torch
 
 import nemo_aligner
 from nemo_aligner.parallel import megatron_adaptation
+from tests.patience import patience
 
 PACKAGE = Path(nemo_aligner.__file__).parent
 
@@ -110,7 +111,7 @@ parallel_state.initialize()
 changed = (torch.cuda.current_device, torch.Tensor.cuda) != before
 assert changed is not torch.cuda.is_available()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(100))
 
 
 @pytest.mark.skipif(

@@ -17,6 +17,7 @@ from nemo_aligner.config import schema as config_schema
 from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.inert_keys import INERT
 from nemo_aligner.config.schema import CONFIG_NAMES
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
 
@@ -261,7 +262,7 @@ def test_import_is_light():
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=patience(60),
     )
     assert result.stdout.strip() == "[]"
 
