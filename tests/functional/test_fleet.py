@@ -277,8 +277,8 @@ def test_a_model_that_hangs_behind_a_living_triton(pair, lines):
     "first, words",
     [
         (RAISE, r"(?s)Traceback.*toy_reward_server.py.*the toy met a token it cannot stand"),
-        (NAN, "'rewards' is nan in row .*weights of the served model"),
-        (WRONG_SHAPE, r"'rewards' has shape \[2, 2\] for 2 row.*one reward per sample"),
+        (NAN, "'rewards' is nan in sample .*weights of the served model"),
+        (WRONG_SHAPE, r"'rewards' has shape \[2, 2\] for 2 sample.*one reward per sample"),
     ],
 )
 def test_answers_that_cannot_be_used_are_raised_at_once(pair, first, words, lines):
@@ -443,7 +443,7 @@ def test_separate_mode_takes_values_from_the_critic_and_rewards_from_the_fleet(p
                     a.kill()
             bad = {**batch, "response_tokens": tokens.clone()}
             bad["response_tokens"][0, 0] = NAN  # the critic's vocabulary does not have it either
-            with pytest.raises(ServerRequestError, match="is nan in row"):
+            with pytest.raises(ServerRequestError, match="is nan in sample"):
                 client.infer_rm_critic(bad).result()
             client.check_status(0, {})
         finally:
