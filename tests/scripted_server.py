@@ -111,10 +111,9 @@ class ScriptedServer:
                 self.requests += 1
                 self.open += 1
                 self.at_once = max(self.at_once, self.open)
-            tokens = np.frombuffer(
-                body[int(fields["inference-header-content-length"]) :], np.int64
-            )
-            reply = self.script(index, [[float(tokens[0])]])
+            start = int(fields["inference-header-content-length"])
+            (token,) = np.frombuffer(body[start : start + 8], np.int64)
+            reply = self.script(index, [[float(token)]])
             with self._lock:
                 self.open -= 1
             if reply is None:
