@@ -115,7 +115,6 @@ def test_a_server_of_this_package_gets_the_same_bytes_as_ever(name):
         direct.headers,
         direct.path,
     )
-    assert request.samples == direct.samples
 
 
 def test_every_addition_is_a_tensor_or_endpoint_of_the_schema():
@@ -197,7 +196,7 @@ def test_what_would_change_a_number_is_refused(endpoint, data, forms, words):
 def test_a_scoring_request_is_cut_into_as_many_samples_as_the_server_takes():
     data = {"tokens": np.arange(10).reshape(5, 2), "sequence_lengths": np.full((5, 1), 2)}
     parts = fit_requests(described(REWARD, max_batch_size=2), REWARD, data)
-    assert [part.samples for part in parts] == [2, 2, 1]
+    assert [len(sent(part)["tokens"]) for part in parts] == [2, 2, 1]
     assert (
         np.concatenate([sent(part)["tokens"] for part in parts]).tolist()
         == data["tokens"].tolist()
