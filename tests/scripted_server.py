@@ -48,6 +48,7 @@ class ScriptedServer:
             first token.
         config: what it says of its model.
         requests: number of requests so far.
+        inputs: their names, for each request.
         at_once: the most requests that were open at the same time.
     """
 
@@ -55,6 +56,7 @@ class ScriptedServer:
         self.script, self.ready = script or (lambda index, rewards: answer(rewards)), ready
         self.config = triton_config(reward_model_endpoint())
         self.probes = self.requests = self.open = self.at_once = 0
+        self.inputs = []
         self._lock = threading.Lock()
         self._hold = threading.Event()
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -112,6 +114,7 @@ class ScriptedServer:
                 self.open += 1
                 self.at_once = max(self.at_once, self.open)
             start = int(fields["inference-header-content-length"])
+            self.inputs.append([item["name"] for item in json.loads(body[:start])["inputs"]])
             (token,) = np.frombuffer(body[start : start + 8], np.int64)
             reply = self.script(index, [[float(token)]])
             with self._lock:

@@ -429,8 +429,7 @@ class Fleet:
 
     def _read_description(self, server: _Server) -> None:
         """Note what a server that is to be taken in says of its model."""
-        served = mismatch = None
-        problem = server.state
+        served = problem = mismatch = None
         warnings: list[str] = []
         try:
             served = read_served_model(
@@ -445,7 +444,8 @@ class Fleet:
             mismatch = problem
             warnings = [mismatch] if self._started else []  # else the job ends with it
         with self._lock:
-            server.served, server.mismatch, server.state = served, mismatch, problem
+            server.served, server.mismatch = served, mismatch
+            server.state = problem or server.state
             for warning in warnings:
                 if warning not in self._warned:
                     self._warned.add(warning)

@@ -189,6 +189,7 @@ class ServerProcess:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "TMPDIR": str(self.directory),
+            "PYTRITON_HOME": str(self.directory),  # of servers without a workspace of their own
             "LD_LIBRARY_PATH": ":".join(path for path in libraries if path),
         }
         with (self.directory / "log.txt").open("w") as log:

@@ -217,13 +217,19 @@ def separate(reward_server):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("combined", [True, False])
-def test_ppo_runs_against_a_critic_of_nemo_aligner(inputs, tmp_path, reward_server, combined):  # noqa: F811
-    """Rewards from the critic, or from the server of the docs."""
+@pytest.mark.parametrize("combined, ranks", [(True, 1), (False, 2)])
+def test_ppo_runs_against_a_critic_of_nemo_aligner(
+    inputs,  # noqa: F811
+    tmp_path,
+    reward_server,
+    combined,
+    ranks,
+):
+    """Rewards from the critic, or from the server of the docs with two data-parallel ranks."""
     with NeMoAlignerCritic(combined) as server:
         server.wait_until_ready()
         extra = [] if combined else separate(reward_server)
-        with test_ppo_job.actor(inputs, tmp_path, server.port, 1, "python", *extra) as job:
+        with test_ppo_job.actor(inputs, tmp_path, server.port, ranks, "python", *extra) as job:
             assert_ended_well(job, job.wait(240))
             assert len(lines_of(job, "has no endpoint 'critic_status'")) == 1
         sent = [endpoint for endpoint, _ in server.requests()]

@@ -31,7 +31,7 @@ from nemo_aligner.servers.served_model import (
 )
 from nemo_aligner.servers.validation import validate_outcome
 from tests.patience import patience, wait_until
-from tests.scripted_server import ScriptedServer, answer, http, triton_config
+from tests.scripted_server import ScriptedServer, http, triton_config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -348,16 +348,7 @@ def plain_config(*extra):
 
 
 def test_a_fleet_sends_each_server_what_it_lists_and_warns_once(fast, lines):
-    bodies = {}
-
-    def keep(name):
-        def script(index, rewards):
-            bodies[name] = index
-            return answer(rewards)
-
-        return script
-
-    with ScriptedServer(keep("plain")) as plain, ScriptedServer(keep("ours")) as ours:
+    with ScriptedServer() as plain, ScriptedServer() as ours:
         plain.config = plain_config()
         served = make_fleet(plain, ours)
         try:
@@ -366,7 +357,8 @@ def test_a_fleet_sends_each_server_what_it_lists_and_warns_once(fast, lines):
                 data = {**SCORING, "tokens": np.full((1, 3), value)}
                 data = {name: array[:1] for name, array in data.items()}
                 assert served.submit(data).result(100)["rewards"].tolist() == [[value]]
-            assert bodies == {"plain": 1, "ours": 1}
+            assert plain.inputs == [["tokens", "sequence_lengths"]] * 2
+            assert ours.inputs == [list(SCORING)] * 2
             about = [line for line in lines if "tokenizer" in line]
             assert len(about) == 1 and f"127.0.0.1:{plain.port}" in about[0]
         finally:
@@ -397,6 +389,12 @@ def test_a_server_that_returns_with_another_model_is_left_out_with_one_warning(f
             assert len([line for line in lines if "cannot be used" in line]) == 1
             changed.config = plain_config("prompt_lengths")
             wait_until(lambda: served.servers[1].available)
+            data = {name: array[:1] for name, array in SCORING.items()}
+            for _ in range(4):
+                served.submit(data).result(100)
+            assert changed.inputs and good.inputs[0] == list(SCORING)
+            for names in changed.inputs:
+                assert names == ["tokens", "sequence_lengths", "prompt_lengths"]
         finally:
             served.close()
 
