@@ -12,6 +12,31 @@ import time
 
 import numpy as np
 
+from nemo_aligner.servers.schema import Endpoint, reward_model_endpoint
+
+
+def triton_config(endpoint: Endpoint, max_batch_size: int | None = None) -> dict:
+    """What Triton says of `endpoint` at /v2/models/NAME/config, as far as clients read it.
+
+    `max_batch_size` is that of our own servers if it is None.
+    """
+    types = {"int64": "INT64", "int32": "INT32", "float32": "FP32", "float64": "FP64"}
+    types |= {"bool": "BOOL", "float16": "FP16"}
+
+    def entry(spec):
+        is_text = spec.dtype is np.bytes_
+        name = "STRING" if is_text else types[np.dtype(spec.dtype).name]
+        return {"name": spec.name, "data_type": f"TYPE_{name}", "dims": list(spec.shape)}
+
+    if max_batch_size is None:
+        max_batch_size = 9999999 if endpoint.batching else 0
+    return {
+        "name": endpoint.name,
+        "max_batch_size": max_batch_size,
+        "input": [{**entry(spec), "optional": spec.optional} for spec in endpoint.inputs],
+        "output": [entry(spec) for spec in endpoint.outputs],
+    }
+
 
 class ScriptedServer:
     """A socket that speaks as much HTTP as a probe and a request need.
@@ -21,13 +46,17 @@ class ScriptedServer:
         script: function(index of the request, its rewards) -> bytes to send before the connection
             is closed, or None to keep it open and send nothing. The reward of a request is its
             first token.
+        config: what it says of its model.
         requests: number of requests so far.
+        inputs: their names, for each request.
         at_once: the most requests that were open at the same time.
     """
 
     def __init__(self, script=None, ready=200):
         self.script, self.ready = script or (lambda index, rewards: answer(rewards)), ready
+        self.config = triton_config(reward_model_endpoint())
         self.probes = self.requests = self.open = self.at_once = 0
+        self.inputs = []
         self._lock = threading.Lock()
         self._hold = threading.Event()
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -64,6 +93,9 @@ class ScriptedServer:
                     return
                 data += more
             head, body = data.split(b"\r\n\r\n", 1)
+            if head.split()[1].endswith(b"/config") and self.ready is not None:
+                connection.sendall(http(self.config, 200))
+                return
             if head.startswith(b"GET"):
                 self.probes += 1
                 if self.ready is None:
@@ -81,10 +113,10 @@ class ScriptedServer:
                 self.requests += 1
                 self.open += 1
                 self.at_once = max(self.at_once, self.open)
-            tokens = np.frombuffer(
-                body[int(fields["inference-header-content-length"]) :], np.int64
-            )
-            reply = self.script(index, [[float(tokens[0])]])
+            start = int(fields["inference-header-content-length"])
+            self.inputs.append([item["name"] for item in json.loads(body[:start])["inputs"]])
+            (token,) = np.frombuffer(body[start : start + 8], np.int64)
+            reply = self.script(index, [[float(token)]])
             with self._lock:
                 self.open -= 1
             if reply is None:

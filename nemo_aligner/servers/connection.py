@@ -32,7 +32,8 @@ from nemo_aligner.servers.exchange import (
     http_status,
     type_and_message,
 )
-from nemo_aligner.servers.schema import Arrays
+from nemo_aligner.servers.schema import Arrays, Endpoint
+from nemo_aligner.servers.served_model import ServedModel, fit_requests, merge_replies
 
 MAX_IN_FLIGHT = 128
 PROBE_INTERVAL_S = 10.0
@@ -47,11 +48,17 @@ RESTART_REMEDY = (
 
 @dataclass(eq=False)
 class _Request:
-    """A request until it has its reply. `alone`: nothing else is in flight beside it."""
+    """A request until it has its reply.
 
-    wire: InferRequest
+    Attributes:
+        parts: sent one after another: several if the server takes few samples at once.
+        finish: makes the reply from those of the parts, and checks it.
+        alone: nothing else is in flight beside it.
+    """
+
+    parts: list[InferRequest]
+    finish: Callable[[list[Arrays]], Arrays]
     alone: bool
-    check: Callable[[Arrays], None] | None
     exchange: Exchange
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
 
@@ -90,15 +97,31 @@ class ServerConnection:
         data: Mapping[str, np.ndarray],
         alone: bool,
         check: Callable[[Arrays], None] | None = None,
+        forms: tuple[Endpoint, ServedModel] | None = None,
     ) -> "concurrent.futures.Future[Arrays]":
         """Send arrays by wire name to `endpoint`; returns at once, with the future of the reply.
 
         Args:
             alone: keep the order with earlier and later requests (see the class).
             check: called with the reply; may raise `ReplyError`.
+            forms: the schema that `data` and the reply follow, and the server's own description
+                of the endpoint, which the request is made to fit; None sends `data` as it is.
+
+        Raises:
+            RequestError: the server's description leaves no way to send `data`.
         """
-        wire = InferRequest(endpoint, data)
-        request = _Request(wire, alone, check, Exchange(self.host, self.port))
+        if forms is None:
+            parts = [InferRequest(endpoint, data)]
+        else:
+            parts = fit_requests(forms[1], forms[0], dict(data))
+
+        def finish(replies: list[Arrays]) -> Arrays:
+            reply = replies[0] if forms is None else merge_replies(forms[0], replies)
+            if check is not None:
+                check(reply)
+            return reply
+
+        request = _Request(parts, finish, alone, Exchange(self.host, self.port))
         with self._lock:
             if self._closed:
                 raise ServerRequestError(f"{endpoint} at {self}: this client is closed")
@@ -144,7 +167,7 @@ class ServerConnection:
     def _fail(self, request: _Request, why: str, cause: Exception | None = None) -> None:
         """Give the request an error, unless it has its outcome already."""
         if not request.future.done():
-            error = ServerRequestError(f"request to {request.wire.endpoint} at {self} {why}")
+            error = ServerRequestError(f"request to {request.parts[0].endpoint} at {self} {why}")
             error.__cause__ = cause
             request.future.set_exception(error)
 
@@ -153,9 +176,9 @@ class ServerConnection:
     def _send(self, request: _Request) -> None:
         """Thread of one request."""
         try:
-            reply = request.exchange.run(request.wire, self.inference_timeout_s)
-            if request.check is not None:
-                request.check(reply)
+            reply = request.finish(
+                [request.exchange.run(part, self.inference_timeout_s) for part in request.parts]
+            )
         except Exception as error:
             why = self._explain(error)  # asks the server, so before the lock is taken
             with self._lock:

@@ -35,13 +35,18 @@ from nemo_aligner.servers.reward_client import (
     complete_section,
     make_communicator,
 )
+from nemo_aligner.servers.schema import Arrays
+from nemo_aligner.servers.served_model import ADDITIONS, ServerMismatchError
 from nemo_aligner.servers.source_rank import (
+    Awaitable,
     RankZeroFuture,
     get_future_result,
     outcome_or_error,
     try_on_source,
 )
-from nemo_aligner.servers.validation import validate_reply
+from nemo_aligner.servers.validation import validate_outcome, validate_reply
+
+_WITHOUT_STATUS = {a.name: a.without for a in ADDITIONS}[schema.CRITIC_STATUS]
 
 
 class CriticStatus(TypedDict):
@@ -97,7 +102,7 @@ class TrainFuture(RankZeroFuture[float]):
 
     def result(self) -> float:
         """Wait for the update and return the critic's mean loss over it."""
-        return float(self.reply()["loss_mean"][0])
+        return float(self.reply()["loss_mean"].reshape(-1)[0])
 
 
 class SaveFuture(RankZeroFuture[int]):
@@ -105,15 +110,27 @@ class SaveFuture(RankZeroFuture[int]):
 
     def result(self) -> int:
         """Return 0 once the checkpoint is written."""
-        return int(self.reply()["status"][0])
+        return int(self.reply()["status"].reshape(-1)[0])
 
 
-class StatusFuture(RankZeroFuture[CriticStatus]):
+class _NoStatus:
+    """In place of the reply of a server without `critic_status`, on rank 0."""
+
+    def done(self, timeout_s: float) -> bool:
+        return True
+
+    def result(self) -> Arrays:
+        return {}
+
+
+class StatusFuture(RankZeroFuture[CriticStatus | None]):
     """A pending status of the critic server."""
 
-    def result(self) -> CriticStatus:
-        """Wait for the status and return it."""
+    def result(self) -> CriticStatus | None:
+        """Wait for the status and return it; None from a server that cannot say."""
         reply = self.reply()
+        if not reply:
+            return None
         checkpoints = json.loads(reply["checkpoints"][0])
         return CriticStatus(
             actor_step=int(reply["actor_step"][0]),
@@ -137,6 +154,8 @@ class RemoteGPTRMCriticClient:
     Raises:
         ConfigError: the section cannot work.
         ServerUnreachableError: no server within `init_timeout_s`; progress is logged meanwhile.
+        ServerMismatchError: an endpoint is not one of a critic, or gives no rewards although
+            `combine_rm_and_critic_server` is set.
     """
 
     SETTING = "remote_critic_rm"
@@ -166,7 +185,7 @@ class RemoteGPTRMCriticClient:
         servers = dict.fromkeys(endpoints, (self.cfg.critic.ip, self.cfg.critic.port))
         try:
             self.communicator.create_http_communicator_from_dict(servers, endpoints)
-        except ServerUnreachableError:
+        except (ServerUnreachableError, ServerMismatchError):
             self.communicator.close()
             raise
         self.communicator.print_server_dict()
@@ -220,7 +239,10 @@ class RemoteGPTRMCriticClient:
             assert payload is not None  # on rank 0
             request_id = np.array([uuid.uuid4().hex.encode()])
             return self.communicator.send_data_to_server(
-                self.train_name, {**payload, "request_id": request_id}, batching=False
+                self.train_name,
+                {**payload, "request_id": request_id},
+                batching=False,
+                check=functools.partial(validate_outcome, schema.critic_train_endpoint()),
             )
 
         return TrainFuture(_on_rank_zero(send))
@@ -232,14 +254,26 @@ class RemoteGPTRMCriticClient:
             data["actor_step"] = np.array([actor_step], dtype=np.int64)
 
         def send() -> PendingReply:
-            return self.communicator.send_data_to_server(self.save_name, data, batching=False)
+            return self.communicator.send_data_to_server(
+                self.save_name,
+                data,
+                batching=False,
+                check=functools.partial(validate_outcome, schema.critic_save_endpoint()),
+            )
 
         return SaveFuture(_on_rank_zero(send))
 
-    def status(self) -> CriticStatus:
-        """Ask the server where it stands; every rank calls it and gets the reply."""
+    def status(self) -> CriticStatus | None:
+        """Ask the server where it stands; every rank calls it and gets the reply.
 
-        def ask() -> PendingReply:
+        None from a server whose checkpoints do not hold an actor step, such as NeMo-Aligner's.
+        """
+
+        def ask() -> PendingReply | _NoStatus:
+            # A server of this package may still be about to bind `critic_status`, its last
+            # endpoint: what `critic_save` lists says for certain which kind of server it is.
+            if not self.communicator.served[self.save_name].lists("actor_step"):
+                return _NoStatus()
             if self.status_name not in self.communicator.connections:
                 self.communicator.add_server_by_name(
                     self.status_name,
@@ -257,6 +291,8 @@ class RemoteGPTRMCriticClient:
 
         Every rank calls it once, before the first rollout.
 
+        A server that cannot say where it stands is not checked; a warning says so.
+
         Args:
             expected_actor_step: the actor's step, 0 for a new run.
             checkpoints: folder of each of the actor's complete checkpoints, by its step.
@@ -265,8 +301,16 @@ class RemoteGPTRMCriticClient:
             UserError: on every rank; the message says how to bring the two jobs together.
         """
         status = self.status()
-        have, unsaved = status["actor_step"], status["critic_step"] - status["saved_critic_step"]
         where = f"{self.cfg.critic.ip}:{self.cfg.critic.port}"
+        if status is None:
+            logging.warning(
+                f"the critic server at {where} has no endpoint '{self.status_name}': "
+                f"{_WITHOUT_STATUS}. Going on from actor step {expected_actor_step}; when you "
+                "restart one job, see to it that the other one loads the checkpoint of the same "
+                "step."
+            )
+            return
+        have, unsaved = status["actor_step"], status["critic_step"] - status["saved_critic_step"]
         if have == schema.UNKNOWN_STEP and not unsaved:
             logging.warning(
                 f"the critic at {where} does not know which actor step its checkpoint belongs to; "
@@ -290,7 +334,7 @@ class RemoteGPTRMCriticClient:
         self.communicator.close()
 
 
-def _on_rank_zero(send: Callable[[], PendingReply]) -> PendingReply | Exception | None:
+def _on_rank_zero(send: Callable[[], Awaitable]) -> Awaitable | Exception | None:
     """Return `send()` on global rank 0, None elsewhere; an error is kept for `result()`, which
     all ranks call.
     """

@@ -58,7 +58,7 @@ class InferRequest:
 
     Args:
         endpoint: name of the served model.
-        data: arrays by wire name; the first dimension of all of them is the number of samples.
+        data: arrays by wire name.
     """
 
     def __init__(self, endpoint: str, data: Mapping[str, np.ndarray]):
@@ -79,7 +79,6 @@ class InferRequest:
         self.headers = {"Content-Type": "application/octet-stream"}
         if header_length is not None:
             self.headers["Inference-Header-Content-Length"] = str(header_length)
-        self.samples = len(next(iter(data.values())))
 
 
 class Exchange:

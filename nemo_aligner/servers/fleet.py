@@ -33,7 +33,9 @@ What happens when a server dies, by moment:
 * After its reply: the reply is complete (its length is checked) and counts. Cut short, it counts
   as reset.
 * On its return: it gets requests when Triton says the model is ready, not when the port opens. If
-  it dies again before its first reply, it is left out for twice as long as the last time.
+  it dies again before its first reply, it is left out for twice as long as the last time. Its
+  description is read again: requests have the form that it lists now (served_model.py). A server
+  whose model cannot be used ends the job at the start, and is left out later.
 * All are dead: requests wait, a line every few seconds names the servers, and after
   `init_timeout_s` without any server the requests fail with one error that names all of them.
 * An error of the model (it raised; the request does not fit), a wrong shape or NaN is raised at
@@ -49,6 +51,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.config.reward_models import RewardModelSpec
@@ -58,7 +61,6 @@ from nemo_aligner.servers.exchange import (
     MAX_MISSED_PROBES,
     ConnectionLostError,
     Exchange,
-    InferRequest,
     NoReplyInTimeError,
     NotServingError,
     http_status,
@@ -66,6 +68,16 @@ from nemo_aligner.servers.exchange import (
 )
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.schema import Arrays, Endpoint
+from nemo_aligner.servers.served_model import (
+    DescriptionError,
+    ServedModel,
+    ServerMismatchError,
+    check_served_model,
+    fit_requests,
+    merge_replies,
+    read_served_model,
+    warnings_about,
+)
 from nemo_aligner.servers.validation import validate_reply, validate_request
 
 MAX_LOST = 5
@@ -90,19 +102,24 @@ class _Request:
             about to end.
     """
 
-    wire: InferRequest
+    data: Arrays
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
     since: float = field(default_factory=time.monotonic)
     lost: int = 0
     timed_out: bool = False
 
+    @property
+    def samples(self) -> int:
+        return len(next(iter(self.data.values())))
+
 
 @dataclass(eq=False)
 class _Sending:
-    """A request in flight. `given_up`: its reply will be ignored."""
+    """A request in flight, in the form of `served`. `given_up`: its reply will be ignored."""
 
     request: _Request
     server: "_Server"
+    served: ServedModel
     exchange: Exchange
     given_up: bool = False
 
@@ -116,6 +133,8 @@ class _Server:
         self.available = False
         self.seen = False  # it was available at some time
         self.state = "no reply"
+        self.served: ServedModel | None = None  # as it described itself; None while left out
+        self.mismatch: str | None = None  # why its model cannot be used
         self.missed = 0
         self.hung = False  # wait until it was restarted
         self.pause = FIRST_PAUSE_S  # how long it is left out at least, the next time
@@ -158,6 +177,7 @@ class Fleet:
         ]
         self._turn = count
         self._waiting: deque[_Request] = deque()
+        self._warned: set[str] = set()
         self._lock = threading.Condition()
         self._closed = False
         self._born = time.monotonic()
@@ -184,11 +204,15 @@ class Fleet:
         Raises:
             ServerUnreachableError: none has replied within `init_timeout_s` after the fleet was
                 made.
+            ServerMismatchError: a server's model cannot be used.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while not self._started:
                 now = time.monotonic()
+                for server in self.servers:
+                    if server.mismatch is not None:
+                        raise ServerMismatchError(server.mismatch)
                 missing = [server for server in self.servers if not server.seen]
                 late = now - self._born >= self.init_timeout_s
                 first = self._first_seen
@@ -218,7 +242,8 @@ class Fleet:
             RequestError: the request does not fit the endpoint's schema.
         """
         validate_request(self.endpoint, data)
-        request = _Request(InferRequest(self.spec.endpoint, data))
+        # Copied: the request is put in the form of a server when it is sent to that server.
+        request = _Request({name: np.array(array) for name, array in data.items()})
         with self._lock:
             if self._closed:
                 raise ServerRequestError(f"{self.title}: this client is closed")
@@ -263,7 +288,10 @@ class Fleet:
             if not free:
                 return
             server = min(free, key=lambda s: (len(s.in_flight), s.turn))
-            sending = _Sending(self._waiting[0], server, Exchange(server.host, server.port))
+            assert server.served is not None  # it is available
+            sending = _Sending(
+                self._waiting[0], server, server.served, Exchange(server.host, server.port)
+            )
             threading.Thread(
                 target=self._send, args=(sending,), daemon=True, name=f"request to {server}"
             ).start()
@@ -276,8 +304,12 @@ class Fleet:
         """Thread of one sending."""
         outcome: Arrays | Exception
         try:
-            outcome = sending.exchange.run(sending.request.wire, self.inference_timeout_s)
-            validate_reply(self.endpoint, outcome, sending.request.wire.samples)
+            parts = fit_requests(sending.served, self.endpoint, sending.request.data)
+            outcome = merge_replies(
+                self.endpoint,
+                [sending.exchange.run(part, self.inference_timeout_s) for part in parts],
+            )
+            validate_reply(self.endpoint, outcome, sending.request.samples)
         except Exception as error:
             outcome = error
         with self._lock:
@@ -321,7 +353,7 @@ class Fleet:
         request.future.set_exception(
             ServerRequestError(
                 f"{self._name(server)} gave {error} ({section}.inference_timeout_s) to a request "
-                f"of {request.wire.samples} sample(s), although it replies to probes. Raise "
+                f"of {request.samples} sample(s), although it replies to probes. Raise "
                 f"{section}.inference_timeout_s if the model needs longer, else look into the "
                 "server's log: it hangs, restart it."
             )
@@ -333,7 +365,7 @@ class Fleet:
             request.future.set_exception(
                 ServerRequestError(
                     f"{self.title}: {request.lost} times a server ended while it had the same "
-                    f"request of {request.wire.samples} sample(s) ({len(request.wire.body)} "
+                    f"request of {request.samples} sample(s) ({_size(request.data)} "
                     f"bytes) or was about to end: {_list(self.servers)}. The request itself may "
                     "be what ends them (memory?): look into the servers' logs, and send smaller "
                     "micro-batches or shorter samples."
@@ -356,7 +388,7 @@ class Fleet:
         server.state = why
         if not server.available:
             return
-        server.available = False
+        server.available, server.served = False, None
         server.out_until = time.monotonic() + server.pause
         server.pause = min(2 * server.pause, LONGEST_PAUSE_S)
         left = sum(s.available for s in self.servers)
@@ -389,17 +421,48 @@ class Fleet:
                 )
             except Exception as error:  # e.g. a host name that cannot be encoded
                 status, problem = None, repr(error)
+            if status == 200 and not server.available:
+                self._read_description(server)
             with self._lock:
                 self._note_probe(server, status, problem)
                 self._expire()
                 self._dispatch()
                 self._lock.notify_all()
 
+    def _read_description(self, server: _Server) -> None:
+        """Note what a server that is to be taken in says of its model."""
+        served = problem = mismatch = None
+        warnings: list[str] = []
+        try:
+            served = read_served_model(
+                server.host, server.port, self.spec.endpoint, PROBE_TIMEOUT_S
+            )
+            check_served_model(served, self.endpoint, str(server))
+            warnings = warnings_about(served, self.endpoint, str(server))
+        except DescriptionError as error:
+            problem = str(error)
+        except ServerMismatchError as error:
+            served, problem = None, str(error)
+            mismatch = problem
+            warnings = [mismatch] if self._started else []  # else the job ends with it
+        with self._lock:
+            server.served, server.mismatch = served, mismatch
+            server.state = problem or server.state
+            for warning in warnings:
+                if warning not in self._warned:
+                    self._warned.add(warning)
+                    logging.warning(warning)
+
     def _note_probe(self, server: _Server, status: int | None, problem: str) -> None:
         """Change the state of `server` after a probe: HTTP status, None without a reply."""
         if status == 200:
             server.missed = 0
-            if not server.available and not server.hung and time.monotonic() >= server.out_until:
+            if (
+                not server.available
+                and server.served is not None
+                and not server.hung
+                and time.monotonic() >= server.out_until
+            ):
                 logging.info(f"{'connected' if not server.seen else 'back'}: {self._name(server)}")
                 server.available = server.seen = True
                 if self._first_seen is None:
@@ -460,6 +523,10 @@ class Fleet:
             f"{self.spec.setting} ({addresses}; name={self.spec.endpoint}); raise "
             f"{section}.init_timeout_s if it only needs longer to load."
         )
+
+
+def _size(data: Arrays) -> int:
+    return sum(array.nbytes for array in data.values())
 
 
 def _list(servers: list[_Server]) -> str:

@@ -14,6 +14,13 @@ from nemo_aligner.servers.connection import ServerConnection
 from nemo_aligner.servers.exchange import http_status
 from nemo_aligner.servers.futures import PendingReply, SentRequest
 from nemo_aligner.servers.schema import Arrays, Endpoint
+from nemo_aligner.servers.served_model import (
+    DescriptionError,
+    ServedModel,
+    check_served_model,
+    read_served_model,
+    warnings_about,
+)
 from nemo_aligner.servers.validation import validate_request
 
 
@@ -40,6 +47,7 @@ class HTTPCommunicator:
 
     Attributes:
         connections: the connection to each named server; names at one address share it.
+        served: each server that was added with a schema, as it describes itself.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class HTTPCommunicator:
         self.progress_interval_s = progress_interval_s
         self.setting = setting
         self.connections: dict[str, ServerConnection] = {}
+        self.served: dict[str, ServedModel] = {}
         self._endpoints: dict[str, Endpoint | None] = {}
         self._attached: list[Closeable] = []
 
@@ -68,7 +77,9 @@ class HTTPCommunicator:
         servers: Mapping[str, tuple[str, int]],
         endpoints: Mapping[str, Endpoint] | None = None,
     ) -> None:
-        """Connect to all of `servers`, {name: (ip, port)}; `endpoints` gives their schemas."""
+        """Connect to all of `servers`, {name: (ip, port)}; `endpoints` gives their schemas (see
+        `add_server_by_name`).
+        """
         for name, (ip, port) in servers.items():
             self.add_server_by_name(name, ip=ip, port=port, endpoint=(endpoints or {}).get(name))
 
@@ -81,11 +92,22 @@ class HTTPCommunicator:
     ) -> None:
         """Wait until `server_name` is served at `ip:port`, then connect to it.
 
+        Args:
+            endpoint: the schema of what is sent. The server's own description is read, and it
+                gets what it lists of the schema, in the form that it lists. None sends requests
+                as they are.
+
         Raises:
             ServerUnreachableError: nothing serves it within `init_timeout_s`.
+            ServerMismatchError: it cannot be used with the schema.
         """
         port = int(port)
-        self._wait_until_ready(server_name, ip, port)
+        served = self._wait_until_ready(server_name, ip, port, endpoint is not None)
+        if served is not None and endpoint is not None:
+            check_served_model(served, endpoint, f"{ip}:{port}")
+            self.served[server_name] = served
+            for warning in warnings_about(served, endpoint, f"{ip}:{port}"):
+                logging.warning(warning)
         for connection in self.connections.values():
             if (connection.host, connection.port) == (ip, port):
                 break
@@ -94,7 +116,10 @@ class HTTPCommunicator:
         self.connections[server_name] = connection
         self._endpoints[server_name] = endpoint
 
-    def _wait_until_ready(self, server_name: str, host: str, port: int) -> None:
+    def _wait_until_ready(
+        self, server_name: str, host: str, port: int, describe: bool
+    ) -> ServedModel | None:
+        """Return the server's description once it is ready; None unless `describe`."""
         start = time.monotonic()
         next_line = start + min(2.0, self.progress_interval_s)
         pause = 0.1
@@ -106,14 +131,18 @@ class HTTPCommunicator:
                 f"/v2/models/{server_name}/ready",
                 timeout_s=min(5.0, self.init_timeout_s),
             )
-            if status == 200:
-                logging.info(f"connected to {server_name} at {host}:{port}")
-                return
             state = (
                 "no reply"
                 if status is None
                 else f"a server replies, but '{server_name}' is not ready"
             )
+            if status == 200:
+                try:
+                    served = read_served_model(host, port, server_name, 5.0) if describe else None
+                    logging.info(f"connected to {server_name} at {host}:{port}")
+                    return served
+                except DescriptionError as error:
+                    state = str(error)
             if time.monotonic() >= next_line:
                 next_line = time.monotonic() + self.progress_interval_s
                 logging.info(
@@ -151,13 +180,15 @@ class HTTPCommunicator:
             check: called with the reply; may raise `ReplyError`.
 
         Raises:
-            RequestError: the request does not fit the endpoint's schema (nothing is sent).
+            RequestError: the request does not fit the endpoint's schema, or cannot be given the
+                form that the server lists (nothing is sent).
         """
         endpoint = self._endpoints[server_name]
         if endpoint is not None:
             validate_request(endpoint, data)
         connection = self.connections[server_name]
-        future = connection.submit(server_name, data, alone=not batching, check=check)
+        forms = None if endpoint is None else (endpoint, self.served[server_name])
+        future = connection.submit(server_name, data, alone=not batching, check=check, forms=forms)
         sent = SentRequest(future, lambda: f"{server_name} at {connection}")
         return PendingReply({server_name: sent})
 

@@ -289,3 +289,33 @@ def _validate_values(
             "response. Look for NaN in the critic's weights (a diverged training: lower "
             "model.optim.lr) and restart it from a good checkpoint."
         )
+
+
+def validate_outcome(endpoint: Endpoint, reply: Arrays) -> None:
+    """Check the reply to a request that changes the server's state: an update or a checkpoint.
+
+    Args:
+        endpoint: `critic_train_endpoint` or `critic_save_endpoint`.
+        reply: arrays by wire name.
+
+    Raises:
+        ReplyError: a tensor is missing or empty, a loss is not finite, or a status is not 0.
+    """
+    for spec in endpoint.outputs:
+        array = reply.get(spec.name)
+        if array is None or array.size == 0 or array.dtype.kind not in "fiub":
+            raise ReplyError(
+                f"the reply has no number '{spec.name}' ({spec.meaning}), only {sorted(reply)}: "
+                f"whether '{endpoint.name}' was carried out is unknown. {_other_server(endpoint)}"
+            )
+        if not np.isfinite(array).all():
+            raise ReplyError(
+                f"'{spec.name}' is {array.reshape(-1)[0]}: the critic's weights are of no use any "
+                "more. Look into the server job's log, lower model.optim.lr, and restart both "
+                "jobs from their checkpoints."
+            )
+        if spec.name == "status" and array.any():
+            raise ReplyError(
+                f"'{endpoint.name}' replied with status {array.reshape(-1).tolist()}, not 0: the "
+                "checkpoint was not written. Look into the server job's log."
+            )

@@ -1,0 +1,311 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a server says of a model that it serves, and requests in the form that it takes.
+
+Servers of this package take every tensor of schema.py, and are sent exactly those. A critic or
+reward server of NeMo-Aligner, or one that a user wrote with PyTriton, takes fewer: Triton refuses
+a request with an input that it does not know. So a client reads the server's own description
+(GET /v2/models/NAME/config) before its first request, and sends what is listed there, in the
+dtypes and shapes that are listed there. N is the number of samples, S the padded token length.
+"""
+
+import http.client
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.servers.exchange import InferRequest
+from nemo_aligner.servers.schema import (
+    Array,
+    Arrays,
+    Endpoint,
+    ReplyError,
+    RequestError,
+    TensorSpec,
+)
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Something of this package's servers that NeMo-Aligner's do not have.
+
+    Attributes:
+        kind: "input" or "endpoint".
+        name: on the wire.
+        without: what a client does with a server that does not have it.
+        warns: the client says so when it connects.
+    """
+
+    kind: str
+    name: str
+    without: str
+    warns: bool = False
+
+
+ADDITIONS = (
+    Addition(
+        "input",
+        "tokenizer",
+        "whether the server has the policy's tokenizer is not checked",
+        warns=True,
+    ),
+    Addition("input", "prompt_lengths", "the server is not told where the responses start"),
+    Addition("input", "request_id", "every update is sent once, and never again after a failure"),
+    Addition("input", "actor_step", "the checkpoint does not say which actor step it belongs to"),
+    Addition(
+        "endpoint",
+        "critic_status",
+        "whether actor and critic resume from the same step is not checked",
+        warns=True,
+    ),
+)
+_MAY_BE_LEFT_OUT = {addition.name for addition in ADDITIONS if addition.kind == "input"}
+# The clients send tokens. Not a requirement of a server, and no way to feed one.
+_NEVER_SENT = {"sentences"}
+
+
+class ServerMismatchError(UserError):
+    """The served model is not one that this client can use: names what is missing."""
+
+
+class DescriptionError(Exception):
+    """The server's description of a model cannot be read now."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as its server describes it.
+
+    Attributes:
+        name: under which it is served.
+        inputs: their shapes do not hold the batch dimension.
+        outputs: names.
+        max_batch_size: most samples of one request; 0 if its tensors have no batch dimension.
+    """
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[str, ...]
+    max_batch_size: int
+
+    def lists(self, name: str) -> bool:
+        """Whether the model has an input of this name."""
+        return any(spec.name == name for spec in self.inputs)
+
+    def describe(self) -> str:
+        """Inputs and outputs, for error messages."""
+        inputs = "; ".join(spec.describe(self.max_batch_size > 0) for spec in self.inputs)
+        return f"inputs {inputs or 'none'}, outputs {', '.join(self.outputs) or 'none'}"
+
+
+# ---- the description ----
+
+
+def read_served_model(host: str, port: int, name: str, timeout_s: float) -> ServedModel:
+    """Return the description of the model `name` that is served at `host:port`.
+
+    Raises:
+        DescriptionError: no reply, or one that is no description.
+    """
+    path = f"/v2/models/{name}/config"
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        body = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise DescriptionError(f"no reply to GET {path} ({error!r})") from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise DescriptionError(f"GET {path} gave HTTP {response.status}")
+    try:
+        return _parse(json.loads(body))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DescriptionError(f"the reply to GET {path} cannot be read ({error!r})") from error
+
+
+def _parse(config: dict) -> ServedModel:
+    """The model of Triton's model configuration, as JSON."""
+    inputs = tuple(
+        TensorSpec(
+            item["name"],
+            _numpy_type(item["data_type"]),
+            tuple(int(size) for size in item["dims"]),
+            bool(item.get("optional", False)),
+        )
+        for item in config.get("input", [])
+    )
+    outputs = tuple(item["name"] for item in config.get("output", []))
+    return ServedModel(config["name"], inputs, outputs, int(config.get("max_batch_size", 0)))
+
+
+def _numpy_type(data_type: str) -> type:
+    """The numpy type of one of Triton's, such as "TYPE_INT64"."""
+    from tritonclient.utils import triton_to_np_dtype
+
+    short = data_type.removeprefix("TYPE_")
+    if short == "STRING":
+        return np.bytes_
+    dtype = triton_to_np_dtype(short)
+    if dtype is None:
+        raise ValueError(f"data type {data_type}")
+    return np.dtype(dtype).type
+
+
+def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> None:
+    """Check that requests and replies of `endpoint` can be exchanged with `served`.
+
+    Args:
+        where: address of the server, for the message.
+
+    Raises:
+        ServerMismatchError: it lacks an input or output that is needed, or needs an input that
+            the clients do not have.
+    """
+    sent = {spec.name for spec in endpoint.inputs} - _NEVER_SENT
+    problem = None
+    for name in [s.name for s in endpoint.inputs if s.name in sent - _MAY_BE_LEFT_OUT]:
+        if not served.lists(name):
+            problem = f"it has no input '{name}'"
+    for spec in served.inputs:
+        if not spec.optional and spec.name not in sent:
+            problem = f"it requires an input '{spec.name}', which is never sent"
+    for spec in endpoint.outputs:
+        if spec.name not in served.outputs:
+            problem = f"it has no output '{spec.name}' ({spec.meaning})"
+            if spec.name == "rewards" and "values" in served.outputs:
+                problem += (
+                    ": its job has combine_rm_and_critic_server=False, this one "
+                    "remote_critic_rm.combine_rm_and_critic_server=True. Set both alike; with "
+                    "False the reward model has its own server"
+                )
+    if problem:
+        needed = ", ".join(sorted(sent - _MAY_BE_LEFT_OUT))
+        outputs = ", ".join(spec.name for spec in endpoint.outputs)
+        raise ServerMismatchError(
+            f"'{served.name}' at {where} cannot be used: {problem}. It has {served.describe()}; "
+            f"a client sends {needed} and needs {outputs}. Is this the right server?"
+        )
+
+
+def warnings_about(served: ServedModel, endpoint: Endpoint, where: str) -> list[str]:
+    """Return what a client cannot do with a server that lists fewer inputs than ours."""
+    taken = {spec.name for spec in endpoint.inputs}
+    return [
+        f"'{served.name}' at {where} has no input '{addition.name}': {addition.without}"
+        for addition in ADDITIONS
+        if addition.warns
+        and addition.kind == "input"
+        and addition.name in taken
+        and not served.lists(addition.name)
+    ]
+
+
+# ---- requests and replies ----
+
+
+def fit_requests(served: ServedModel, endpoint: Endpoint, data: Arrays) -> list[InferRequest]:
+    """Return `data`, which fits `endpoint`, as the requests that `served` takes.
+
+    Arrays that it takes as they are stay as they are. A scoring request of more samples than the
+    server takes at once becomes several; nothing else is ever cut, for those requests change the
+    server's state.
+
+    Raises:
+        RequestError: the server's dtypes, sizes or limits cannot hold the data.
+    """
+    specs = {spec.name: spec for spec in served.inputs}
+    for spec in served.inputs:
+        if not spec.optional and spec.name not in data:
+            raise RequestError(
+                f"'{served.name}' requires the input '{spec.name}', which this job does not have "
+                f"here. The server has {served.describe()}."
+            )
+    fitted = {
+        name: _fit(served, endpoint, specs[name], array)
+        for name, array in data.items()
+        if name in specs
+    }
+    samples = len(next(iter(fitted.values())))
+    limit = served.max_batch_size
+    if not endpoint.batching or not limit or samples <= limit:
+        return [InferRequest(served.name, fitted)]
+    return [
+        InferRequest(
+            served.name, {name: array[first : first + limit] for name, array in fitted.items()}
+        )
+        for first in range(0, samples, limit)
+    ]
+
+
+def _fit(served: ServedModel, endpoint: Endpoint, spec: TensorSpec, array: Array) -> Array:
+    """Return `array` in the dtype and shape of `spec`, an input of `served`."""
+    shape = ((-1,) if served.max_batch_size else ()) + spec.shape
+    candidates = [array]
+    if array.ndim > 0 and array.shape[-1] == 1:
+        candidates.append(array[..., 0])  # [N, 1] for a server that takes [N]
+    if not endpoint.batching:
+        candidates.append(array[None])  # one sample of a server that takes batches of them
+    fitting = [
+        candidate
+        for candidate in candidates
+        if candidate.ndim == len(shape)
+        and all(want in (-1, got) for got, want in zip(candidate.shape, shape))
+    ]
+    wanted = f"'{served.name}' takes {spec.describe(served.max_batch_size > 0)}"
+    if not fitting:
+        advice = " (set pad_to_length to the server's width)" if spec.name == "tokens" else ""
+        raise RequestError(f"{wanted}, and '{spec.name}' is {list(array.shape)} here{advice}.")
+    return _cast(fitting[0], spec, wanted)
+
+
+def _cast(array: Array, spec: TensorSpec, wanted: str) -> Array:
+    """Return `array` in the dtype of `spec`, if that holds the same numbers."""
+    of_text = array.dtype.kind in "OSU"
+    if of_text == (spec.dtype is np.bytes_):
+        if of_text or array.dtype == np.dtype(spec.dtype):
+            return array
+        with np.errstate(invalid="ignore", over="ignore"):
+            cast: Array = array.astype(spec.dtype)
+            back = cast.astype(array.dtype)
+        if np.array_equal(back, array, equal_nan=array.dtype.kind == "f"):
+            return cast
+    raise RequestError(f"{wanted}, which cannot hold the {array.dtype} values of this request.")
+
+
+def merge_replies(endpoint: Endpoint, replies: Sequence[Arrays]) -> Arrays:
+    """Return the replies to the requests of `fit_requests` as one, in the form of `endpoint`.
+
+    Numbers of another dtype become those of the endpoint, and one number per sample, [N], becomes
+    [N, 1].
+
+    Raises:
+        ReplyError: the replies do not go together.
+    """
+    names = replies[0].keys()
+    if any(reply.keys() != names for reply in replies):
+        raise ReplyError(f"the replies hold different tensors: {[sorted(r) for r in replies]}")
+    merged = replies[0]
+    if len(replies) > 1:
+        try:
+            merged = {name: np.concatenate([reply[name] for reply in replies]) for name in names}
+        except ValueError as error:
+            shapes = {name: [list(reply[name].shape) for reply in replies] for name in names}
+            raise ReplyError(f"the replies have different widths: {shapes}") from error
+    return {**merged, **_standard_form(endpoint, merged)}
+
+
+def _standard_form(endpoint: Endpoint, reply: Arrays) -> Arrays:
+    standard: Arrays = {}
+    for spec in endpoint.outputs:
+        array = reply.get(spec.name)
+        if array is None or spec.dtype is np.bytes_ or array.dtype.kind not in "fiub":
+            continue  # checked by validation.py
+        if endpoint.batching and array.ndim == 1:
+            array = array[:, None]
+        standard[spec.name] = array.astype(spec.dtype, copy=False)
+    return standard

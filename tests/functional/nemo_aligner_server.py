@@ -1,0 +1,259 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A critic server with exactly the endpoints of NeMo-Aligner's, for tests: real Triton processes
+around a small critic in numpy.
+
+The endpoints' tensors, their batching and their padding are those of NeMo-Aligner 0.7.0. None of
+this package's additions is there (`tokenizer`, `request_id`, `actor_step`, `critic_status`). The
+process imports neither torch nor NeMo, so that it starts within seconds.
+
+The critic: the value at t is the mean embedding of the tokens up to t, times a vector; an update
+is one SGD step on 0.5 * squared error per global batch, averaged over the masked transitions. The
+reward of a sample is a number per token id, that of its last token.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from nemo_aligner.servers.ports import find_free_port
+from tests.patience import Deadline
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB, WIDTH, RATE = 32, 8, 0.1
+RAISE = 30  # a token id that makes training fail
+
+
+def initial_weights():
+    """Embedding [VOCAB, WIDTH], vector [WIDTH] and rewards by token id [VOCAB]."""
+    random = np.random.RandomState(0)
+    return (
+        random.standard_normal((VOCAB, WIDTH)).astype(np.float32),
+        random.standard_normal(WIDTH).astype(np.float32),
+        random.standard_normal(VOCAB).astype(np.float32),
+    )
+
+
+class NumpyCritic:
+    """The model behind the endpoints; token ids count modulo VOCAB."""
+
+    def __init__(self):
+        self.embedding, self.vector, self.rewards = initial_weights()
+        self.updates = 0
+
+    def features(self, tokens):
+        """Mean embedding up to each position, [N, S, WIDTH]."""
+        positions = np.arange(1, tokens.shape[1] + 1)[None, :, None]
+        return self.embedding[tokens % VOCAB].cumsum(1) / positions
+
+    def update(self, tokens, returns, mask):
+        """One step on a global batch; returns its loss."""
+        if (tokens == RAISE).any():
+            raise ArithmeticError("the critic met a token it cannot stand")
+        features = self.features(tokens)[:, :-1]
+        mask = mask.astype(bool)
+        error = np.where(mask, features @ self.vector - returns, 0.0) / mask.sum()
+        loss = 0.5 * mask.sum() * (error**2).sum()
+        # The gradient of the mean embedding at t, spread over the tokens up to t.
+        positions = np.arange(1, tokens.shape[1])[None, :]
+        per_token = np.cumsum((error / positions)[:, ::-1], axis=1)[:, ::-1]
+        gradient = np.zeros_like(self.embedding)
+        np.add.at(gradient, tokens[:, :-1] % VOCAB, per_token[..., None] * self.vector)
+        self.vector -= RATE * np.einsum("ns,nsw->w", error, features)
+        self.embedding -= RATE * gradient
+        self.updates += 1
+        return loss
+
+
+def serve(port: int, combined: bool, gbs: int, record: Path) -> None:
+    """Serve until SIGTERM; each request adds a line to `record`: endpoint, and dtype and shape by
+    input name.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: it ends with the tests
+    from pytriton.decorators import batch, sample
+    from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
+    from pytriton.triton import Triton, TritonConfig
+
+    critic = NumpyCritic()
+
+    def note(endpoint, inputs):
+        forms = {name: [array.dtype.name, list(array.shape)] for name, array in inputs.items()}
+        with record.open("a") as file:
+            file.write(json.dumps([endpoint, forms]) + "\n")
+
+    @batch
+    def infer(**inputs):
+        note("critic_infer", inputs)
+        tokens, lengths = inputs["tokens"], inputs["sequence_lengths"]
+        outputs = {"values": (critic.features(tokens) @ critic.vector).astype(np.float32)}
+        if combined:
+            last = np.take_along_axis(tokens, lengths - 1, axis=1)
+            outputs["rewards"] = critic.rewards[last % VOCAB]
+        return outputs
+
+    @sample
+    def train(**inputs):
+        note("critic_train", inputs)
+        # Empty samples up to a multiple of the global batch, with mask 0.
+        extra = -len(inputs["tokens"]) % gbs
+        padded = {k: np.pad(v, [(0, extra), (0, 0)]) for k, v in inputs.items()}
+        for first in range(0, len(padded["tokens"]), gbs):
+            rows = slice(first, first + gbs)
+            loss = critic.update(*(padded[k][rows] for k in ("tokens", "returns", "mask")))
+        return {"loss_mean": np.array((loss,))}
+
+    @sample
+    def save(**inputs):
+        note("critic_save", inputs)
+        np.savez(record.with_suffix(".npz"), embedding=critic.embedding, vector=critic.vector)
+        return {"status": np.array((0,), dtype=np.int32)}
+
+    scoring = [
+        Tensor(name="sentences", shape=(-1,), dtype=bytes, optional=True),
+        Tensor(name="tokens", shape=(-1,), dtype=np.int64, optional=True),
+        Tensor(name="sequence_lengths", shape=(-1,), dtype=np.int64, optional=True),
+    ]
+    outputs = [Tensor(name="values", shape=(-1,), dtype=np.float32)]
+    if combined:
+        outputs.append(Tensor(name="rewards", shape=(-1,), dtype=np.float32))
+    training = [Tensor(name="tokens", shape=(-1, -1), dtype=np.int64)] + [
+        Tensor(name=name, shape=(-1, -1), dtype=np.float32)
+        for name in ("returns", "prev_values", "mask")
+    ]
+    one_by_one = ModelConfig(batching=False, max_batch_size=0, batcher=None)
+    batcher = DynamicBatcher(max_queue_delay_microseconds=2000, preferred_batch_size=[4])
+    merged = ModelConfig(batching=True, max_batch_size=9999999, batcher=batcher)
+    config = TritonConfig(
+        http_address="127.0.0.1",
+        http_port=port,
+        allow_grpc=False,
+        allow_metrics=False,
+        exit_timeout_secs=10,
+    )
+    with (
+        tempfile.TemporaryDirectory() as workspace,
+        Triton(config=config, workspace=workspace + "/w") as triton,
+    ):
+        triton.bind("critic_infer", infer, scoring, outputs, config=merged)
+        triton.bind(
+            "critic_train",
+            train,
+            training,
+            [Tensor(name="loss_mean", shape=(1,), dtype=np.float32)],
+            config=one_by_one,
+        )
+        triton.bind(
+            "critic_save",
+            save,
+            [Tensor(name="dummy_var", shape=(1,), dtype=np.int64)],
+            [Tensor(name="status", shape=(1,), dtype=np.int64)],
+            config=one_by_one,
+        )
+        triton.run()
+        try:
+            signal.pause()
+        except KeyboardInterrupt:
+            return
+
+
+class ServerProcess:
+    """A Python process with a Triton server of its own, on a port of its own. Leaving the `with`
+    block kills it with all its children.
+
+    Args:
+        model: the endpoint that is served last.
+    """
+
+    def __init__(self, model: str):
+        self.directory = Path(tempfile.mkdtemp(prefix="srv_", dir="/tmp"))
+        self.port, self.model = find_free_port(), model
+        self.process = None
+
+    def start(self, *command: str) -> None:
+        """Run `python command`, with Triton's libraries in its path."""
+        from nemo_aligner.servers.triton_environment import find_libpython
+
+        libraries = [find_libpython(), os.environ.get("LD_LIBRARY_PATH", "")]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(self.directory),
+            "PYTRITON_HOME": str(self.directory),  # of servers without a workspace of their own
+            "LD_LIBRARY_PATH": ":".join(path for path in libraries if path),
+        }
+        with (self.directory / "log.txt").open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self, limit_s: float = 60.0) -> None:
+        """Return once the last endpoint is served."""
+        from nemo_aligner.servers.exchange import http_status
+
+        deadline = Deadline(limit_s)
+        path = f"/v2/models/{self.model}/ready"
+        while http_status("127.0.0.1", self.port, path, 2.0) != 200:
+            if self.process.poll() is not None or deadline.passed():
+                raise AssertionError(
+                    f"the server did not come up:\n{(self.directory / 'log.txt').read_text()}"
+                )
+            time.sleep(0.1)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        import psutil
+
+        family = []
+        if self.process.poll() is None:
+            root = psutil.Process(self.process.pid)
+            family = [*root.children(recursive=True), root]
+        for member in family:
+            try:
+                member.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait(10)
+        for leftover in Path("/dev/shm").glob(f"pytrtion{self.process.pid}-*"):  # its spelling
+            leftover.unlink()
+        shutil.rmtree(self.directory)
+
+
+class NeMoAlignerCritic(ServerProcess):
+    """The critic server of this file.
+
+    Args:
+        combined: it also gives rewards.
+        gbs: samples of one update.
+    """
+
+    def __init__(self, combined: bool = True, gbs: int = 4):
+        super().__init__("critic_save")
+        self.record = self.directory / "requests.jsonl"
+        self.record.touch()
+        self.start(__file__, str(self.port), str(int(combined)), str(gbs), str(self.record))
+
+    def requests(self) -> list:
+        """Each request so far: endpoint, and {input: [dtype, shape]}."""
+        return [json.loads(line) for line in self.record.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    port_, combined_, gbs_, record_ = sys.argv[1:]
+    serve(int(port_), bool(int(combined_)), int(gbs_), Path(record_))

@@ -1,0 +1,255 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Our clients and jobs against servers that are not ours: a critic with exactly NeMo-Aligner's
+endpoints, and the reward server that docs/rewards.md shows to users.
+
+Expected numbers come from torch on the same weights, and from loops.
+"""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers import critic_client, fleet, http_communicator
+from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
+from nemo_aligner.servers.reward_client import RemoteGPTRMClient
+from tests.functional import test_ppo_job, test_rs_job
+from tests.functional.critic_job import TinyTokenizer
+from tests.functional.jobs import assert_ended_well, read_metrics
+from tests.functional.nemo_aligner_server import (
+    RAISE,
+    RATE,
+    ROOT,
+    VOCAB,
+    NeMoAlignerCritic,
+    ServerProcess,
+    initial_weights,
+)
+from tests.functional.test_critic_server import client_config, make_training_data
+from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
+from tests.patience import patience
+
+pytestmark = pytest.mark.timeout(600)
+COUNTED = 42  # the token that the server of the docs counts
+
+
+class DocumentedRewardServer(ServerProcess):
+    """The server of docs/rewards.md, on a port of its own."""
+
+    def __init__(self):
+        super().__init__("reward_model")
+        page = (ROOT / "docs/rewards.md").read_text()
+        (code,) = [c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "bind" in c]
+        script = self.directory / "server.py"
+        script.write_text(code.replace("http_port=5555", f"http_port={self.port}"))
+        self.start(str(script))
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What the clients warn of."""
+    said = []
+    for module in (critic_client, http_communicator, fleet):
+        monkeypatch.setattr(module.logging, "warning", said.append)
+    return said
+
+
+@pytest.fixture(scope="module")
+def critic():
+    with NeMoAlignerCritic() as server:
+        server.wait_until_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reward_server():
+    with DocumentedRewardServer() as server:
+        server.wait_until_ready()
+        yield server
+
+
+class TorchCritic:
+    """The critic of nemo_aligner_server.py in torch."""
+
+    def __init__(self):
+        self.embedding, self.vector, self.rewards = map(torch.tensor, initial_weights())
+
+    def values(self, tokens):
+        positions = torch.arange(1, tokens.shape[1] + 1)[None, :, None]
+        return (self.embedding[tokens % VOCAB].cumsum(1) / positions) @ self.vector
+
+    def update(self, tokens, returns, mask):
+        weights = [self.embedding.requires_grad_(), self.vector.requires_grad_()]
+        loss = 0.5 * ((self.values(tokens)[:, :-1] - returns)[mask.bool()] ** 2).mean()
+        gradients = torch.autograd.grad(loss, weights)
+        self.embedding, self.vector = (
+            (weight - RATE * gradient).detach() for weight, gradient in zip(weights, gradients)
+        )
+        return loss.item()
+
+
+def rollout(rows=3, width=7):
+    generator = torch.Generator().manual_seed(rows)
+    return {
+        "response_tokens": torch.randint(1, 28, (rows, width), generator=generator),
+        "response_lengths": torch.randint(3, width + 1, (rows,), generator=generator),
+        "prompt_lengths": torch.ones(rows).long(),
+    }
+
+
+def test_a_critic_of_nemo_aligner_scores_trains_and_saves(critic, warnings):
+    """Exactly its own inputs reach it, and the numbers are right before and after an update."""
+    mirror, batch = TorchCritic(), rollout()
+    client = RemoteGPTRMCriticClient(client_config(critic, pad_to_length=10), TinyTokenizer)
+    try:
+        about_tokenizers = [line for line in warnings if "'critic_infer'" in line]
+        assert len(about_tokenizers) == len(warnings) == 1
+        assert "has no input 'tokenizer'" in warnings[0] and str(critic.port) in warnings[0]
+        client.check_status(7, {7: "/actor/step=7"})
+        assert len(warnings) == 2 and "'critic_status'" in warnings[1]
+        assert "resume from the same step is not checked" in warnings[1]
+
+        def assert_scores():
+            scores = client.infer_rm_critic(batch).result()
+            last = batch["response_tokens"].gather(1, batch["response_lengths"][:, None] - 1)
+            assert torch.equal(scores.rewards.cpu(), mirror.rewards[last].flatten())
+            expected = mirror.values(batch["response_tokens"])[:, :-1]
+            assert scores.values.shape == (3, 6)
+            torch.testing.assert_close(scores.values.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+        assert_scores()
+        data = make_training_data(rows=6, width=9)  # updates of 4 and 2 samples
+        training = {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
+        losses = [
+            mirror.update(*(data[name][rows] for name in ("tokens", "returns", "mask")))
+            for rows in (slice(0, 4), slice(4, 6))
+        ]
+        assert client.train(training).result() == pytest.approx(losses[-1], rel=1e-4)
+        assert_scores()
+        assert client.save(actor_step=3).result() == 0
+        saved = np.load(critic.record.with_suffix(".npz"))
+        np.testing.assert_allclose(saved["embedding"], mirror.embedding, rtol=1e-4, atol=1e-5)
+
+        training["response_tokens"] = torch.full_like(data["tokens"], RAISE)
+        with pytest.raises(ServerRequestError, match="a token it cannot stand"):
+            client.train(training).result()
+    finally:
+        client.close()
+
+    width = 1 + max(int(column) for column in data["mask"].nonzero()[:, 1]) + 1
+    lengths = {"sequence_lengths": ["int64", [3, 1]]}
+    scoring = ["critic_infer", {"tokens": ["int64", [3, 10]], **lengths}]
+    transitions = ["float32", [6, width - 1]]
+    training_form = ["critic_train", {"tokens": ["int64", [6, width]]}]
+    training_form[1] |= dict.fromkeys(("returns", "prev_values", "mask"), transitions)
+    assert critic.requests() == [
+        scoring,
+        training_form,
+        scoring,
+        ["critic_save", {"dummy_var": ["int64", [1]]}],
+        training_form,  # failed, and not sent again
+    ]
+
+
+def test_requests_of_different_widths_at_once_are_not_mixed_up(critic):
+    """The server's batcher merges requests; `pad_to_length` is null, so their widths differ."""
+    mirror = TorchCritic()
+    client = RemoteGPTRMCriticClient(client_config(critic))
+    batches = [rollout(rows=1 + width % 3, width=width) for width in range(4, 16)]
+    try:
+        critic_values = np.load(critic.record.with_suffix(".npz"))
+        mirror.embedding = torch.tensor(critic_values["embedding"])
+        mirror.vector = torch.tensor(critic_values["vector"])
+        futures = [client.infer_rm_critic(batch) for batch in batches]
+        for batch, future in zip(batches, futures):
+            values = future.result().values.cpu()
+            longest = int(batch["response_lengths"].max())
+            expected = mirror.values(batch["response_tokens"])[:, : longest - 1]
+            torch.testing.assert_close(values[:, : longest - 1], expected, rtol=1e-4, atol=1e-5)
+    finally:
+        client.close()
+
+
+def section(server, **changes):
+    return OmegaConf.create(
+        {
+            "pad_to_length": None,
+            "init_timeout_s": patience(60),
+            "inference_timeout_s": patience(60),
+            "reward_model": {"ip": "127.0.0.1", "port": server.port},
+            **changes,
+        }
+    )
+
+
+def test_the_reward_server_of_the_docs_scores_any_number_of_samples(reward_server, warnings):
+    """It takes four samples at once, PyTriton's default: ten go in three requests."""
+    batch = rollout(rows=10)
+    batch["response_tokens"][::2, :4] = COUNTED
+    client = RemoteGPTRMClient(section(reward_server), TinyTokenizer)
+    try:
+        rewards = client.infer_rm(batch).result().rewards
+    finally:
+        client.close()
+    expected = [
+        float(sum(int(token) == COUNTED for token in row[:length]))
+        for row, length in zip(batch["response_tokens"], batch["response_lengths"])
+    ]
+    assert rewards.tolist() == expected and max(expected) > 0
+    assert len(warnings) == 1 and "has no input 'tokenizer'" in warnings[0]
+
+
+def lines_of(job, text):
+    return [line for line in job.log.splitlines() if text in line]
+
+
+def separate(reward_server):
+    return [
+        "remote_critic_rm.combine_rm_and_critic_server=False",
+        "remote_critic_rm.reward_model.ip=127.0.0.1",
+        f"remote_critic_rm.reward_model.port={reward_server.port}",
+    ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("combined, ranks", [(True, 1), (False, 2)])
+def test_ppo_runs_against_a_critic_of_nemo_aligner(
+    inputs,  # noqa: F811
+    tmp_path,
+    reward_server,
+    combined,
+    ranks,
+):
+    """Rewards from the critic, or from the server of the docs with two data-parallel ranks."""
+    with NeMoAlignerCritic(combined) as server:
+        server.wait_until_ready()
+        extra = [] if combined else separate(reward_server)
+        with test_ppo_job.actor(inputs, tmp_path, server.port, ranks, "python", *extra) as job:
+            assert_ended_well(job, job.wait(240))
+            assert len(lines_of(job, "has no endpoint 'critic_status'")) == 1
+        sent = [endpoint for endpoint, _ in server.requests()]
+        assert sent.count("critic_train") == 3 and "critic_save" in sent
+    losses = read_metrics(tmp_path / "actor", "train_optim/critic_loss")
+    assert len(losses) == 3 and all(np.isfinite(losses)) and len(set(losses)) == 3
+    rewards = read_metrics(tmp_path / "actor", "train_rollouts/rewards")
+    assert len(rewards) == 3 and (combined or all(reward >= 0 for reward in rewards))
+
+
+@pytest.mark.full
+def test_rejection_sampling_runs_against_the_reward_server_of_the_docs(
+    inputs,  # noqa: F811
+    tmp_path,
+    reward_server,
+):
+    folder = tmp_path / "rs"
+    with test_rs_job.actor(inputs, folder, reward_server.port) as job:
+        assert_ended_well(job, job.wait(240))
+        assert len(lines_of(job, "has no input 'tokenizer'")) == 1
+    assert len(read_metrics(folder / "actor", "train_optim/loss")) == 6
+    samples = [json.loads(line) for line in (folder / "actor/val_samples.jsonl").open()]
+    assert samples and all(sample["reward"] == int(sample["reward"]) for sample in samples)

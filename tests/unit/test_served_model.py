@@ -1,0 +1,414 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Requests in the form that a server lists, and what is refused: by numbers, without a server,
+except for sockets that follow a script.
+
+Real servers of others are in tests/functional/test_servers_of_others.py.
+"""
+
+import dataclasses
+import socket
+
+import numpy as np
+import pytest
+
+from nemo_aligner.config.reward_models import RewardModelSpec
+from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers import fleet, schema
+from nemo_aligner.servers.exchange import InferRequest
+from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
+from nemo_aligner.servers.schema import Endpoint, ReplyError, RequestError, TensorSpec
+from nemo_aligner.servers.served_model import (
+    ADDITIONS,
+    DescriptionError,
+    ServedModel,
+    ServerMismatchError,
+    check_served_model,
+    fit_requests,
+    merge_replies,
+    read_served_model,
+    warnings_about,
+)
+from nemo_aligner.servers.validation import validate_outcome
+from tests.patience import patience, wait_until
+from tests.scripted_server import ScriptedServer, http, triton_config
+
+pytestmark = pytest.mark.timeout(60)
+
+REWARD = schema.reward_model_endpoint()
+TRAIN = schema.critic_train_endpoint()
+SAVE = schema.critic_save_endpoint()
+OURS = {
+    "infer": schema.critic_infer_endpoint(True),
+    "infer alone": schema.critic_infer_endpoint(False),
+    "train": TRAIN,
+    "save": SAVE,
+    "status": schema.critic_status_endpoint(),
+    "reward": REWARD,
+}
+SCORING = {
+    "tokens": np.array([[5, 6, 0], [7, 8, 9]]),
+    "sequence_lengths": np.array([[2], [3]]),
+    "tokenizer": np.full((2, 1), b"300 tokens, end 299, abc"),
+    "prompt_lengths": np.array([[1], [1]]),
+}
+TRAINING = {
+    "tokens": np.array([[5, 6, 0], [7, 8, 9]]),
+    "returns": np.array([[0.5, np.nan], [0.25, -1.0]], np.float32),
+    "prev_values": np.array([[0.5, 0.0], [0.1, -1.0]], np.float32),
+    "mask": np.array([[1, 0], [1, 1]], np.float32),
+    "request_id": np.array([b"abc"]),
+}
+SAVING = {"dummy_var": np.zeros(1, np.int64), "actor_step": np.array([3])}
+
+
+def described(endpoint: Endpoint, max_batch_size: int | None = None) -> ServedModel:
+    """`endpoint` as a server of this package lists it, read over HTTP."""
+    with ScriptedServer() as server:
+        server.config = triton_config(endpoint, max_batch_size)
+        return read_served_model("127.0.0.1", server.port, endpoint.name, patience(5))
+
+
+def others(endpoint: Endpoint, *names: str, batched: bool | None = None, **forms) -> ServedModel:
+    """A server that lists the inputs `names` of `endpoint`, and `forms`: (dtype, shape)."""
+    inputs = tuple(spec for spec in endpoint.inputs if spec.name in names)
+    inputs += tuple(TensorSpec(name, *form) for name, form in forms.items())
+    size = 100 if (endpoint.batching if batched is None else batched) else 0
+    return ServedModel(endpoint.name, inputs, tuple(o.name for o in endpoint.outputs), size)
+
+
+def sent(request: InferRequest) -> dict:
+    """The arrays of a request, decoded from its bytes."""
+    import json
+
+    from tritonclient.utils import triton_to_np_dtype
+
+    length = int(request.headers["Inference-Header-Content-Length"])
+    arrays, position = {}, length
+    for item in json.loads(request.body[:length])["inputs"]:
+        size = item["parameters"]["binary_data_size"]
+        data = request.body[position : position + size]
+        position += size
+        if item["datatype"] == "BYTES":
+            arrays[item["name"]] = data
+        else:
+            dtype = triton_to_np_dtype(item["datatype"])
+            arrays[item["name"]] = np.frombuffer(data, dtype).reshape(item["shape"])
+    return arrays
+
+
+# ---- servers of this package ----
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_server_of_this_package_gets_the_same_bytes_as_ever(name):
+    endpoint = OURS[name]
+    everything = {**SCORING, **TRAINING, **SAVING}
+    data = {s.name: everything[s.name] for s in endpoint.inputs if s.name != "sentences"}
+    served = described(endpoint)
+    check_served_model(served, endpoint, "here")
+    assert warnings_about(served, endpoint, "here") == []
+    (request,) = fit_requests(served, endpoint, data)
+    direct = InferRequest(endpoint.name, data)
+    assert (request.body, request.headers, request.path) == (
+        direct.body,
+        direct.headers,
+        direct.path,
+    )
+
+
+def test_every_addition_is_a_tensor_or_endpoint_of_the_schema():
+    inputs = {spec.name for endpoint in OURS.values() for spec in endpoint.inputs}
+    endpoints = {endpoint.name for endpoint in OURS.values()}
+    for addition in ADDITIONS:
+        assert addition.name in {"input": inputs, "endpoint": endpoints}[addition.kind]
+
+
+# ---- servers of others ----
+
+
+def test_what_a_server_does_not_list_is_not_sent():
+    served = others(REWARD, "tokens", "sequence_lengths")
+    (request,) = fit_requests(served, REWARD, SCORING)
+    assert list(sent(request)) == ["tokens", "sequence_lengths"]
+    assert sent(request)["tokens"].tolist() == SCORING["tokens"].tolist()
+    (warning,) = warnings_about(served, REWARD, "h:1")
+    assert warning.startswith("'reward_model' at h:1 has no input 'tokenizer'")
+
+    served = others(TRAIN, "tokens", "returns", "prev_values", "mask")
+    (request,) = fit_requests(served, TRAIN, TRAINING)
+    assert list(sent(request)) == ["tokens", "returns", "prev_values", "mask"]
+    assert warnings_about(served, TRAIN, "h:1") == []
+
+
+def test_dtypes_and_shapes_are_those_that_the_server_lists():
+    served = others(
+        REWARD,
+        tokens=(np.int32, (-1,)),
+        sequence_lengths=(np.int64, ()),
+        prompt_lengths=(np.float32, (1,)),
+    )
+    arrays = sent(fit_requests(served, REWARD, SCORING)[0])
+    assert arrays["tokens"].dtype == np.int32
+    assert arrays["tokens"].tolist() == SCORING["tokens"].tolist()
+    assert arrays["sequence_lengths"].tolist() == [2, 3]
+    assert arrays["prompt_lengths"].tolist() == [[1.0], [1.0]]
+
+    flags = others(TRAIN, "tokens", "returns", "prev_values", mask=(np.bool_, (-1, -1)))
+    assert sent(fit_requests(flags, TRAIN, TRAINING)[0])["mask"].tolist() == [
+        [True, False],
+        [True, True],
+    ]
+    # One sample of a model that takes batches of samples, PyTriton's default.
+    batched = others(SAVE, "dummy_var", batched=True)
+    assert sent(fit_requests(batched, SAVE, SAVING)[0])["dummy_var"].tolist() == [[0]]
+    batched = others(TRAIN, "tokens", "returns", "prev_values", "mask", batched=True)
+    (request,) = fit_requests(batched, TRAIN, TRAINING)
+    assert sent(request)["tokens"].shape == (1, 2, 3) and sent(request)["mask"].shape == (1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "endpoint, data, forms, words",
+    [
+        (REWARD, SCORING, {"tokens": (np.int64, (9,))}, ["[2, 3]", "pad_to_length", "'N', 9"]),
+        (REWARD, {**SCORING, "tokens": np.array([[300]])}, {"tokens": (np.int8, (-1,))}, ["int8"]),
+        (REWARD, SCORING, {"tokens": (np.bytes_, (-1,))}, ["tokens: bytes", "int64 values"]),
+        (REWARD, SCORING, {"sequence_lengths": (np.int64, (1, 1))}, ["'sequence_lengths' is"]),
+        (TRAIN, TRAINING, {"returns": (np.float16, (-1, -1))}, None),
+        (TRAIN, TRAINING, {"prev_values": (np.float16, (-1, -1))}, ["float16", "float32 values"]),
+        (TRAIN, TRAINING, {"returns": (np.int64, (-1, -1))}, ["returns: int64", "float32 values"]),
+        (REWARD, SCORING, {"length": (np.int64, (1,))}, ["requires the input 'length'"]),
+    ],
+)
+def test_what_would_change_a_number_is_refused(endpoint, data, forms, words):
+    listed = [s.name for s in endpoint.inputs if s.name in data and s.name not in forms]
+    served = others(endpoint, *listed, **forms)
+    if words is None:  # 0.5, 0.25, -1 and nan fit
+        returns = sent(fit_requests(served, endpoint, data)[0])["returns"]
+        np.testing.assert_array_equal(returns, data["returns"])
+        return
+    with pytest.raises(RequestError) as caught:
+        fit_requests(served, endpoint, data)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_scoring_request_is_cut_into_as_many_samples_as_the_server_takes():
+    data = {"tokens": np.arange(10).reshape(5, 2), "sequence_lengths": np.full((5, 1), 2)}
+    parts = fit_requests(described(REWARD, max_batch_size=2), REWARD, data)
+    assert [len(sent(part)["tokens"]) for part in parts] == [2, 2, 1]
+    assert (
+        np.concatenate([sent(part)["tokens"] for part in parts]).tolist()
+        == data["tokens"].tolist()
+    )
+    replies = [{"rewards": sent(part)["tokens"][:, :1].astype(np.float32)} for part in parts]
+    assert merge_replies(REWARD, replies)["rewards"].tolist() == [[0], [2], [4], [6], [8]]
+    names = ("tokens", "returns", "prev_values", "mask")
+    forms = {name: (TRAINING[name].dtype.type, (-1,)) for name in names}
+    small = dataclasses.replace(others(TRAIN, batched=True, **forms), max_batch_size=1)
+    assert len(fit_requests(small, TRAIN, TRAINING)) == 1  # an update is one request, or none
+
+
+def test_replies_take_the_form_of_the_schema():
+    for rewards in (np.array([1, 2]), np.array([[1.0], [2.0]]), np.array([1.0, 2.0], np.float16)):
+        merged = merge_replies(REWARD, [{"rewards": rewards}])["rewards"]
+        assert merged.dtype == np.float32 and merged.tolist() == [[1.0], [2.0]]
+    ours = {"rewards": np.ones((2, 1), np.float32)}
+    assert merge_replies(REWARD, [ours])["rewards"] is ours["rewards"]
+    loss = merge_replies(TRAIN, [{"loss_mean": np.array([0.5])}])["loss_mean"]
+    assert loss.dtype == np.float32 and loss.tolist() == [0.5]
+    with pytest.raises(ReplyError, match="different tensors"):
+        merge_replies(REWARD, [ours, {}])
+    with pytest.raises(ReplyError, match="different widths"):
+        merge_replies(REWARD, [ours, {"rewards": np.ones((2, 2), np.float32)}])
+
+
+@pytest.mark.parametrize(
+    "endpoint, served, words",
+    [
+        (REWARD, others(REWARD, "tokens"), "has no input 'sequence_lengths'"),
+        (REWARD, others(REWARD, "sentences"), "has no input"),
+        (
+            REWARD,
+            others(REWARD, "tokens", "sequence_lengths", language=(np.bytes_, (1,))),
+            "requires an input 'language', which is never sent.*language: bytes",
+        ),
+        (
+            REWARD,
+            dataclasses.replace(others(REWARD, *SCORING), outputs=("score",)),
+            "no output 'rewards'.*outputs score; a client sends sequence_lengths, tokens",
+        ),
+        (
+            OURS["infer"],
+            dataclasses.replace(others(OURS["infer"], *SCORING), outputs=("values",)),
+            "no output 'rewards'.*combine_rm_and_critic_server=False.*Set both alike",
+        ),
+        (TRAIN, others(TRAIN, "tokens", "returns", "mask"), "has no input 'prev_values'"),
+        (SAVE, others(SAVE, "actor_step"), "has no input 'dummy_var'"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused_with_what_it_has(endpoint, served, words):
+    with pytest.raises(ServerMismatchError, match=f"'{endpoint.name}' at h:1 cannot.*{words}"):
+        check_served_model(served, endpoint, "h:1")
+
+
+def test_a_critic_that_gives_rewards_nobody_asked_for_is_taken():
+    check_served_model(described(OURS["infer"]), OURS["infer alone"], "h:1")
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({}, "cannot be read .KeyError"),
+        ([1], "cannot be read"),
+        ({**triton_config(SAVE), "input": [{"name": "a"}]}, "cannot be read .KeyError"),
+        (
+            {
+                **triton_config(SAVE),
+                "input": [{"name": "a", "data_type": "TYPE_ODD", "dims": [1]}],
+            },
+            "TYPE_ODD",
+        ),
+    ],
+)
+def test_a_description_that_cannot_be_read_is_named(config, words):
+    with ScriptedServer() as server:
+        server.config = config
+        with pytest.raises(DescriptionError, match=f"/v2/models/x/config.*{words}"):
+            read_served_model("127.0.0.1", server.port, "x", patience(5))
+        communicator = HTTPCommunicator(init_timeout_s=0.5)
+        with communicator, pytest.raises(ServerUnreachableError, match=words):
+            communicator.add_server_by_name("critic_save", "127.0.0.1", server.port, SAVE)
+    with pytest.raises(DescriptionError, match="no reply"):
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            port = unused.getsockname()[1]
+        read_served_model("127.0.0.1", port, "x", patience(5))
+
+
+# ---- requests that change a server's state ----
+
+
+def test_an_update_is_sent_once_whatever_happens():
+    """Without a `request_id` the server could not tell a repeated one from a new one."""
+    bare = dataclasses.replace(TRAIN, inputs=TRAIN.inputs[:4])
+    with ScriptedServer(lambda *_: b"") as server, HTTPCommunicator() as communicator:
+        server.config = triton_config(bare)
+        communicator.add_server_by_name("critic_train", "127.0.0.1", server.port, TRAIN)
+        pending = communicator.send_data_to_server("critic_train", TRAINING, batching=False)
+        with pytest.raises(ServerRequestError, match="RemoteDisconnected"):
+            pending.result()
+        assert server.requests == 1
+
+
+@pytest.mark.parametrize(
+    "endpoint, reply, words",
+    [
+        (TRAIN, {}, "no number 'loss_mean'.*whether 'critic_train' was carried out is unknown"),
+        (TRAIN, {"loss_mean": np.array([np.nan])}, "'loss_mean' is nan.*of no use"),
+        (TRAIN, {"loss_mean": np.array([], np.float32)}, "no number 'loss_mean'"),
+        (SAVE, {"status": np.array([1])}, "status .1., not 0: the checkpoint was not written"),
+        (SAVE, {"stat": np.array([0])}, "only .'stat'.*whether 'critic_save'"),
+    ],
+)
+def test_an_update_or_checkpoint_that_failed_is_noticed(endpoint, reply, words):
+    with pytest.raises(ReplyError, match=words):
+        validate_outcome(endpoint, reply)
+
+
+def test_good_outcomes_pass():
+    validate_outcome(TRAIN, {"loss_mean": np.array([0.5])})
+    validate_outcome(SAVE, {"status": np.array([0], np.int32)})
+
+
+# ---- fleets ----
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    for name in ("PROBE_INTERVAL_S", "RETRY_INTERVAL_S", "FIRST_PAUSE_S"):
+        monkeypatch.setattr(fleet, name, 0.1)
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    said = []
+    monkeypatch.setattr(fleet.logging, "warning", said.append)
+    return said
+
+
+def make_fleet(*servers):
+    addresses = tuple(("127.0.0.1", server.port) for server in servers)
+    spec = RewardModelSpec(None, "reward_model", addresses, 1.0, "remote_rm.reward_model")
+    return fleet.Fleet(spec, REWARD, 100.0, 100.0)
+
+
+def plain_config(*extra):
+    inputs = tuple(s for s in REWARD.inputs if s.name in ("tokens", "sequence_lengths", *extra))
+    return triton_config(dataclasses.replace(REWARD, inputs=inputs))
+
+
+def test_a_fleet_sends_each_server_what_it_lists_and_warns_once(fast, lines):
+    with ScriptedServer() as plain, ScriptedServer() as ours:
+        plain.config = plain_config()
+        served = make_fleet(plain, ours)
+        try:
+            assert served.wait_until_ready(100)
+            for value in (5, 6, 7, 8):
+                data = {**SCORING, "tokens": np.full((1, 3), value)}
+                data = {name: array[:1] for name, array in data.items()}
+                assert served.submit(data).result(100)["rewards"].tolist() == [[value]]
+            assert plain.inputs == [["tokens", "sequence_lengths"]] * 2
+            assert ours.inputs == [list(SCORING)] * 2
+            about = [line for line in lines if "tokenizer" in line]
+            assert len(about) == 1 and f"127.0.0.1:{plain.port}" in about[0]
+        finally:
+            served.close()
+
+
+def test_a_fleet_with_a_server_that_cannot_be_used_does_not_start(fast):
+    with ScriptedServer() as good, ScriptedServer() as bad:
+        bad.config = triton_config(SAVE)
+        served = make_fleet(good, bad)
+        try:
+            with pytest.raises(ServerMismatchError, match=f":{bad.port} cannot be used"):
+                served.wait_until_ready(100)
+        finally:
+            served.close()
+
+
+def test_a_server_that_returns_with_another_model_is_left_out_with_one_warning(fast, lines):
+    with ScriptedServer() as good, ScriptedServer() as changed:
+        served = make_fleet(good, changed)
+        try:
+            assert served.wait_until_ready(100)
+            changed.ready = 503
+            wait_until(lambda: not served.servers[1].available)
+            changed.config, changed.ready, probes = triton_config(SAVE), 200, changed.probes
+            wait_until(lambda: changed.probes > probes + 4)
+            assert not served.servers[1].available
+            assert len([line for line in lines if "cannot be used" in line]) == 1
+            changed.config = plain_config("prompt_lengths")
+            wait_until(lambda: served.servers[1].available)
+            data = {name: array[:1] for name, array in SCORING.items()}
+            for _ in range(4):
+                served.submit(data).result(100)
+            assert changed.inputs and good.inputs[0] == list(SCORING)
+            for names in changed.inputs:
+                assert names == ["tokens", "sequence_lengths", "prompt_lengths"]
+        finally:
+            served.close()
+
+
+def test_a_reward_that_is_an_integer_is_a_reward(fast):
+    def integers(index, rewards):
+        output = {"name": "rewards", "datatype": "INT64", "shape": [1], "data": [3]}
+        return http({"outputs": [output]}, 200)
+
+    with ScriptedServer(integers) as server:
+        served = make_fleet(server)
+        try:
+            assert served.wait_until_ready(100)
+            data = {name: array[:1] for name, array in SCORING.items()}
+            assert served.submit(data).result(100)["rewards"].tolist() == [[3.0]]
+        finally:
+            served.close()
