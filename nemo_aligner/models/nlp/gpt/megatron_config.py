@@ -8,6 +8,7 @@ Megatron Core's local ones with two parts of our own: `SDPAttention` (PyTorch's 
 and norms that support sequence parallelism.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -30,16 +31,28 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import init_method_normal
 from omegaconf import DictConfig
 from torch import Tensor
 
+from nemo_aligner.config.model_keys import has_no_effect, known_model_keys
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router, expert_settings
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
 
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """GELU with tanh in place of the error function: GPT-2's form, and that of Megatron Core's
+    fused kernels.
+    """
+    return F.gelu(x, approximate="tanh")
+
+
 # activation name -> (function, gated)
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "gelu": (F.gelu, False),
+    "gelu_new": (tanh_gelu, False),
+    "gelu_pytorch_tanh": (tanh_gelu, False),
     "fast-gelu": (F.gelu, False),
     "geglu": (F.gelu, True),
     "fast-geglu": (F.gelu, True),
@@ -93,6 +106,28 @@ def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: i
     return math.ceil(vocab_size / multiple) * multiple
 
 
+def count_vocab_rows(cfg: DictConfig, vocab_size: int) -> int:
+    """Rows of the embedding table: `model.override_vocab_size`, else the tokenizer's `vocab_size`,
+    padded.
+
+    Args:
+        cfg: complete `model` section.
+        vocab_size: ids of the tokenizer.
+
+    Raises:
+        ConfigError: the given number is too small or not divisible by the tensor-parallel size.
+    """
+    tp, rows = cfg.tensor_model_parallel_size, cfg.override_vocab_size
+    if not rows:
+        return pad_vocab_size(vocab_size, cfg.make_vocab_size_divisible_by, tp)
+    if rows < vocab_size or rows % tp:
+        raise ConfigError(
+            f"model.override_vocab_size={rows} must be at least the {vocab_size} ids of the "
+            f"tokenizer and a multiple of model.tensor_model_parallel_size={tp}."
+        )
+    return int(rows)
+
+
 def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
     """Megatron Core's configuration.
 
@@ -118,10 +153,12 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
         add_qkv_bias=cfg.add_qkv_bias,
         hidden_dropout=cfg.hidden_dropout,
         attention_dropout=cfg.attention_dropout,
-        apply_query_key_layer_scaling=cfg.apply_query_key_layer_scaling,
-        attention_softmax_in_fp32=cfg.attention_softmax_in_fp32,
+        window_size=_window(cfg),
         rotary_interleaved=cfg.rotary_interleaved,
         init_method_std=cfg.init_method_std,
+        output_layer_init_method=None
+        if cfg.use_scaled_init_method
+        else init_method_normal(cfg.init_method_std),
         use_cpu_initialization=not torch.cuda.is_available()
         if cfg.use_cpu_initialization is None
         else cfg.use_cpu_initialization,
@@ -138,13 +175,40 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
 
 
 def _activation_settings(cfg: DictConfig) -> dict[str, Any]:
+    """The activation, and whether Megatron Core's kernel fuses it with the bias.
+
+    Those kernels compute the tanh form of GELU, so NeMo's key `bias_activation_fusion` chooses the
+    form, here on every machine alike. A fused SwiGLU is the same function.
+    """
     name = str(cfg.activation).lower()
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"model.activation={name!r} is not supported; use one of {sorted(ACTIVATIONS)}."
         )
     function, gated = ACTIVATIONS[name]
-    return {"activation_func": function, "gated_linear_unit": gated}
+    if cfg.openai_gelu and function not in (F.gelu, tanh_gelu):
+        raise ConfigError(
+            f"model.openai_gelu=True would replace model.activation={name}; set it to False, or "
+            "the activation to gelu or geglu."
+        )
+    fused = use_transformer_engine() and cfg.bias and function is F.silu and gated
+    if function is F.gelu and cfg.bias_activation_fusion and not cfg.openai_gelu:
+        if not gated and not cfg.bias:
+            raise ConfigError(
+                f"model.bias_activation_fusion=True with model.activation={name} needs "
+                "model.bias=True: there is no bias to fuse; set it to False."
+            )
+        function = tanh_gelu
+        # Megatron Core has no such kernel for experts, and knows the others by `F.gelu`.
+        if use_transformer_engine() and not cfg.num_moe_experts:
+            fused, function = True, F.gelu
+    elif cfg.openai_gelu:
+        function = tanh_gelu
+    return {
+        "activation_func": function,
+        "gated_linear_unit": gated,
+        "bias_activation_fusion": bool(fused),
+    }
 
 
 def _normalization_settings(cfg: DictConfig) -> dict[str, Any]:
@@ -154,26 +218,47 @@ def _normalization_settings(cfg: DictConfig) -> dict[str, Any]:
             f"model.normalization={cfg.normalization!r} is not supported; use one of "
             f"{sorted(NORMALIZATIONS)}."
         )
-    zero_centered = name == "layernorm1p"
-    if zero_centered and not use_transformer_engine():
-        raise ConfigError(
-            "model.normalization=layernorm1p needs Transformer Engine on a GPU; use layernorm or "
-            "rmsnorm."
-        )
     return {
         "normalization": NORMALIZATIONS[name],
-        "layernorm_zero_centered_gamma": zero_centered,
+        "layernorm_zero_centered_gamma": name == "layernorm1p"
+        or bool(cfg.layernorm_zero_centered_gamma),
         "layernorm_epsilon": cfg.layernorm_epsilon,
     }
+
+
+def _window(cfg: DictConfig) -> tuple[int, int] | None:
+    """`(positions before its own that a position attends to, 0)`; None: all of them."""
+    if cfg.window_size is None or list(cfg.window_size) == [-1, -1]:
+        return None
+    before, after = cfg.window_size
+    if before < 0 or after != 0:
+        raise ConfigError(
+            f"model.window_size={list(cfg.window_size)} is not supported; give [n, 0]: each "
+            "position attends to the n before it and to itself. null: to all before it."
+        )
+    if use_transformer_engine() and cfg.context_parallel_size > 1:
+        if cfg.encoder_seq_length <= before + 1:
+            return None  # every position is in every later one's window
+        raise ConfigError(
+            f"model.window_size={list(cfg.window_size)} with "
+            f"model.context_parallel_size={cfg.context_parallel_size} is not supported by "
+            "Transformer Engine; set the size to 1."
+        )
+    return before, after
 
 
 def _parallel_settings(cfg: DictConfig) -> dict[str, Any]:
     tp, virtual = cfg.tensor_model_parallel_size, cfg.virtual_pipeline_model_parallel_size
     if virtual == 1:  # Megatron Core would demand two pipeline stages for it
         virtual = None
+    uneven = {}
+    if cfg.pipeline_model_parallel_size > 1:
+        for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            uneven[key] = cfg[key]
     return {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
+        **uneven,
         "virtual_pipeline_model_parallel_size": virtual,
         "context_parallel_size": cfg.context_parallel_size,
         "sequence_parallel": bool(cfg.sequence_parallel) and tp > 1,
@@ -184,13 +269,8 @@ def _parallel_settings(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _fusion_settings(cfg: DictConfig) -> dict[str, bool]:
-    """Fused kernels; all need Transformer Engine."""
+    """Fused kernels that compute the same; all need Transformer Engine."""
     accelerated = use_transformer_engine()
-    fused_activation = cfg.bias and str(cfg.activation).lower() in (
-        "gelu",
-        "swiglu",
-        "fast-swiglu",
-    )
     has_weight_gradient_kernel = (
         importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     )
@@ -201,7 +281,6 @@ def _fusion_settings(cfg: DictConfig) -> dict[str, bool]:
         "persist_layer_norm": accelerated and bool(cfg.persist_layer_norm),
         "masked_softmax_fusion": accelerated and bool(cfg.masked_softmax_fusion),
         "bias_dropout_fusion": accelerated and bool(cfg.bias_dropout_add_fusion),
-        "bias_activation_fusion": accelerated and bool(fused_activation),
         "apply_rope_fusion": accelerated and bool(cfg.apply_rope_fusion),
     }
 
@@ -218,9 +297,6 @@ class SDPAttention(MegatronModule):
     Under context parallelism queries, keys and values are this rank's share of the positions
     (`nemo_aligner.parallel.context_parallel`). Keys and values are gathered, so each rank holds
     those of the whole sequence for one layer at a time.
-
-    Raises:
-        ConfigError: `apply_query_key_layer_scaling` is set.
     """
 
     def __init__(
@@ -239,11 +315,16 @@ class SDPAttention(MegatronModule):
             config.attention_dropout if attention_dropout is None else attention_dropout
         )
         self.softmax_scale = softmax_scale
-        if config.apply_query_key_layer_scaling:
-            raise ConfigError(
-                "model.apply_query_key_layer_scaling=True is only for fp16 training; set it to "
-                "False."
-            )
+
+    def _visible(self, positions: Tensor, width: int) -> Tensor:
+        """bool `[len(positions), width]`: which of `width` positions each of `positions` attends
+        to.
+        """
+        distance = positions.unsqueeze(1) - torch.arange(width, device=positions.device)
+        visible = distance >= 0
+        if self.config.window_size is not None:
+            visible &= distance <= self.config.window_size[0]
+        return visible
 
     def forward(
         self,
@@ -256,21 +337,24 @@ class SDPAttention(MegatronModule):
         packed_seq_params: Any = None,
     ) -> Tensor:
         mask = None if attention_mask is None else ~attention_mask
+        positions = None  # of the queries, where a mask must be made for them
         if self.config.context_parallel_size > 1:
             if mask is not None:
                 raise ValueError("context parallelism supports no mask other than the causal one")
             # One exchange for both. Each rank's queries contribute to their gradients, which are
             # summed.
             key, value = gather_shares(torch.stack([key, value]), 1, sum_gradients=True)
-            width = key.size(0)
-            mask = share_positions(width, key.device).unsqueeze(1) >= torch.arange(
-                width, device=key.device
-            )
+            positions = share_positions(key.size(0), key.device)
         # [b, heads, s, hn]
         queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         sq, sk = queries.size(2), keys.size(2)
-        if mask is None and 1 < sq < sk:
-            mask = torch.ones(sq, sk, dtype=torch.bool, device=query.device).tril(diagonal=sk - sq)
+        window = self.config.window_size
+        narrow = window is not None and sk > window[0] + 1
+        if positions is None and (narrow or (mask is None and 1 < sq < sk)):
+            positions = torch.arange(sk - sq, sk, device=query.device)
+        if positions is not None:
+            visible = self._visible(positions, sk)
+            mask = visible if mask is None else mask & visible
 
         def attend(dropout_p: float) -> Tensor:
             return F.scaled_dot_product_attention(
@@ -294,9 +378,43 @@ class SDPAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(sq, queries.size(0), -1)
 
 
+class _ZeroCentered:
+    """A norm whose weight is stored as its distance from 1, as `layernorm_zero_centered_gamma`
+    says. It computes in float32 like Transformer Engine: in bf16, 1 + weight would lose the
+    weight's last bits.
+    """
+
+    weight: torch.nn.Parameter
+
+    def reset_parameters(self) -> None:
+        """Start at a scale of 1."""
+        super().reset_parameters()  # type: ignore[misc]  # of the norm beside this class
+        torch.nn.init.zeros_(self.weight)
+
+
+class ZeroCenteredLayerNorm(_ZeroCentered, torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` with a scale of 1 + weight (NeMo's `layernorm1p`)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalized `input` `[..., h]`, in its dtype."""
+        scale, bias = 1 + self.weight.float(), self.bias.float()
+        output = F.layer_norm(input.float(), self.normalized_shape, scale, bias, self.eps)
+        return output.to(input.dtype)
+
+
+class ZeroCenteredRMSNorm(_ZeroCentered, torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` with a scale of 1 + weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalized `x` `[..., h]`, in its dtype."""
+        scale = 1 + self.weight.float()
+        output = F.rms_norm(x.float(), self.normalized_shape, scale, self.eps)
+        return output.to(x.dtype)
+
+
 class LocalNorm:
-    """`torch.nn.LayerNorm` or `RMSNorm` whose parameters have the attribute `sequence_parallel`
-    that Megatron Core reads.
+    """`torch.nn.LayerNorm` or `RMSNorm`, or their zero-centered forms, whose parameters have the
+    attribute `sequence_parallel` that Megatron Core reads.
 
     Megatron Core's own wrapper refuses sequence parallelism because it does not set it. This is a
     class because Megatron's specifications treat a function as something already built.
@@ -305,11 +423,60 @@ class LocalNorm:
     def __new__(  # type: ignore[misc]  # gives PyTorch's own class
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_kwargs: Any
     ) -> torch.nn.Module:
-        norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm_class: type[torch.nn.Module]
+        if config.layernorm_zero_centered_gamma:
+            kinds = {"LayerNorm": ZeroCenteredLayerNorm, "RMSNorm": ZeroCenteredRMSNorm}
+        else:
+            kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        norm_class = kinds[config.normalization]
         norm = norm_class(hidden_size, eps=eps)
         for parameter in norm.parameters():
             setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
         return norm
+
+
+def scale_embeddings(embedding: torch.nn.Module) -> None:
+    """Make an embedding layer multiply its output by the square root of the hidden size
+    (`apply_embedding_scaling`, as in Gemma). A shared output layer is not affected.
+    """
+
+    def scale(module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        # The factor is rounded to the dtype of the embeddings, as in Gemma and NeMo.
+        return output * torch.tensor(module.config.hidden_size**0.5, dtype=output.dtype)
+
+    embedding.register_forward_hook(scale)
+
+
+def check_megatron_fields(cfg: DictConfig, config: TransformerConfig) -> None:
+    """Refuse settings of Megatron Core that `cfg` gives by their own names and that were not
+    passed on: NeMo set them on the `TransformerConfig`, one by one and as
+    `mcore_customization_config`.
+
+    Args:
+        cfg: complete `model` section.
+        config: that was built from it.
+
+    Raises:
+        ConfigError: a setting has another value in `config`.
+    """
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    given = {name: f"model.{name}" for name in cfg if name in fields - known_model_keys()}
+    values = {key: cfg[name] for name, key in given.items()}
+    custom = cfg.get("mcore_customization_config") or {}
+    prefix = "model.mcore_customization_config."
+    inert = {name for name in custom if has_no_effect(name)}
+    given |= {name: prefix + name for name in custom if name not in inert}
+    values |= {prefix + name: custom[name] for name in custom}
+    for name, key in given.items():
+        value, built = values[key], getattr(config, name, None)
+        if isinstance(built, tuple):
+            built = list(built)
+        if value != built and (value or built):
+            raise ConfigError(
+                f"{key}={value!r} is a setting of Megatron Core that is not supported here (the "
+                f"model has {built!r}); a model that needs it cannot be computed, else set it to "
+                "null."
+            )
 
 
 def build_layer_spec(
