@@ -14,10 +14,11 @@ from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
-from nemo_aligner.config.defaults import complete_model
+from nemo_aligner.config.defaults import CONF, complete_model
 from nemo_aligner.config.inert_keys import INERT, INERT_ARCHITECTURE, ONLY
+from nemo_aligner.config.model_keys import check_model_keys
 from nemo_aligner.config.parallel_rules import check_architecture, check_pipeline_stages
-from nemo_aligner.config.schema import LIVE
+from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_from_nemo
@@ -352,6 +353,44 @@ def test_the_constructor_warns_of_what_has_no_effect(build, monkeypatch):
     build(**{key.removeprefix("model."): None for key in INERT_ARCHITECTURE})
     build(apply_query_key_layer_scaling=False, attention_softmax_in_fp32=False, mcore_gpt=True)
     assert notes == []
+
+
+@pytest.mark.parametrize("window", [4096, [4096], [2, 1], [-1, 0], [1.5, 0], ["a", 0]])
+def test_a_window_is_two_whole_numbers(build, window):
+    with pytest.raises(ConfigError, match="model.window_size=.*give .n, 0."):
+        build(window_size=window)
+
+
+def test_no_window():
+    """Transformer Engine's form of it."""
+    cfg = OmegaConf.create({"window_size": [-1, -1]})
+    assert megatron_config._window(cfg) is None
+
+
+def test_a_window_needs_one_context_rank_under_transformer_engine(monkeypatch):
+    monkeypatch.setattr(megatron_config, "use_transformer_engine", lambda: True)
+    cfg = OmegaConf.create(
+        {"window_size": [47, 0], "encoder_seq_length": 48, "context_parallel_size": 2}
+    )
+    assert megatron_config._window(cfg) is None  # longer than every sequence
+    cfg.encoder_seq_length = 49
+    with pytest.raises(
+        ConfigError, match="window_size=.47, 0. with model.context_parallel_size=2"
+    ):
+        megatron_config._window(cfg)
+    cfg.context_parallel_size = 1
+    assert megatron_config._window(cfg) == (47, 0)
+
+
+def test_only_rotary_positions_are_scaled(build):
+    with pytest.raises(ConfigError, match="model.scale_positional_embedding=True"):
+        build("gpt2", scale_positional_embedding=True)
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_the_yaml_files_of_the_jobs_give_no_note(name):
+    cfg = OmegaConf.load(CONF / f"{name}.yaml")
+    assert check_model_keys(cfg.model) == []
 
 
 def test_a_checkpoint_is_checked_like_a_configuration(build, tmp_path):

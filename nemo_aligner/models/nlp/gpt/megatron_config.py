@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import init_method_normal
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_aligner.config.model_keys import has_no_effect, known_model_keys
@@ -228,19 +228,23 @@ def _normalization_settings(cfg: DictConfig) -> dict[str, Any]:
 
 def _window(cfg: DictConfig) -> tuple[int, int] | None:
     """`(positions before its own that a position attends to, 0)`; None: all of them."""
-    if cfg.window_size is None or list(cfg.window_size) == [-1, -1]:
+    if cfg.window_size is None:
         return None
-    before, after = cfg.window_size
-    if before < 0 or after != 0:
+    given = list(cfg.window_size) if OmegaConf.is_list(cfg.window_size) else cfg.window_size
+    if given == [-1, -1]:  # Transformer Engine's form of "no window"
+        return None
+    whole = isinstance(given, list) and [type(size) for size in given] == [int, int]
+    if not whole or given[0] < 0 or given[1] != 0:
         raise ConfigError(
-            f"model.window_size={list(cfg.window_size)} is not supported; give [n, 0]: each "
-            "position attends to the n before it and to itself. null: to all before it."
+            f"model.window_size={given!r} is not supported; give [n, 0]: each position attends to "
+            "the n before it and to itself. null: to all before it."
         )
+    before, after = given
     if use_transformer_engine() and cfg.context_parallel_size > 1:
         if cfg.encoder_seq_length <= before + 1:
             return None  # every position is in every later one's window
         raise ConfigError(
-            f"model.window_size={list(cfg.window_size)} with "
+            f"model.window_size={given} with "
             f"model.context_parallel_size={cfg.context_parallel_size} is not supported by "
             "Transformer Engine; set the size to 1."
         )

@@ -154,6 +154,11 @@ class MegatronGPTModel(ModelPT):
                 f"model.position_embedding_type={cfg.position_embedding_type!r} is not "
                 "supported; use rope, learned_absolute or none."
             )
+        if cfg.scale_positional_embedding and cfg.position_embedding_type != "rope":
+            raise ConfigError(
+                "model.scale_positional_embedding=True scales rotary embeddings, but "
+                f"model.position_embedding_type={cfg.position_embedding_type}; set it to False."
+            )
         return dict(
             config=self.transformer_config,
             vocab_size=self.padded_vocab_size,
