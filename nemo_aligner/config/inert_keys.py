@@ -336,7 +336,7 @@ _PRE_LN = "only pre-LayerNorm models exist here"
 _LLAMA_3 = "only Llama 3's value is supported; set it to null"
 
 # key -> (accepted values, what to do instead). None (not set) is always accepted.
-ONLY = {
+ONLY: dict[str, tuple[tuple, str]] = {
     "model.name": (
         ("", "te_gpt", "megatron_gpt_full_te_layer_autocast", "modelopt", "megatron_gpt"),
         "its layers differ from a GPT's, and cannot be built here",

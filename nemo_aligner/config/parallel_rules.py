@@ -230,8 +230,8 @@ def check_pipeline_stages(values: Mapping) -> None:
     Raises:
         ConfigError: with the values and the remedy.
     """
-    names = (*UNEVEN, "num_layers", "pipeline_model_parallel_size")
-    names = (*names, "virtual_pipeline_model_parallel_size")
+    sizes = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+    names = (*UNEVEN, *sizes, "num_layers")
     v = Values({"model": {name: values.get(name) for name in names}})
     if not _is_uneven(v):
         return

@@ -22,7 +22,7 @@ from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.models.nlp.gpt import megatron_config
+from nemo_aligner.models.nlp.gpt import megatron_config, megatron_layers
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.training.megatron_steps import forward_collect
@@ -314,10 +314,15 @@ def test_every_refused_key_is_tested_and_its_accepted_values_build(build):
         key.removeprefix("model."): values[0] for key, (values, _) in ONLY.items() if values
     }
     accepted["peft"] = {"peft_scheme": accepted.pop("peft.peft_scheme")}
-    accepted["mcore_customization_config"] = {"rotary_interleaved": False, "parallel": None}
+    accepted["mcore_customization_config"] = {
+        "rotary_interleaved": False,  # as it is built
+        "parallel": None,
+        "moe_permute_fusion": True,  # a key without effect
+    }
     expected = logits_of(build())
     assert torch.equal(logits_of(build(**accepted)), expected)
-    assert torch.equal(logits_of(build(**dict.fromkeys(accepted))), expected)  # null: not set
+    unset = dict.fromkeys([*accepted, "moe_layer_freq"])  # null: not set
+    assert torch.equal(logits_of(build(**unset)), expected)
 
 
 def test_every_key_without_effect_has_none(build):
@@ -471,7 +476,7 @@ def test_zero_centered_norms_keep_the_last_bits_in_bf16(normalization):
             sequence_parallel=True,
         ),
     )
-    norm = megatron_config.LocalNorm(config, 64, eps=1e-5)
+    norm = megatron_layers.LocalNorm(config, 64, eps=1e-5)
     assert torch.equal(norm.weight, torch.zeros(64)) and norm.weight.sequence_parallel
     norm = norm.bfloat16()
     torch.nn.init.normal_(norm.weight, std=1e-3)  # bf16 has no number between 1 and 1.0078

@@ -32,13 +32,12 @@ from nemo_aligner.config.model_keys import check_model_keys
 from nemo_aligner.config.parallel_rules import check_pipeline_stages
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_config import (
-    build_layer_spec,
     build_transformer_config,
     check_megatron_fields,
     count_vocab_rows,
-    scale_embeddings,
     torch_dtype,
 )
+from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
@@ -140,7 +139,7 @@ class MegatronGPTModel(ModelPT):
         last = parallel_state.is_pipeline_last_stage() and vp_stage == self._num_chunks() - 1
         module = self.module_provider(first, last, vp_stage if virtual else None)
         if self.cfg.apply_embedding_scaling and first:
-            scale_embeddings(module.embedding)
+            scale_embeddings(module)
         module.to(get_device())
         if self.transformer_config.bf16:
             module = Float16Module(self.transformer_config, module)
