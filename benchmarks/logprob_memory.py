@@ -29,10 +29,8 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from nemo_aligner.config.defaults import complete_model  # noqa: E402
-from nemo_aligner.models.nlp.gpt.megatron_config import (  # noqa: E402
-    build_layer_spec,
-    build_transformer_config,
-)
+from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config  # noqa: E402
+from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec  # noqa: E402
 from nemo_aligner.parallel import parallel_state  # noqa: E402
 from nemo_aligner.parallel.device import get_device  # noqa: E402
 from nemo_aligner.parallel.vocab_parallel import (  # noqa: E402

@@ -217,7 +217,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of norms are not summed over the parts of a sequence (sequence parallelism)",
-        "models/nlp/gpt/megatron_config.py",
+        "models/nlp/gpt/megatron_layers.py",
         'setattr(parameter, "sequence_parallel", config.sequence_parallel)',
         'setattr(parameter, "sequence_parallel", False)',
         _two_ranks("TP2-SP"),

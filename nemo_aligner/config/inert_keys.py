@@ -4,6 +4,7 @@
 
 * `INERT[name]`: dotted key -> `Inert(reason, neutral)`. Accepted without effect; a value that is
   not neutral is worth a warning. An inert key covers everything below it.
+* `INERT_ARCHITECTURE`: those of them that speak of the network.
 * `ONLY`: dotted key -> (accepted values, remedy). Any other value would change the mathematics
   if it were ignored.
 """
@@ -46,6 +47,29 @@ _NEMO = "a key of NeMo's model that Megatron Core has no use for here"
 _DATASET = "the data sets read jsonl directly"
 _DEAD = "an old flag of NeMo-Aligner's scripts that had no effect there either"
 
+# Keys that speak of the network and change nothing in it; their other values are worth a warning
+# even if they stand in a checkpoint.
+INERT_ARCHITECTURE = (
+    _inert("model", "mcore_gpt", "every model here is a Megatron Core model", True)
+    | _inert(
+        "model",
+        "apply_query_key_layer_scaling",
+        "it is for fp16 only; NeMo switched it off in other precisions too",
+        False,
+    )
+    | _inert(
+        "model",
+        "attention_softmax_in_fp32",
+        "the softmax of the attention is computed in float32 in any case",
+        ...,
+    )
+    | _inert(
+        "model", "ffn_dropout", "Megatron Core has no such dropout; NeMo ignored it too", 0, 0.0
+    )
+    | _inert("model", "onnx_safe", "it is for the export of a model; NeMo ignored it too", False)
+    | _inert("model", "pre_process post_process", "the pipeline stage decides it", True)
+)
+
 _INERT_COMMON = (
     _inert(
         "trainer",
@@ -81,7 +105,6 @@ _INERT_COMMON = (
         "a checkpoint is one folder for all ranks",
         ...,
     )
-    | _inert("model", "mcore_gpt", "every model here is a Megatron Core model", True)
     | _inert(
         "model",
         "ub_tp_comm_overlap ub_tp_comm_overlap_cfg ub_tp_comm_overlap_disable_qkv",
@@ -93,14 +116,14 @@ _INERT_COMMON = (
         "model",
         """transformer_engine use_flash_attention fp8_e4m3 fp8_hybrid fp8_margin fp8_interval
         fp8_amax_history_len fp8_amax_compute_algo fp8_params reduce_amax use_emha te_rng_tracker
-        use_te_rng_tracker inference_rng_tracker name mcore_customization_config attention_backend
-        cp_comm_type""",
+        use_te_rng_tracker inference_rng_tracker attention_backend cp_comm_type tp_only_amax_red
+        skip_fp8_attention_checkpoint_load ub_tp_comm_bootstrap_backend""",
         _TE,
     )
     | _inert(
         "model",
         """apex_transformer_log_level apex_transformer_log_level_o2 gradient_as_bucket_view
-        grad_allreduce_chunk_size_mb grad_div_ar_fusion bias_activation_fusion bias_dropout_fusion
+        grad_allreduce_chunk_size_mb grad_div_ar_fusion bias_dropout_fusion
         cross_entropy_loss_fusion get_attention_mask_from_fusion batch_p2p_comm overlap_p2p_comm
         deallocate_pipeline_outputs native_amp_init_scale native_amp_growth_interval hysteresis
         fp16_lm_cross_entropy async_grad_allreduce sync_batch_comm
@@ -108,24 +131,37 @@ _INERT_COMMON = (
         num_micro_batches_with_partial_activation_checkpoints
         activations_checkpoint_layers_per_pipeline sharp use_tp_pp_dp_mapping cpu_offloading
         cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
-        defer_embedding_wgrad_compute wgrad_deferral_limit""",
+        defer_embedding_wgrad_compute wgrad_deferral_limit distributed_adam_bucket_merge_size
+        with_fp32_embedding_grads enable_cuda_graph megatron_legacy batch_p2p_sync
+        variable_seq_lengths memory_efficient_layer_norm moe_permute_fusion moe_layer_recompute
+        distribute_saved_activations""",
         _APEX,
     )
     | _inert(
         "model",
-        """pre_process post_process onnx_safe nsys_profile memory_profile gc_interval
+        """nsys_profile memory_profile gc_interval
         rampup_batch_size resume_from_checkpoint resume_from_path save_nemo_on_validation_end
-        enable_nge tokens_to_generate inference scale_positional_embedding fp32_residual_connection
-        ffn_dropout use_scaled_init_method init_method hidden_steps num_trainable_params
+        enable_nge tokens_to_generate inference init_method hidden_steps num_trainable_params
         log_token_counts dist_ckpt_format dist_ckpt_load_strictness dist_ckpt_torch_dist_multiproc
         dist_ckpt_assume_constant_structure dist_ckpt_parallel_save
         dist_ckpt_parallel_save_within_dp dist_ckpt_parallel_load dist_ckpt_parallel_dist_opt
         tp_comm_bootstrap_backend nccl_communicator_config_path distributed_timeout_minutes steerlm
         steerable_attributes chunk_size fsdp fsdp_sharding_strategy fsdp_grad_reduce_dtype
         fsdp_sharded_checkpoint fsdp_use_orig_params share_embeddings data_prefix chat_template
-        use_loss_mask""",
+        use_loss_mask dist_ckpt_load_on_device drop_last enable_megatron_timers
+        megatron_timer_kwargs pipeline_model_parallel_split_rank reset_lr reset_lr_steps
+        restore_from_ckpt sep_id skip_train tensor_model_parallel_world_size
+        validation_param_sync_overlap calculate_per_token_loss perform_initialization test_mode
+        deterministic_mode""",
         _NEMO,
     )
+    | _inert(
+        "model",
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        "use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
+        False,
+    )
+    | INERT_ARCHITECTURE
     | _inert("model.optim", "contiguous_grad_buffer", _APEX, True)
     | _inert(
         "model.optim",
@@ -296,26 +332,43 @@ INERT["inference_rm"].pop("inference")  # there it is the server
 
 # --- values that would change the mathematics if they were ignored ---
 
+_PRE_LN = "only pre-LayerNorm models exist here"
+_LLAMA_3 = "only Llama 3's value is supported; set it to null"
+
 # key -> (accepted values, what to do instead). None (not set) is always accepted.
-ONLY = {
-    "model.transformer_block_type": (("pre_ln",), "only pre-LayerNorm models exist here"),
+ONLY: dict[str, tuple[tuple, str]] = {
+    "model.name": (
+        ("", "te_gpt", "megatron_gpt_full_te_layer_autocast", "modelopt", "megatron_gpt"),
+        "its layers differ from a GPT's, and cannot be built here",
+    ),
+    "model.hyena": ((), "Hyena layers cannot be built here"),
+    "model.transformer_block_type": (("pre_ln",), _PRE_LN),
+    "model.apply_residual_connection_post_layernorm": ((False,), _PRE_LN),
+    "model.attention_type": (("multihead",), "only self-attention with a causal mask exists here"),
     "model.peft.peft_scheme": (("none",), "set it to none; every weight is trained"),
     "model.fp8": ((False,), "fp8 is not supported: train in bf16"),
+    "model.fp32_residual_connection": (
+        (False,),
+        "hidden states have the precision of the model; set it to False",
+    ),
     "model.headscale": ((False,), "such a model cannot be built on Megatron Core"),
-    "model.openai_gelu": ((False,), "set model.activation=gelu: only the exact gelu is built"),
-    "model.onnx_safe": ((False,), "set it to False"),
     "model.normalize_attention_scores": (
         (True,),
         "attention scores are always scaled by 1/sqrt(head size)",
     ),
-    "model.window_size": ((), "sliding-window attention is not supported"),
+    "model.low_freq_factor": ((1,), _LLAMA_3),
+    "model.high_freq_factor": ((4,), _LLAMA_3),
+    "model.old_context_len": ((8192,), _LLAMA_3),
+    "model.drop_layers": (([],), "every layer is computed; set it to null"),
+    "model.do_layer_norm_weight_decay": (
+        (False,),
+        "norms and biases have no weight decay; set it to False",
+    ),
     "model.moe_grouped_gemm": (
         (False,),
         "the experts are computed one after the other; set it to False",
     ),
+    "model.moe_token_dropping": ((False,), "no token is ever dropped; set it to False"),
+    "model.moe_input_jitter_eps": ((0,), "the router computes without noise; set it to null"),
     "model.qk_layernorm": ((False,), "normalised queries and keys are not supported"),
-    "model.apply_residual_connection_post_layernorm": (
-        (False,),
-        "only pre-LayerNorm models exist here",
-    ),
 }

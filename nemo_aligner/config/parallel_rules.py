@@ -17,6 +17,7 @@ EP_REMEDY = (
     "a checkpoint's own value counts unless it is overridden: ++model.expert_model_parallel_size=1"
 )
 RECOMPUTE = "model.activations_checkpoint_"
+UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
@@ -195,7 +196,9 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
         _require_split("model.num_attention_heads", heads, tensor, fixed)
     if groups:
         _require_split("model.num_query_groups", groups, tensor, fixed)
-    if layers:
+    if layers and _is_uneven(v):
+        check_pipeline_stages(values)
+    elif layers:
         stages = {"model.pipeline_model_parallel_size": pp}
         stages |= {"model.virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}
         _require_split("model.num_layers", layers, stages, fixed)
@@ -208,7 +211,59 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
             "model.pipeline_model_parallel_size of 2 or more; set it to null."
         )
     if layers:
-        _check_recomputed_layers(v, layers // (pp * vpp))
+        smallest = min(uneven_stages(v)) if _is_uneven(v) else layers // pp
+        _check_recomputed_layers(v, smallest // vpp)
+
+
+def _is_uneven(v: Values) -> bool:
+    """Whether there are several pipeline stages, and the first or the last has its own size."""
+    pp = v.whole("model.pipeline_model_parallel_size", 1) or 1
+    return pp > 1 and any(v.get(f"model.{key}") is not None for key in UNEVEN)
+
+
+def check_pipeline_stages(values: Mapping) -> None:
+    """Refuse numbers of layers of the first and the last pipeline stage that cannot be built.
+
+    Args:
+        values: `cfg.model`.
+
+    Raises:
+        ConfigError: with the values and the remedy.
+    """
+    sizes = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+    names = (*UNEVEN, *sizes, "num_layers")
+    v = Values({"model": {name: values.get(name) for name in names}})
+    if not _is_uneven(v):
+        return
+    vpp = v.whole("model.virtual_pipeline_model_parallel_size", 1) or 1
+    for stage, layers in enumerate(uneven_stages(v)):
+        if layers % vpp:
+            raise ConfigError(
+                f"pipeline stage {stage} has {layers} layers, which "
+                f"model.virtual_pipeline_model_parallel_size={vpp} does not divide; change "
+                f"{' or '.join(f'model.{key}' for key in UNEVEN)}."
+            )
+
+
+def uneven_stages(v: Values) -> list[int]:
+    """Layers of each pipeline stage, where those of the first or the last one are given.
+
+    Raises:
+        ConfigError: the others cannot share what is left.
+    """
+    layers, pp = v.size("model.num_layers"), v.size("model.pipeline_model_parallel_size")
+    first, last = (v.whole(f"model.{key}", 1) for key in UNEVEN)
+    given = {f"model.{key}": n for key, n in zip(UNEVEN, (first, last), strict=True) if n}
+    left, stages = layers - sum(given.values()), pp - len(given)
+    if left < stages or (stages == 0 and left) or (stages and left % stages):
+        raise ConfigError(
+            f"{' and '.join(f'{key}={n}' for key, n in given.items())} leave {left} of "
+            f"model.num_layers={layers} for the other {stages} of "
+            f"model.pipeline_model_parallel_size={pp} stages, which cannot share them evenly; "
+            "change them, or set them to null."
+        )
+    middle = [left // stages] * stages if stages else []
+    return [*([first] if first else []), *middle, *([last] if last else [])]
 
 
 def _check_experts(v: Values, fixed: bool) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from omegaconf import DictConfig
 
 from nemo_aligner.config.defaults import complete_config, model_fallback
-from nemo_aligner.config.inert_keys import ONLY
+from nemo_aligner.config.model_keys import refuse_model_values
 from nemo_aligner.config.parallel_rules import (
     check_accelerator,
     check_architecture,
@@ -70,10 +70,7 @@ def check_values(
     check_flags(values, config_name)
     ranks = _check_devices(values, visible_devices, env)
     trains_from_scratch = _check_start(values, config_name)
-    for key, (accepted, remedy) in ONLY.items():
-        value = values.get(key)
-        if value is not None and value not in accepted:
-            raise ConfigError(f"{key}={value!r} is not supported here: {remedy}.")
+    refuse_model_values(values)
 
     complete = complete or trains_from_scratch
     dp = parallel_factor(values, ranks, complete)

@@ -58,10 +58,11 @@ _ARCHITECTURE = dotted(
     """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
     normalization layernorm_epsilon layernorm_zero_centered_gamma activation
     position_embedding_type rotary_base rotary_percentage rotary_interleaved
-    seq_len_interpolation_factor bias add_qkv_bias share_embeddings_and_output_weights
-    make_vocab_size_divisible_by init_method_std hidden_dropout attention_dropout qkv_bias
-    apply_query_key_layer_scaling attention_softmax_in_fp32 num_moe_experts moe_router_topk
-    moe_ffn_hidden_size moe_router_pre_softmax moe_router_load_balancing_type""",
+    seq_len_interpolation_factor scale_positional_embedding scale_factor window_size
+    apply_embedding_scaling openai_gelu bias_activation_fusion bias add_qkv_bias qkv_bias
+    share_embeddings_and_output_weights make_vocab_size_divisible_by override_vocab_size
+    init_method_std use_scaled_init_method hidden_dropout attention_dropout num_moe_experts
+    moe_router_topk moe_ffn_hidden_size moe_router_pre_softmax moe_router_load_balancing_type""",
 ) | dotted(
     "model.tokenizer",
     """library type model vocab_file merge_file use_fast delimiter sentencepiece_legacy
@@ -70,6 +71,7 @@ _ARCHITECTURE = dotted(
 _PARALLEL = dotted(
     "model",
     """tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
     context_parallel_size expert_model_parallel_size sequence_parallel
     activations_checkpoint_granularity activations_checkpoint_method
     activations_checkpoint_num_layers""",
@@ -80,7 +82,7 @@ _MODEL = dotted(
     max_position_embeddings seed precision overwrite_base_config target nemo_version
     use_cpu_initialization persist_layer_norm masked_softmax_fusion bias_dropout_add_fusion
     apply_rope_fusion gradient_accumulation_fusion moe_aux_loss_coeff moe_z_loss_coeff
-    moe_token_dispatcher_type""",
+    moe_token_dispatcher_type mcore_customization_config""",
 )
 _OPTIM = dotted(
     "model.optim",
@@ -224,6 +226,7 @@ FREE = (
     "model.data.data_prefix",
     "model.overwrite_base_config",
     "model.tokenizer.special_tokens",
+    "model.mcore_customization_config",
     "exp_manager.summary_writer_kwargs",
     "exp_manager.wandb_logger_kwargs",
     "exp_manager.mlflow_logger_kwargs",
@@ -271,9 +274,10 @@ FLAGS = (
     )
     | dotted(
         "model",
-        """layernorm_zero_centered_gamma rotary_interleaved bias add_qkv_bias qkv_bias
-        share_embeddings_and_output_weights apply_query_key_layer_scaling attention_softmax_in_fp32
-        moe_router_pre_softmax tokenizer.use_fast tokenizer.sentencepiece_legacy
+        """layernorm_zero_centered_gamma rotary_interleaved scale_positional_embedding
+        apply_embedding_scaling openai_gelu bias_activation_fusion use_scaled_init_method bias
+        add_qkv_bias qkv_bias share_embeddings_and_output_weights moe_router_pre_softmax
+        tokenizer.use_fast tokenizer.sentencepiece_legacy
         tokenizer.trust_remote_code sequence_parallel megatron_amp_O2 use_cpu_initialization
         persist_layer_norm masked_softmax_fusion bias_dropout_add_fusion apply_rope_fusion
         gradient_accumulation_fusion optim.overlap_grad_sync output_sequence use_avg_pool

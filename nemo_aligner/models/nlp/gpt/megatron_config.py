@@ -1,13 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From NeMo's configuration keys to Megatron Core: `TransformerConfig` and the layer
-specification.
-
-On a GPU with Transformer Engine installed, the layers are Transformer Engine's. Elsewhere they are
-Megatron Core's local ones with two parts of our own: `SDPAttention` (PyTorch's fused attention)
-and norms that support sequence parallelism.
+"""From NeMo's configuration keys to Megatron Core's `TransformerConfig`. The layers are in
+`megatron_layers.py`.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -16,30 +13,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
-from omegaconf import DictConfig
+from megatron.core.utils import init_method_normal
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from nemo_aligner.config.model_keys import has_no_effect, known_model_keys
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router, expert_settings
-from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
+from nemo_aligner.models.nlp.gpt.megatron_experts import expert_settings
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """GELU with tanh in place of the error function: GPT-2's form, and that of Megatron Core's
+    fused kernels.
+    """
+    return F.gelu(x, approximate="tanh")
+
 
 # activation name -> (function, gated)
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "gelu": (F.gelu, False),
+    "gelu_new": (tanh_gelu, False),
+    "gelu_pytorch_tanh": (tanh_gelu, False),
     "fast-gelu": (F.gelu, False),
     "geglu": (F.gelu, True),
     "fast-geglu": (F.gelu, True),
@@ -93,6 +88,28 @@ def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: i
     return math.ceil(vocab_size / multiple) * multiple
 
 
+def count_vocab_rows(cfg: DictConfig, vocab_size: int) -> int:
+    """Rows of the embedding table: `model.override_vocab_size`, else the tokenizer's `vocab_size`,
+    padded.
+
+    Args:
+        cfg: complete `model` section.
+        vocab_size: ids of the tokenizer.
+
+    Raises:
+        ConfigError: the given number is too small or not divisible by the tensor-parallel size.
+    """
+    tp, rows = cfg.tensor_model_parallel_size, cfg.override_vocab_size
+    if not rows:
+        return pad_vocab_size(vocab_size, cfg.make_vocab_size_divisible_by, tp)
+    if rows < vocab_size or rows % tp:
+        raise ConfigError(
+            f"model.override_vocab_size={rows} must be at least the {vocab_size} ids of the "
+            f"tokenizer and a multiple of model.tensor_model_parallel_size={tp}."
+        )
+    return int(rows)
+
+
 def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
     """Megatron Core's configuration.
 
@@ -118,10 +135,12 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
         add_qkv_bias=cfg.add_qkv_bias,
         hidden_dropout=cfg.hidden_dropout,
         attention_dropout=cfg.attention_dropout,
-        apply_query_key_layer_scaling=cfg.apply_query_key_layer_scaling,
-        attention_softmax_in_fp32=cfg.attention_softmax_in_fp32,
+        window_size=_window(cfg),
         rotary_interleaved=cfg.rotary_interleaved,
         init_method_std=cfg.init_method_std,
+        output_layer_init_method=None
+        if cfg.use_scaled_init_method
+        else init_method_normal(cfg.init_method_std),
         use_cpu_initialization=not torch.cuda.is_available()
         if cfg.use_cpu_initialization is None
         else cfg.use_cpu_initialization,
@@ -138,13 +157,40 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
 
 
 def _activation_settings(cfg: DictConfig) -> dict[str, Any]:
+    """The activation, and whether Megatron Core's kernel fuses it with the bias.
+
+    Those kernels compute the tanh form of GELU, so NeMo's key `bias_activation_fusion` chooses the
+    form, here on every machine alike. A fused SwiGLU is the same function.
+    """
     name = str(cfg.activation).lower()
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"model.activation={name!r} is not supported; use one of {sorted(ACTIVATIONS)}."
         )
     function, gated = ACTIVATIONS[name]
-    return {"activation_func": function, "gated_linear_unit": gated}
+    if cfg.openai_gelu and function not in (F.gelu, tanh_gelu):
+        raise ConfigError(
+            f"model.openai_gelu=True would replace model.activation={name}; set it to False, or "
+            "the activation to gelu or geglu."
+        )
+    fused = use_transformer_engine() and cfg.bias and function is F.silu and gated
+    if function is F.gelu and cfg.bias_activation_fusion and not cfg.openai_gelu:
+        if not gated and not cfg.bias:
+            raise ConfigError(
+                f"model.bias_activation_fusion=True with model.activation={name} needs "
+                "model.bias=True: there is no bias to fuse; set it to False."
+            )
+        function = tanh_gelu
+        # Megatron Core has no such kernel for experts, and knows the others by `F.gelu`.
+        if use_transformer_engine() and not cfg.num_moe_experts:
+            fused, function = True, F.gelu
+    elif cfg.openai_gelu:
+        function = tanh_gelu
+    return {
+        "activation_func": function,
+        "gated_linear_unit": gated,
+        "bias_activation_fusion": bool(fused),
+    }
 
 
 def _normalization_settings(cfg: DictConfig) -> dict[str, Any]:
@@ -154,26 +200,51 @@ def _normalization_settings(cfg: DictConfig) -> dict[str, Any]:
             f"model.normalization={cfg.normalization!r} is not supported; use one of "
             f"{sorted(NORMALIZATIONS)}."
         )
-    zero_centered = name == "layernorm1p"
-    if zero_centered and not use_transformer_engine():
-        raise ConfigError(
-            "model.normalization=layernorm1p needs Transformer Engine on a GPU; use layernorm or "
-            "rmsnorm."
-        )
     return {
         "normalization": NORMALIZATIONS[name],
-        "layernorm_zero_centered_gamma": zero_centered,
+        "layernorm_zero_centered_gamma": name == "layernorm1p"
+        or bool(cfg.layernorm_zero_centered_gamma),
         "layernorm_epsilon": cfg.layernorm_epsilon,
     }
+
+
+def _window(cfg: DictConfig) -> tuple[int, int] | None:
+    """`(positions before its own that a position attends to, 0)`; None: all of them."""
+    if cfg.window_size is None:
+        return None
+    given = list(cfg.window_size) if OmegaConf.is_list(cfg.window_size) else cfg.window_size
+    if given == [-1, -1]:  # Transformer Engine's form of "no window"
+        return None
+    whole = isinstance(given, list) and [type(size) for size in given] == [int, int]
+    if not whole or given[0] < 0 or given[1] != 0:
+        raise ConfigError(
+            f"model.window_size={given!r} is not supported; give [n, 0]: each position attends to "
+            "the n before it and to itself. null: to all before it."
+        )
+    before, after = given
+    if use_transformer_engine() and cfg.context_parallel_size > 1:
+        if cfg.encoder_seq_length <= before + 1:
+            return None  # every position is in every later one's window
+        raise ConfigError(
+            f"model.window_size={given} with "
+            f"model.context_parallel_size={cfg.context_parallel_size} is not supported by "
+            "Transformer Engine; set the size to 1."
+        )
+    return before, after
 
 
 def _parallel_settings(cfg: DictConfig) -> dict[str, Any]:
     tp, virtual = cfg.tensor_model_parallel_size, cfg.virtual_pipeline_model_parallel_size
     if virtual == 1:  # Megatron Core would demand two pipeline stages for it
         virtual = None
+    uneven = {}
+    if cfg.pipeline_model_parallel_size > 1:
+        for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            uneven[key] = cfg[key]
     return {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
+        **uneven,
         "virtual_pipeline_model_parallel_size": virtual,
         "context_parallel_size": cfg.context_parallel_size,
         "sequence_parallel": bool(cfg.sequence_parallel) and tp > 1,
@@ -184,13 +255,8 @@ def _parallel_settings(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _fusion_settings(cfg: DictConfig) -> dict[str, bool]:
-    """Fused kernels; all need Transformer Engine."""
+    """Fused kernels that compute the same; all need Transformer Engine."""
     accelerated = use_transformer_engine()
-    fused_activation = cfg.bias and str(cfg.activation).lower() in (
-        "gelu",
-        "swiglu",
-        "fast-swiglu",
-    )
     has_weight_gradient_kernel = (
         importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     )
@@ -201,136 +267,34 @@ def _fusion_settings(cfg: DictConfig) -> dict[str, bool]:
         "persist_layer_norm": accelerated and bool(cfg.persist_layer_norm),
         "masked_softmax_fusion": accelerated and bool(cfg.masked_softmax_fusion),
         "bias_dropout_fusion": accelerated and bool(cfg.bias_dropout_add_fusion),
-        "bias_activation_fusion": accelerated and bool(fused_activation),
         "apply_rope_fusion": accelerated and bool(cfg.apply_rope_fusion),
     }
 
 
-class SDPAttention(MegatronModule):
-    """Core attention with `torch.nn.functional.scaled_dot_product_attention`.
+def check_megatron_fields(cfg: DictConfig, config: TransformerConfig) -> None:
+    """Refuse settings of Megatron Core that `cfg` gives by their own names and that were not
+    passed on: NeMo set them on the `TransformerConfig`, one by one and as
+    `mcore_customization_config`.
 
-    Queries `[sq, b, np, hn]`, keys and values `[sk, b, ng, hn]` (np, ng: heads and query groups on
-    this rank), output `[sq, b, np*hn]`. Without a mask, the queries are the last `sq` of the `sk`
-    positions and attend to themselves and all before: training and prefill have sq == sk, a
-    decoding step with a KV cache has sq < sk. `attention_mask` is True where a position must *not*
-    be attended to, as everywhere in Megatron Core.
-
-    Under context parallelism queries, keys and values are this rank's share of the positions
-    (`nemo_aligner.parallel.context_parallel`). Keys and values are gathered, so each rank holds
-    those of the whole sequence for one layer at a time.
+    Args:
+        cfg: complete `model` section.
+        config: that was built from it.
 
     Raises:
-        ConfigError: `apply_query_key_layer_scaling` is set.
+        ConfigError: a setting has another value in `config`.
     """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ):
-        super().__init__(config=config)
-        self.attention_dropout = (
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
-        self.softmax_scale = softmax_scale
-        if config.apply_query_key_layer_scaling:
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)} - known_model_keys()
+    given = {f"model.{name}": (name, cfg[name]) for name in cfg if name in fields}
+    for name, value in (cfg.get("mcore_customization_config") or {}).items():
+        if not has_no_effect(name):
+            given[f"model.mcore_customization_config.{name}"] = (name, value)
+    for key, (name, value) in given.items():
+        built = getattr(config, name, None)
+        if isinstance(built, tuple):
+            built = list(built)
+        if value is not None and value != built and (value or built):
             raise ConfigError(
-                "model.apply_query_key_layer_scaling=True is only for fp16 training; set it to "
-                "False."
+                f"{key}={value!r} is a setting of Megatron Core that is not supported here (the "
+                f"model has {built!r}); a model that needs it cannot be computed, else set it to "
+                "null."
             )
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
-        mask = None if attention_mask is None else ~attention_mask
-        if self.config.context_parallel_size > 1:
-            if mask is not None:
-                raise ValueError("context parallelism supports no mask other than the causal one")
-            # One exchange for both. Each rank's queries contribute to their gradients, which are
-            # summed.
-            key, value = gather_shares(torch.stack([key, value]), 1, sum_gradients=True)
-            width = key.size(0)
-            mask = share_positions(width, key.device).unsqueeze(1) >= torch.arange(
-                width, device=key.device
-            )
-        # [b, heads, s, hn]
-        queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        sq, sk = queries.size(2), keys.size(2)
-        if mask is None and 1 < sq < sk:
-            mask = torch.ones(sq, sk, dtype=torch.bool, device=query.device).tril(diagonal=sk - sq)
-
-        def attend(dropout_p: float) -> Tensor:
-            return F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                attn_mask=mask,
-                dropout_p=dropout_p,
-                is_causal=mask is None and sq == sk and sq > 1,
-                scale=self.softmax_scale,
-                enable_gqa=queries.size(1) != keys.size(1),
-            )
-
-        if self.training and self.attention_dropout > 0:
-            # Heads are split over TP ranks (and queries over CP ranks), so each draws its own
-            # dropout mask.
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                context = attend(self.attention_dropout)
-        else:
-            context = attend(0.0)
-        return context.permute(2, 0, 1, 3).reshape(sq, queries.size(0), -1)
-
-
-class LocalNorm:
-    """`torch.nn.LayerNorm` or `RMSNorm` whose parameters have the attribute `sequence_parallel`
-    that Megatron Core reads.
-
-    Megatron Core's own wrapper refuses sequence parallelism because it does not set it. This is a
-    class because Megatron's specifications treat a function as something already built.
-    """
-
-    def __new__(  # type: ignore[misc]  # gives PyTorch's own class
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_kwargs: Any
-    ) -> torch.nn.Module:
-        norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = norm_class(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
-        return norm
-
-
-def build_layer_spec(
-    config: TransformerConfig, vp_stage: int | None = None
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Layers of a GPT for this pipeline stage: Transformer Engine's where it is available, else
-    the local ones.
-    """
-    if use_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, normalization=config.normalization
-    )
-    submodules = layer.submodules
-    submodules.input_layernorm = LocalNorm
-    submodules.pre_mlp_layernorm = LocalNorm
-    submodules.self_attention.submodules.core_attention = SDPAttention
-    submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
-    if config.num_moe_experts:
-        submodules.mlp.submodules.router = Router
-        submodules.mlp.submodules.experts.module = Experts
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=LocalNorm
-    )

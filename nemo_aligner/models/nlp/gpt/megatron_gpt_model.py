@@ -22,21 +22,26 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 from nemo.core import ModelPT
 from nemo.core.classes.common import ALLOWED_TARGET_PREFIXES
+from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.config.defaults import complete_model
+from nemo_aligner.config.model_keys import check_model_keys
+from nemo_aligner.config.parallel_rules import check_pipeline_stages
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_config import (
-    build_layer_spec,
     build_transformer_config,
-    pad_vocab_size,
+    check_megatron_fields,
+    count_vocab_rows,
     torch_dtype,
 )
+from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.optim import (
     build_optimizer,
     build_scheduler,
@@ -86,7 +91,11 @@ class MegatronGPTModel(ModelPT):
                 "first, or build the model with load_from_nemo, which does."
             )
         cfg = complete_model(cfg, self.CONFIG_NAME)
+        notes = check_model_keys(cfg)
+        check_pipeline_stages(cfg)
         self.check_config(cfg)
+        if notes and is_rank_zero():
+            logging.warning("Without effect on the model:\n  " + "\n  ".join(notes))
         parallel_state.initialize(
             tensor_model_parallel_size=cfg.tensor_model_parallel_size,
             pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
@@ -98,11 +107,8 @@ class MegatronGPTModel(ModelPT):
         super().__init__(cfg, trainer=trainer)
         self.tokenizer = build_tokenizer(self.cfg.tokenizer)
         self.transformer_config = build_transformer_config(self.cfg)
-        self.padded_vocab_size = pad_vocab_size(
-            self.tokenizer.vocab_size,
-            self.cfg.make_vocab_size_divisible_by,
-            self.transformer_config.tensor_model_parallel_size,
-        )
+        check_megatron_fields(self.cfg, self.transformer_config)
+        self.padded_vocab_size = count_vocab_rows(self.cfg, self.tokenizer.vocab_size)
         # Initial weights must not depend on earlier draws, and must differ between stages.
         torch.manual_seed(self.cfg.seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
         self.model: list[Any] = [self._build_chunk(stage) for stage in range(self._num_chunks())]
@@ -132,6 +138,8 @@ class MegatronGPTModel(ModelPT):
         first = parallel_state.is_pipeline_first_stage() and vp_stage == 0
         last = parallel_state.is_pipeline_last_stage() and vp_stage == self._num_chunks() - 1
         module = self.module_provider(first, last, vp_stage if virtual else None)
+        if self.cfg.apply_embedding_scaling and first:
+            scale_embeddings(module)
         module.to(get_device())
         if self.transformer_config.bf16:
             module = Float16Module(self.transformer_config, module)
@@ -145,6 +153,11 @@ class MegatronGPTModel(ModelPT):
                 f"model.position_embedding_type={cfg.position_embedding_type!r} is not "
                 "supported; use rope, learned_absolute or none."
             )
+        if cfg.scale_positional_embedding and cfg.position_embedding_type != "rope":
+            raise ConfigError(
+                "model.scale_positional_embedding=True scales rotary embeddings, but "
+                f"model.position_embedding_type={cfg.position_embedding_type}; set it to False."
+            )
         return dict(
             config=self.transformer_config,
             vocab_size=self.padded_vocab_size,
@@ -155,6 +168,8 @@ class MegatronGPTModel(ModelPT):
             rotary_percent=cfg.rotary_percentage,
             rotary_base=cfg.rotary_base,
             seq_len_interpolation_factor=cfg.seq_len_interpolation_factor,
+            rope_scaling=cfg.scale_positional_embedding,
+            rope_scaling_factor=cfg.scale_factor,
         )
 
     def module_provider(

@@ -1,0 +1,220 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of a GPT, as a specification for Megatron Core.
+
+On a GPU with Transformer Engine installed, the layers are Transformer Engine's. Elsewhere they are
+Megatron Core's local ones with two parts of our own: `SDPAttention` (PyTorch's fused attention)
+and norms that support sequence parallelism.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from nemo_aligner.models.nlp.gpt.megatron_config import use_transformer_engine
+from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router
+from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
+
+
+class SDPAttention(MegatronModule):
+    """Core attention with `torch.nn.functional.scaled_dot_product_attention`.
+
+    Queries `[sq, b, np, hn]`, keys and values `[sk, b, ng, hn]` (np, ng: heads and query groups on
+    this rank), output `[sq, b, np*hn]`. Without a mask, the queries are the last `sq` of the `sk`
+    positions and attend to themselves and all before: training and prefill have sq == sk, a
+    decoding step with a KV cache has sq < sk. `attention_mask` is True where a position must *not*
+    be attended to, as everywhere in Megatron Core.
+
+    Under context parallelism queries, keys and values are this rank's share of the positions
+    (`nemo_aligner.parallel.context_parallel`). Keys and values are gathered, so each rank holds
+    those of the whole sequence for one layer at a time.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        super().__init__(config=config)
+        self.attention_dropout = (
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
+        self.softmax_scale = softmax_scale
+
+    def _visible(self, positions: Tensor, width: int) -> Tensor:
+        """bool `[len(positions), width]`: which of `width` positions each of `positions` attends
+        to.
+        """
+        distance = positions.unsqueeze(1) - torch.arange(width, device=positions.device)
+        visible = distance >= 0
+        if self.config.window_size is not None:
+            visible &= distance <= self.config.window_size[0]
+        return visible
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        mask = None if attention_mask is None else ~attention_mask
+        positions = None  # of the queries, where a mask must be made for them
+        if self.config.context_parallel_size > 1:
+            if mask is not None:
+                raise ValueError("context parallelism supports no mask other than the causal one")
+            # One exchange for both. Each rank's queries contribute to their gradients, which are
+            # summed.
+            key, value = gather_shares(torch.stack([key, value]), 1, sum_gradients=True)
+            positions = share_positions(key.size(0), key.device)
+        # [b, heads, s, hn]
+        queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        sq, sk = queries.size(2), keys.size(2)
+        window = self.config.window_size
+        narrow = window is not None and sk > window[0] + 1
+        if positions is None and (narrow or (mask is None and 1 < sq < sk)):
+            positions = torch.arange(sk - sq, sk, device=query.device)
+        if positions is not None:
+            visible = self._visible(positions, sk)
+            mask = visible if mask is None else mask & visible
+
+        def attend(dropout_p: float) -> Tensor:
+            return F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=mask,
+                dropout_p=dropout_p,
+                is_causal=mask is None and sq == sk and sq > 1,
+                scale=self.softmax_scale,
+                enable_gqa=queries.size(1) != keys.size(1),
+            )
+
+        if self.training and self.attention_dropout > 0:
+            # Heads are split over TP ranks (and queries over CP ranks), so each draws its own
+            # dropout mask.
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                context = attend(self.attention_dropout)
+        else:
+            context = attend(0.0)
+        return context.permute(2, 0, 1, 3).reshape(sq, queries.size(0), -1)
+
+
+class _ZeroCentered:
+    """A norm whose weight is stored as its distance from 1, as `layernorm_zero_centered_gamma`
+    says. It computes in float32 like Transformer Engine: in bf16, 1 + weight would lose the
+    weight's last bits.
+    """
+
+    weight: torch.nn.Parameter
+
+    def reset_parameters(self) -> None:
+        """Start at a scale of 1."""
+        super().reset_parameters()  # type: ignore[misc]  # of the norm beside this class
+        torch.nn.init.zeros_(self.weight)
+
+
+class ZeroCenteredLayerNorm(_ZeroCentered, torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` with a scale of 1 + weight (NeMo's `layernorm1p`)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalized `input` `[..., h]`, in its dtype."""
+        scale, bias = 1 + self.weight.float(), self.bias.float()
+        output = F.layer_norm(input.float(), self.normalized_shape, scale, bias, self.eps)
+        return output.to(input.dtype)
+
+
+class ZeroCenteredRMSNorm(_ZeroCentered, torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` with a scale of 1 + weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalized `x` `[..., h]`, in its dtype."""
+        scale = 1 + self.weight.float()
+        output = F.rms_norm(x.float(), self.normalized_shape, scale, self.eps)
+        return output.to(x.dtype)
+
+
+class LocalNorm:
+    """`torch.nn.LayerNorm` or `RMSNorm`, or their zero-centered forms, whose parameters have the
+    attribute `sequence_parallel` that Megatron Core reads.
+
+    Megatron Core's own wrapper refuses sequence parallelism because it does not set it. This is a
+    class because Megatron's specifications treat a function as something already built.
+    """
+
+    def __new__(  # type: ignore[misc]  # gives PyTorch's own class
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_kwargs: Any
+    ) -> torch.nn.Module:
+        norm_class: type[torch.nn.Module]
+        if config.layernorm_zero_centered_gamma:
+            kinds = {"LayerNorm": ZeroCenteredLayerNorm, "RMSNorm": ZeroCenteredRMSNorm}
+        else:
+            kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        norm_class = kinds[config.normalization]
+        norm = norm_class(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        return norm
+
+
+def scale_embeddings(model: Any) -> None:
+    """Make the embedding layer of a `GPTModel` multiply its output by the square root of the
+    hidden size (`apply_embedding_scaling`, as in Gemma). A shared output layer is not affected.
+    """
+    factor = math.sqrt(model.config.hidden_size)
+
+    def scale(_embedding: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        # The factor is rounded to the dtype of the embeddings, as in Gemma and NeMo.
+        return output * torch.tensor(factor, dtype=output.dtype)
+
+    model.embedding.register_forward_hook(scale)
+
+
+def build_layer_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Layers of a GPT for this pipeline stage: Transformer Engine's where it is available, else
+    the local ones.
+    """
+    if use_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, normalization=config.normalization
+    )
+    submodules = layer.submodules
+    submodules.input_layernorm = LocalNorm
+    submodules.pre_mlp_layernorm = LocalNorm
+    submodules.self_attention.submodules.core_attention = SDPAttention
+    submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
+    if config.num_moe_experts:
+        submodules.mlp.submodules.router = Router
+        submodules.mlp.submodules.experts.module = Experts
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=LocalNorm
+    )

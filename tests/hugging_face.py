@@ -1,0 +1,266 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random models of Hugging Face, as an oracle: the keys with which NeMo's converters describe
+each of them, and their weights by Megatron Core's names.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+VOCAB, HIDDEN, FFN, LAYERS, HEADS, GROUPS, POSITIONS = 384, 32, 48, 2, 4, 2, 1300
+HEAD = 8
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=FFN,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    num_key_value_heads=GROUPS,
+    max_position_embeddings=POSITIONS,
+    initializer_range=0.15,
+    tie_word_embeddings=False,
+)
+LLAMA_3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
+# Keys that all of NeMo's converters set, and those of its Llama configuration.
+NEMO = dict(
+    num_layers=LAYERS,
+    hidden_size=HIDDEN,
+    ffn_hidden_size=FFN,
+    num_attention_heads=HEADS,
+    num_query_groups=GROUPS,
+    encoder_seq_length=POSITIONS,
+    max_position_embeddings=POSITIONS,
+    layernorm_epsilon=1e-6,
+)
+NEMO_LLAMA = NEMO | dict(
+    normalization="rmsnorm",
+    activation="fast-swiglu",
+    bias=False,
+    position_embedding_type="rope",
+    rotary_base=10000.0,
+    rotary_percentage=1.0,
+    share_embeddings_and_output_weights=False,
+    apply_query_key_layer_scaling=True,
+    bias_activation_fusion=False,
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One kind of model: how Hugging Face builds it, and NeMo's keys for it."""
+
+    build: Callable[[], torch.nn.Module]
+    keys: dict
+
+
+def _causal_lm(kind: str, **settings) -> Callable[[], torch.nn.Module]:
+    def build() -> torch.nn.Module:
+        config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
+        config._attn_implementation = "eager"
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+    return build
+
+
+def _gpt2() -> torch.nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCAB,
+            n_positions=POSITIONS,
+            n_embd=HIDDEN,
+            n_layer=LAYERS,
+            n_head=HEADS,
+            n_inner=FFN,
+            initializer_range=0.15,
+            layer_norm_epsilon=1e-6,
+            attn_implementation="eager",
+        )
+    )
+
+
+_GELU_WITH_BIAS = dict(
+    normalization="layernorm", activation="gelu", bias=True, bias_activation_fusion=True
+)
+MODELS = {
+    "Llama 2": Model(_causal_lm("Llama", rms_norm_eps=1e-6), NEMO_LLAMA),
+    "Llama 2, positions interpolated": Model(
+        _causal_lm(
+            "Llama",
+            rms_norm_eps=1e-6,
+            rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
+        ),
+        NEMO_LLAMA | dict(seq_len_interpolation_factor=4.0),
+    ),
+    "Llama 3.1": Model(
+        _causal_lm("Llama", rms_norm_eps=1e-6, rope_parameters=LLAMA_3),
+        NEMO_LLAMA | dict(rotary_base=500000.0, scale_positional_embedding=True),
+    ),
+    "Llama 3.2": Model(
+        _causal_lm(
+            "Llama",
+            rms_norm_eps=1e-6,
+            rope_parameters=LLAMA_3 | dict(factor=32.0),
+            tie_word_embeddings=True,
+        ),
+        NEMO_LLAMA
+        | dict(
+            rotary_base=500000.0,
+            scale_positional_embedding=True,
+            scale_factor=32,
+            share_embeddings_and_output_weights=True,
+        ),
+    ),
+    # Hugging Face counts a position's own in its window, Megatron Core and NeMo do not.
+    "Mistral": Model(
+        _causal_lm("Mistral", rms_norm_eps=1e-6, sliding_window=100),
+        NEMO_LLAMA | dict(window_size=[99, 0]),
+    ),
+    "Qwen 2": Model(_causal_lm("Qwen2", rms_norm_eps=1e-6), NEMO_LLAMA | dict(qkv_bias=True)),
+    "Gemma": Model(
+        _causal_lm("Gemma", rms_norm_eps=1e-6, head_dim=16, tie_word_embeddings=True),
+        NEMO_LLAMA
+        | dict(
+            kv_channels=16,
+            activation="geglu",
+            openai_gelu=True,
+            apply_embedding_scaling=True,
+            layernorm_zero_centered_gamma=True,
+            share_embeddings_and_output_weights=True,
+        ),
+    ),
+    "GPT-2": Model(
+        _gpt2,
+        NEMO
+        | _GELU_WITH_BIAS
+        | dict(
+            num_query_groups=None,
+            position_embedding_type="learned_absolute",
+            share_embeddings_and_output_weights=True,
+        ),
+    ),
+    "StarCoder 2": Model(
+        _causal_lm("Starcoder2", norm_epsilon=1e-6, sliding_window=None, use_bias=True),
+        NEMO_LLAMA | _GELU_WITH_BIAS,
+    ),
+    "Nemotron": Model(
+        _causal_lm(
+            "Nemotron",
+            norm_eps=1e-6,
+            initializer_range=0.08,  # its logits would be of other sizes than those of the others
+            hidden_act="relu2",
+            head_dim=HEAD,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5
+            ),
+        ),
+        NEMO_LLAMA
+        | dict(normalization="layernorm1p", activation="squared-relu", rotary_percentage=0.5),
+    ),
+}
+
+
+def build(name: str) -> torch.nn.Module:
+    """The model `name` in evaluation mode. Its norms and biases are random too, so that a wrong
+    form of them shows.
+    """
+    torch.manual_seed(5)
+    model = MODELS[name].build().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def _linear(source: dict, name: str, transposed: bool = False) -> dict[str, torch.Tensor]:
+    """Weight and bias at `name`; `transposed`: GPT-2 stores its matrices so."""
+    found = {}
+    for kind in ("weight", "bias"):
+        if f"{name}.{kind}" in source:
+            value = source[f"{name}.{kind}"]
+            found[kind] = value.T if transposed and kind == "weight" else value
+    return found
+
+
+def _join_qkv(parts: list[dict[str, torch.Tensor]], groups: int) -> dict[str, torch.Tensor]:
+    """Queries, keys and values as Megatron Core stores them: one query group after the other."""
+    return {
+        kind: torch.cat([part[kind].unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(
+            0, 1
+        )
+        for kind in parts[0]
+    }
+
+
+def _gpt2_layer(source: dict, i: int) -> dict[str, dict[str, torch.Tensor]]:
+    at = f"transformer.h.{i}."
+    qkv = _linear(source, at + "attn.c_attn", True)
+    parts = [{kind: value.chunk(3)[n] for kind, value in qkv.items()} for n in range(3)]
+    return {
+        "input_layernorm": _linear(source, at + "ln_1"),
+        "self_attention.linear_qkv": _join_qkv(parts, HEADS),
+        "self_attention.linear_proj": _linear(source, at + "attn.c_proj", True),
+        "pre_mlp_layernorm": _linear(source, at + "ln_2"),
+        "mlp.linear_fc1": _linear(source, at + "mlp.c_fc", True),
+        "mlp.linear_fc2": _linear(source, at + "mlp.c_proj", True),
+    }
+
+
+def _layer(source: dict, i: int) -> dict[str, dict[str, torch.Tensor]]:
+    at = f"model.layers.{i}."
+    gate = _linear(source, at + "mlp.gate_proj")
+    up = _linear(source, at + "mlp.up_proj") or _linear(source, at + "mlp.c_fc")
+    first = {kind: torch.cat([gate[kind], up[kind]]) for kind in gate} or up
+    return {
+        "input_layernorm": _linear(source, at + "input_layernorm"),
+        "self_attention.linear_qkv": _join_qkv(
+            [_linear(source, f"{at}self_attn.{x}_proj") for x in "qkv"], GROUPS
+        ),
+        "self_attention.linear_proj": _linear(source, at + "self_attn.o_proj"),
+        "pre_mlp_layernorm": _linear(source, at + "post_attention_layernorm"),
+        "mlp.linear_fc1": first,
+        "mlp.linear_fc2": _linear(source, at + "mlp.down_proj")
+        or _linear(source, at + "mlp.c_proj"),
+    }
+
+
+def megatron_weights(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of `hf` by the names of a `GPTModel`."""
+    source = hf.state_dict()
+    gpt2 = "transformer.wte.weight" in source
+    top = "transformer." if gpt2 else "model."
+    modules = {
+        "embedding.word_embeddings": _linear(source, top + ("wte" if gpt2 else "embed_tokens")),
+        "decoder.final_layernorm": _linear(source, top + ("ln_f" if gpt2 else "norm")),
+    }
+    if gpt2:
+        modules["embedding.position_embeddings"] = _linear(source, "transformer.wpe")
+    if not hf.config.tie_word_embeddings:
+        modules["output_layer"] = _linear(source, "lm_head")
+    for i in range(LAYERS):
+        layer = (_gpt2_layer if gpt2 else _layer)(source, i)
+        modules |= {f"decoder.layers.{i}.{name}": tensors for name, tensors in layer.items()}
+    return {
+        f"{name}.{kind}": tensor
+        for name, tensors in modules.items()
+        for kind, tensor in tensors.items()
+    }
+
+
+def load(model: torch.nn.Module, hf: torch.nn.Module) -> None:
+    """Copy the weights of `hf` into `model`, a `GPTModel` on one rank; every weight must be
+    there.
+    """
+    missing, unexpected = model.load_state_dict(megatron_weights(hf), strict=False)
+    missing = [name for name in missing if "_extra_state" not in name]
+    assert not missing and not unexpected, (missing, unexpected)

@@ -1,0 +1,63 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A model built with the keys that NeMo's converters write computes what Hugging Face's does."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.config.schema import ARCHITECTURE_KEYS
+from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.training.megatron_steps import forward_collect
+from tests import hugging_face
+from tests.tiny_models import tiny_config
+
+TOKENS = torch.randint(0, 300, (2, 1200), generator=torch.Generator().manual_seed(1))
+
+
+def logits_of(model, tokens):
+    return forward_collect(
+        model.model, {"tokens": tokens}, micro_batch_size=2, output_fn=lambda output, _: output
+    )
+
+
+def build(tokenizer_dir, name, **keys):
+    """The model `name` with Hugging Face's weights, and Hugging Face's."""
+    hf = hugging_face.build(name)
+    cfg = tiny_config(tokenizer_dir, **(hugging_face.MODELS[name].keys | keys))
+    model = MegatronGPTModel(cfg)
+    assert model.padded_vocab_size == hugging_face.VOCAB
+    hugging_face.load(model.unwrapped()[0], hf)
+    model.set_eval()
+    return model, hf
+
+
+@pytest.mark.parametrize("name", hugging_face.MODELS)
+def test_logits_equal_hugging_face_at_long_positions(tiny_tokenizer_dir, name):
+    model, hf = build(tiny_tokenizer_dir, name)
+    for width in (150, 1200):
+        with torch.no_grad():
+            expected = hf(TOKENS[:, :width]).logits
+        logits = logits_of(model, TOKENS[:, :width])
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma", "Mistral"])
+def test_a_nemo_file_says_what_the_model_is(tiny_tokenizer_dir, tmp_path, name):
+    """Written and loaded over the configuration of a job, it computes the same."""
+    model, _ = build(tiny_tokenizer_dir, name)
+    path = str(tmp_path / "model.nemo")
+    model.save_to(path)
+    # null: as in the file
+    keys = dict.fromkeys(set(ARCHITECTURE_KEYS) & set(hugging_face.MODELS[name].keys))
+    job = OmegaConf.create(keys | {"micro_batch_size": 2, "precision": 32})
+    restored = load_from_nemo(
+        MegatronGPTModel,
+        load_and_override_model_config(path, job),
+        None,
+        modify_config_fn=lambda _file, cfg: cfg,
+        restore_path=path,
+    )
+    restored.set_eval()
+    assert torch.equal(logits_of(restored, TOKENS[:, :300]), logits_of(model, TOKENS[:, :300]))
