@@ -174,14 +174,14 @@ class RemoteGPTRMCriticClient:
     def infer_rm_critic(self, rollout_batch: Rollout) -> RMCriticFutureResult:
         """Send a micro-batch to be scored; returns at once.
 
-        An S above `pad_to_length`, as any error, is raised by the future's `result()`.
+        An error is raised by the future's `result()`.
 
         Args:
             rollout_batch: `response_tokens` [b, S], `response_lengths` [b], optionally
                 `prompt_lengths` [b].
         """
         make_payload = functools.partial(
-            scoring_payload, rollout_batch, self.pad_to_length, self.SETTING, self.fingerprint
+            scoring_payload, rollout_batch, self.pad_to_length, self.fingerprint
         )
 
         def send() -> PendingReply:

@@ -443,7 +443,8 @@ def test_sft_refusals(tmp_path, tiny_tokenizer):
             {"max_seq_length": 5, "truncation_field": None},
             "in all 1 examples the prompt alone fills max_seq_length=5",
         ),
-        ({"hf_dataset": True}, "hf_dataset=True"),
+        ({"add_sep": True}, "add_sep=True is not supported yet"),
+        ({"packed_sequence": True}, "packed_sequence=True is not supported yet"),
         ({"file_path": None}, "file_path .* is not set"),
         (
             {"label_key": "answer", "prompt_template": "{input}{answer}"},
