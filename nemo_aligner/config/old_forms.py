@@ -63,8 +63,10 @@ OLD_FORMS = (
         form=f"{RECOMPUTE}granularity=null with {RECOMPUTE}method or {RECOMPUTE}num_layers",
         happens="nothing is recomputed, here and in NeMo-Aligner; for less memory set "
         f"{RECOMPUTE}granularity=full",
-        is_used=lambda v: _recomputes_nothing(v)
-        and (_is_set(v, RECOMPUTE + "method") or _is_set(v, RECOMPUTE + "num_layers")),
+        is_used=lambda v: (
+            _recomputes_nothing(v)
+            and (_is_set(v, RECOMPUTE + "method") or _is_set(v, RECOMPUTE + "num_layers"))
+        ),
     ),
     OldForm(
         form="trainer.gradient_clip_val other than trainer.<algorithm>.gradient_clip_val",

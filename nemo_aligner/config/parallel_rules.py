@@ -251,7 +251,7 @@ def check_recomputation(v: Values, complete: bool) -> None:
                     f"{RECOMPUTE}granularity=full needs {RECOMPUTE}{key}, which is not set; give "
                     f"{give}."
                 )
-    if granularity == "selective" and complete and layers is not None:
+    if granularity == "selective" and layers is not None:
         raise ConfigError(
             f"{RECOMPUTE}num_layers={layers} is only for granularity=full, but it is selective, "
             "which recomputes the attention of every layer; set num_layers to null."

@@ -161,8 +161,8 @@ _RS = (
 _REWARD_SERVER = {"rm_model_file"} | dotted(
     "inference",
     """host port model_name max_queue_delay_microseconds inference_micro_batch_size
-    micro_batch_size strip_sequence_length_to_multiple reward_fn reward_fn_workers reward_fn_timeout_s
-    reward_fn_fallback""",
+    micro_batch_size strip_sequence_length_to_multiple reward_fn reward_fn_workers
+    reward_fn_timeout_s reward_fn_fallback""",
 )
 _CRITIC = dotted(
     "trainer.ppo",

@@ -21,7 +21,6 @@ from nemo_aligner.launch.endings import started_processes
 from nemo_aligner.parallel.device import get_backend
 from nemo_aligner.servers.ports import find_free_port
 
-
 # What Lightning gets of the section `trainer`: it starts processes, but its loops are not used.
 LIGHTNING_OPTIONS = (
     "num_nodes",

@@ -2,11 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of `launch/` that users' scripts call take a configuration with keys missing."""
 
+from types import SimpleNamespace
+
 import pytest
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch.experiment import build_checkpoint_callback, load_trainer_state
+from nemo_aligner.launch.experiment import (
+    build_checkpoint_callback,
+    build_logger,
+    load_trainer_state,
+    run_timer,
+    setup_experiment,
+)
 from nemo_aligner.launch.processes import resolve_and_create_trainer
 
 pytestmark = pytest.mark.slow
@@ -25,6 +33,39 @@ def test_checkpoints_from_a_section_with_keys_missing(tmp_path, given, kept):
     cfg = OmegaConf.create({"exp_manager": {"name": "mine"} | given})
     callback = build_checkpoint_callback(cfg, tmp_path, None, None, None)
     assert callback.enabled and callback.name == "mine" and callback.save_top_k == kept
+
+
+class NeverSaved:
+    def save_to(self, save_path):
+        raise AssertionError("written")
+
+
+@pytest.mark.parametrize("cfg", [{"exp_manager": None}, {}])
+def test_without_experiment_manager_nothing_is_written_or_found(cfg, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints/old").mkdir(parents=True)
+    (tmp_path / "checkpoints/old/COMPLETE").touch()
+    (tmp_path / "checkpoints/old/state.json").write_text('{"save_number": 1, "trainer": {}}')
+    before = sorted(tmp_path.rglob("*"))
+    cfg = OmegaConf.create(cfg)
+
+    assert setup_experiment(None, cfg) is None
+    logger = build_logger(SimpleNamespace(loggers=[]), None)
+    callback = build_checkpoint_callback(cfg, None, NeverSaved(), None, None)
+
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.finalize()
+    assert callback.custom_save({"loss": 1.0}, is_train_end=True) is None
+    assert callback.latest() is None and callback.saved_at("step") == {}
+    assert load_trainer_state(cfg, callback) is None
+    assert run_timer(cfg).is_finished() is False
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_lightning_gets_no_options_of_its_own_loops():
+    section = {"devices": 1, "gradient_clip_val": 0.5, "replace_sampler_ddp": False, "rs": {}}
+    trainer = resolve_and_create_trainer(OmegaConf.create({"trainer": section}), "rs")
+    assert trainer.gradient_clip_val is None
 
 
 class NoCheckpoints:
