@@ -3,7 +3,7 @@
 """What NeMo-Aligner's commands and YAML files say that means something else here, or nothing.
 
 `OLD_FORMS` are values and combinations of keys, each accepted with a warning. Keys without any
-effect are in `inert_keys.py`, names that moved in `RENAMED`, what is refused so far in `LATER`.
+effect are in `inert_keys.py`, what is refused so far in `LATER`.
 """
 
 from collections.abc import Callable
@@ -100,16 +100,14 @@ OLD_FORMS = (
         is_used=lambda v: v.get("model.answer_only_loss") is False,
         jobs=("gpt_sft",),
     ),
-)
-
-# Former names that act. (config name, former name, today's name, what happens)
-RENAMED = (
-    (
-        "inference_rm",
-        "inference.micro_batch_size",
-        "inference.inference_micro_batch_size",
-        "the name until NeMo-Aligner 0.3, and in its SteerLM tutorial; acts where the new name is "
-        "not given",
+    OldForm(
+        form="inference.micro_batch_size",
+        happens="the name of inference.inference_micro_batch_size until NeMo-Aligner 0.3; it "
+        "counts where the latter is not given",
+        is_used=lambda v: (
+            v.get("inference.micro_batch_size") != v.get("model.forward_micro_batch_size")
+        ),
+        jobs=("inference_rm",),
     ),
 )
 

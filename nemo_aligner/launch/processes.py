@@ -49,7 +49,7 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     accelerator, gpus = options.pop("accelerator"), cuda_devices()
     check_accelerator(accelerator, 1, gpus)
     options["precision"] = "bf16-true" if "bf16" in str(options["precision"]) else "32-true"
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun its numbers count
+    if "LOCAL_WORLD_SIZE" in os.environ:  # under torchrun and mpirun their numbers count
         options["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
         options["num_nodes"] = int(os.environ["WORLD_SIZE"]) // options["devices"]
     return Trainer(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from nemo_aligner.checkpoint.folders import why_unranked
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.experiment import (
     build_checkpoint_callback,
@@ -81,3 +82,15 @@ def test_resuming_from_a_section_with_one_key():
         load_trainer_state(OmegaConf.create(resume), NoCheckpoints())
     cfg = OmegaConf.create({"exp_manager": {"resume_if_exists": False}})
     assert load_trainer_state(cfg, NoCheckpoints()) is None
+
+
+@pytest.mark.parametrize(
+    ("monitor", "save_top_k", "warns"),
+    [("validation_loss", 3, True), ("val_loss", 3, False), ("validation_loss", 0, False)],
+)
+def test_a_monitor_that_no_checkpoint_has_is_warned_of(monitor, save_top_k, warns):
+    said = why_unranked({"val_loss": 0.5, "step": 3.0}, monitor, save_top_k)
+    if warns:
+        assert "monitor=validation_loss, so it ranks last. It has step, val_loss." in said
+    else:
+        assert said is None
