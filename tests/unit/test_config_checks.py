@@ -636,10 +636,6 @@ def test_old_yaml_may_refer_to_sizes_that_only_the_checkpoint_knows(tmp_path):
     )
 
 
-def test_old_command_lines_may_switch_exp_manager_off(tmp_path):
-    assert check("gpt_ppo_actor", tmp_path, "exp_manager=null") == []
-
-
 # ---- null architecture keys
 
 

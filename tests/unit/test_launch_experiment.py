@@ -41,14 +41,13 @@ class NeverSaved:
         raise AssertionError("written")
 
 
-@pytest.mark.parametrize("cfg", [{"exp_manager": None}, {}])
-def test_without_experiment_manager_nothing_is_written_or_found(cfg, tmp_path, monkeypatch):
+def test_without_experiment_manager_nothing_is_written_or_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints/old").mkdir(parents=True)
     (tmp_path / "checkpoints/old/COMPLETE").touch()
     (tmp_path / "checkpoints/old/state.json").write_text('{"save_number": 1, "trainer": {}}')
     before = sorted(tmp_path.rglob("*"))
-    cfg = OmegaConf.create(cfg)
+    cfg = OmegaConf.create({"exp_manager": None})
 
     assert setup_experiment(None, cfg) is None
     logger = build_logger(SimpleNamespace(loggers=[]), None)
