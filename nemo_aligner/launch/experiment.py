@@ -24,7 +24,6 @@ from nemo_aligner.launch.processes import init_distributed, resolve_and_create_t
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.loggers import CustomLoggerWrapper
-from nemo_aligner.training.optim import check_optimizer
 from nemo_aligner.training.timers import Timer
 
 # Keys of `exp_manager.checkpoint_callback_params` that `CheckpointCallback` takes.
@@ -59,11 +58,7 @@ def start_job(cfg: DictConfig, section: str) -> Job:
 
     Args:
         section: of `cfg.trainer`, with the job's own settings: "ppo", "rs", "rm" or "sft".
-
-    Raises:
-        ConfigError: an optimizer or a schedule that does not exist.
     """
-    check_optimizer(cfg.model.optim)  # before the model is built, which takes minutes
     trainer = resolve_and_create_trainer(cfg, section)
     log_config(cfg)
     log_dir = setup_experiment(trainer, cfg)

@@ -44,29 +44,6 @@ CONSTANT_SCHEDULES = ("constant", "WarmupHoldPolicy")
 SCHEDULES = ("CosineAnnealing", *CONSTANT_SCHEDULES)
 
 
-def check_optimizer(optim_cfg: DictConfig) -> None:
-    """Raise `ConfigError` for an optimizer or a schedule that does not exist, or a `min_lr` above
-    `lr`.
-
-    Args:
-        optim_cfg: complete section `model.optim`.
-    """
-    sched = optim_cfg.sched
-    for key, name, names in (
-        ("name", optim_cfg.name, OPTIMIZERS),
-        ("sched.name", sched.name, SCHEDULES),
-    ):
-        if name not in names:
-            raise ConfigError(
-                f"model.optim.{key}={name!r} is not supported; use one of {', '.join(names)}."
-            )
-    if sched.name not in CONSTANT_SCHEDULES and sched.min_lr > optim_cfg.lr:
-        raise ConfigError(
-            f"model.optim.sched.min_lr={sched.min_lr} is above model.optim.lr={optim_cfg.lr}; "
-            "lower min_lr."
-        )
-
-
 def wrap_with_ddp(
     model_chunks: Sequence[Any], optim_cfg: DictConfig
 ) -> list[DistributedDataParallel]:
@@ -170,7 +147,11 @@ def build_optimizer(
     Raises:
         ConfigError: unknown optimizer name.
     """
-    check_optimizer(optim_cfg)
+    if optim_cfg.name not in OPTIMIZERS:
+        raise ConfigError(
+            f"model.optim.name={optim_cfg.name!r} is not supported; use one of "
+            f"{', '.join(OPTIMIZERS)}."
+        )
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim_cfg.lr,
@@ -204,11 +185,19 @@ def build_scheduler(
     Raises:
         ConfigError: unknown schedule, or `min_lr` above `lr`.
     """
-    check_optimizer(optim_cfg)
     lr, sched = optim_cfg.lr, optim_cfg.sched
+    if sched.name not in SCHEDULES:
+        raise ConfigError(
+            f"model.optim.sched.name={sched.name!r} is not supported; use one of "
+            f"{', '.join(SCHEDULES)}."
+        )
     warmup = sched.warmup_steps
     constant = sched.name in CONSTANT_SCHEDULES
     min_lr = lr if constant else sched.min_lr
+    if min_lr > lr:
+        raise ConfigError(
+            f"model.optim.sched.min_lr={min_lr} is above model.optim.lr={lr}; lower min_lr."
+        )
     constant_steps = sched.constant_steps
     if not constant and constant_steps and warmup + constant_steps >= max_steps:
         # Otherwise the rate would fall from its peak to min_lr right after the warm-up.
