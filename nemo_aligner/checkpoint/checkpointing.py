@@ -36,6 +36,7 @@ from nemo_aligner.checkpoint.folders import (
     format_name,
     outdated,
     read_state,
+    why_unranked,
 )
 from nemo_aligner.checkpoint.optimizer_forms import (
     FULLY_RESHARDABLE,
@@ -128,6 +129,9 @@ class CheckpointCallback:
         if not self.enabled:
             return None
         metrics = {key: float(value) for key, value in monitor_candidates.items()}
+        unranked = why_unranked(metrics, self.monitor, self.save_top_k)
+        if unranked is not None:
+            logging.warning(unranked)
         counters = trainer_state or {}
         folder = self.root / format_name(self.filename, {**counters, **metrics})
         self._write(folder, {"trainer": counters, "metrics": metrics})

@@ -51,6 +51,18 @@ def complete_checkpoints(root: Path) -> list[Checkpoint]:
     return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"])
 
 
+def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int) -> str | None:
+    """Text of a warning for a checkpoint without the metric that checkpoints are ranked by, else
+    None.
+    """
+    if save_top_k <= 0 or monitor is None or monitor in metrics:
+        return None
+    return (
+        f"this checkpoint has no metric exp_manager.checkpoint_callback_params.monitor={monitor}, "
+        f"so it ranks last. It has {', '.join(sorted(metrics)) or 'none'}."
+    )
+
+
 def outdated(
     checkpoints: list[Checkpoint], monitor: str | None, mode: str, save_top_k: int
 ) -> list[Path]:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.inert_keys import INERT, ONLY
+from nemo_aligner.config.old_forms import LATER, old_form_notes
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.config.schema import CONFIG_NAMES, FREE, LIVE
 from nemo_aligner.config.values import Values, plain_dict, resolved
@@ -41,7 +42,8 @@ def check_config(
         env: environment variables; None: those of this process.
 
     Returns:
-        The notes about keys without effect; rank 0 also logs them, as one warning.
+        The notes about keys without effect and about forms of NeMo-Aligner that mean something
+        else here (`inert_keys.py`, `old_forms.py`); rank 0 also logs them, as two warnings.
 
     Raises:
         ConfigError: with the key, the value and the remedy.
@@ -61,17 +63,15 @@ def check_config(
     tree = resolved(cfg)
     check_sections(tree, config_name)
     check_values(tree, config_name, complete=False, visible_devices=visible_devices, env=env)
-    notes = inert_notes(tree, config_name)
-    if Values(tree).get("trainer.ppo.trt_llm.enable"):
-        notes.append(
-            "trainer.ppo.trt_llm.enable=True: TensorRT-LLM is gone; the built-in engine serves "
-            "instead"
-        )
-    if notes and is_rank_zero():
+    inert, old = inert_notes(tree, config_name), old_form_notes(Values(tree), config_name)
+    if (inert or old) and is_rank_zero():
         from nemo.utils import logging  # here: importing NeMo takes seconds
 
-        logging.warning("These configuration keys have no effect:\n  " + "\n  ".join(notes))
-    return notes
+        if inert:
+            logging.warning("These configuration keys have no effect:\n  " + "\n  ".join(inert))
+        if old:
+            logging.warning("This configuration means something else:\n  " + "\n  ".join(old))
+    return inert + old
 
 
 def check_keys(tree: Mapping, config_name: str) -> None:
@@ -145,7 +145,8 @@ def inert_notes(tree: Mapping, config_name: str) -> list[str]:
 def _known_prefixes(config_name: str) -> set[str]:
     """Every known key with all its parents."""
     prefixes: set[str] = set()
-    for key in [*LIVE[config_name], *INERT[config_name], *ONLY]:
+    later = [key for job, key in LATER if job == config_name]
+    for key in [*LIVE[config_name], *INERT[config_name], *ONLY, *later]:
         parts = key.split(".")
         prefixes.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
     return prefixes

@@ -10,9 +10,9 @@ Called at the edge, by scripts and constructors; code behind it reads plain valu
   the checkpoint" and keys that no job's YAML has come from `conf/model_fallbacks.yaml`.
 
 A value that is given wins, null included, with two exceptions. A null section reads as
-one without keys, except `alarms` (null switches them off); `complete_config` leaves it null where
-a key below needs a value, so that the checks can say so. In `complete` and `complete_model`, a
-null key of `model_fallbacks.yaml` or of `NULL_IS_DEFAULT` takes its default.
+one without keys, except `alarms` and `exp_manager` (null switches them off); `complete_config`
+leaves it null where a key below needs a value, so that the checks can say so. In `complete` and
+`complete_model`, a null key of `model_fallbacks.yaml` or of `NULL_IS_DEFAULT` takes its default.
 """
 
 import copy
@@ -46,7 +46,10 @@ NOT_FROM_JOB = ("precision", "optim")  # of `model`
 # Sections of `model` that belong to a job rather than to a model.
 JOB_SECTIONS = ("data", "overwrite_base_config", "optim")
 # Sections that null switches off.
-OFF_WHEN_NULL = tuple(f"trainer.{kind}.alarms" for kind in ("ppo", "rs", "rm", "sft"))
+OFF_WHEN_NULL = (
+    *(f"trainer.{kind}.alarms" for kind in ("ppo", "rs", "rm", "sft")),
+    "exp_manager",
+)
 
 register_resolvers()
 

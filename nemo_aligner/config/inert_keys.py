@@ -41,7 +41,9 @@ _FLASK = "there is no Flask server: the shared work queue is a counter in the jo
 _LIGHTNING = (
     "Lightning only launches the job: the loops are this project's own; see trainer.<algorithm>"
 )
+_CLIPPING = "trainer.<algorithm>.gradient_clip_val counts"  # old_forms.py has a warning
 _TE = "the layers depend on what is installed (Transformer Engine on a GPU, else local ones)"
+_STEERLM2 = {"forward_micro_batch_size": 1, "micro_batch_size": 1}  # in NeMo-Aligner's YAML
 _APEX = "apex's own optimizer and kernels are not used; Megatron Core's are"
 _NEMO = "a key of NeMo's model that Megatron Core has no use for here"
 _DATASET = "the data sets read jsonl directly"
@@ -77,11 +79,12 @@ _INERT_COMMON = (
         limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
         overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps
         log_every_n_steps enable_progress_bar enable_model_summary accumulate_grad_batches
-        gradient_clip_val gradient_clip_algorithm deterministic benchmark inference_mode profiler
+        gradient_clip_algorithm deterministic benchmark inference_mode profiler
         detect_anomaly barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs
         default_root_dir""",
         _LIGHTNING,
     )
+    | _inert("trainer", "gradient_clip_val", _CLIPPING, ...)
     | _inert(
         "exp_manager",
         """create_early_stopping_callback early_stopping_callback_params
@@ -163,9 +166,10 @@ _INERT_COMMON = (
     )
     | INERT_ARCHITECTURE
     | _inert("model.optim", "contiguous_grad_buffer", _APEX, True)
+    | _inert("model.optim", "overlap_param_sync", _APEX, False)
     | _inert(
         "model.optim",
-        """contiguous_param_buffer grad_sync_on_finish average_in_collective overlap_param_sync
+        """contiguous_param_buffer grad_sync_on_finish average_in_collective
         grad_sync_dtype store_params store_param_remainders with_scaled_states param_sync_dtype
         dtype process_group capturable master_weights foreach fused amsgrad d_coef
         delay_param_gather delay_grad_reduce align_param_gather ddp_bucket_size""",
@@ -301,11 +305,39 @@ INERT = {
     | _DATASET_INERT
     | _inert("model", "forward_mbs", _DEAD + "; use model.forward_micro_batch_size"),
     "gpt_sft": _INERT_COMMON
+    | _inert("model", "steerlm2", "SteerLM 2.0 is not part of this package", _STEERLM2)
+    | _inert(
+        "model",
+        "resume_from_checkpoint",
+        "NeMo-Aligner's SFT never read it; use exp_manager.resume_from_checkpoint",
+    )
+    | _inert(
+        "model",
+        "save_nemo_on_validation_end",
+        "NeMo-Aligner's SFT never read it; use "
+        "exp_manager.checkpoint_callback_params.always_save_nemo",
+        False,
+    )
+    | _inert("model", "sync_batch_comm gradient_as_bucket_view", _APEX, False)
+    | _inert("model", "ffn_dropout", _NEMO, 0.0)
+    | _inert(
+        "exp_manager.checkpoint_callback_params",
+        "save_best_model",
+        "checkpoints are ranked by monitor, mode and save_top_k; the best are never copied",
+        False,
+    )
+    | _inert(
+        "model.data",
+        "sample",
+        "an epoch is one pass over the data; for more steps raise trainer.sft.max_epochs",
+        False,
+    )
     | {
         f"model.data.{split}.{key}": Inert(_DATASET, neutral)
         for split in ("train_ds", "validation_ds", "test_ds")
         for key, neutral in {
             "memmap_workers": (None,),
+            "hf_dataset": (False,),
             "min_seq_length": (1, None),
             "index_mapping_dir": (None,),
             "output_original_text": (True,),
@@ -317,7 +349,6 @@ INERT = {
             "metric": (),
             "write_predictions_to_file": (False,),
             "output_file_path_prefix": (),
-            "packed_sequence": (False,),
             "packed_sequence_return_cu_seqlen": (),
             "tokens_to_generate": (),
             "virtual_tokens": (),
@@ -345,7 +376,10 @@ ONLY: dict[str, tuple[tuple, str]] = {
     "model.transformer_block_type": (("pre_ln",), _PRE_LN),
     "model.apply_residual_connection_post_layernorm": ((False,), _PRE_LN),
     "model.attention_type": (("multihead",), "only self-attention with a causal mask exists here"),
-    "model.peft.peft_scheme": (("none",), "set it to none; every weight is trained"),
+    "model.peft.peft_scheme": (
+        ("none",),
+        "adapters such as LoRA cannot be trained yet; set it to none, and every weight is trained",
+    ),
     "model.fp8": ((False,), "fp8 is not supported: train in bf16"),
     "model.fp32_residual_connection": (
         (False,),

@@ -292,8 +292,8 @@ def _check_experts(v: Values, fixed: bool) -> None:
 def check_recomputation(v: Values, complete: bool) -> None:
     """Check `model.activations_checkpoint_*`; `complete` as in `rules.check_values`.
 
-    A user may set a part of them and leave the rest to the checkpoint; and a checkpoint may have
-    been trained with a method that its user has switched off since.
+    A method, and without granularity a number of layers, that has no effect is accepted, as in
+    NeMo-Aligner; for a user's own `old_forms.py` has a warning.
     """
     v.choice(RECOMPUTE + "granularity", ("selective", "full"))
     v.choice(RECOMPUTE + "method", ("uniform", "block"))
@@ -306,18 +306,11 @@ def check_recomputation(v: Values, complete: bool) -> None:
                     f"{RECOMPUTE}granularity=full needs {RECOMPUTE}{key}, which is not set; give "
                     f"{give}."
                 )
-    if granularity == "selective" and complete and layers is not None:
+    if granularity == "selective" and layers is not None:
         raise ConfigError(
             f"{RECOMPUTE}num_layers={layers} is only for granularity=full, but it is selective, "
             "which recomputes the attention of every layer; set num_layers to null."
         )
-    off = granularity == "selective" or v.is_null(RECOMPUTE + "granularity")
-    for key in ("method", "num_layers"):
-        if off and not complete and v.get(RECOMPUTE + key) is not None:
-            raise ConfigError(
-                f"{RECOMPUTE}{key}={v.get(RECOMPUTE + key)} has no effect unless "
-                f"{RECOMPUTE}granularity=full; set that, or this to null."
-            )
 
 
 def _check_recomputed_layers(v: Values, stage: int) -> None:

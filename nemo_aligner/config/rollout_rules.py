@@ -71,12 +71,7 @@ def _check_generation(v: Values, model: str, remote: str) -> None:
             f"{model}length_params.min_length={shortest} is above max_length={longest}; lower "
             "min_length."
         )
-    pad = v.whole(f"{remote}.pad_to_length", 1)
-    if pad and longest and pad <= longest:
-        raise ConfigError(
-            f"{remote}.pad_to_length={pad} cannot hold a prompt and {longest} generated tokens "
-            f"({model}length_params.max_length); set it to model.encoder_seq_length={context}."
-        )
+    v.whole(f"{remote}.pad_to_length", 1)
     sampling = model + "sampling_params."
     v.number(sampling + "temperature", 0, above=True)
     v.number(sampling + "top_p", 0, 1, above=True)

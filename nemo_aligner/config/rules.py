@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from nemo_aligner.config.defaults import complete_config, model_fallback
 from nemo_aligner.config.model_keys import refuse_model_values
+from nemo_aligner.config.old_forms import check_later
 from nemo_aligner.config.parallel_rules import (
     check_accelerator,
     check_architecture,
@@ -71,6 +72,7 @@ def check_values(
     ranks = _check_devices(values, visible_devices, env)
     trains_from_scratch = _check_start(values, config_name)
     refuse_model_values(values)
+    check_later(values, config_name)
 
     complete = complete or trains_from_scratch
     dp = parallel_factor(values, ranks, complete)
@@ -208,13 +210,6 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
     )
     values.number("model.optim.lr", 0, above=True)
     values.choice("exp_manager.checkpoint_callback_params.mode", ("min", "max"))
-    data_length = values.whole("model.data.seq_length", 2)
-    length = values.whole("model.encoder_seq_length", 2)
-    if data_length and length and data_length > length:
-        raise ConfigError(
-            f"model.data.seq_length={data_length} is above model.encoder_seq_length={length}; set "
-            f"it to {length} or less."
-        )
     section = f"trainer.{SECTIONS[config_name]}"
     values.number(f"{section}.gradient_clip_val", 0)
     values.whole(f"{section}.alarms.replica_check_interval", 0)
@@ -225,8 +220,22 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
     )
     for key in ("limit_train_batches", "limit_val_batches"):
         values.number(f"{section}.{key}", 0)
-    reads_prefix = config_name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm")
-    if reads_prefix and not values.get("model.data.data_prefix"):
+    if config_name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm"):
+        _check_prefix_data(values)
+
+
+def _check_prefix_data(values: Values) -> None:
+    """What the jobs that read `model.data.data_prefix` have in common. The others may have got
+    such keys from a checkpoint.
+    """
+    data_length = values.whole("model.data.seq_length", 2)
+    length = values.whole("model.encoder_seq_length", 2)
+    if data_length and length and data_length > length:
+        raise ConfigError(
+            f"model.data.seq_length={data_length} is above model.encoder_seq_length={length}; set "
+            f"it to {length} or less."
+        )
+    if not values.get("model.data.data_prefix"):
         raise ConfigError(
             "model.data.data_prefix is not set; give the data files, for example "
             "'model.data.data_prefix={train: [train.jsonl], validation: [val.jsonl], test: "

@@ -163,8 +163,8 @@ _RS = (
 _REWARD_SERVER = {"rm_model_file"} | dotted(
     "inference",
     """host port model_name max_queue_delay_microseconds inference_micro_batch_size
-    strip_sequence_length_to_multiple reward_fn reward_fn_workers reward_fn_timeout_s
-    reward_fn_fallback""",
+    micro_batch_size strip_sequence_length_to_multiple reward_fn reward_fn_workers
+    reward_fn_timeout_s reward_fn_fallback""",
 )
 _CRITIC = dotted(
     "trainer.ppo",
@@ -180,7 +180,7 @@ _RM = dotted(
 )
 _SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length drop_last
     label_key add_eos add_sep add_bos truncation_field truncation_method prompt_template
-    hf_dataset pad_to_max_length"""
+    pad_to_max_length"""
 _SFT = (
     {"name"}
     | dotted(
@@ -189,7 +189,7 @@ _SFT = (
         limit_val_batches gradient_clip_val alarms.replica_check_interval""",
     )
     | dotted("model", "restore_from_path answer_only_loss loss_reduction")
-    | dotted("model.data", "chat num_workers sample")
+    | dotted("model.data", "chat num_workers")
     | dotted(
         "model.data.chat_prompt_tokens",
         "system_turn_start turn_start label_start end_of_turn end_of_name",
@@ -286,11 +286,11 @@ FLAGS = (
         ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
         ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy""",
     )
-    | dotted("model.data", "validation_drop_last apply_ftfy append_eod chat sample")
+    | dotted("model.data", "validation_drop_last apply_ftfy append_eod chat")
     | {
         f"model.data.{split}.{key}"
         for split in ("train_ds", "validation_ds", "test_ds")
-        for key in "shuffle drop_last add_eos add_sep add_bos hf_dataset pad_to_max_length".split()
+        for key in "shuffle drop_last add_eos add_sep add_bos pad_to_max_length".split()
     }
 )
 

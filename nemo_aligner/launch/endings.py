@@ -7,6 +7,7 @@ Imports nothing heavy.
 
 import contextlib
 import functools
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from nemo_aligner.core.errors import AlarmError, ServerRequestError, UserError
-from nemo_aligner.parallel.environment import is_rank_zero
+from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +43,7 @@ def user_errors_end_the_job(main: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
+            adopt_mpi_ranks(os.environ)  # here, so that its error is one message too
             result = main(*args, **kwargs)
         except (UserError, ServerRequestError, AlarmError) as error:
             if not is_rank_zero():

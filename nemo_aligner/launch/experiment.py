@@ -6,6 +6,7 @@ Missing keys of `exp_manager` take their values from the YAML files.
 """
 
 import copy
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from nemo_aligner.launch.processes import init_distributed, resolve_and_create_t
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.loggers import CustomLoggerWrapper
+from nemo_aligner.training.timers import Timer
 
 # Keys of `exp_manager.checkpoint_callback_params` that `CheckpointCallback` takes.
 CHECKPOINT_OPTIONS = (
@@ -41,12 +43,12 @@ class Job:
 
     Attributes:
         trainer: the Lightning trainer; it knows the ranks.
-        log_dir: the folder of the experiment.
+        log_dir: the folder of the experiment; None with `exp_manager=null`.
         logger: metrics go to TensorBoard, W&B and `metrics.jsonl`.
     """
 
     trainer: Trainer
-    log_dir: Path
+    log_dir: Path | None
     logger: CustomLoggerWrapper
 
 
@@ -70,15 +72,22 @@ def log_config(cfg: DictConfig) -> None:
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
 
 
-def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path:
+def run_timer(cfg: DictConfig) -> Timer:
+    """Timer of the job's wall-clock limit, `exp_manager.max_time_per_run`."""
+    return Timer(None if cfg.exp_manager is None else cfg.exp_manager.max_time_per_run)
+
+
+def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
     """Make the log folder and the loggers with NeMo's `exp_manager`; every rank calls it. Returns
-    the log folder.
+    the log folder; None with `exp_manager=null`, which makes neither.
 
     Checkpoints, resuming and time limits are this project's own, so NeMo does not see those keys.
 
     Raises:
         UserError: the folder cannot be written.
     """
+    if cfg.exp_manager is None:
+        return None
     options = copy.deepcopy(cfg.exp_manager)
     with open_dict(options):
         options.create_checkpoint_callback = False
@@ -109,29 +118,34 @@ def _keep_json_lines(log_dir: Path) -> None:
             file.rename(log_dir / file.name)
 
 
-def build_logger(trainer: Trainer, log_dir: Path) -> CustomLoggerWrapper:
-    """TensorBoard and W&B loggers of the trainer, and `metrics.jsonl` in `log_dir`."""
-    return CustomLoggerWrapper(trainer.loggers, metrics_file=log_dir / "metrics.jsonl")
+def build_logger(trainer: Trainer, log_dir: Path | None) -> CustomLoggerWrapper:
+    """TensorBoard and W&B loggers of the trainer, and `metrics.jsonl` in `log_dir`, if there is
+    one.
+    """
+    file = None if log_dir is None else log_dir / "metrics.jsonl"
+    return CustomLoggerWrapper(trainer.loggers, metrics_file=file)
 
 
 def build_checkpoint_callback(
     cfg: DictConfig,
-    log_dir: Path,
+    log_dir: Path | None,
     model: MegatronGPTModel,
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> CheckpointCallback:
-    """`CheckpointCallback` from `exp_manager.checkpoint_callback_params`."""
+    """`CheckpointCallback` from `exp_manager.checkpoint_callback_params`; without a `log_dir` it
+    neither writes nor finds a checkpoint.
+    """
     # Jobs differ in what they keep: a key that is missing takes the default of the callback.
-    options = cfg.exp_manager
+    options = cfg.exp_manager or {}
     params = options.get("checkpoint_callback_params") or {}
     return CheckpointCallback(
-        log_dir,
+        os.devnull if log_dir is None else log_dir,  # no folder can be below os.devnull
         model,
         optimizer,
         scheduler,
         name=options.get("name") or "model",
-        enabled=options.get("create_checkpoint_callback", True),
+        enabled=log_dir is not None and options.get("create_checkpoint_callback", True),
         **{key: params[key] for key in CHECKPOINT_OPTIONS if key in params},
     )
 
@@ -144,6 +158,8 @@ def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> di
         UserError: `resume_if_exists` without a checkpoint, while `resume_ignore_no_checkpoint` is
             off.
     """
+    if cfg.exp_manager is None:
+        return None
     options = complete(cfg.exp_manager, "gpt_sft", "exp_manager")
     if options.resume_from_checkpoint:
         return ckpt_callback.load_latest(options.resume_from_checkpoint)

@@ -21,10 +21,21 @@ from nemo_aligner.launch.endings import started_processes
 from nemo_aligner.parallel.device import get_backend
 from nemo_aligner.servers.ports import find_free_port
 
+# What Lightning gets of the section `trainer`: it starts processes, but its loops are not used.
+LIGHTNING_OPTIONS = (
+    "num_nodes",
+    "devices",
+    "accelerator",
+    "precision",
+    "logger",
+    "enable_checkpointing",
+    "use_distributed_sampler",
+)
+
 
 def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = None) -> Trainer:
-    """Resolve `cfg` in place and build the Lightning trainer from `cfg.trainer` without its
-    `pop_trainer_key` section (None for a job that has none).
+    """Resolve `cfg` in place and build the Lightning trainer from `LIGHTNING_OPTIONS` of
+    `cfg.trainer`; the section `pop_trainer_key` with the job's own settings stays out.
 
     The trainer knows devices, nodes and the launch form (plain `python`, torchrun, SLURM); its own
     loops are not used.
@@ -33,13 +44,12 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
         ConfigError: a GPU was asked for on a machine without CUDA.
     """
     OmegaConf.resolve(cfg)
-    not_lightnings = (pop_trainer_key, "sft", "max_time", "max_epochs", "max_steps")
     trainer_cfg = plain_dict(complete(cfg.trainer, "gpt_sft", "trainer"))
-    options = {key: value for key, value in trainer_cfg.items() if key not in not_lightnings}
+    options = {key: trainer_cfg[key] for key in LIGHTNING_OPTIONS}
     accelerator, gpus = options.pop("accelerator"), cuda_devices()
     check_accelerator(accelerator, 1, gpus)
     options["precision"] = "bf16-true" if "bf16" in str(options["precision"]) else "32-true"
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun its numbers count
+    if "LOCAL_WORLD_SIZE" in os.environ:  # under torchrun and mpirun their numbers count
         options["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
         options["num_nodes"] = int(os.environ["WORLD_SIZE"]) // options["devices"]
     return Trainer(

@@ -26,9 +26,6 @@ def build_prompt_datasets(
         cfg: the whole configuration.
         kind: "ppo" or "rs".
         remote: section of the servers that score the responses.
-
-    Raises:
-        ConfigError: a prompt and the longest response do not fit into `<remote>.pad_to_length`.
     """
     data = cfg.model.data
     train_ds, validation_ds, _ = build_train_valid_test_rlhf_datasets(

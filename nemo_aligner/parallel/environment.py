@@ -4,6 +4,10 @@
 
 import os
 import sys
+import zlib
+from collections.abc import MutableMapping
+
+from nemo_aligner.core.errors import ConfigError
 
 
 def is_rank_zero() -> bool:
@@ -15,3 +19,32 @@ def is_rank_zero() -> bool:
     if env.get("RANK") or env.get("SLURM_PROCID"):
         return int(env.get("RANK") or env["SLURM_PROCID"]) == 0
     return int(env.get("LOCAL_RANK") or 0) == 0 and int(env.get("NODE_RANK") or 0) == 0
+
+
+def adopt_mpi_ranks(env: MutableMapping[str, str]) -> None:
+    """In a process that Open MPI's `mpirun` started, set in `env` what torchrun would have set;
+    elsewhere do nothing.
+
+    Processes on several nodes need MASTER_ADDR and MASTER_PORT from the user.
+
+    Raises:
+        ConfigError: several nodes without these two.
+    """
+    if "RANK" in env or "OMPI_COMM_WORLD_RANK" not in env:
+        return
+    ranks, here = env["OMPI_COMM_WORLD_SIZE"], env["OMPI_COMM_WORLD_LOCAL_SIZE"]
+    if ranks == here:
+        # The same in all processes of a job, and another one in the next job.
+        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or str(os.getppid())
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+        env.setdefault("MASTER_PORT", str(20000 + zlib.crc32(job.encode()) % 10000))
+    elif not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+        raise ConfigError(
+            f"mpirun started {ranks} processes, {here} of them on this node, and they cannot know "
+            "where rank 0 listens; start mpirun with -x MASTER_ADDR=<host of rank 0> and -x "
+            "MASTER_PORT=29500."
+        )
+    local = env["OMPI_COMM_WORLD_LOCAL_RANK"]
+    env["RANK"], env["WORLD_SIZE"] = env["OMPI_COMM_WORLD_RANK"], ranks
+    env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = local, here
+    env["NODE_RANK"] = str((int(env["RANK"]) - int(local)) // int(here))

@@ -193,14 +193,14 @@ class RemoteGPTRMCriticClient:
     def infer_rm_critic(self, rollout_batch: Rollout) -> RMCriticFutureResult:
         """Send a micro-batch to be scored; returns at once.
 
-        An S above `pad_to_length`, as any error, is raised by the future's `result()`.
+        An error is raised by the future's `result()`.
 
         Args:
             rollout_batch: `response_tokens` [b, S], `response_lengths` [b], optionally
                 `prompt_lengths` [b].
         """
         make_payload = functools.partial(
-            scoring_payload, rollout_batch, self.pad_to_length, self.SETTING, self.fingerprint
+            scoring_payload, rollout_batch, self.pad_to_length, self.fingerprint
         )
 
         def send() -> PendingReply:
@@ -305,7 +305,7 @@ class RemoteGPTRMCriticClient:
         if status is None:
             logging.warning(
                 f"the critic server at {where} has no endpoint '{self.status_name}': "
-                f"{_WITHOUT_STATUS}. Going on from actor step {expected_actor_step}; when you "
+                f"{_WITHOUT_STATUS}. Continuing from actor step {expected_actor_step}; when you "
                 "restart one job, see to it that the other one loads the checkpoint of the same "
                 "step."
             )

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.types import PPOTrainBatch, Rollout
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
@@ -22,34 +21,21 @@ from nemo_aligner.servers.schema import Arrays
 def scoring_payload(
     rollout_batch: Rollout,
     pad_to_length: int | None,
-    setting: str,
     fingerprint: str | None = None,
 ) -> Arrays:
     """Return the arrays of an infer request.
 
     Args:
         rollout_batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
-        pad_to_length: number of columns to send, filled up with 0; None sends the columns of the
-            longest sample.
-        setting: section of the configuration that holds `pad_to_length`, for messages.
+        pad_to_length: least number of columns to send, filled up with 0; the columns of the
+            longest sample are always sent. None sends no others.
         fingerprint: of the policy's tokenizer, for the server to compare; None leaves it out.
-
-    Raises:
-        UserError: S is above `pad_to_length`.
     """
     tokens = rollout_batch["response_tokens"].cpu()
     lengths = rollout_batch["response_lengths"].cpu().long()
-    if pad_to_length is None:
-        tokens = tokens[:, : int(lengths.max())]
-    elif tokens.shape[1] > pad_to_length:
-        raise UserError(
-            f"a rollout of {tokens.shape[1]} tokens is longer than "
-            f"{setting}.pad_to_length={pad_to_length}. Raise {setting}.pad_to_length (up to the "
-            "served model's encoder_seq_length) or set it to null, or shorten the prompts or "
-            "length_params.max_length."
-        )
-    else:
-        tokens = torch.nn.functional.pad(tokens, (0, pad_to_length - tokens.shape[1]))
+    columns = max(int(lengths.max()), pad_to_length or 0)
+    # Cuts off columns where it is negative.
+    tokens = torch.nn.functional.pad(tokens, (0, columns - tokens.shape[1]))
     payload = {"tokens": tokens.long().numpy(), "sequence_lengths": lengths[:, None].numpy()}
     if fingerprint is not None:
         payload["tokenizer"] = np.full((len(lengths), 1), fingerprint.encode())

@@ -188,14 +188,14 @@ class RemoteGPTRMClient:
     def infer_rm(self, rollout_batch: Rollout) -> RMFutureResult:
         """Send a micro-batch to be scored; returns at once.
 
-        An S above `pad_to_length`, as any error, is raised by the future's `result()`.
+        An error is raised by the future's `result()`.
 
         Args:
             rollout_batch: `response_tokens` [b, S], `response_lengths` [b], optionally
                 `prompt_lengths` [b].
         """
         make_payload = functools.partial(
-            scoring_payload, rollout_batch, self.pad_to_length, self.setting, self.fingerprint
+            scoring_payload, rollout_batch, self.pad_to_length, self.fingerprint
         )
         return self.reward_models.score(rollout_batch, make_payload)
 

@@ -158,6 +158,40 @@ def test_tensorrt_llm_is_answered_with_the_engine_that_serves(tmp_path):
     assert "built-in engine" in note
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "note"),
+    [
+        ("gpt_ppo_actor", ["exp_manager=null"], "writes no logs, no metrics and no checkpoints"),
+        ("gpt_sft", ["model.answer_only_loss=False"], "set it to True for that"),
+        ("gpt_sft", ["++model.data.sample=True"], "raise trainer.sft.max_epochs"),
+        ("gpt_rs_actor", ["++trainer.gradient_clip_val=0.5"], "trainer.<algorithm>"),
+    ],
+)
+def test_what_means_something_else_is_accepted_with_a_note(name, overrides, note, tmp_path):
+    (said,) = check(name, tmp_path, *(text.removeprefix("++") for text in overrides))
+    assert note in said
+
+
+def test_the_same_clipping_twice_needs_no_note(tmp_path):
+    twice = "trainer.gradient_clip_val=${trainer.rs.gradient_clip_val}"
+    assert check("gpt_rs_actor", tmp_path, twice) == []
+
+
+def test_a_rate_that_nobody_gives_is_noted(tmp_path):
+    cfg = load("gpt_rs_actor", tmp_path)
+    cfg.model.optim = {"name": "adamw"}
+    (note,) = check_config(cfg, "gpt_rs_actor", visible_devices=0, env=NO_LAUNCHER)
+    assert note.startswith("model.optim without lr")
+
+
+def test_keys_that_a_checkpoint_brings_along_are_not_checked_in_jobs_that_do_not_read_them(
+    tmp_path,
+):
+    for name in ("gpt_sft", "gpt_ppo_critic"):
+        cfg = load(name, tmp_path, "model.data.seq_length=9999", "model.num_layers=2")
+        check_values(cfg, name, complete=True, visible_devices=0, env=NO_LAUNCHER)
+
+
 def test_null_gives_no_note():
     assert (
         inert_notes({"model": {"transformer_engine": None, "enable_nge": True}}, "gpt_ppo_actor")
@@ -297,7 +331,11 @@ def test_accelerator():
             ["model.ppo.length_params.min_length=3000"],
             "min_length=3000 is above max_length=2048",
         ),
-        ("gpt_ppo_actor", ["remote_critic_rm.pad_to_length=100"], "pad_to_length=100 cannot hold"),
+        (
+            "gpt_ppo_actor",
+            ["remote_critic_rm.pad_to_length=0"],
+            "pad_to_length=0 must be at",
+        ),
         (
             "gpt_ppo_actor",
             ["remote_critic_rm.critic.port=70000"],
@@ -408,7 +446,14 @@ def test_accelerator():
             r"rollout_micro_batch_size=8\); use 56 or 64",
         ),
         ("gpt_rs_actor", ["remote_rm.port=-1"], "port=-1: -1 is not a TCP port"),
-        ("gpt_rs_actor", ["remote_rm.pad_to_length=7"], "remote_rm.pad_to_length=7 cannot hold"),
+        ("gpt_rs_actor", ["remote_rm.pad_to_length=x"], "'x' must be a whole number"),
+        ("gpt_sft", ["model.data.chat=True"], "chat=True is not supported yet: .* prompt and a"),
+        ("gpt_sft", ["model.data.train_ds.add_sep=True"], "add_sep=True is not supported yet"),
+        (
+            "gpt_sft",
+            ["model.data.validation_ds.packed_sequence=True"],
+            "packed_sequence=True is not supported yet",
+        ),
         (
             "gpt_rs_actor",
             ["remote_rm.reward_model.ip=[a,b]", "remote_rm.reward_model.port=[1,2,3]"],
@@ -589,10 +634,6 @@ def test_old_yaml_may_refer_to_sizes_that_only_the_checkpoint_knows(tmp_path):
         )
         == []
     )
-
-
-def test_old_command_lines_may_switch_exp_manager_off(tmp_path):
-    assert check("gpt_ppo_actor", tmp_path, "exp_manager=null") == []
 
 
 # ---- null architecture keys

@@ -78,7 +78,7 @@ def test_a_switch_is_null_only_where_the_checkpoint_decides(tmp_path):
         check("gpt_ppo_actor", tmp_path, "model.bias=null", "model.moe_router_pre_softmax=null")
         == []
     )
-    assert check("gpt_ppo_critic", tmp_path, "model.use_avg_pool=null", "exp_manager=null") == []
+    assert check("gpt_ppo_critic", tmp_path, "model.use_avg_pool=null") == []
 
 
 @pytest.mark.parametrize("name", CONFIG_NAMES)
@@ -193,10 +193,21 @@ def test_recomputation(overrides, message, tmp_path):
         check("training_rm", tmp_path, *SCRATCH, *(RECOMPUTE + part for part in overrides))
 
 
-def test_recomputation_without_effect_is_refused_before_the_checkpoint_is_read(tmp_path):
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (["granularity=selective", "method=uniform"], "selective recomputes the attention"),
+        (["granularity=null", "method=block"], "nothing is recomputed"),
+        (["granularity=null", "num_layers=2"], "nothing is recomputed"),
+    ],
+)
+def test_recomputation_without_effect_is_noted(overrides, note, tmp_path):
+    (said,) = check("gpt_sft", tmp_path, *(RECOMPUTE + part for part in overrides))
+    assert note in said
+
+
+def test_recomputation_is_completed_by_the_checkpoint(tmp_path):
     overrides = [f"{RECOMPUTE}granularity=null", f"{RECOMPUTE}method=block"]
-    with pytest.raises(ConfigError, match="method=block has no effect unless .*granularity=full"):
-        check("gpt_sft", tmp_path, *overrides)
     cfg = load("gpt_sft", tmp_path, *overrides)  # trained with a method that is switched off now
     check_values(cfg, "gpt_sft", complete=True, visible_devices=0, env=NO_LAUNCHER)
     assert (

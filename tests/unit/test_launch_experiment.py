@@ -2,11 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of `launch/` that users' scripts call take a configuration with keys missing."""
 
+from types import SimpleNamespace
+
 import pytest
 from omegaconf import OmegaConf
 
+from nemo_aligner.checkpoint.folders import why_unranked
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch.experiment import build_checkpoint_callback, load_trainer_state
+from nemo_aligner.launch.experiment import (
+    build_checkpoint_callback,
+    build_logger,
+    load_trainer_state,
+    run_timer,
+    setup_experiment,
+)
 from nemo_aligner.launch.processes import resolve_and_create_trainer
 
 pytestmark = pytest.mark.slow
@@ -27,6 +36,38 @@ def test_checkpoints_from_a_section_with_keys_missing(tmp_path, given, kept):
     assert callback.enabled and callback.name == "mine" and callback.save_top_k == kept
 
 
+class NeverSaved:
+    def save_to(self, save_path):
+        raise AssertionError("written")
+
+
+def test_without_experiment_manager_nothing_is_written_or_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints/old").mkdir(parents=True)
+    (tmp_path / "checkpoints/old/COMPLETE").touch()
+    (tmp_path / "checkpoints/old/state.json").write_text('{"save_number": 1, "trainer": {}}')
+    before = sorted(tmp_path.rglob("*"))
+    cfg = OmegaConf.create({"exp_manager": None})
+
+    assert setup_experiment(None, cfg) is None
+    logger = build_logger(SimpleNamespace(loggers=[]), None)
+    callback = build_checkpoint_callback(cfg, None, NeverSaved(), None, None)
+
+    logger.log_metrics({"loss": 1.0}, step=0)
+    logger.finalize()
+    assert callback.custom_save({"loss": 1.0}, is_train_end=True) is None
+    assert callback.latest() is None and callback.saved_at("step") == {}
+    assert load_trainer_state(cfg, callback) is None
+    assert run_timer(cfg).is_finished() is False
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_lightning_gets_no_options_of_its_own_loops():
+    section = {"devices": 1, "gradient_clip_val": 0.5, "replace_sampler_ddp": False, "rs": {}}
+    trainer = resolve_and_create_trainer(OmegaConf.create({"trainer": section}), "rs")
+    assert trainer.gradient_clip_val is None
+
+
 class NoCheckpoints:
     root = "folder"
 
@@ -40,3 +81,15 @@ def test_resuming_from_a_section_with_one_key():
         load_trainer_state(OmegaConf.create(resume), NoCheckpoints())
     cfg = OmegaConf.create({"exp_manager": {"resume_if_exists": False}})
     assert load_trainer_state(cfg, NoCheckpoints()) is None
+
+
+@pytest.mark.parametrize(
+    ("monitor", "save_top_k", "warns"),
+    [("validation_loss", 3, True), ("val_loss", 3, False), ("validation_loss", 0, False)],
+)
+def test_a_monitor_that_no_checkpoint_has_is_warned_of(monitor, save_top_k, warns):
+    said = why_unranked({"val_loss": 0.5, "step": 3.0}, monitor, save_top_k)
+    if warns:
+        assert "monitor=validation_loss, so it ranks last. It has step, val_loss." in said
+    else:
+        assert said is None

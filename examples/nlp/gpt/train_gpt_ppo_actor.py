@@ -47,6 +47,7 @@ def train(cfg: DictConfig) -> None:
     from nemo_aligner.launch.experiment import (
         build_checkpoint_callback,
         load_trainer_state,
+        run_timer,
         start_job,
     )
     from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
@@ -55,7 +56,6 @@ def train(cfg: DictConfig) -> None:
     from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
     from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
     from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
-    from nemo_aligner.training.timers import Timer
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
@@ -131,7 +131,7 @@ def train(cfg: DictConfig) -> None:
             batch_iterator_cls=get_batch_iterator_cls(cfg.trainer.ppo.batch_iterator),
             logger=job.logger,
             ckpt_callback=ckpt_callback,
-            run_timer=Timer(cfg.exp_manager.max_time_per_run),
+            run_timer=run_timer(cfg),
             num_rollouts_per_prompt=ppo.num_rollouts_per_prompt,
             max_response_length=ppo.length_params.max_length,
             kl_loss_coef=ppo.kl_loss_coef,

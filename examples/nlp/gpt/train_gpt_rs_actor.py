@@ -40,6 +40,7 @@ def train(cfg: DictConfig) -> None:
     from nemo_aligner.launch.experiment import (
         build_checkpoint_callback,
         load_trainer_state,
+        run_timer,
         start_job,
     )
     from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
@@ -47,7 +48,6 @@ def train(cfg: DictConfig) -> None:
     from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
     from nemo_aligner.servers.reward_client import RemoteGPTRMClient
     from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
-    from nemo_aligner.training.timers import Timer
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
@@ -107,7 +107,7 @@ def train(cfg: DictConfig) -> None:
             val_dataloader=val_dataloader,
             logger=job.logger,
             ckpt_callback=ckpt_callback,
-            run_timer=Timer(cfg.exp_manager.max_time_per_run),
+            run_timer=run_timer(cfg),
             num_rollouts_per_prompt=rs.num_rollouts_per_prompt,
             top_n_rollouts=rs.top_n_rollouts,
             rm=rm,

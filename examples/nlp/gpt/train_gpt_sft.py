@@ -36,12 +36,12 @@ def train(cfg: DictConfig) -> None:
     from nemo_aligner.launch.experiment import (
         build_checkpoint_callback,
         load_trainer_state,
+        run_timer,
         start_job,
     )
     from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
     from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
     from nemo_aligner.training.schedule import supervised_max_steps
-    from nemo_aligner.training.timers import Timer
 
     base = cfg.model.restore_from_path
     cfg.model = (
@@ -102,7 +102,7 @@ def train(cfg: DictConfig) -> None:
         test_dataloader=None,
         logger=job.logger,
         ckpt_callback=ckpt_callback,
-        run_timer=Timer(cfg.exp_manager.max_time_per_run),
+        run_timer=run_timer(cfg),
     )
     state = load_trainer_state(cfg, ckpt_callback)
     if state is not None:

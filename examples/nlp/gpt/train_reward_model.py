@@ -54,6 +54,7 @@ def train(cfg: DictConfig) -> None:
     from nemo_aligner.launch.experiment import (
         build_checkpoint_callback,
         load_trainer_state,
+        run_timer,
         start_job,
     )
     from nemo_aligner.launch.model_loading import load_and_override_model_config
@@ -63,7 +64,6 @@ def train(cfg: DictConfig) -> None:
         reward_model_type,
     )
     from nemo_aligner.training.schedule import supervised_max_steps
-    from nemo_aligner.training.timers import Timer
 
     base = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = (
@@ -92,7 +92,7 @@ def train(cfg: DictConfig) -> None:
         test_dataloader=test_dataloader,
         logger=job.logger,
         ckpt_callback=ckpt_callback,
-        run_timer=Timer(cfg.exp_manager.max_time_per_run),
+        run_timer=run_timer(cfg),
     )
     state = load_trainer_state(cfg, ckpt_callback)
     if state is not None:

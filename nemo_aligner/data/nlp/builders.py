@@ -12,6 +12,8 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.old_forms import check_later
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.file_dataset import FileDataset
@@ -246,18 +248,10 @@ def build_sft_dataset(
     Raises:
         ConfigError: no files, or something that is not supported.
     """
-    if is_chat:
-        raise ConfigError(
-            "model.data.chat=True: chat data is not supported. Write each conversation as a "
-            'prompt and a response ({"input": ..., "output": ...}) and set model.data.chat=False.'
-        )
+    section = {key: data_cfg.get(key) for key in data_cfg}
+    check_later(Values({"model": {"data": {"chat": is_chat, "train_ds": section}}}), "gpt_sft")
     paths = _paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
-    for key in ("hf_dataset", "add_sep"):
-        if data_cfg[key]:
-            raise ConfigError(
-                f"{key}=True in the SFT data section is not supported. Set it to False."
-            )
     dataset = SFTDataset(
         paths,
         tokenizer,

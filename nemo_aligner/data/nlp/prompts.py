@@ -208,7 +208,8 @@ def single_validation_set(
 def check_pad_to_length(
     cfg: DictConfig, remote: str, section: str, datasets: Iterable[RLHFDataset]
 ) -> None:
-    """Check at start that requests to a server are wide enough for the longest sample.
+    """Warn at start if a sample can be wider than `pad_to_length`, so that requests have different
+    widths.
 
     Args:
         cfg: whole configuration; `<remote>.pad_to_length` and
@@ -216,9 +217,6 @@ def check_pad_to_length(
         remote: "remote_rm" or "remote_critic_rm".
         section: "ppo" or "rs".
         datasets: whose prompts responses are generated to.
-
-    Raises:
-        ConfigError: they are not; names the longest prompt and a value that is large enough.
     """
     pad_to_length = cfg[remote].pad_to_length
     max_length = cfg.model[section].length_params.max_length
@@ -229,10 +227,10 @@ def check_pad_to_length(
         for dataset in datasets
     )
     if longest + max_length > pad_to_length:
-        raise ConfigError(
-            f"{remote}.pad_to_length={pad_to_length} is too small: the longest prompt of the "
-            f"{name} data has {longest} tokens, and "
-            f"model.{section}.length_params.max_length={max_length} more may be generated. Set "
-            f"{remote}.pad_to_length to {longest + max_length} or more (or to null), shorten the "
-            "prompts, or lower max_length."
+        logging.warning(
+            f"{remote}.pad_to_length={pad_to_length} does not hold every sample: the longest "
+            f"prompt of the {name} data has {longest} tokens, and "
+            f"model.{section}.length_params.max_length={max_length} more may be generated. A "
+            "longer sample is sent at its own width. For one width set "
+            f"{remote}.pad_to_length={longest + max_length}."
         )
