@@ -210,7 +210,7 @@ LIVE = {
         "exp_manager.checkpoint_callback_params.save_nemo_on_train_end",
     },
     "gpt_rs_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _RS,
-    "training_rm": _COMMON | _CHECKPOINT | _DATA | _REWARD_MODEL | _RM,
+    "training_rm": _COMMON | _CHECKPOINT | _DATA | _REWARD_MODEL | _RM | {"model.loss_func"},
     "inference_rm": _TRAINER
     | _ARCHITECTURE
     | _PARALLEL

@@ -16,7 +16,7 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
-from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
+from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import (
     RLHFDataset,
     check_pad_to_length,
@@ -38,6 +38,7 @@ from nemo_aligner.parallel import parallel_state
 __all__ = [
     "build_dataloader",
     "build_sft_dataset",
+    "build_train_valid_test_labelled_pair_datasets",
     "build_train_valid_test_datasets",
     "build_train_valid_test_regression_rm_datasets",
     "build_train_valid_test_rlhf_datasets",
@@ -107,6 +108,14 @@ def _make_regression_rm_dataset(
         data_cfg=cfg.get("data"),
         name=name,
     )
+
+
+def _make_labelled_pair_dataset(
+    paths: list[str], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+) -> LabelledPairDataset:
+    regression = complete(cfg.get("regression"), "training_rm", "model.regression")
+    mask_value = regression.loss_mask_val
+    return LabelledPairDataset(paths, tokenizer, seq_length, mask_value, cfg.get("data"), name)
 
 
 def build_train_valid_test_datasets(
@@ -221,6 +230,9 @@ build_train_valid_test_rlhf_datasets = partial(build_train_valid_test_datasets, 
 build_train_valid_test_rm_datasets = partial(build_train_valid_test_datasets, _make_rm_dataset)
 build_train_valid_test_regression_rm_datasets = partial(
     build_train_valid_test_datasets, _make_regression_rm_dataset
+)
+build_train_valid_test_labelled_pair_datasets = partial(
+    build_train_valid_test_datasets, _make_labelled_pair_dataset
 )
 
 
