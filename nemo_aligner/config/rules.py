@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from nemo_aligner.config.defaults import complete_config, model_fallback
 from nemo_aligner.config.inert_keys import ONLY
+from nemo_aligner.config.optim_rules import check_optim
 from nemo_aligner.config.parallel_rules import (
     check_accelerator,
     check_architecture,
@@ -210,6 +211,7 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
         times=dp | virtual_pipeline_group(values),
     )
     values.number("model.optim.lr", 0, above=True)
+    check_optim(values.get("model.optim", {}))
     values.choice("exp_manager.checkpoint_callback_params.mode", ("min", "max"))
     data_length = values.whole("model.data.seq_length", 2)
     length = values.whole("model.encoder_seq_length", 2)
