@@ -38,6 +38,7 @@ OPTIMIZERS = {
     "adam": OptimizerKind(decoupled_weight_decay=False),
     "sgd": OptimizerKind(kind="sgd", decoupled_weight_decay=False),
 }
+DISTRIBUTED_OPTIMIZERS = tuple(name for name, kind in OPTIMIZERS.items() if kind.distributed)
 # Names of NeMo that are refused: Megatron Core has Adam and SGD only.
 OTHER_OPTIMIZERS = (
     "adadelta",
@@ -69,7 +70,8 @@ class ScheduleKind:
 
 
 # Built by Megatron Core; the others are classes of NeMo's registry.
-OWN_SCHEDULES = ("constant", "CosineAnnealing", "WarmupPolicy", "WarmupHoldPolicy")
+CONSTANT_SCHEDULES = ("constant", "WarmupPolicy", "WarmupHoldPolicy")
+OWN_SCHEDULES = ("CosineAnnealing", *CONSTANT_SCHEDULES)
 SCHEDULES = {
     "constant": ScheduleKind(_WARMUP),
     "CosineAnnealing": ScheduleKind((*_WARMUP, "constant_steps", "constant_ratio", "min_lr")),

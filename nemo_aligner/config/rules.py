@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from omegaconf import DictConfig
 
+from nemo_aligner.config.data_rules import check_data_impl, check_labels_can_be_read
 from nemo_aligner.config.defaults import complete_config, model_fallback
 from nemo_aligner.config.inert_keys import ONLY
 from nemo_aligner.config.optim_rules import check_optim
@@ -230,6 +231,11 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
     )
     for key in ("limit_train_batches", "limit_val_batches"):
         values.number(f"{section}.{key}", 0)
+    data_impl = values.get("model.data.data_impl")
+    if data_impl is not None:
+        check_data_impl(data_impl)
+        if values.get("model.reward_model_type") == "regression":
+            check_labels_can_be_read(data_impl)
     reads_prefix = config_name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm")
     if reads_prefix and not values.get("model.data.data_prefix"):
         raise ConfigError(

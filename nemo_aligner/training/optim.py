@@ -5,9 +5,9 @@
 The schedule counts optimizer updates. CosineAnnealing is: linear warm-up over `warmup_steps`
 updates, cosine from `lr` to `min_lr` until `max_steps - constant_steps`, then `min_lr` (in a job
 too short for that, without the constant phase). The first update already has a rate above zero
-(`lr / (warmup + 1)`); in NeMo it is exactly zero, which wastes the first rollout. Annealing
-schedules other than the cosine are classes of NeMo's registry (`NemoSchedule`). Names and rules
-are in `config/optim_rules.py`.
+(`lr / (warmup + 1)`); with `constant_steps` it is exactly zero in NeMo, which wastes the first
+rollout. Annealing schedules other than the cosine are classes of NeMo's registry
+(`NemoSchedule`). Names and rules are in `config/optim_rules.py`.
 """
 
 import math
@@ -33,6 +33,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 
 from nemo_aligner.config.optim_rules import (
+    CONSTANT_SCHEDULES,
     OPTIMIZERS,
     OWN_SCHEDULES,
     SCHEDULES,
@@ -323,7 +324,7 @@ def _own_schedule(
     """Linear warm-up, then a constant rate or the cosine."""
     lr, sched = optim_cfg.lr, optim_cfg.sched
     warmup = steps_of(sched, "warmup", max_steps)
-    constant = sched.name != "CosineAnnealing"
+    constant = sched.name in CONSTANT_SCHEDULES
     constant_steps = steps_of(sched, "constant", max_steps)
     if not constant and constant_steps and warmup + constant_steps >= max_steps:
         # Otherwise the rate would fall from its peak to min_lr right after the warm-up.

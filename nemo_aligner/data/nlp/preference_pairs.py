@@ -12,8 +12,9 @@ from nemo.utils import logging
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder, documents_within, pad
-from nemo_aligner.data.nlp.json_lines import JsonLines, Record
+from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, label_numbers
+from nemo_aligner.data.nlp.token_files import open_records
 
 
 class RewardModelDataset(FileDataset):
@@ -22,10 +23,10 @@ class RewardModelDataset(FileDataset):
     A pair with a text longer than `seq_length` is left out; a warning at start counts them.
 
     Args:
-        paths: jsonl files.
+        paths: the files.
         tokenizer: NeMo tokenizer.
         seq_length: S.
-        data_cfg: `model.data`.
+        data_cfg: `model.data`; its `data_impl` is the form of the files, jsonl if not set.
         name: "train", ...; for messages.
 
     Items: `chosen`, `rejected` int64 [S], padded with eos; `chosen_length`, `rejected_length`
@@ -33,6 +34,8 @@ class RewardModelDataset(FileDataset):
     is no attention mask: attention is causal and the padding is on the right, so no token of the
     text sees it.
     """
+
+    lines_per_document = 2
 
     def __init__(
         self,
@@ -46,7 +49,8 @@ class RewardModelDataset(FileDataset):
         self.name = name
         self.seq_length = seq_length
         self.pad_id = tokenizer.eos_id
-        self.lines = JsonLines(paths, ["text"], self._inspect)
+        data_impl = (data_cfg or {}).get("data_impl") or "jsonl"
+        self.lines = open_records(paths, data_impl, self._inspect)
         for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
             if count % 2:
                 raise UserError(
