@@ -78,7 +78,7 @@ class SupervisedTrainer:
                 `val_check_interval` (steps; a float is a fraction of an epoch), `save_interval`,
                 `limit_train_batches`, `limit_val_batches`, `gradient_clip_val`, `alarms`. Missing
                 keys take their values from `conf/gpt_sft.yaml`.
-            model: with `cfg.global_batch_size`.
+            model: what is trained.
             optimizer, scheduler: of the model.
             train_dataloader: yields this rank's share of each global batch
                 (`builders.build_dataloader`).
@@ -113,6 +113,7 @@ class SupervisedTrainer:
         self.consumed_samples = 0
         self.held_out: dict[str, tuple[dict[str, float], float]] = {}
         sampler: Any = train_dataloader.batch_sampler  # one of data/nlp/samplers.py
+        self.global_batch_size: int = sampler.global_batch_size
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler, cfg.limit_train_batches)
         if self.num_steps_per_epoch == 0:
             raise ConfigError(
@@ -197,7 +198,7 @@ class SupervisedTrainer:
             metrics = train_on_batch(
                 self.model, self.optimizer, self.scheduler, batch, self.cfg.gradient_clip_val
             )
-        self.consumed_samples += self.model.cfg.global_batch_size
+        self.consumed_samples += self.global_batch_size
         return (
             self.model.summarize_metrics(metrics)
             | self.timer.consume_durations()

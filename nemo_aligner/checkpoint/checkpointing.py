@@ -40,6 +40,7 @@ from nemo_aligner.checkpoint.folders import (
 )
 from nemo_aligner.checkpoint.optimizer_forms import (
     FULLY_RESHARDABLE,
+    check_same_kind,
     load_optimizer_state,
     read_main_weights,
     sharded_optimizer_state,
@@ -236,9 +237,9 @@ class CheckpointCallback:
         state = self._sharded_state(is_loading=True)
         # By itself: it may read weights that the model reads too.
         own = {"optimizer": state.pop("optimizer")}
-        read_main_weights(
-            own["optimizer"], set(dist_checkpointing.load_tensors_metadata(weights_folder))
-        )
+        stored = set(dist_checkpointing.load_tensors_metadata(weights_folder))
+        check_same_kind(own["optimizer"], stored)
+        read_main_weights(own["optimizer"], stored)
         optimizer = dist_checkpointing.load(own, weights_folder)
         loaded = dist_checkpointing.load(state, weights_folder)
         self.model.load_sharded_weights(loaded["weights"])

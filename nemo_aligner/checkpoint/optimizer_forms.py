@@ -19,8 +19,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel.megatron_switches import all_weights_named, groups_in_order
-from nemo_aligner.training.optim import chained_optimizers
+from nemo_aligner.training.optim import chained_optimizers, is_sgd
 
 State = dict[Any, Any]
 
@@ -75,6 +76,26 @@ def read_main_weights(state: State, stored: set[str]) -> None:
             tensor.key = next((name for name in names if name in stored), tensor.key)
 
 
+def check_same_kind(state: State, stored: set[str]) -> None:
+    """Check that a checkpoint with tensors named `stored` has what `state`, about to be loaded,
+    asks for.
+
+    Raises:
+        UserError: it was saved with another kind of optimizer.
+    """
+    wanted = {str(getattr(tensor, "key", "")) for tensor in nested_values(state)}
+    for name, kind in (("exp_avg", "Adam"), ("momentum_buffer", "SGD with momentum")):
+        prefix = f"optimizer.state.{name}."
+        if any(key.startswith(prefix) for key in wanted) and not any(
+            key.startswith(prefix) for key in stored
+        ):
+            raise UserError(
+                f"model.optim asks for {kind}, but the checkpoint was saved with another kind of "
+                "optimizer. Resume with its model.optim.name (and momentum), or start anew from "
+                "its weights."
+            )
+
+
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: State) -> None:
     """Load a state into `optimizer`, whatever kind of optimizer saved it.
 
@@ -84,9 +105,13 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: State) -> None:
     settings = optimizer_settings(optimizer)
     own = chained_optimizers(optimizer)
     parts = [_in_form_of(part, state) for part, state in zip(own, _parts(loaded), strict=True)]
+    parts = [
+        state if is_sgd(part) else _with_step(state)
+        for part, state in zip(own, parts, strict=True)
+    ]
     state = dict(enumerate(parts)) if len(parts) > 1 else parts[0]
     with groups_in_order(own):
-        optimizer.load_state_dict(_with_step(state))
+        optimizer.load_state_dict(state)
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)
 
@@ -125,8 +150,10 @@ def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
     state, step = _state_and_step(loaded)
     own = optimizer.state_dict()
     groups = (own if "param_groups" in own else own["optimizer"])["param_groups"]
-    is_pytorch = isinstance(optimizer.optimizer, torch.optim.AdamW)
-    if is_distributed or not is_pytorch:
+    is_pytorch = isinstance(optimizer.optimizer, torch.optim.Adam)
+    if is_sgd(optimizer):
+        state = {key: value for key, value in state.items() if key != "common_step"}
+    elif is_distributed or not is_pytorch:
         groups = [{**group, "step": float(step) if is_pytorch else int(step)} for group in groups]
     if is_distributed:
         return {

@@ -177,7 +177,7 @@ _INERT_COMMON = (
     )
     | _inert(
         "model.optim.sched",
-        "max_steps last_epoch monitor reduce_on_plateau warmup_ratio hold_steps",
+        "max_steps last_epoch monitor reduce_on_plateau",
         _NEMO,
     )
     | _inert("model.data", "skip_warmup", _DATASET, True)

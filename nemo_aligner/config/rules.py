@@ -13,9 +13,11 @@ from collections.abc import Mapping
 
 from omegaconf import DictConfig
 
+from nemo_aligner.config.data_rules import check_data_impl, check_labels_can_be_read
 from nemo_aligner.config.defaults import complete_config, model_fallback
 from nemo_aligner.config.model_keys import refuse_model_values
 from nemo_aligner.config.old_forms import check_later
+from nemo_aligner.config.optim_rules import check_optim
 from nemo_aligner.config.parallel_rules import (
     check_accelerator,
     check_architecture,
@@ -209,6 +211,7 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
         times=dp | virtual_pipeline_group(values),
     )
     values.number("model.optim.lr", 0, above=True)
+    check_optim(values.get("model.optim", {}))
     values.choice("exp_manager.checkpoint_callback_params.mode", ("min", "max"))
     section = f"trainer.{SECTIONS[config_name]}"
     values.number(f"{section}.gradient_clip_val", 0)
@@ -235,6 +238,11 @@ def _check_prefix_data(values: Values) -> None:
             f"model.data.seq_length={data_length} is above model.encoder_seq_length={length}; set "
             f"it to {length} or less."
         )
+    data_impl = values.get("model.data.data_impl")
+    if data_impl is not None:
+        check_data_impl(data_impl)
+        if values.get("model.reward_model_type") == "regression":
+            check_labels_can_be_read(data_impl)
     if not values.get("model.data.data_prefix"):
         raise ConfigError(
             "model.data.data_prefix is not set; give the data files, for example "

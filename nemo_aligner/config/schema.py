@@ -15,6 +15,8 @@ A new key needs a line in a `LIVE` table here, one in the job's YAML file and on
 docs/config.md; `checks.py` and `rules.py` do the checking.
 """
 
+from nemo_aligner.config.optim_rules import SCHEDULE_KEYS
+
 CONFIG_NAMES = (
     "gpt_ppo_actor",
     "gpt_ppo_critic",
@@ -86,9 +88,8 @@ _MODEL = dotted(
 )
 _OPTIM = dotted(
     "model.optim",
-    """name lr weight_decay betas eps overlap_grad_sync bucket_cap_mb sched.name sched.warmup_steps
-    sched.constant_steps sched.min_lr""",
-)
+    "name lr weight_decay betas eps momentum overlap_grad_sync bucket_cap_mb sched.name",
+) | {f"model.optim.sched.{key}" for key in SCHEDULE_KEYS}
 _PEFT = dotted(
     "model.peft",
     """peft_scheme restore_from_path restore_from_ckpt.checkpoint_dir
@@ -212,7 +213,7 @@ LIVE = {
         "exp_manager.checkpoint_callback_params.save_nemo_on_train_end",
     },
     "gpt_rs_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _RS,
-    "training_rm": _COMMON | _CHECKPOINT | _DATA | _REWARD_MODEL | _RM,
+    "training_rm": _COMMON | _CHECKPOINT | _DATA | _REWARD_MODEL | _RM | {"model.loss_func"},
     "inference_rm": _TRAINER
     | _ARCHITECTURE
     | _PARALLEL
@@ -282,6 +283,7 @@ FLAGS = (
         persist_layer_norm masked_softmax_fusion bias_dropout_add_fusion apply_rope_fusion
         gradient_accumulation_fusion optim.overlap_grad_sync output_sequence use_avg_pool
         reward_standardization.enable regression.merge_attributes regression.load_rm_head_weights
+        optim.sched.cycle
         offload_adam_states answer_only_loss peft.lora_tuning.weight_tying ppo.offload_adam_states
         ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
         ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy""",

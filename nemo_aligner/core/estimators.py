@@ -34,5 +34,8 @@ ADVANTAGE_ESTIMATORS = {
 # Estimators of the KL divergence (`core/kl.py`), for the reward and for the loss.
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 
+# Losses of preference pairs (`core/losses.py:preference_loss`).
+PREFERENCE_LOSSES = ("regular_bt", "margin_bt", "scaled_bt")
+
 # How the loss of a global batch is averaged (`core/losses.py:loss_weights`).
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from nemo_aligner.core.estimators import LOSS_REDUCTIONS
+from nemo_aligner.core.estimators import LOSS_REDUCTIONS, PREFERENCE_LOSSES
 from nemo_aligner.core.kl import calculate_kl_penalty
 from nemo_aligner.core.masks import masked_mean
 
@@ -253,25 +253,51 @@ def sft_loss(*, logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Te
 
 
 def preference_loss(
-    *, rewards_chosen: Tensor, rewards_rejected: Tensor, weights: Tensor
+    *,
+    rewards_chosen: Tensor,
+    rewards_rejected: Tensor,
+    weights: Tensor,
+    loss_func: str = "regular_bt",
+    margins: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Bradley-Terry loss of pairs: -log sigmoid(chosen - rejected) (Ouyang et al. 2022,
-    arXiv:2203.02155, eq. 1).
+    """Bradley-Terry loss of pairs. With d = chosen - rejected and the margin m of a pair:
+
+        regular_bt    -log sigmoid(d)         Ouyang et al. 2022, arXiv:2203.02155, eq. 1
+        margin_bt     -log sigmoid(d - m)     Touvron et al. 2023, arXiv:2307.09288, eq. 2
+        scaled_bt     -m log sigmoid(d)       Wang et al. 2024, arXiv:2410.01257
 
     Args:
         rewards_chosen: [B] or [B, 1], carries the gradient.
         rewards_rejected: [B] or [B, 1], carries the gradient.
-        weights: [B], from `loss_weights`.
+        weights: [B], from `loss_weights`. A pair of margin 0 counts in their mean.
+        loss_func: one of `estimators.PREFERENCE_LOSSES`.
+        margins: [B], at least 0: how much better the chosen sample is; for margin_bt and
+            scaled_bt.
 
     Returns:
-        Partial sums: the loss, and metrics `loss` and `acc` (share of pairs in the right order; a
-        tie is not).
+        Partial sums: the loss, and metrics `loss` and `acc` (share of pairs in the right order,
+        whatever the margin; a tie is not).
+
+    Raises:
+        ValueError: an unknown `loss_func`, or one that lacks its margins.
     """
-    margin = _kept(rewards_chosen.reshape(-1), weights) - _kept(
+    if loss_func not in PREFERENCE_LOSSES:
+        raise ValueError(
+            f"loss_func={loss_func!r} is unknown; choose one of {', '.join(PREFERENCE_LOSSES)}"
+        )
+    difference = _kept(rewards_chosen.reshape(-1), weights) - _kept(
         rewards_rejected.reshape(-1), weights
     )
-    loss = -(weights * logsigmoid(margin)).sum()
-    return loss, {"loss": loss.detach(), "acc": (weights * (margin.detach() > 0)).sum()}
+    if loss_func == "regular_bt":
+        losses = -logsigmoid(difference)
+    elif margins is None:
+        raise ValueError(f"loss_func={loss_func!r} needs the margin of each pair")
+    elif loss_func == "margin_bt":
+        losses = -logsigmoid(difference - _kept(margins, weights))
+    else:
+        losses = -_kept(margins, weights) * logsigmoid(difference)
+    loss = (weights * losses).sum()
+    return loss, {"loss": loss.detach(), "acc": (weights * (difference.detach() > 0)).sum()}
 
 
 def regression_loss(

@@ -139,6 +139,12 @@ class PairBatch(TypedDict):
     loss_mask: Tensor  # float32 [B, S]: all zero where a pair must not count
 
 
+class LabelledPairBatch(PairBatch):
+    """Preference pairs that say how much better the chosen sample is."""
+
+    margin: Tensor  # float32 [B], at least 0
+
+
 class RegressionBatch(TypedDict):
     """Labelled texts for regression reward-model training; A attributes."""
 

@@ -5,9 +5,12 @@
 The schedule counts optimizer updates. CosineAnnealing is: linear warm-up over `warmup_steps`
 updates, cosine from `lr` to `min_lr` until `max_steps - constant_steps`, then `min_lr` (in a job
 too short for that, without the constant phase). The first update already has a rate above zero
-(`lr / (warmup + 1)`); in NeMo it is exactly zero, which wastes the first rollout.
+(`lr / (warmup + 1)`); with `constant_steps` it is exactly zero in NeMo, which wastes the first
+rollout. Annealing schedules other than the cosine are classes of NeMo's registry
+(`NemoSchedule`). Names and rules are in `config/optim_rules.py`.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +32,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 from omegaconf import DictConfig
 
+from nemo_aligner.config.optim_rules import (
+    CONSTANT_SCHEDULES,
+    OPTIMIZERS,
+    OWN_SCHEDULES,
+    SCHEDULES,
+    check_optim,
+    steps_of,
+    unread_keys,
+)
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel import parallel_state
 
@@ -37,11 +49,9 @@ warnings.filterwarnings(
     "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf Tensor"
 )
 
-DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
-OPTIMIZERS = (*DISTRIBUTED_OPTIMIZERS, "adamw", "fused_adam", "megatron_fused_adam")
 EXPERTS = ".mlp.experts."  # in the names of the experts' weights
-CONSTANT_SCHEDULES = ("constant", "WarmupHoldPolicy")
-SCHEDULES = ("CosineAnnealing", *CONSTANT_SCHEDULES)
+# Rates of NeMo's schedules that are computed, and so checked, when a schedule is built.
+CHECKED_RATES = 20_000
 
 
 def wrap_with_ddp(
@@ -66,7 +76,7 @@ def wrap_with_ddp(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
-        use_distributed_optimizer=optim_cfg.name in DISTRIBUTED_OPTIMIZERS,
+        use_distributed_optimizer=OPTIMIZERS[optim_cfg.name].distributed,
         # Megatron's check raises on one rank and leaves the others in the reduction;
         # training/finite.py raises on all of them.
         check_for_nan_in_grad=False,
@@ -97,15 +107,24 @@ def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _start_native_adam(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its (zero) Adam state now, if Adam is PyTorch's own.
+def is_sgd(optimizer: MegatronOptimizer) -> bool:
+    """Whether one of the `chained_optimizers` is SGD."""
+    return str(optimizer.config.optimizer) == "sgd"
 
-    Megatron's distributed optimizer reads the state's layout when it loads a checkpoint, before
-    any step has made it.
+
+def _start_states(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter its (zero) state now, if Adam is PyTorch's own, or with momentum.
+
+    Megatron Core reads the state's layout when it loads a checkpoint, before any step has made
+    it. For SGD it brings no function that makes it.
     """
     for part in chained_optimizers(optimizer):
         inner = part.optimizer
-        if not isinstance(inner, torch.optim.AdamW):
+        if is_sgd(part):
+            part.init_state_fn = _start_momentum
+            if inner is not None:
+                _start_momentum(inner)
+        if not isinstance(inner, torch.optim.Adam):
             continue
         for group in inner.param_groups:
             for parameter in group["params"]:
@@ -114,6 +133,15 @@ def _start_native_adam(optimizer: MegatronOptimizer) -> None:
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
+
+
+def _start_momentum(inner: torch.optim.Optimizer, _config: OptimizerConfig | None = None) -> None:
+    """Give every parameter of an SGD with momentum the buffer 0, with which its first step is the
+    same as without one.
+    """
+    for group in inner.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            inner.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def _parameter_groups(
@@ -145,31 +173,117 @@ def build_optimizer(
         dtype: of the weights.
 
     Raises:
-        ConfigError: unknown optimizer name.
+        ConfigError: an unknown name, or values that cannot work (`check_optim`).
     """
-    if optim_cfg.name not in OPTIMIZERS:
-        raise ConfigError(
-            f"model.optim.name={optim_cfg.name!r} is not supported; use one of "
-            f"{', '.join(OPTIMIZERS)}."
-        )
+    check_optim(optim_cfg)
+    kind = OPTIMIZERS[optim_cfg.name]
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer=kind.kind,
         lr=optim_cfg.lr,
         min_lr=optim_cfg.sched.min_lr,
         weight_decay=optim_cfg.weight_decay,
         adam_beta1=optim_cfg.betas[0],
         adam_beta2=optim_cfg.betas[1],
         adam_eps=optim_cfg.eps,
+        decoupled_weight_decay=kind.decoupled_weight_decay,
+        sgd_momentum=optim_cfg.momentum,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=optim_cfg.name in DISTRIBUTED_OPTIMIZERS,
+        use_distributed_optimizer=kind.distributed,
         clip_grad=0.0,  # set per step from the trainer's gradient_clip_val
     )
     optimizer = get_megatron_optimizer(
         config, model_chunks, config_overrides=_parameter_groups(model_chunks, config)
     )
-    _start_native_adam(optimizer)
+    _start_states(optimizer)
     return optimizer
+
+
+class NemoSchedule(OptimizerParamScheduler):
+    """Learning rates of a schedule class of NeMo's registry, which counts updates.
+
+    The rate after n updates depends on n alone, so a resumed job goes on with it exactly.
+
+    Args:
+        optimizer: what `build_optimizer` returns.
+        name: of the class.
+        lr: highest rate.
+        weight_decay: constant.
+        options: keyword arguments of the class, without None.
+        max_steps: optimizer updates of the job.
+
+    Raises:
+        ConfigError: the class refuses its arguments, or gives a rate that is not finite.
+    """
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        name: str,
+        lr: float,
+        weight_decay: float,
+        options: dict[str, Any],
+        max_steps: int,
+    ):
+        from nemo.core.optim.lr_scheduler import get_scheduler  # here: it takes seconds
+
+        self.name, self.options = name, options
+        # NeMo's classes drive an optimizer of PyTorch; this one has nothing to update.
+        self._driven = torch.optim.SGD([torch.zeros((), requires_grad=True)], lr=lr)
+        self._rates: list[float] = []
+        try:
+            self._schedule = get_scheduler(name, max_steps=max_steps, **options)(self._driven)
+        except (ValueError, TypeError, ArithmeticError, AssertionError) as error:
+            raise self._refusal(str(error)) from error
+        self._rate(min(max_steps, CHECKED_RATES))
+        super().__init__(
+            optimizer,
+            init_lr=lr,
+            max_lr=lr,
+            min_lr=0.0,
+            lr_warmup_steps=0,
+            lr_decay_steps=max(max_steps, 1),
+            lr_decay_style="constant",
+            **_constant_weight_decay(weight_decay),
+        )
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The rate of the next update, for all parameter groups."""
+        return self._rate(self.num_steps)
+
+    def _rate(self, updates: int) -> float:
+        """The rate after so many updates; those before it are computed in order, once."""
+        while len(self._rates) <= updates:
+            try:
+                if self._rates:
+                    self._driven.step()
+                    self._schedule.step()
+                rate = float(self._driven.param_groups[0]["lr"])
+            except (ValueError, TypeError, ArithmeticError) as error:
+                raise self._refusal(str(error)) from error
+            if not 0 <= rate < math.inf:
+                raise self._refusal(f"the rate after {len(self._rates)} updates is {rate}")
+            self._rates.append(rate)
+        return self._rates[updates]
+
+    def _refusal(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"model.optim.sched.name={self.name} cannot work with {self.options}: {reason}. "
+            "Change these keys of model.optim.sched."
+        )
+
+
+def _constant_weight_decay(weight_decay: float) -> dict[str, Any]:
+    """Arguments of Megatron Core's schedule that every job has."""
+    return {
+        "start_wd": weight_decay,
+        "end_wd": weight_decay,
+        "wd_incr_steps": 0,
+        "wd_incr_style": "constant",
+        # When a user changes the rate and resumes, the configuration wins over the checkpoint.
+        "use_checkpoint_opt_param_scheduler": False,
+        "override_opt_param_scheduler": True,
+    }
 
 
 def build_scheduler(
@@ -183,22 +297,35 @@ def build_scheduler(
         max_steps: optimizer updates of the job.
 
     Raises:
-        ConfigError: unknown schedule, or `min_lr` above `lr`.
+        ConfigError: an unknown name, or values that cannot work (`check_optim`).
     """
+    check_optim(optim_cfg)
     lr, sched = optim_cfg.lr, optim_cfg.sched
-    if sched.name not in SCHEDULES:
-        raise ConfigError(
-            f"model.optim.sched.name={sched.name!r} is not supported; use one of "
-            f"{', '.join(SCHEDULES)}."
+    unread = unread_keys(sched)
+    if unread:
+        logging.warning(
+            f"model.optim.sched.name={sched.name} does not read "
+            f"{', '.join(f'model.optim.sched.{key}={sched[key]}' for key in unread)}."
         )
-    warmup = sched.warmup_steps
+    if sched.name in OWN_SCHEDULES:
+        return _own_schedule(optimizer, optim_cfg, max_steps)
+    options = {
+        # Steps of 0 and a share stand for each other: NeMo refuses two numbers.
+        key: sched[key]
+        for key in SCHEDULES[sched.name].keys
+        if sched.get(key) is not None and not (key.endswith("_steps") and not sched[key])
+    }
+    return NemoSchedule(optimizer, sched.name, lr, optim_cfg.weight_decay, options, max_steps)
+
+
+def _own_schedule(
+    optimizer: MegatronOptimizer, optim_cfg: DictConfig, max_steps: int
+) -> OptimizerParamScheduler:
+    """Linear warm-up, then a constant rate or the cosine."""
+    lr, sched = optim_cfg.lr, optim_cfg.sched
+    warmup = steps_of(sched, "warmup", max_steps)
     constant = sched.name in CONSTANT_SCHEDULES
-    min_lr = lr if constant else sched.min_lr
-    if min_lr > lr:
-        raise ConfigError(
-            f"model.optim.sched.min_lr={min_lr} is above model.optim.lr={lr}; lower min_lr."
-        )
-    constant_steps = sched.constant_steps
+    constant_steps = steps_of(sched, "constant", max_steps)
     if not constant and constant_steps and warmup + constant_steps >= max_steps:
         # Otherwise the rate would fall from its peak to min_lr right after the warm-up.
         logging.warning(
@@ -212,15 +339,9 @@ def build_scheduler(
         optimizer,
         init_lr=lr / (warmup + 1),
         max_lr=lr,
-        min_lr=min_lr,
+        min_lr=lr if constant else sched.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=decay_end,
         lr_decay_style="constant" if constant else "cosine",
-        start_wd=optim_cfg.weight_decay,
-        end_wd=optim_cfg.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        # When a user changes the rate and resumes, the configuration wins over the checkpoint.
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
+        **_constant_weight_decay(optim_cfg.weight_decay),
     )

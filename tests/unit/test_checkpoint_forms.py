@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
@@ -18,9 +19,8 @@ OPTIMIZERS = ("distributed_fused_adam", "adamw")
 
 
 def training(tokenizer_dir, precision, optimizer):
-    cfg = tiny_config(
-        tokenizer_dir, "gpt2", precision=precision, optim={"name": optimizer}, num_layers=1
-    )
+    optim = {"name": optimizer} if isinstance(optimizer, str) else optimizer
+    cfg = tiny_config(tokenizer_dir, "gpt2", precision=precision, optim=optim, num_layers=1)
     model = MegatronGPTRewardModel(cfg)
     return model, *model.setup_megatron_optimization(10)
 
@@ -52,3 +52,40 @@ def test_either_optimizer_resumes_from_either(tiny_tokenizer_dir, tmp_path, save
         resumed = training(tiny_tokenizer_dir, precision, optimizer)
         assert CheckpointCallback(tmp_path, *resumed, name="rm").load_latest() == {"step": 1}
         torch.testing.assert_close(step(*resumed), uninterrupted, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("precision", [32, "bf16"])
+@pytest.mark.parametrize("optim", [{"name": "adam"}, {"name": "sgd", "momentum": 0.9}], ids=str)
+def test_a_resumed_job_equals_the_uninterrupted_one(
+    tiny_tokenizer_dir, tmp_path, optim, precision
+):
+    """Saved after two updates, resumed into a schedule of NeMo's registry and saved once more."""
+    sched = {"name": "PolynomialDecayAnnealing", "power": 2.0, "warmup_steps": 1}
+    optim = {**optim, "sched": sched}
+    job = training(tiny_tokenizer_dir, precision, optim)
+    for updates in (1, 2, 3, 4):
+        weights = step(*job)
+        if updates == 2:
+            CheckpointCallback(tmp_path, *job, name="rm").custom_save({}, trainer_state={})
+    for _save in range(2):
+        resumed = training(tiny_tokenizer_dir, precision, optim)
+        callback = CheckpointCallback(tmp_path, *resumed, name="rm", filename="again")
+        assert callback.load_latest() == {}
+        callback.custom_save({}, trainer_state={})
+        step(*resumed)
+        torch.testing.assert_close(step(*resumed), weights, rtol=0, atol=0)
+        assert resumed[1].param_groups[0]["lr"] == job[1].param_groups[0]["lr"]
+
+
+def test_sgd_without_momentum_resumes_and_another_kind_is_refused(tiny_tokenizer_dir, tmp_path):
+    job = training(tiny_tokenizer_dir, 32, "sgd")
+    step(*job)
+    CheckpointCallback(tmp_path, *job, name="rm").custom_save({}, trainer_state={})
+    uninterrupted = step(*job)
+    resumed = training(tiny_tokenizer_dir, 32, "sgd")
+    CheckpointCallback(tmp_path, *resumed, name="rm").load_latest()
+    torch.testing.assert_close(step(*resumed), uninterrupted, rtol=0, atol=0)
+    for optim, kind in (("adamw", "Adam"), ({"name": "sgd", "momentum": 0.5}, "SGD with momen")):
+        other = training(tiny_tokenizer_dir, 32, optim)
+        with pytest.raises(UserError, match=f"asks for {kind}.* saved with another kind"):
+            CheckpointCallback(tmp_path, *other, name="rm").load_latest()

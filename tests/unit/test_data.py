@@ -562,8 +562,10 @@ def test_data_prefix_refusals(texts, tiny_tokenizer):
         (None, {}, "data_prefix is not set"),
         ({"validation": [path]}, {}, "it needs train"),
         ({"train": [path], "valid": [path]}, {}, "keys train, valid"),
-        ({"train": [0.5, path, 0.5, path]}, {}, "number 0.5.*blending weights are not supported"),
-        ({"train": [path]}, {"impl": "mmap"}, "data_impl=mmap: only jsonl"),
+        ({"train": [0.5, path, path]}, {}, r"\[0.5, .*a blend is a list of weights above 0 and f"),
+        ({"train": [0, path, 1, path]}, {}, "a blend is a list of weights above 0 and files"),
+        ({"train": [path]}, {"impl": "lazy"}, "data_impl=lazy is not supported; use one of jsonl"),
+        ({"train": [path]}, {"impl": "chunked_jsonl"}, "not supported; name the chunks as a list"),
     ]
     for prefix, options, message in cases:
         with pytest.raises(ConfigError, match=message):

@@ -402,8 +402,8 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
         UserError, match=r"position_embeddings.weight of shape \(48, 32\).*\(64, 32\)"
     ):
         MegatronGPTModel.restore_from(tmp_path / "positions.nemo", override_config_path=other)
-    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, optim={"name": "sgd"}))
-    with pytest.raises(ConfigError, match="model.optim.name='sgd'"):
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, optim={"name": "lamb"}))
+    with pytest.raises(ConfigError, match="model.optim.name='lamb' is not supported"):
         model.setup_megatron_optimization(max_steps=1)
 
 

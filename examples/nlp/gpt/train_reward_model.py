@@ -8,7 +8,9 @@
 `model.reward_model_type=binary_ranking`, the default, reads neighbouring lines `{"text": ...}`,
 the better one first. `regression` reads lines `{"text": ..., "label": [number, ...]}` with
 `model.regression.num_attributes` numbers; `model.regression.loss_mask_val` stands for a number
-that is not known.
+that is not known. With `model.regression.loss_func=scaled_bt` (or `regular_bt`, `margin_bt`) two
+neighbouring lines are a pair and the first number of their labels says which is better, and how
+much: below 0 the first.
 
 The model starts from a language model with a new head, whose weights follow from `model.seed`;
 with `model.regression.load_rm_head_weights=True` from a reward model with its own head; without
@@ -137,15 +139,23 @@ def build_dataloaders(
     """Loaders for training, for each validation set by name, and for the test set or None."""
     from nemo_aligner.data.nlp.builders import (
         build_dataloader,
+        build_train_valid_test_labelled_pair_datasets,
         build_train_valid_test_regression_rm_datasets,
         build_train_valid_test_rm_datasets,
     )
-    from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType
+    from nemo_aligner.models.nlp.gpt.reward_model_classes import (
+        RewardModelType,
+        learns_labelled_pairs,
+    )
 
     build_datasets = {
         RewardModelType.BINARY_RANKING: build_train_valid_test_rm_datasets,
         RewardModelType.REGRESSION: build_train_valid_test_regression_rm_datasets,
     }[RewardModelType(cfg.model.reward_model_type)]
+    samples_per_item = 1
+    if learns_labelled_pairs(cfg.model):
+        # The sizes of batches count samples, an item of the data set is a pair of them.
+        build_datasets, samples_per_item = build_train_valid_test_labelled_pair_datasets, 2
     data = cfg.model.data
     train_ds, validation_ds, test_ds = build_datasets(
         cfg=cfg.model,
@@ -163,8 +173,8 @@ def build_dataloaders(
             cfg,
             dataset,
             consumed_samples=0,
-            mbs=cfg.model.micro_batch_size,
-            gbs=cfg.model.global_batch_size,
+            mbs=cfg.model.micro_batch_size // samples_per_item,
+            gbs=cfg.model.global_batch_size // samples_per_item,
             drop_last=drop_last,
             pad_samples_to_global_batch_size=not drop_last,
             use_random_sampler=random,

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the configuration to datasets and data loaders, at NeMo-Aligner's module path."""
 
+import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -9,16 +11,21 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from nemo.utils import logging
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from nemo_aligner.config.data_rules import (
+    check_data_impl,
+    check_labels_can_be_read,
+    holds_tokens,
+)
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.old_forms import check_later
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.file_dataset import FileDataset
+from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
-from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
+from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import (
     RLHFDataset,
     check_pad_to_length,
@@ -40,6 +47,7 @@ from nemo_aligner.parallel import parallel_state
 __all__ = [
     "build_dataloader",
     "build_sft_dataset",
+    "build_train_valid_test_labelled_pair_datasets",
     "build_train_valid_test_datasets",
     "build_train_valid_test_regression_rm_datasets",
     "build_train_valid_test_rlhf_datasets",
@@ -111,6 +119,14 @@ def _make_regression_rm_dataset(
     )
 
 
+def _make_labelled_pair_dataset(
+    paths: list[str], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+) -> LabelledPairDataset:
+    regression = complete(cfg.get("regression"), "training_rm", "model.regression")
+    mask_value = regression.loss_mask_val
+    return LabelledPairDataset(paths, tokenizer, seq_length, mask_value, cfg.get("data"), name)
+
+
 def build_train_valid_test_datasets(
     cls: MakeDataset,
     cfg: DictConfig,
@@ -131,11 +147,12 @@ def build_train_valid_test_datasets(
         cfg: `model` section.
         data_prefix: mapping with the files (one path or a list) of `train`, `validation` and
             `test`, of which the last two are optional; or one path or list that `splits_string`
-            divides.
-        data_impl: "jsonl" (or "json"); NeMo's binary formats are refused.
+            divides. A list of weights and paths in turn, [0.3, a, 0.7, b], blends the files.
+        data_impl: form of the files, one of `data_rules.DATA_IMPLS`.
         splits_string: weights of the three contiguous parts of one common list of files, for
             example "98,1,1".
-        train_valid_test_num_samples: use at most so many samples of each; below 1 means all.
+        train_valid_test_num_samples: use at most so many samples of each; below 1 means all. A
+            blend has exactly so many, or as many as its files together.
         seq_length: `model.data.seq_length`.
         tokenizer: NeMo tokenizer.
         seed, n_chunks, n_examples_per_chunk: not used (samplers shuffle; there are no chunks).
@@ -147,17 +164,22 @@ def build_train_valid_test_datasets(
     Raises:
         ConfigError: `data_prefix`, `data_impl` or `splits_string` cannot be used.
     """
-    if not str(data_impl).startswith("json"):
-        raise ConfigError(
-            f"model.data.data_impl={data_impl}: only jsonl is supported. Convert the data to "
-            "jsonl files."
-        )
+    check_data_impl(data_impl)
+    if cls in (_make_regression_rm_dataset, _make_labelled_pair_dataset):
+        check_labels_can_be_read(data_impl)
     if data_prefix is None or not len(data_prefix):
         raise ConfigError(
             "model.data.data_prefix is not set: give {train: [file.jsonl], validation: "
             "[file.jsonl]}."
         )
     limits = dict(zip(PARTS, train_valid_test_num_samples, strict=True))
+    cfg = copy.deepcopy(cfg)
+    OmegaConf.update(cfg, "data.data_impl", data_impl, force_add=True)
+    if holds_tokens(data_impl) and cfg.data.get("append_eod"):
+        logging.warning(
+            f"model.data.append_eod=True has no effect with data_impl={data_impl}: tokens are "
+            "used as they are."
+        )
     make = partial(cls, cfg=cfg, tokenizer=tokenizer, seq_length=seq_length)
     if not isinstance(data_prefix, Mapping | DictConfig):
         return _split_common_files(make, data_prefix, splits_string, limits)
@@ -176,7 +198,7 @@ def _split_common_files(
     limits: Mapping[str, int],
 ) -> Datasets:
     """Divide the documents of one list of files among training, validation and test."""
-    paths = _paths(files, "model.data.data_prefix")
+    paths, weights = _paths(files, "model.data.data_prefix")
     if splits_string is None:
         raise ConfigError(
             f"model.data.data_prefix={files} names files for all of training, validation and "
@@ -184,14 +206,19 @@ def _split_common_files(
             "separate files: {train: [...], validation: [...]}."
         )
     whole = make(paths=paths, name="all")
-    bounds = _split(len(whole), str(splits_string))
+    # A blend divides each of its files, so that each part has all of them.
+    pieces = [whole.documents] if weights is None else whole.documents_by_file()
+    bounds = [_split(len(piece), str(splits_string)) for piece in pieces]
     datasets: list[FileDataset | None] = []
-    for name, start, stop in zip(PARTS, bounds, bounds[1:], strict=False):
-        part = None
-        if stop > start:
-            part = whole.select(whole.documents[start:stop])
-            part.name = name
-        datasets.append(_limit(part, limits[name]))
+    for part, name in enumerate(PARTS):
+        chosen = [
+            piece[ends[part] : ends[part + 1]] for piece, ends in zip(pieces, bounds, strict=True)
+        ]
+        dataset = None
+        if sum(map(len, chosen)):
+            dataset = whole.select(_mixed(chosen, weights, limits[name], paths))
+            dataset.name = name
+        datasets.append(dataset)
     train, validation, test = datasets
     return train, validation, test
 
@@ -211,8 +238,10 @@ def _separate_files(
     built = {}
     for key, paths in files.items():
         if paths is not None and len(paths):
-            dataset = make(paths=_paths(paths, f"model.data.data_prefix.{key}"), name=key)
-            built[key] = _limit(dataset, limits[key if key in limits else "validation"])
+            names, weights = _paths(paths, f"model.data.data_prefix.{key}")
+            dataset = make(paths=names, name=key)
+            limit = limits[key if key in limits else "validation"]
+            built[key] = _blended(dataset, weights, limit)
     validation = {key: dataset for key, dataset in built.items() if key.startswith("validation")}
     if set(validation) <= {"validation"}:
         return built["train"], validation.get("validation"), built.get("test")
@@ -223,6 +252,9 @@ build_train_valid_test_rlhf_datasets = partial(build_train_valid_test_datasets, 
 build_train_valid_test_rm_datasets = partial(build_train_valid_test_datasets, _make_rm_dataset)
 build_train_valid_test_regression_rm_datasets = partial(
     build_train_valid_test_datasets, _make_regression_rm_dataset
+)
+build_train_valid_test_labelled_pair_datasets = partial(
+    build_train_valid_test_datasets, _make_labelled_pair_dataset
 )
 
 
@@ -250,7 +282,7 @@ def build_sft_dataset(
     """
     section = {key: data_cfg.get(key) for key in data_cfg}
     check_later(Values({"model": {"data": {"chat": is_chat, "train_ds": section}}}), "gpt_sft")
-    paths = _paths(data_cfg.get("file_path"), "file_path in the SFT data section")
+    paths, weights = _paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
     dataset = SFTDataset(
         paths,
@@ -265,25 +297,61 @@ def build_sft_dataset(
         answer_only_loss=answer_only_loss,
         pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),
     )
-    return _limit(dataset, num_samples)
+    return _blended(dataset, weights, num_samples)
 
 
-def _paths(value: Sequence[Any] | str | None, key: str) -> list[str]:
-    """File names from one name or a list of them; NeMo's blending weights are refused."""
-    paths = [value] if isinstance(value, str) else list(value or [])
-    if not paths:
-        raise ConfigError(f"{key} is not set: give a jsonl file or a list of them.")
-    for path in paths:
-        try:
-            float(path)
-        except (TypeError, ValueError):
-            continue
+def _paths(value: Sequence[Any] | str | None, key: str) -> tuple[list[str], list[float] | None]:
+    """File names from one name or a list of them; from a list of weights and names in turn, as in
+    NeMo, also the weights.
+    """
+    items = [value] if isinstance(value, str) else list(value or [])
+    if not items:
+        raise ConfigError(f"{key} is not set: give a data file or a list of them.")
+    numbers = [_number(item) for item in items]
+    if all(number is None for number in numbers):
+        return [str(path) for path in items], None
+    weights = [number for number in numbers[::2] if number is not None]
+    in_turn = 2 * len(weights) == len(items) and all(number is None for number in numbers[1::2])
+    if not in_turn or not all(0 < weight < math.inf for weight in weights):
         raise ConfigError(
-            f"{key} holds the number {path}: files are used one after the other, blending weights "
-            "are not supported. Leave the weights out; name a file twice to give it twice the "
-            "weight."
+            f"{key}={items}: a blend is a list of weights above 0 and files in turn, for example "
+            "[0.3, a.jsonl, 0.7, b.jsonl]; without weights the files are used one after the other."
         )
-    return [str(path) for path in paths]
+    return [str(path) for path in items[1::2]], weights
+
+
+def _number(item: Any) -> float | None:
+    try:
+        return float(item)
+    except (TypeError, ValueError):
+        return None
+
+
+def _blended(dataset: Any, weights: Sequence[float] | None, num_samples: int | None) -> Any:
+    """The first `num_samples` of a dataset, or so many of the blend of its files; None or below 1:
+    as many as there are.
+    """
+    if weights is None:
+        return _limit(dataset, num_samples)
+    return dataset.select(
+        _mixed(dataset.documents_by_file(), weights, num_samples, dataset.lines.paths)
+    )
+
+
+def _mixed(
+    pieces: list[np.ndarray],
+    weights: Sequence[float] | None,
+    num_samples: int | None,
+    paths: Sequence[Any],
+) -> np.ndarray:
+    """Documents of a blend of `pieces`, one per file; without weights of the only piece."""
+    if weights is None:
+        return pieces[0][:num_samples] if num_samples and num_samples > 0 else pieces[0]
+    for piece, path in zip(pieces, paths, strict=True):
+        if not len(piece):
+            raise ConfigError(f"model.data.data_prefix blends {path}, of which no sample is left.")
+    total = sum(map(len, pieces))
+    return blend(pieces, weights, num_samples if num_samples and num_samples > 0 else total)
 
 
 def _split(size: int, splits_string: str) -> list[int]:

@@ -1,24 +1,27 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The datasets, at NeMo-Aligner's module path. They read jsonl files.
+"""The datasets, at NeMo-Aligner's module path. They read jsonl files; the first two read files of
+tokens too.
 
 | dataset                        | lines                                                     |
 |--------------------------------|-----------------------------------------------------------|
 | `RLHFDataset`                  | prompts for PPO and RS                                    |
 | `RewardModelDataset`           | pairs: two neighbouring lines, the better response first  |
 | `RegressionRewardModelDataset` | labelled texts                                            |
+| `LabelledPairDataset`          | pairs with the preference as a label                      |
 | `SFTDataset`                   | prompt-response examples                                  |
 """
 
 from nemo_aligner.data.nlp.json_lines import JsonLines
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, RegressionRewardModelDataset
-from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
+from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.sft_examples import SFTDataset
 
 __all__ = [
     "DEFAULT_MASK_VALUE",
     "JsonLines",
+    "LabelledPairDataset",
     "RLHFDataset",
     "RegressionRewardModelDataset",
     "RewardModelDataset",

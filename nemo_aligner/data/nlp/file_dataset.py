@@ -1,9 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the datasets over jsonl files share: tokenizing, the choice of documents, padding."""
+"""What the datasets over files share: tokenizing, the choice of documents, padding."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ EXTRA_TOKENS = 8
 
 
 class TextEncoder:
-    """Tokenizes a text without a template and without bos.
+    """Tokenizes a text without a template and without bos; tokens stay as they are.
 
     Args:
         tokenizer: NeMo tokenizer.
@@ -41,18 +41,36 @@ class TextEncoder:
                 ) from None
             self.fix_text = fix_text
 
-    def __call__(self, text: str) -> list[int]:
+    def __call__(self, text: str | np.ndarray) -> list[int]:
+        if not isinstance(text, str):
+            return [int(token) for token in text]
         text = self.fix_text(text) if self.fix_text else text
         return self.tokenizer.text_to_ids(text) + [self.tokenizer.eos_id] * self.append_eod
 
-    def length(self, text: str, limit: int) -> int:
+    def length(self, text: str | np.ndarray, limit: int) -> int:
         """Number of tokens: exact if above `limit`, else possibly an upper bound.
 
         A short ASCII text surely fits and is not tokenized.
+
+        Raises:
+            UserError: tokens that the tokenizer does not have.
         """
+        if not isinstance(text, str):
+            self._check_tokens(text)
+            return len(text)
         if text.isascii() and len(text) + EXTRA_TOKENS <= limit:
             return len(text) + EXTRA_TOKENS
         return len(self(text))
+
+    def _check_tokens(self, tokens: np.ndarray) -> None:
+        size = self.tokenizer.vocab_size
+        if not len(tokens):
+            raise UserError("it has no tokens.")
+        if int(tokens.min()) < 0 or int(tokens.max()) >= size:
+            raise UserError(
+                f"tokens from {tokens.min()} to {tokens.max()}, but the tokenizer has {size}: the "
+                "data were made with another one. Tokenize them with the model's tokenizer."
+            )
 
 
 class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -61,12 +79,16 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
     Index -1 is an empty slot of a padded validation batch: it returns the first item, masked.
 
     Attributes:
+        lines: the records of all files.
+        lines_per_document: 2 where a document is a pair.
         name: "train", ...; for messages.
         documents: int64 [number of items], the numbers of the documents served, in order.
     """
 
     name: str
     documents: np.ndarray
+    lines: Any
+    lines_per_document = 1
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -76,6 +98,43 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
         other = copy.copy(self)
         other.documents = documents
         return other
+
+    def documents_by_file(self) -> list[np.ndarray]:
+        """The documents served, separately for each file, in order."""
+        files = (
+            np.searchsorted(
+                self.lines.first_of_file, self.documents * self.lines_per_document, side="right"
+            )
+            - 1
+        )
+        return [self.documents[files == number] for number in range(len(self.lines.counts))]
+
+
+def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.ndarray:
+    """int64 [size]: documents of several files in proportion to `weights`, evenly mixed.
+
+    Each file is read in order; one that is too small for its share starts again. The mixture
+    depends on nothing but the arguments (Megatron's `build_blending_indices`: at each position the
+    file that is furthest behind its share).
+
+    Args:
+        by_file: documents of each file.
+        weights: of the files, above 0.
+        size: length of the result.
+    """
+    from megatron.core.datasets import helpers
+
+    file_of, number_in_file = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
+    shares = np.array(weights, dtype=np.float64)
+    helpers.build_blending_indices(
+        file_of, number_in_file, shares / shares.sum(), len(shares), size, False
+    )
+    result = np.zeros(size, dtype=np.int64)
+    for number, documents in enumerate(by_file):
+        here = file_of == number
+        if here.any():
+            result[here] = documents[number_in_file[here] % len(documents)]
+    return result
 
 
 def documents_within(

@@ -85,12 +85,18 @@ class RegressionRewardModelDataset(FileDataset):
         }
 
 
-def _label(record: Record, num_attributes: int) -> list[float]:
-    """The label of a record as `num_attributes` numbers."""
+def label_numbers(record: Record) -> list[float]:
+    """The numbers of a record's label, at least one.
+
+    Raises:
+        UserError: there is no label, or not of finite numbers.
+    """
     label = record.get("label")
     numbers: list[Any] = label if isinstance(label, list) else [label]
     if label is None:
         raise UserError(f"field 'label' is missing; the line has {sorted(record)}.")
+    if not numbers:
+        raise UserError("field 'label' has 0 numbers.")
     for number in numbers:
         # The bound, that of float32, also keeps NaN and infinity out.
         if (
@@ -102,9 +108,15 @@ def _label(record: Record, num_attributes: int) -> list[float]:
                 f"field 'label' is {json.dumps(label)}: it must hold finite numbers. Write"
                 " model.regression.loss_mask_val (-100) for an attribute that has none."
             )
+    return [float(number) for number in numbers]
+
+
+def _label(record: Record, num_attributes: int) -> list[float]:
+    """The label of a record as `num_attributes` numbers."""
+    numbers = label_numbers(record)
     if len(numbers) != num_attributes:
         raise UserError(
             f"field 'label' has {len(numbers)} number{'' if len(numbers) == 1 else 's'}, but"
             f" model.regression.num_attributes={num_attributes}."
         )
-    return [float(number) for number in numbers]
+    return numbers

@@ -1,16 +1,20 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Preference pairs for a reward model of pairs."""
+"""Preference pairs for reward models: in order, or with the preference as a label."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder, documents_within, pad
-from nemo_aligner.data.nlp.json_lines import JsonLines, Record
+from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, label_numbers
+from nemo_aligner.data.nlp.token_files import open_records
 
 
 class RewardModelDataset(FileDataset):
@@ -19,10 +23,10 @@ class RewardModelDataset(FileDataset):
     A pair with a text longer than `seq_length` is left out; a warning at start counts them.
 
     Args:
-        paths: jsonl files.
+        paths: the files.
         tokenizer: NeMo tokenizer.
         seq_length: S.
-        data_cfg: `model.data`.
+        data_cfg: `model.data`; its `data_impl` is the form of the files, jsonl if not set.
         name: "train", ...; for messages.
 
     Items: `chosen`, `rejected` int64 [S], padded with eos; `chosen_length`, `rejected_length`
@@ -30,6 +34,8 @@ class RewardModelDataset(FileDataset):
     is no attention mask: attention is causal and the padding is on the right, so no token of the
     text sees it.
     """
+
+    lines_per_document = 2
 
     def __init__(
         self,
@@ -43,7 +49,8 @@ class RewardModelDataset(FileDataset):
         self.name = name
         self.seq_length = seq_length
         self.pad_id = tokenizer.eos_id
-        self.lines = JsonLines(paths, ["text"], self._inspect)
+        data_impl = (data_cfg or {}).get("data_impl") or "jsonl"
+        self.lines = open_records(paths, data_impl, self._inspect)
         for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
             if count % 2:
                 raise UserError(
@@ -62,10 +69,14 @@ class RewardModelDataset(FileDataset):
             )
         return self.encode.length(record["text"], self.seq_length)
 
+    def _chosen_first(self, pair: int) -> tuple[int, int]:
+        """Numbers of the lines of a pair, the better one first."""
+        return 2 * pair, 2 * pair + 1
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         pair = int(self.documents[max(index, 0)])
         chosen, rejected = (
-            self.encode(self.lines[line]["text"]) for line in (2 * pair, 2 * pair + 1)
+            self.encode(self.lines[line]["text"]) for line in self._chosen_first(pair)
         )
         longest = max(len(chosen), len(rejected))
         loss_mask = torch.zeros(self.seq_length)
@@ -79,3 +90,77 @@ class RewardModelDataset(FileDataset):
             "position_ids": torch.arange(self.seq_length),
             "idx": torch.tensor(index),
         }
+
+
+class LabelledPairDataset(RewardModelDataset):
+    """Pairs with a preference: two neighbouring lines `{"text": ..., "label": [number, ...]}`.
+
+    The first number of the label, the same in both lines, says which of the two is better, and its
+    absolute value by how much: below 0 the first, else the second (NeMo-Aligner's form of
+    HelpSteer2-Preference, arXiv:2410.01257, whose preferences go from -3 to 3). A pair with a text
+    longer than `seq_length` is left out; a warning at start counts them.
+
+    Args:
+        paths, tokenizer, seq_length, data_cfg, name: as for the base class.
+        mask_value: `model.regression.loss_mask_val`: the number that means "no label".
+
+    Items: those of the base class, and `margin` float32 (a scalar, at least 0).
+
+    Raises:
+        UserError: a pair without a preference, or whose two lines disagree.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        mask_value: float = DEFAULT_MASK_VALUE,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        self.mask_value = mask_value
+        self._labels: list[float] = []
+        super().__init__(paths, tokenizer, seq_length, data_cfg, name)
+        labels = np.array(self._labels, dtype=np.float32).reshape(-1, 2)
+        self.preferences = labels[:, 0]
+        self._check_labels(labels)
+
+    def _inspect(self, record: Record) -> int:
+        number = label_numbers(record)[0]
+        if number == self.mask_value:
+            raise UserError(
+                f"field 'label' begins with {number:g} (model.regression.loss_mask_val), which "
+                "means no label. A Bradley-Terry loss needs the preference of the pair there, "
+                "below 0 if the first of the two texts is better, above 0 if the second is. "
+                "Remove the pair, or use model.regression.loss_func=regression."
+            )
+        self._labels.append(number)
+        return self.encode.length(record["text"], self.seq_length)
+
+    def _check_labels(self, labels: np.ndarray) -> None:
+        disagree = np.flatnonzero(labels[:, 0] != labels[:, 1])
+        if len(disagree):
+            first = int(disagree[0])
+            raise UserError(
+                f"{self.name} data: the two lines of pair {first} have the labels "
+                f"{labels[first, 0]:g} and {labels[first, 1]:g}. Both must hold the preference of "
+                "the pair as their first number; if these are labels of single texts, use "
+                "model.regression.loss_func=regression."
+            )
+        undecided = int((labels[:, 0] == 0).sum())
+        if undecided:
+            logging.warning(
+                f"{self.name} data: {undecided} of {len(labels)} pairs have the label 0, no "
+                "preference; as in NeMo-Aligner the second text counts as the better one, with "
+                "margin 0."
+            )
+
+    def _chosen_first(self, pair: int) -> tuple[int, int]:
+        first, second = super()._chosen_first(pair)
+        return (first, second) if self.preferences[pair] < 0 else (second, first)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        pair = int(self.documents[max(index, 0)])
+        margin = torch.tensor(abs(float(self.preferences[pair])))
+        return {**super().__getitem__(index), "margin": margin}

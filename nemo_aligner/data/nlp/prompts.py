@@ -15,7 +15,7 @@ from typing_extensions import Self
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder
-from nemo_aligner.data.nlp.json_lines import JsonLines
+from nemo_aligner.data.nlp.token_files import open_records
 
 
 class RLHFDataset(FileDataset):
@@ -26,10 +26,10 @@ class RLHFDataset(FileDataset):
     warning at start counts such prompts.
 
     Args:
-        paths: jsonl files.
+        paths: the files.
         tokenizer: NeMo tokenizer.
         max_prompt_length: limit in tokens.
-        data_cfg: `model.data`.
+        data_cfg: `model.data`; its `data_impl` is the form of the files, jsonl if not set.
         name: "train", ...; for messages.
         limit_text: the limit in words, and where it comes from; for messages.
 
@@ -50,8 +50,10 @@ class RLHFDataset(FileDataset):
         self.name = name
         self.max_prompt_length = max_prompt_length
         self.limit_text = limit_text
-        self.lines = JsonLines(
-            paths, ["text"], lambda record: self.encode.length(record["text"], max_prompt_length)
+        self.lines = open_records(
+            paths,
+            (data_cfg or {}).get("data_impl") or "jsonl",
+            lambda record: self.encode.length(record["text"], max_prompt_length),
         )
         self.documents = np.arange(len(self.lines))
         fits = self._fits()

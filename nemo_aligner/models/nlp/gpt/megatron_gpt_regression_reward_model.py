@@ -1,9 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTRegressionRewardModel`: learns the labels that people gave to samples, one number
-per attribute.
+per attribute, or which of two samples they preferred and how much.
 
-Notation: B samples on this data-parallel rank, S padded length, A attributes.
+Notation: B samples (or pairs) on this data-parallel rank, S padded length, A attributes.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,10 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, regression_loss
 from nemo_aligner.core.metrics import correlation_moments, correlations_from_moments
-from nemo_aligner.core.types import RegressionBatch
+from nemo_aligner.core.types import LabelledPairBatch, RegressionBatch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
@@ -24,9 +25,14 @@ from nemo_aligner.training.megatron_steps import Batch, forward_backward
 # The metric that holds the moments of the correlation, float64 [6, A], until `summarize_metrics`.
 MOMENTS = "moments"
 
+# The attribute that pairs are compared by: NeMo-Aligner's, where it is the helpfulness of
+# HelpSteer's list. A model of one attribute has only that one.
+COMPARED_ATTRIBUTE = 4
+
 
 class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
-    """Reward model with A attributes, trained on labels.
+    """Reward model with A attributes, trained on labels; with one of
+    `estimators.PREFERENCE_LOSSES` as `regression.loss_func` on pairs with a preference.
 
     `infer` returns [N, A]; with `regression.merge_attributes` their weighted sum [N, 1], which PPO
     and rejection sampling use.
@@ -41,21 +47,40 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
         self.loss_mask_val: float = self.cfg.regression.loss_mask_val
+        if training_loss(self.cfg) in PREFERENCE_LOSSES:
+            self.pair_loss = training_loss(self.cfg)
+            # Sizes of batches count samples, as in NeMo-Aligner; a pair is two.
+            self.pairs_per_micro_batch = self.cfg.micro_batch_size // 2
 
     @classmethod
     def check_config(cls, cfg: DictConfig) -> None:
         """Check the loss, the standardization and the attribute weights (see the base class)."""
         super().check_config(cfg)
-        if cfg.regression.loss_func != "regression":
-            raise ConfigError(
-                f"model.regression.loss_func={cfg.regression.loss_func!r} is not supported; use "
-                "regression (mean squared error)."
-            )
+        training_loss(cfg)
         if cfg.reward_standardization.enable:
             raise ConfigError(
                 "model.reward_standardization.enable=True cannot be used with a regression reward "
                 "model: its labels define the scale of the rewards. Set it to False and use "
                 "model.regression.attribute_weights to scale them."
+            )
+
+    @classmethod
+    def _check_loss(cls, cfg: DictConfig) -> None:
+        loss_func = training_loss(cfg)
+        if loss_func not in PREFERENCE_LOSSES:
+            return
+        for key in ("micro_batch_size", "global_batch_size"):
+            if cfg[key] % 2:
+                raise ConfigError(
+                    f"model.{key}={cfg[key]} is odd, but {loss_func} compares two neighbouring "
+                    f"samples, and the sizes of batches count samples; use {cfg[key] + 1}."
+                )
+        attributes = cfg.regression.num_attributes
+        if 1 < attributes <= COMPARED_ATTRIBUTE:
+            raise ConfigError(
+                f"model.regression.num_attributes={attributes}: {loss_func} compares samples by "
+                f"attribute {COMPARED_ATTRIBUTE} (the first is 0); use 1, or more than "
+                f"{COMPARED_ATTRIBUTE}."
             )
 
     @classmethod
@@ -68,9 +93,10 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
             )
 
     def get_loss_and_metrics(  # type: ignore[override]  # it learns from other batches
-        self, batch: RegressionBatch, forward_only: bool = False
-    ) -> tuple[float, dict[str, float | Tensor]]:
-        """Mean squared error of a global batch, and its gradient unless `forward_only`.
+        self, batch: RegressionBatch | LabelledPairBatch, forward_only: bool = False
+    ) -> tuple[float, Mapping[str, float | Tensor]]:
+        """Mean squared error of a global batch, and its gradient unless `forward_only`; with a
+        loss of pairs what the base class computes.
 
         All ranks call it. A label equal to `loss_mask_val` does not count.
 
@@ -82,6 +108,8 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
             The loss and, over the labels that count: `loss`, `weights` (their number) and
             `moments`, from which `summarize_metrics` computes the correlation.
         """
+        if "chosen" in batch:
+            return super().get_loss_and_metrics(batch, forward_only)  # type: ignore[arg-type]
         labels = batch["labels"]
         valid = labels.ne(self.loss_mask_val) & batch["loss_mask"].ne(0).any(dim=-1, keepdim=True)
         inputs = {
@@ -110,9 +138,40 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
         metrics["weights"] = float(sum_over_dp(valid.sum().to(get_device())))
         return metrics["loss"], {**metrics, **moments}
 
+    def compared_rewards(self, output: Tensor) -> Tensor:
+        """[N]: the attribute of each sample that pairs are compared by, of output [N, A]."""
+        return output[:, COMPARED_ATTRIBUTE if output.size(1) > 1 else 0]
+
     def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Replace the moments by `correlation` (`metrics.correlations_from_moments`)."""
         rest = {key: float(value) for key, value in metrics.items() if key != MOMENTS}
         moments = metrics.get(MOMENTS)
         # None: no batch had a label.
         return rest | (correlations_from_moments(moments) if isinstance(moments, Tensor) else {})
+
+
+def training_loss(cfg: DictConfig) -> str:
+    """What a model with the complete section `cfg` learns by: "regression" or one of
+    `estimators.PREFERENCE_LOSSES`.
+
+    NeMo-Aligner's documentation says `model.regression.loss_func`, its code reads
+    `model.loss_func`; both are read here.
+
+    Raises:
+        ConfigError: an unknown loss, or two different ones.
+    """
+    known = ("regression", *PREFERENCE_LOSSES)
+    written = {
+        "model.loss_func": cfg.loss_func,
+        "model.regression.loss_func": cfg.regression.loss_func,
+    }
+    for key, name in written.items():
+        if name is not None and name not in known:
+            raise ConfigError(f"{key}={name!r} is not supported; use one of {', '.join(known)}.")
+    name, documented = written.values()
+    if name not in (None, documented) and documented != "regression":
+        raise ConfigError(
+            f"model.loss_func={name} and model.regression.loss_func={documented} contradict each "
+            "other; set only model.regression.loss_func."
+        )
+    return str(documented if name is None else name)

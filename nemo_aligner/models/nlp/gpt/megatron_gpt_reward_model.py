@@ -21,7 +21,7 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.server_rules import check_reward_standardization
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, preference_loss
-from nemo_aligner.core.types import PairBatch
+from nemo_aligner.core.types import LabelledPairBatch, PairBatch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -56,6 +56,8 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         has_trained_head: the weights were loaded with a head trained to give rewards. A language
             model has no head, and a critic's gives values.
         forward_micro_batch_size: samples per forward pass of `infer`.
+        pair_loss: the loss of pairs, one of `estimators.PREFERENCE_LOSSES`.
+        pairs_per_micro_batch: pairs of one forward pass in training.
         reward_mean_std: mean and standard deviation that rewards are standardized with, or None.
 
     Raises:
@@ -65,6 +67,8 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
         self.has_trained_head = False
+        self.pair_loss = "regular_bt"
+        self.pairs_per_micro_batch: int = self.cfg.micro_batch_size
         self.forward_micro_batch_size: int = self.cfg.forward_micro_batch_size
         self.reward_mean_std: tuple[float, float] | None = None
         if self.cfg.reward_standardization.enable:
@@ -106,6 +110,21 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
                 "False to train a reward model."
             )
         cls._check_attributes(cfg)
+        cls._check_loss(cfg)
+
+    @classmethod
+    def _check_loss(cls, cfg: DictConfig) -> None:
+        for key, name in (
+            ("model.loss_func", cfg.loss_func),
+            ("model.regression.loss_func", cfg.regression.loss_func),
+        ):
+            if name not in (None, "regression", "regular_bt"):
+                raise ConfigError(
+                    f"{key}={name} needs the preference that people gave to each pair, but "
+                    "model.reward_model_type=binary_ranking reads none and learns by regular_bt; "
+                    "set model.reward_model_type=regression, with lines "
+                    '{"text": ..., "label": [number, ...]}.'
+                )
 
     @classmethod
     def _check_attributes(cls, cfg: DictConfig) -> None:
@@ -171,15 +190,20 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
 
     # --- training -------------------------------------------------------------------------------
 
+    def compared_rewards(self, output: Tensor) -> Tensor:
+        """[N]: the numbers that pairs are compared by, of the output of N samples."""
+        return output
+
     def get_loss_and_metrics(
-        self, batch: PairBatch, forward_only: bool = False
+        self, batch: PairBatch | LabelledPairBatch, forward_only: bool = False
     ) -> tuple[float, Mapping[str, float | Tensor]]:
         """Bradley-Terry loss of a global batch of pairs, and its gradient unless `forward_only`.
 
         All ranks call it.
 
         Args:
-            batch: this data-parallel rank's share of the global batch.
+            batch: this data-parallel rank's share of the global batch; with margins where
+                `pair_loss` needs them.
             forward_only: compute no gradient.
 
         Returns:
@@ -198,12 +222,19 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
                 valid.to(get_device()), sum_over_dp=sum_over_dp
             ).repeat_interleave(2),
         }
+        margins: Tensor | None = dict(batch).get("margin")  # type: ignore[assignment]
+        if margins is not None:
+            inputs["margins"] = margins.repeat_interleave(2)
 
-        def loss_fn(rewards: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
-            chosen, rejected = rewards.reshape(-1, 2).unbind(-1)
+        def loss_fn(output: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
+            chosen, rejected = self.compared_rewards(output).reshape(-1, 2).unbind(-1)
             weights = micro_batch["weights"][0::2]
             loss, metrics = preference_loss(
-                rewards_chosen=chosen, rewards_rejected=rejected, weights=weights
+                rewards_chosen=chosen,
+                rewards_rejected=rejected,
+                weights=weights,
+                loss_func=self.pair_loss,
+                margins=micro_batch["margins"][0::2] if "margins" in micro_batch else None,
             )
             chosen, rejected = (
                 torch.where(weights != 0, x.detach(), 0.0) for x in (chosen, rejected)
@@ -218,7 +249,7 @@ class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
         metrics, _ = forward_backward(
             self.model,
             inputs,
-            micro_batch_size=2 * self.cfg.micro_batch_size,
+            micro_batch_size=2 * self.pairs_per_micro_batch,
             loss_fn=loss_fn,
             forward_only=forward_only,
             model_inputs=("lengths",),

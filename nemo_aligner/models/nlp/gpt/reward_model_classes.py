@@ -4,9 +4,13 @@
 
 from enum import Enum
 
+from omegaconf import DictConfig
+
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
     MegatronGPTRegressionRewardModel,
+    training_loss,
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 
@@ -44,20 +48,28 @@ def reward_model_class(name: str | None) -> type[MegatronGPTRewardModel]:
     return REWARD_MODEL_CLASS_DICT[reward_model_type(name)]
 
 
+def learns_labelled_pairs(cfg: DictConfig) -> bool:
+    """Whether a model with the complete section `cfg` learns pairs of samples with labels."""
+    return (
+        reward_model_type(cfg.reward_model_type) is RewardModelType.REGRESSION
+        and training_loss(cfg) in PREFERENCE_LOSSES
+    )
+
+
 def held_out_text(
     kind: RewardModelType, metrics: dict[str, float], samples: float, num_attributes: int = 1
 ) -> str:
     """The result of a validation in words: "held-out accuracy 0.980 on 256 pairs".
 
     Args:
-        kind: of the reward model.
+        kind: of the reward model; one with labels that learns pairs has their accuracy too.
         metrics, samples: an entry of `SupervisedTrainer.held_out`.
         num_attributes: of the reward model; with several, the correlation of each is named.
     """
     key, name, unit = {
         RewardModelType.BINARY_RANKING: ("acc", "accuracy", "pairs"),
         RewardModelType.REGRESSION: ("correlation", "correlation", "labels"),
-    }[kind]
+    }[RewardModelType.BINARY_RANKING if "acc" in metrics else kind]
     value = f"{metrics[key]:.3f}" if key in metrics else "undefined"
     by_attribute = [
         f"{attribute}: {metrics[f'correlation_{attribute}']:.3f}"

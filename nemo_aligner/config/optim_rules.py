@@ -1,0 +1,184 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers and learning-rate schedules that `model.optim` can name, and the rules of their keys.
+
+The tables are plain data; `training/optim.py` builds what they name. `check_optim` is called
+before a model is built, and again by whoever builds an optimizer.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """What Megatron Core builds for a name of NeMo.
+
+    Attributes:
+        kind: Megatron Core's name, "adam" or "sgd".
+        distributed: its states are spread over the data-parallel ranks.
+        decoupled_weight_decay: weight decay acts on the weight (AdamW), not on the gradient.
+    """
+
+    kind: str = "adam"
+    distributed: bool = False
+    decoupled_weight_decay: bool = True
+
+
+OPTIMIZERS = {
+    "distributed_fused_adam": OptimizerKind(distributed=True),
+    "mcore_distributed_optim": OptimizerKind(distributed=True),
+    "adamw": OptimizerKind(),
+    "fused_adam": OptimizerKind(),
+    "megatron_fused_adam": OptimizerKind(),
+    "adam": OptimizerKind(decoupled_weight_decay=False),
+    "sgd": OptimizerKind(kind="sgd", decoupled_weight_decay=False),
+}
+DISTRIBUTED_OPTIMIZERS = tuple(name for name, kind in OPTIMIZERS.items() if kind.distributed)
+# Names of NeMo that are refused: Megatron Core has Adam and SGD only.
+OTHER_OPTIMIZERS = (
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adamax",
+    "adan",
+    "lamb",
+    "novograd",
+    "rmsprop",
+    "rprop",
+)
+
+_WARMUP = ("warmup_steps", "warmup_ratio")
+_HOLD = (*_WARMUP, "hold_steps", "hold_ratio", "min_lr")
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A learning-rate schedule.
+
+    Attributes:
+        keys: of `model.optim.sched` that it reads.
+        required: those of them that must be given and not 0.
+    """
+
+    keys: tuple[str, ...]
+    required: tuple[str, ...] = ()
+
+
+# Built by Megatron Core; the others are classes of NeMo's registry.
+CONSTANT_SCHEDULES = ("constant", "WarmupPolicy", "WarmupHoldPolicy")
+OWN_SCHEDULES = ("CosineAnnealing", *CONSTANT_SCHEDULES)
+SCHEDULES = {
+    "constant": ScheduleKind(_WARMUP),
+    "CosineAnnealing": ScheduleKind((*_WARMUP, "constant_steps", "constant_ratio", "min_lr")),
+    "WarmupPolicy": ScheduleKind(_WARMUP),
+    "WarmupHoldPolicy": ScheduleKind((*_WARMUP, "hold_steps", "hold_ratio")),
+    "WarmupAnnealing": ScheduleKind((*_WARMUP, "min_lr")),
+    "InverseSquareRootAnnealing": ScheduleKind((*_WARMUP, "min_lr")),
+    "SquareAnnealing": ScheduleKind((*_WARMUP, "min_lr")),
+    "SquareRootAnnealing": ScheduleKind((*_WARMUP, "min_lr")),
+    "PolynomialDecayAnnealing": ScheduleKind((*_WARMUP, "min_lr", "power", "cycle")),
+    "PolynomialHoldDecayAnnealing": ScheduleKind((*_HOLD, "power", "cycle")),
+    "WarmupHoldAnnealLinear": ScheduleKind(_HOLD),
+    "WarmupHoldAnnealOneMinusSquareRoot": ScheduleKind(_HOLD),
+    "NoamAnnealing": ScheduleKind((*_WARMUP, "min_lr", "d_model"), required=("d_model",)),
+    "NoamHoldAnnealing": ScheduleKind((*_HOLD, "decay_rate")),
+    "T5InverseSquareRootAnnealing": ScheduleKind(
+        ("constant_steps", "min_lr"), required=("constant_steps",)
+    ),
+    "StepLR": ScheduleKind(("step_size", "gamma"), required=("step_size",)),
+}
+# Schedules of NeMo that are refused, with the reason.
+OTHER_SCHEDULES = {
+    "ReduceLROnPlateau": "it follows a validation metric, and a resumed job would not be exact",
+    "ExponentialLR": "NeMo counts epochs for it, and a schedule counts updates here",
+    "CyclicLR": "it changes the optimizer's momentum too",
+}
+SCHEDULE_KEYS = tuple(sorted({key for kind in SCHEDULES.values() for key in kind.keys}))
+_COUNTS = ("warmup_steps", "hold_steps", "constant_steps", "step_size")
+_RATIOS = ("warmup_ratio", "hold_ratio", "constant_ratio")
+
+
+def check_optim(optim: Mapping[str, Any]) -> None:
+    """Check a section `model.optim`; keys that are absent or null have their defaults.
+
+    Raises:
+        ConfigError: an unknown name, a key that is missing, or a value that cannot work.
+    """
+    name = optim.get("name")
+    if name is not None and name not in OPTIMIZERS:
+        reason = " (Megatron Core has Adam and SGD only)" if name in OTHER_OPTIMIZERS else ""
+        raise ConfigError(
+            f"model.optim.name={name!r} is not supported{reason}; use one of "
+            f"{', '.join(OPTIMIZERS)}."
+        )
+    _check_range("model.optim.momentum", optim.get("momentum"), 0, 1)
+    sched = optim.get("sched") or {}
+    schedule = sched.get("name")
+    if schedule is None:
+        return
+    if schedule not in SCHEDULES:
+        reason = f" ({OTHER_SCHEDULES[schedule]})" if schedule in OTHER_SCHEDULES else ""
+        raise ConfigError(
+            f"model.optim.sched.name={schedule!r} is not supported{reason}; use one of "
+            f"{', '.join(SCHEDULES)}."
+        )
+    _check_schedule(sched, SCHEDULES[schedule], optim.get("lr"))
+
+
+def unread_keys(sched: Mapping[str, Any]) -> list[str]:
+    """Keys of other schedules that `sched` gives a value other than 0, False and null, and that
+    its own schedule does not read.
+    """
+    read = SCHEDULES[sched["name"]].keys
+    return [key for key in SCHEDULE_KEYS if key not in read and sched.get(key)]
+
+
+def steps_of(sched: Mapping[str, Any], phase: str, max_steps: int) -> int:
+    """Updates of a phase, "warmup", "hold" or "constant": of `<phase>_steps`, or the share
+    `<phase>_ratio` of `max_steps`, rounded down as in NeMo.
+    """
+    ratio = sched.get(f"{phase}_ratio")
+    return int(ratio * max_steps) if ratio else int(sched.get(f"{phase}_steps") or 0)
+
+
+def _check_schedule(sched: Mapping[str, Any], kind: ScheduleKind, lr: float | None) -> None:
+    prefix = "model.optim.sched"
+    for key in kind.required:
+        if not sched.get(key):
+            raise ConfigError(
+                f"{prefix}.{key}={sched.get(key)}: {sched['name']} needs it; give a number "
+                "above 0."
+            )
+    for key in kind.keys:
+        value = sched.get(key)
+        if key in _RATIOS:
+            _check_range(f"{prefix}.{key}", value, 0, 1)
+        elif key in _COUNTS and value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{prefix}.{key}={value!r} must be a whole number, at least 0.")
+        elif key != "cycle":
+            _check_range(f"{prefix}.{key}", value, 0, math.inf)
+    for ratio in set(_RATIOS) & set(kind.keys):
+        steps = ratio.replace("_ratio", "_steps")
+        if sched.get(ratio) and sched.get(steps):
+            raise ConfigError(
+                f"{prefix}.{ratio}={sched[ratio]} and {prefix}.{steps}={sched[steps]} say the "
+                f"same thing twice; set {prefix}.{steps}=null."
+            )
+    min_lr = sched.get("min_lr")
+    if "min_lr" in kind.keys and min_lr is not None and lr is not None and min_lr > lr:
+        raise ConfigError(f"{prefix}.min_lr={min_lr} is above model.optim.lr={lr}; lower min_lr.")
+
+
+def _check_range(key: str, value: Any, low: float, high: float) -> None:
+    if value is None:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        bounds = f"from {low} to {high}" if high < math.inf else f"at least {low}"
+        raise ConfigError(f"{key}={value!r} must be a number, {bounds}.")

@@ -1,0 +1,308 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Bradley-Terry losses with a margin from the data: formulas, data set, model and script."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.config.defaults import complete_model
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.estimators import PREFERENCE_LOSSES
+from nemo_aligner.core.losses import loss_weights, preference_loss
+from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset
+from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+    MegatronGPTRegressionRewardModel,
+)
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.models.nlp.gpt.reward_model_classes import (
+    RewardModelType,
+    held_out_text,
+    learns_labelled_pairs,
+)
+from tests.tiny_models import tiny_config
+
+NAN = float("nan")
+SCRIPT = Path(__file__).parents[2] / "examples" / "nlp" / "gpt" / "train_reward_model.py"
+
+
+def by_hand(loss_func, difference, margin):
+    """The loss of one pair, in plain Python."""
+    if loss_func == "margin_bt":
+        return math.log1p(math.exp(-(difference - margin)))
+    factor = margin if loss_func == "scaled_bt" else 1.0
+    return factor * math.log1p(math.exp(-difference))
+
+
+# --- the formulas ---
+
+
+def test_numbers_by_hand():
+    """ln(1 + e^-x) at x = 1.5, and x = 0.5 and 3 times that for a margin of 1 and 3."""
+    expected = {"regular_bt": 0.2014133, "margin_bt": 0.4740770, "scaled_bt": 3 * 0.2014133}
+    for loss_func, value in expected.items():
+        loss, metrics = preference_loss(
+            rewards_chosen=torch.tensor([2.0]),
+            rewards_rejected=torch.tensor([0.5]),
+            weights=torch.ones(1),
+            loss_func=loss_func,
+            margins=torch.tensor([3.0 if loss_func == "scaled_bt" else 1.0]),
+        )
+        assert loss.item() == metrics["loss"].item() == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_func", PREFERENCE_LOSSES)
+def test_loss_and_gradient_against_finite_differences(loss_func):
+    """Five pairs, one of them an empty slot with NaN; a margin of 0 counts in the mean."""
+    rewards = [(2.0, 0.5), (0.0, 1.0), (1.0, 1.0), (-3.0, 4.0), (NAN, NAN)]
+    margins = [1.0, 3.0, 0.0, 2.0, NAN]
+
+    def mean(rewards):
+        return sum(by_hand(loss_func, c - r, m) for (c, r), m in zip(rewards, margins)) / 4
+
+    chosen, rejected = (torch.tensor(x, requires_grad=True) for x in zip(*rewards))
+    loss, metrics = preference_loss(
+        rewards_chosen=chosen[:, None],
+        rewards_rejected=rejected,
+        weights=loss_weights(torch.tensor([1, 1, 1, 1, 0])),
+        loss_func=loss_func,
+        margins=torch.tensor(margins),
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(mean(rewards[:4]), rel=1e-6)
+    assert metrics["acc"].item() == 0.25
+    step = 1e-5
+    for pair in range(4):
+        for side, grad in enumerate((chosen.grad, rejected.grad)):
+            moved = [[list(pair) for pair in rewards[:4]] for _ in range(2)]
+            moved[0][pair][side] += step
+            moved[1][pair][side] -= step
+            slope = (mean(moved[0]) - mean(moved[1])) / (2 * step)
+            assert grad[pair].item() == pytest.approx(slope, abs=1e-6)
+    assert chosen.grad[4] == rejected.grad[4] == 0
+
+
+def test_misuse_of_the_loss():
+    pair = {"rewards_chosen": torch.ones(1), "rewards_rejected": torch.ones(1)}
+    for loss_func in ("margin_bt", "scaled_bt"):
+        with pytest.raises(ValueError, match=f"'{loss_func}' needs the margin of each pair"):
+            preference_loss(**pair, weights=torch.ones(1), loss_func=loss_func)
+    with pytest.raises(ValueError, match="'bt' is unknown; choose one of regular_bt, margin_bt"):
+        preference_loss(**pair, weights=torch.ones(1), loss_func="bt")
+
+
+# --- the data ---
+
+
+def write(path, labels, texts=None):
+    """Two lines for each label; a pair of labels gives its lines different ones."""
+    lines = []
+    for number, label in enumerate(labels):
+        both = label if isinstance(label, tuple) else (label, label)
+        for side, own in zip("ab", both):
+            record = {"text": f"{number}{side}" if texts is None else texts[len(lines)]}
+            lines.append(json.dumps(record if own is None else record | {"label": own}))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_the_sign_of_the_label_says_which_text_is_better(tmp_path, tiny_tokenizer):
+    labels = [[-3, -100.0], [2, -100.0], 0.5, [-1]]
+    path = write(tmp_path / "pairs.jsonl", labels)
+    dataset = LabelledPairDataset([path], tiny_tokenizer, 8)
+    encode = tiny_tokenizer.text_to_ids
+    seen = [
+        tuple(item[key][: item[f"{key}_length"]].tolist() for key in ("chosen", "rejected"))
+        for item in (dataset[index] for index in range(len(dataset)))
+    ]
+    assert seen == [
+        (encode("0a"), encode("0b")),
+        (encode("1b"), encode("1a")),
+        (encode("2b"), encode("2a")),
+        (encode("3a"), encode("3b")),
+    ]
+    assert [dataset[index]["margin"].item() for index in range(4)] == [3.0, 2.0, 0.5, 1.0]
+    assert dataset[-1]["loss_mask"].sum() == 0
+
+
+def test_no_preference_counts_for_the_second_text_and_is_reported(
+    tmp_path, tiny_tokenizer, monkeypatch
+):
+    warnings = []
+    monkeypatch.setattr(logging, "warning", warnings.append)
+    path = write(tmp_path / "pairs.jsonl", [[0], [-1]])
+    dataset = LabelledPairDataset([path], tiny_tokenizer, 8)
+    assert dataset[0]["margin"] == 0
+    assert dataset[0]["chosen"][:2].tolist() == tiny_tokenizer.text_to_ids("0b")[:2]
+    assert "1 of 2 pairs have the label 0, no preference" in warnings[0]
+
+
+def test_a_pair_too_long_is_left_out_and_the_others_keep_their_margins(tmp_path, tiny_tokenizer):
+    path = write(
+        tmp_path / "pairs.jsonl", [[1], [2], [-3]], texts=["a", "b", "c", "#" * 30, "e", "f"]
+    )
+    dataset = LabelledPairDataset([path], tiny_tokenizer, 8)
+    assert [dataset[index]["margin"].item() for index in range(len(dataset))] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (None, "line 3: field 'label' is missing"),
+        ([-100, 1], r"line 3: field 'label' begins with -100 \(model.regression.loss_mask_val\)"),
+        ([], "line 3: field 'label' has 0 numbers"),
+        ("better", "line 3: field 'label' is \"better\": it must hold finite numbers"),
+        (([1], [-1]), "the two lines of pair 1 have the labels 1 and -1"),
+    ],
+)
+def test_data_without_a_margin_is_refused(tmp_path, tiny_tokenizer, label, message):
+    path = write(tmp_path / "pairs.jsonl", [[1], label])
+    with pytest.raises(UserError, match=message):
+        LabelledPairDataset([path], tiny_tokenizer, 8)
+
+
+# --- the model ---
+
+
+def config(tokenizer_dir, loss, num_attributes=6, **overrides):
+    return tiny_config(
+        tokenizer_dir,
+        reward_model_type="regression",
+        regression={"num_attributes": num_attributes, "loss_func": loss},
+        **{"micro_batch_size": 2, **overrides},
+    )
+
+
+def pair_batch(width=9):
+    """Four pairs; the third is an empty slot."""
+    generator = torch.Generator().manual_seed(3)
+    loss_mask = torch.ones(4, width)
+    loss_mask[2] = 0
+    return {
+        "chosen": torch.randint(0, 290, (4, width), generator=generator),
+        "rejected": torch.randint(0, 290, (4, width), generator=generator),
+        "chosen_length": torch.tensor([9, 4, 3, 7]),
+        "rejected_length": torch.tensor([5, 9, 3, 2]),
+        "loss_mask": loss_mask,
+        "margin": torch.tensor([1.0, 3.0, NAN, 0.5]),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss_func", "num_attributes", "micro_batch_size"),
+    [("regular_bt", 6, 2), ("margin_bt", 6, 8), ("scaled_bt", 6, 4), ("scaled_bt", 1, 2)],
+)
+def test_loss_and_gradient_equal_a_loop_over_pairs(
+    tiny_tokenizer_dir, loss_func, num_attributes, micro_batch_size
+):
+    def make():
+        return MegatronGPTRegressionRewardModel(
+            config(
+                tiny_tokenizer_dir, loss_func, num_attributes, micro_batch_size=micro_batch_size
+            )
+        )
+
+    batch = pair_batch()
+    plain = make().unwrapped()[0]
+
+    def reward(side, pair):
+        length = int(batch[f"{side}_length"][pair])
+        row = batch[side][pair : pair + 1, :length]
+        positions = torch.arange(length)[None]
+        rewards = plain(row, positions, None, lengths=torch.tensor([length]))
+        return rewards[0, 0 if num_attributes == 1 else 4]
+
+    expected = torch.zeros(())
+    for pair in (0, 1, 3):
+        difference = reward("chosen", pair) - reward("rejected", pair)
+        margin = batch["margin"][pair]
+        if loss_func == "margin_bt":
+            expected = expected + torch.log1p((margin - difference).exp()) / 3
+        else:
+            factor = margin if loss_func == "scaled_bt" else 1.0
+            expected = expected + factor * torch.log1p((-difference).exp()) / 3
+    expected.backward()
+
+    model = make()
+    model.setup_megatron_optimization(10)
+    model.prepare_for_training_step()
+    loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
+    assert loss == metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["weights"] == 3
+    for (name, parameter), ours in zip(
+        plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+    summary = model.summarize_metrics(metrics)
+    text = held_out_text(RewardModelType.REGRESSION, summary, metrics["weights"], num_attributes)
+    assert text == f"held-out accuracy {summary['acc']:.3f} on 3 pairs"
+
+
+def test_configurations_that_cannot_work_are_refused(tiny_tokenizer_dir):
+    check = MegatronGPTRegressionRewardModel.check_training_config
+    check(config(tiny_tokenizer_dir, "scaled_bt"))
+    with pytest.raises(ConfigError, match="micro_batch_size=1 is odd, but margin_bt compares two"):
+        check(config(tiny_tokenizer_dir, "margin_bt", micro_batch_size=1))
+    with pytest.raises(ConfigError, match="num_attributes=3: scaled_bt compares .* attribute 4"):
+        check(config(tiny_tokenizer_dir, "scaled_bt", num_attributes=3))
+    with pytest.raises(ConfigError, match="'bt' is not supported; use one of regression, regular"):
+        check(config(tiny_tokenizer_dir, "bt"))
+    with pytest.raises(ConfigError, match="loss_func=margin_bt and .*=scaled_bt contradict"):
+        check(config(tiny_tokenizer_dir, "scaled_bt", loss_func="margin_bt"))
+    cfg = config(tiny_tokenizer_dir, "scaled_bt", num_attributes=1)
+    cfg.reward_model_type = "binary_ranking"
+    with pytest.raises(ConfigError, match="binary_ranking reads none .*reward_model_type=regress"):
+        MegatronGPTRewardModel.check_training_config(cfg)
+    cfg.regression.loss_func = "regular_bt"  # what it learns by anyway
+    MegatronGPTRewardModel.check_training_config(cfg)
+
+
+def test_the_key_that_nemo_aligners_code_read_means_the_same(tiny_tokenizer_dir):
+    cfg = config(tiny_tokenizer_dir, "regression", loss_func="scaled_bt")
+    model = MegatronGPTRegressionRewardModel(cfg)
+    assert (model.pair_loss, model.pairs_per_micro_batch) == ("scaled_bt", 1)
+    assert learns_labelled_pairs(model.cfg)
+
+
+# --- the script ---
+
+
+def test_sizes_of_batches_count_samples_and_pairs_stay_together(
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path
+):
+    """As in NeMo-Aligner a global batch of 4 has two pairs."""
+    spec = importlib.util.spec_from_file_location("train_reward_model", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    path = write(tmp_path / "pairs.jsonl", [[-1], [2], [-3], [4], [-5]])
+    model_cfg = config(tiny_tokenizer_dir, "scaled_bt", global_batch_size=4)
+    data = {
+        "data_prefix": {"train": [path], "validation": [path]},
+        "data_impl": "jsonl",
+        "splits_string": None,
+        "seq_length": 8,
+        "num_workers": 0,
+        "validation_drop_last": False,
+    }
+    cfg = OmegaConf.create(
+        {
+            "model": {**complete_model(model_cfg, "training_rm"), "data": data},
+            "trainer": {"rm": {"train_random_sampler": True, "val_random_sampler": False}},
+        }
+    )
+    train, validation, _ = script.build_dataloaders(cfg, tiny_tokenizer)
+    batches = list(train)
+    assert [len(batch["chosen"]) for batch in batches] == [2, 2]
+    for batch in batches:
+        for tokens, margin in zip(batch["chosen"], batch["margin"].tolist(), strict=True):
+            text = tiny_tokenizer.ids_to_text(tokens[:2].tolist())
+            # The pair of margin m is number m - 1; in odd ones the first text is the better one.
+            assert text.startswith(f"{margin - 1:.0f}{'a' if margin % 2 else 'b'}")
+    assert sum(len(batch["chosen"]) for batch in validation["validation"]) == 6

@@ -1,0 +1,281 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizers and schedules that `model.optim` can name: against formulas by hand, PyTorch's
+optimizers and NeMo's registry.
+"""
+
+import inspect
+import math
+
+import pytest
+import torch
+from nemo.core.optim.lr_scheduler import AVAILABLE_SCHEDULERS
+from nemo.core.optim.optimizers import AVAILABLE_OPTIMIZERS
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.optim_rules import (
+    OPTIMIZERS,
+    OTHER_OPTIMIZERS,
+    OTHER_SCHEDULES,
+    SCHEDULES,
+    check_optim,
+)
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.training.optim import build_scheduler
+from tests.tiny_models import tiny_config
+
+LR = 0.4
+
+
+class OptimizerWithGroups:
+    """What a schedule drives."""
+
+    def __init__(self):
+        self.param_groups = [{}, {"wd_mult": 0.0}]
+
+
+def schedule(max_steps=10, lr=LR, **sched):
+    optim = complete({"lr": lr, "sched": sched}, None, "model.optim")
+    return build_scheduler(OptimizerWithGroups(), optim, max_steps)
+
+
+def rates(updates, **settings):
+    """The rates of the first `updates` updates."""
+    built = schedule(**settings)
+    found = []
+    for _ in range(updates):
+        found.append(built.optimizer.param_groups[0]["lr"])
+        assert found[-1] == built.optimizer.param_groups[1]["lr"]
+        built.step(increment=1)
+    return found
+
+
+# --- the tables ---
+
+
+def accepted(cls):
+    """Keyword arguments of a class and of those it hands the rest to."""
+    names = set()
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(base.__init__).parameters
+            names |= {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                break
+    return names - {"self", "optimizer", "max_steps", "last_epoch", "verbose"}
+
+
+def test_tables_cover_the_registries_of_nemo():
+    assert set(AVAILABLE_SCHEDULERS) == (set(SCHEDULES) | set(OTHER_SCHEDULES)) - {"constant"}
+    assert set(AVAILABLE_OPTIMIZERS) <= set(OPTIMIZERS) | set(OTHER_OPTIMIZERS)
+    assert not set(OPTIMIZERS) & set(OTHER_OPTIMIZERS)
+    assert not set(SCHEDULES) & set(OTHER_SCHEDULES)
+
+
+@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"constant"}))
+def test_each_schedule_reads_the_keys_of_nemos_class(name):
+    unused = {
+        "WarmupPolicy": {"min_lr"},  # only after the last update of the job
+        "WarmupHoldPolicy": {"min_lr"},
+        # Its class fails without the steps.
+        "T5InverseSquareRootAnnealing": {"constant_ratio"},
+    }
+    assert set(SCHEDULES[name].keys) == accepted(AVAILABLE_SCHEDULERS[name]) - unused.get(
+        name, set()
+    )
+
+
+# --- rates ---
+
+FORMULAS = [
+    ({"name": "WarmupAnnealing", "min_lr": 0.1}, lambda t: 0.1 + 0.3 * (1 - (t - 2) / 8)),
+    ({"name": "InverseSquareRootAnnealing"}, lambda t: LR / math.sqrt((t + 1) / 3)),
+    ({"name": "SquareAnnealing", "min_lr": 0.02}, lambda t: max(LR * ((10 - t) / 8) ** 2, 0.02)),
+    ({"name": "SquareRootAnnealing"}, lambda t: LR * math.sqrt((10 - t) / 10)),
+    (
+        {"name": "PolynomialDecayAnnealing", "power": 3.0, "min_lr": 0.1},
+        lambda t: 0.1 + 0.3 * (1 - (t - 2) / 8) ** 3,
+    ),
+    (
+        {"name": "PolynomialHoldDecayAnnealing", "hold_steps": 3},
+        lambda t: LR if t < 5 else LR * (1 - (t - 5) / 5),
+    ),
+    (
+        {"name": "WarmupHoldAnnealLinear", "hold_steps": 3, "min_lr": 0.1},
+        lambda t: LR if t < 5 else LR - 0.3 * (t - 5) / 5,
+    ),
+    (
+        {"name": "WarmupHoldAnnealOneMinusSquareRoot", "hold_ratio": 0.3},
+        lambda t: LR if t < 5 else LR * (1 - math.sqrt((t - 5) / 5)),
+    ),
+    (
+        {"name": "NoamHoldAnnealing", "hold_steps": 3, "decay_rate": 1.0},
+        lambda t: LR if t < 5 else LR * 2 / (t - 3),
+    ),
+    ({"name": "WarmupPolicy"}, lambda t: LR),
+    ({"name": "WarmupHoldPolicy", "hold_steps": 4}, lambda t: LR),
+]
+
+
+@pytest.mark.parametrize(
+    ("sched", "formula"), FORMULAS, ids=lambda x: getattr(x, "get", str)("name")
+)
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 2}, {"warmup_ratio": 0.29}])
+def test_rates_by_formula(sched, formula, warmup):
+    """Two updates of warm-up, which ends at the full rate, then the formula; ten updates."""
+    expected = [LR / 3, LR * 2 / 3, LR, *(formula(t) for t in range(3, 10))]
+    assert rates(10, **sched, **warmup) == pytest.approx(expected, rel=1e-6)
+
+
+def test_rates_of_schedules_without_that_warmup():
+    noam = [LR / 4 * min((t or 1) ** -0.5, (t or 1) * 3**-1.5) for t in range(8)]
+    assert rates(8, name="NoamAnnealing", d_model=16, warmup_steps=3) == pytest.approx(noam)
+    steps = [LR * 0.5 ** (t // 3) for t in range(8)]
+    assert rates(8, name="StepLR", step_size=3, gamma=0.5) == pytest.approx(steps)
+    t5 = [0.5] * 5 + [t**-0.5 for t in range(5, 8)]
+    assert rates(8, name="T5InverseSquareRootAnnealing", constant_steps=4) == pytest.approx(t5)
+
+
+def test_ratios_of_the_cosine_are_shares_of_the_job():
+    by_steps = rates(10, name="CosineAnnealing", warmup_steps=2, constant_steps=3, min_lr=0.1)
+    ratios = {"warmup_ratio": 0.25, "constant_ratio": 0.35}
+    assert rates(10, name="CosineAnnealing", min_lr=0.1, **ratios) == by_steps
+    assert by_steps[-2:] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("name", ["StepLR", "WarmupAnnealing"])
+def test_a_resumed_schedule_goes_on_exactly(name):
+    settings = {"name": name, **({"step_size": 2} if name == "StepLR" else {"warmup_steps": 2})}
+    uninterrupted = rates(9, **settings)
+    first = schedule(**settings)
+    first.step(increment=6)
+    resumed = schedule(**settings)
+    resumed.num_steps = 0  # as `CheckpointCallback` does
+    resumed.load_state_dict(first.state_dict())
+    found = []
+    for _ in range(3):
+        found.append(resumed.optimizer.param_groups[0]["lr"])
+        resumed.step(increment=1)
+    assert found == uninterrupted[6:]
+
+
+def test_a_schedule_that_ends_in_nonsense_is_refused_at_once():
+    with pytest.raises(ConfigError, match="NoamHoldAnnealing cannot work .* without warmup steps"):
+        schedule(name="NoamHoldAnnealing")
+    with pytest.raises(ConfigError, match="the rate after 2 updates is inf"):
+        schedule(name="StepLR", step_size=1, gamma=1e200)
+
+
+def test_keys_that_a_schedule_does_not_read_are_named(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(logging, "warning", warnings.append)
+    schedule(name="WarmupAnnealing", warmup_steps=1, constant_steps=1000, power=2.0)
+    assert warnings == [
+        "model.optim.sched.name=WarmupAnnealing does not read model.optim.sched.constant_steps="
+        "1000, model.optim.sched.power=2.0."
+    ]
+
+
+# --- optimizers ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optim", "torch_class", "settings"),
+    [
+        ({"name": "sgd"}, torch.optim.SGD, {}),
+        ({"name": "sgd", "momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9}),
+        ({"name": "adam"}, torch.optim.Adam, {"betas": (0.9, 0.98)}),
+        ({"name": "adamw"}, torch.optim.AdamW, {"betas": (0.9, 0.98)}),
+        ({"name": "distributed_fused_adam"}, torch.optim.AdamW, {"betas": (0.9, 0.98)}),
+    ],
+    ids=str,
+)
+def test_three_updates_equal_pytorchs_optimizer(tiny_tokenizer_dir, optim, torch_class, settings):
+    """With weight decay on matrices only, as Megatron Core does it."""
+    sched = {"name": "constant", "warmup_steps": 0}
+    optim = {**optim, "lr": 0.05, "weight_decay": 0.3, "sched": sched}
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2", num_layers=1, optim=optim))
+    optimizer, _scheduler = model.setup_megatron_optimization(3)
+    weights = dict(model.unwrapped()[0].named_parameters())
+    copies = {
+        name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in weights.items()
+    }
+    matrices = [copy for copy in copies.values() if copy.dim() > 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.3},
+        {"params": [copy for copy in copies.values() if copy.dim() == 1], "weight_decay": 0.0},
+    ]
+    plain = torch_class(groups, lr=0.05, **settings)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.prepare_for_training_step()
+        for name, tensor in weights.items():
+            gradient = torch.randn(tensor.shape, generator=generator)
+            tensor.main_grad.copy_(gradient)
+            copies[name].grad = gradient
+        assert optimizer.step()[0]
+        plain.step()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, copies[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("optim", "message"),
+    [
+        (
+            {"name": "lamb"},
+            r"'lamb' is not supported \(Megatron Core has Adam and SGD only\); use",
+        ),
+        ({"name": "sdg"}, "'sdg' is not supported; use one of distributed_fused_adam, mcore"),
+        ({"momentum": 1.5}, "momentum=1.5 must be a number, from 0 to 1"),
+        ({"sched": {"name": "Cosine"}}, "'Cosine' is not supported; use one of constant, Cosine"),
+        ({"sched": {"name": "ExponentialLR"}}, r"'ExponentialLR' is not supported \(NeMo counts"),
+        ({"sched": {"name": "NoamAnnealing"}}, "d_model=None: NoamAnnealing needs it"),
+        ({"sched": {"name": "constant", "warmup_steps": 1.5}}, "warmup_steps=1.5 must be a whole"),
+        (
+            {"sched": {"name": "constant", "warmup_ratio": 2}},
+            "warmup_ratio=2 must be a number, fr",
+        ),
+        (
+            {"sched": {"name": "CosineAnnealing", "warmup_ratio": 0.1, "warmup_steps": 3}},
+            "warmup_ratio=0.1 and .*warmup_steps=3 say the same thing twice; set .*steps=null",
+        ),
+        (
+            {"lr": 0.1, "sched": {"name": "WarmupAnnealing", "min_lr": 0.2}},
+            "min_lr=0.2 is above model.optim.lr=0.1",
+        ),
+    ],
+)
+def test_refusals(optim, message):
+    with pytest.raises(ConfigError, match=message):
+        check_optim(optim)
+
+
+def test_an_unknown_optimizer_is_refused_before_anything_is_built():
+    cfg = OmegaConf.create({"model": {"optim": {"name": "lamb", "lr": 0.1}}})
+    with pytest.raises(ConfigError, match="model.optim.name='lamb' is not supported"):
+        check_config(
+            OmegaConf.merge(
+                cfg,
+                {
+                    "trainer": {"accelerator": "cpu", "devices": 1},
+                    "model": {
+                        "num_layers": 1,
+                        "hidden_size": 8,
+                        "num_attention_heads": 1,
+                        "tokenizer": {"library": "huggingface"},
+                        "data": {"data_prefix": {"train": ["a"]}},
+                    },
+                },
+            ),
+            "training_rm",
+        )

@@ -1,0 +1,290 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Files of tokens in the place of jsonl (`data_impl`), and blends of several files."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.data.nlp.builders import (
+    build_dataloader,
+    build_sft_dataset,
+    build_train_valid_test_regression_rm_datasets,
+    build_train_valid_test_rlhf_datasets,
+    build_train_valid_test_rm_datasets,
+)
+from nemo_aligner.data.nlp.file_dataset import blend
+from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
+
+TEXTS = ["the film was a joy", "is dull", "naïve? 日本", "a sad evening", "x" * 40, "bad"]
+
+
+def write_jsonl(path, texts):
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return str(path)
+
+
+def write_mmap(path, tokens):
+    builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.int32)
+    for sample in tokens:
+        builder.add_document(torch.tensor(sample), [len(sample)])
+    builder.finalize(f"{path}.idx")
+    return str(path)
+
+
+def write_packed(path, tokens):
+    array = np.empty(len(tokens), dtype=object)
+    for number, sample in enumerate(tokens):
+        array[number] = np.array(sample, dtype=np.int64)
+    np.save(path, array, allow_pickle=True)
+    return f"{path}.npy"
+
+
+WRITERS = {"mmap": write_mmap, "packed_jsonl": write_packed}
+BUILDERS = {
+    "prompts": build_train_valid_test_rlhf_datasets,
+    "pairs": build_train_valid_test_rm_datasets,
+}
+
+
+def build(function, data_prefix, tokenizer, impl="jsonl", splits=None, samples=-1, **data):
+    cfg = OmegaConf.create({"seed": 1, "data": data, "ppo": {"length_params": {"max_length": 12}}})
+    return function(
+        cfg=cfg,
+        data_prefix=OmegaConf.create(data_prefix),
+        data_impl=impl,
+        splits_string=splits,
+        train_valid_test_num_samples=[samples] * 3,
+        seq_length=32,
+        seed=1,
+        tokenizer=tokenizer,
+    )
+
+
+# --- files of tokens ---
+
+
+@pytest.mark.parametrize("kind", sorted(BUILDERS))
+@pytest.mark.parametrize("impl", sorted(WRITERS))
+def test_tokens_give_the_items_of_their_texts(tmp_path, tiny_tokenizer, impl, kind):
+    """Two files, one with a text that is too long, as a whole and divided."""
+    parts = TEXTS[:2], TEXTS[2:]
+    texts = [write_jsonl(tmp_path / f"{n}.jsonl", part) for n, part in enumerate(parts)]
+    tokens = [
+        WRITERS[impl](tmp_path / f"t{n}", [tiny_tokenizer.text_to_ids(text) for text in part])
+        for n, part in enumerate(parts)
+    ]
+    expected, *_ = build(BUILDERS[kind], {"train": texts}, tiny_tokenizer)
+    found, *_ = build(BUILDERS[kind], {"train": tokens}, tiny_tokenizer, impl)
+    assert len(found) == len(expected) == (6 if kind == "prompts" else 2)
+    for index in (*range(len(expected)), -1):
+        torch.testing.assert_close(dict(found[index]), dict(expected[index]), rtol=0, atol=0)
+    halves = build(BUILDERS[kind], tokens, tiny_tokenizer, impl, splits="50,50,0")
+    assert [half and len(half) for half in halves] == [len(expected) // 2] * 2 + [None]
+
+
+def test_tokens_are_not_changed_by_append_eod(tmp_path, tiny_tokenizer, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(logging, "warning", warnings.append)
+    prefix = write_mmap(tmp_path / "tokens", [[1, 2, 3]])
+    function = build_train_valid_test_rlhf_datasets
+    dataset, *_ = build(function, {"train": [prefix]}, tiny_tokenizer, "mmap", append_eod=True)
+    assert dataset[0]["text"].tolist() == [1, 2, 3]
+    assert "append_eod=True has no effect with data_impl=mmap" in warnings[0]
+
+
+def test_bad_files_of_tokens_are_refused(tmp_path, tiny_tokenizer):
+    def refused(impl, path, message):
+        with pytest.raises(UserError, match=message):
+            build(
+                build_train_valid_test_rlhf_datasets, {"train": [str(path)]}, tiny_tokenizer, impl
+            )
+
+    refused("mmap", tmp_path / "no", "no.idx does not exist. With .*data_impl=mmap a path names")
+    write_mmap(tmp_path / "other", [[1, 2], [299, 300]])
+    refused(
+        "mmap", tmp_path / "other", "document 1: tokens from 299 to 300, but the tokenizer has"
+    )
+    write_mmap(tmp_path / "damaged", [[1, 2]])
+    (tmp_path / "damaged.idx").write_bytes(b"no index at all")
+    refused("mmap", tmp_path / "damaged", "damaged.idx is not the index of an indexed dataset")
+    refused("packed_jsonl", tmp_path / "no.npy", "no.npy does not exist")
+    (tmp_path / "text.npy").write_text('{"text": "a"}')
+    refused("packed_jsonl", tmp_path / "text.npy", "text.npy is not a .npy file of tokens")
+    refused(
+        "packed_jsonl",
+        write_packed(tmp_path / "matrix", [[[1, 2]]]),
+        r"document 0: int64 of shape \(1, 2\), but the tokens of a text",
+    )
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path, tiny_tokenizer):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "run"), "w"))
+
+    array = np.empty(1, dtype=object)
+    array[0] = Evil()
+    np.save(tmp_path / "evil.npy", array, allow_pickle=True)
+    prefix = {"train": [str(tmp_path / "evil.npy")]}
+    with pytest.raises(UserError, match=r"it holds (io|_io)\.open, but only arrays of numbers"):
+        build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, "packed_jsonl")
+    assert not (tmp_path / "run").exists()
+    assert pickle.dumps(array)  # it is a pickle that would otherwise load
+
+
+def test_labels_need_texts(tmp_path, tiny_tokenizer):
+    with pytest.raises(ConfigError, match="data_impl=mmap holds tokens only, but a regression"):
+        build(build_train_valid_test_regression_rm_datasets, {"train": ["a"]}, None, "mmap")
+    cfg = OmegaConf.create(
+        {
+            "trainer": {"accelerator": "cpu", "devices": 1},
+            "model": {
+                "num_layers": 1,
+                "hidden_size": 8,
+                "num_attention_heads": 1,
+                "tokenizer": {"library": "huggingface"},
+                "data": {"data_prefix": {"train": ["a"]}, "data_impl": "lazy"},
+            },
+        }
+    )
+    with pytest.raises(ConfigError, match="data_impl=lazy is not supported"):
+        check_config(cfg, "training_rm")
+    cfg.model.data.data_impl = "mmap"
+    check_config(cfg, "training_rm")
+    cfg.model.reward_model_type = "regression"
+    with pytest.raises(ConfigError, match="data_impl=mmap holds tokens only"):
+        check_config(cfg, "training_rm")
+
+
+# --- blends ---
+
+
+def test_a_blend_keeps_to_its_weights_at_every_position():
+    files = [np.arange(100, 103), np.arange(200, 250)]
+    order = blend(files, [3.0, 7.0], 40)
+    for length in range(1, 41):
+        share = (order[:length] < 200).sum()
+        assert abs(share - 0.3 * length) < 1
+    assert order[order < 200].tolist() == [100, 101, 102] * 4  # too small: it starts again
+    assert order[order >= 200].tolist() == list(range(200, 228))  # in order, each once
+
+
+def names(dataset, tokenizer):
+    return [
+        tokenizer.ids_to_text(dataset[index]["text"].tolist()) for index in range(len(dataset))
+    ]
+
+
+def test_weights_in_data_prefix(tmp_path, tiny_tokenizer):
+    a = write_jsonl(tmp_path / "a.jsonl", [f"a{n}" for n in range(4)])
+    b = write_jsonl(tmp_path / "b.jsonl", [f"b{n}" for n in range(8)])
+    function = build_train_valid_test_rlhf_datasets
+    prefix = {"train": [0.25, a, 0.75, b], "validation": ["1", b, "1", a], "test": [a, b]}
+    train, validation, test = build(function, prefix, tiny_tokenizer)
+    assert len(train) == len(validation) == len(test) == 12
+    found = names(train, tiny_tokenizer)
+    assert sorted(found) == sorted([f"a{n}" for n in range(3)] + [f"b{n % 8}" for n in range(9)])
+    assert [name[0] for name in names(validation, tiny_tokenizer)].count("a") == 6
+    assert names(test, tiny_tokenizer) == [f"a{n}" for n in range(4)] + [f"b{n}" for n in range(8)]
+    limited, *_ = build(function, prefix, tiny_tokenizer, samples=4)
+    assert sorted(name[0] for name in names(limited, tiny_tokenizer)) == ["a", "b", "b", "b"]
+
+
+def test_a_blend_is_divided_file_by_file(tmp_path, tiny_tokenizer):
+    a = write_jsonl(tmp_path / "a.jsonl", [f"a{n}" for n in range(4)])
+    b = write_jsonl(tmp_path / "b.jsonl", [f"b{n}" for n in range(8)])
+    function = build_train_valid_test_rlhf_datasets
+    train, validation, test = build(function, [1, a, 2, b], tiny_tokenizer, splits="75,25,0")
+    assert set(names(train, tiny_tokenizer)) == {f"a{n}" for n in range(3)} | {
+        f"b{n}" for n in range(6)
+    }
+    assert set(names(validation, tiny_tokenizer)) == {"a3", "b6", "b7"}
+    assert test is None
+
+
+def test_pairs_of_a_blend_stay_pairs(tmp_path, tiny_tokenizer):
+    a = write_jsonl(tmp_path / "a.jsonl", ["a0", "a1", "a2", "#" * 40, "a4", "a5"])
+    b = write_jsonl(tmp_path / "b.jsonl", ["b0", "b1"])
+    dataset, *_ = build(
+        build_train_valid_test_rm_datasets, {"train": [1, a, 1, b]}, tiny_tokenizer
+    )
+    pairs = [
+        tuple(
+            tiny_tokenizer.ids_to_text(item[key][:2].tolist())[:2]
+            for key in ("chosen", "rejected")
+        )
+        for item in (dataset[index] for index in range(len(dataset)))
+    ]
+    assert sorted(pairs) in (
+        sorted([("a0", "a1"), ("b0", "b1"), ("a4", "a5")]),
+        sorted([("a0", "a1"), ("b0", "b1"), ("b0", "b1")]),
+    )
+
+
+def test_blends_of_sft_examples(tmp_path, tiny_tokenizer):
+    paths = []
+    for name, count in (("a", 2), ("b", 6)):
+        paths.append(tmp_path / f"{name}.jsonl")
+        lines = [json.dumps({"input": name, "output": str(number)}) for number in range(count)]
+        paths[-1].write_text("\n".join(lines))
+    data = {"file_path": [0.5, str(paths[0]), 0.5, str(paths[1])], "max_seq_length": 16}
+    dataset = build_sft_dataset(OmegaConf.create(data), tiny_tokenizer, is_chat=False)
+    texts = [tiny_tokenizer.ids_to_text(dataset[index]["tokens"][:-1]) for index in range(8)]
+    assert sorted(texts) == sorted(["a 0", "a 1"] * 2 + ["b 0", "b 1", "b 2", "b 3"])
+
+
+def test_global_batches_of_a_blend_depend_neither_on_ranks_nor_on_resuming(
+    tmp_path, tiny_tokenizer
+):
+    a = write_jsonl(tmp_path / "a.jsonl", [f"a{n}" for n in range(4)])
+    b = write_jsonl(tmp_path / "b.jsonl", [f"b{n}" for n in range(12)])
+    dataset, *_ = build(
+        build_train_valid_test_rlhf_datasets, {"train": [0.5, a, 0.5, b]}, tiny_tokenizer
+    )
+
+    def batches(ranks, consumed):
+        shares = [
+            MegatronPretrainingRandomBatchSampler(
+                total_samples=len(dataset),
+                consumed_samples=consumed,
+                micro_batch_size=1,
+                global_batch_size=4,
+                data_parallel_rank=rank,
+                data_parallel_size=ranks,
+                seed=3,
+            )
+            for rank in range(ranks)
+        ]
+        indices = [sum(parts, []) for parts in zip(*shares, strict=True)]
+        again, *_ = build(
+            build_train_valid_test_rlhf_datasets, {"train": [0.5, a, 0.5, b]}, tiny_tokenizer
+        )
+        found = names(again, tiny_tokenizer)
+        return [sorted(found[index] for index in batch) for batch in indices]
+
+    whole = batches(1, 0)
+    assert len(whole) == 4
+    assert batches(2, 0) == batches(4, 0) == whole
+    assert batches(2, 8) == whole[2:]
+
+
+@pytest.mark.slow
+def test_worker_processes_read_an_indexed_dataset(tmp_path, tiny_tokenizer):
+    prefix = write_mmap(tmp_path / "tokens", [[n, n + 1] for n in range(6)])
+    dataset, *_ = build(
+        build_train_valid_test_rlhf_datasets, {"train": [prefix]}, tiny_tokenizer, "mmap"
+    )
+    cfg = OmegaConf.create({"model": {"seed": 1, "data": {"num_workers": 1}}})
+    loader = build_dataloader(cfg, dataset, 0, 2, 2, use_random_sampler=False)
+    assert [batch["text"].tolist() for batch in loader] == [
+        [[n, n + 1], [n + 1, n + 2]] for n in (0, 2, 4)
+    ]
