@@ -6,11 +6,17 @@
     <tokenizer files>    SentencePiece model, or the folder of a Hugging Face tokenizer
     model_weights/       Megatron Core distributed checkpoint; loads at any TP / PP / DP
 
-Reading the configuration or the tokenizer does not unpack the weights.
+Folders of NeMo 2.0 are read too, and weights in NeMo's older forms (`checkpoint.forms`). Reading
+the configuration or the tokenizer does not unpack the weights.
+
+What is written loads in NeMo-Aligner's NeMo (2.1). There, `tokenizer.type` is the name or folder
+of a Hugging Face tokenizer that must exist at loading, since its archives hold single files only;
+so our copy stands at a key of its own, `tokenizer.folder`.
 """
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import os
 import shutil
@@ -22,24 +28,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nemo.utils.tar_utils import safe_extract
-from omegaconf import DictConfig, OmegaConf, open_dict
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from nemo.utils import logging
+from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
+from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import dist_ckpt
+from nemo_aligner.checkpoint import dist_ckpt, forms, nemo2
 from nemo_aligner.checkpoint.dist_ckpt import barrier
+from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
+from nemo_aligner.checkpoint.rank_files import RankFiles
+from nemo_aligner.checkpoint.stored_weights import SourceWeights, StoredWeights, TorchDistWeights
+from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
 
-CONFIG_FILE = "model_config.yaml"
-WEIGHTS_FOLDER = "model_weights"
 ARTIFACT_PREFIX = "nemo:"
-# Configuration keys whose value may name a file or folder that belongs in the archive.
+# Configuration keys whose value may name a file that belongs in the archive. NeMo reads the same.
 ARTIFACT_KEYS = (
     "tokenizer.model",
-    "tokenizer.type",
     "tokenizer.vocab_file",
     "tokenizer.merge_file",
 )
+_BESIDE_ATTENTION = "self_attention.linear_proj._extra_state"
+REMOTE_CODE = "tokenizer.trust_remote_code"
+TOKENIZER_FOLDER = "tokenizer.folder"  # our copy of a Hugging Face tokenizer
+
+# What NeMo reads in a file's configuration and this package has no use for.
+NEMO_ALWAYS = {
+    "mcore_gpt": True,  # without it NeMo builds layers of its own, whose weights have other names
+    "dist_ckpt_format": "torch_dist",
+}
+NEMO_UNLESS_SET = {
+    "transformer_engine": True,
+    # Versions of Transformer Engine differ in which layers have an extra state (empty but in
+    # fp8). This is what NeMo's own message about a missing one recommends; a missing weight is
+    # still an error there.
+    "dist_ckpt_load_strictness": "log_all",
+}
+# Our class that neither NeMo nor NeMo-Aligner has, and theirs.
+NEMO_TARGETS = {
+    "nemo_aligner.models.nlp.gpt.megatron_gpt_model.MegatronGPTModel": (
+        "nemo.collections.nlp.models.language_modeling.megatron_gpt_model.MegatronGPTModel"
+    ),
+}
 
 
 def check_restore_path(
@@ -52,7 +83,7 @@ def check_restore_path(
         key: configuration key that `path` comes from, for the messages.
 
     Raises:
-        UserError: the path is None, does not exist or is not a `.nemo`.
+        UserError: the path is None, does not exist, or has a form that does not load.
     """
     if path is None:
         raise UserError(f"{key} is not set; give the path of a .nemo file or directory.")
@@ -62,9 +93,13 @@ def check_restore_path(
             f"{key}={path} does not exist; give the path of a .nemo file or directory."
         )
     if path.is_dir():
-        if not (path / CONFIG_FILE).is_file():
+        if not nemo2.is_folder(path) and not (path / CONFIG_FILE).is_file():
+            for file, form in (("config.json", "hugging_face"), (forms.BACKEND_FILE, "training")):
+                if (path / file).is_file():
+                    raise forms.refusal(form, f"{key}={path}")
             raise UserError(
-                f"{key}={path} is a directory without {CONFIG_FILE}; it is not an unpacked .nemo."
+                f"{key}={path} is a directory without {CONFIG_FILE}; it is not an unpacked .nemo. "
+                f"Forms that load: {forms.loadable_forms()}."
             )
     elif not tarfile.is_tarfile(path):
         raise UserError(f"{key}={path} is not a tar file; a .nemo is a tar file or a directory.")
@@ -76,13 +111,17 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
     """The tar file of a `.nemo`, open for reading.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: the file is damaged, or a member that is unpacked would lie outside.
     """
     try:
         with tarfile.open(path) as tar:
             yield tar
     except (tarfile.TarError, EOFError) as error:
         raise UserError(f"{path} is damaged or incomplete ({error}); copy it again.") from error
+    except TarPathTraversalError as error:
+        raise UserError(
+            f"{path} holds a link or a path that leads out of it ({error}); do not use this file."
+        ) from error
 
 
 def _member_name(member: tarfile.TarInfo) -> str:
@@ -102,9 +141,7 @@ def _unpack_file(path: Path, _modified_ns: int) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="nemo_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with _opened(path) as tar:
-        members = [
-            m for m in tar.getmembers() if not _member_name(m).startswith(WEIGHTS_FOLDER + "/")
-        ]
+        members = [m for m in tar.getmembers() if not forms.is_weight(_member_name(m))]
         safe_extract(tar, str(folder), members=members)
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(f"{path} holds no {CONFIG_FILE}; it is not a .nemo file.")
@@ -112,29 +149,108 @@ def _unpack_file(path: Path, _modified_ns: int) -> Path:
 
 
 def read_config(path: str | Path) -> DictConfig:
-    """The model configuration in a `.nemo`; `nemo:` references become absolute paths."""
-    folder = _unpack_small_members(Path(path).resolve())
+    """The model configuration in a `.nemo` or a folder of NeMo 2.0; the files in it that it refers
+    to get absolute paths.
+
+    Raises:
+        UserError: a reference leads out of the archive, or NeMo 2.0 built a model that is not
+            supported.
+    """
+    path = Path(path).resolve()
+    if nemo2.is_folder(path):
+        return nemo2.read_config(path)
+    folder = _unpack_small_members(path)
     config = OmegaConf.load(folder / CONFIG_FILE)
-    with open_dict(config):
-        for key in ARTIFACT_KEYS:
-            value = OmegaConf.select(config, key)
-            if isinstance(value, str) and value.startswith(ARTIFACT_PREFIX):
-                OmegaConf.update(config, key, str(folder / value.removeprefix(ARTIFACT_PREFIX)))
+    assert isinstance(config, DictConfig)
+    for key in (*ARTIFACT_KEYS, "tokenizer.type", TOKENIZER_FOLDER):
+        value = OmegaConf.select(config, key, throw_on_missing=False)
+        if isinstance(value, str) and value.startswith(ARTIFACT_PREFIX):
+            OmegaConf.update(config, key, _inside(folder, value, path))
+        elif key in ARTIFACT_KEYS and isinstance(value, str) and not os.path.exists(value):
+            # In old archives the path is the one of the machine that wrote them.
+            beside = folder / Path(value).name
+            if beside.is_file():
+                OmegaConf.update(config, key, str(beside))
+    if OmegaConf.select(config, REMOTE_CODE):
+        logging.warning(
+            f"{path} asks for {REMOTE_CODE}=True; a file cannot permit this, so it is dropped. If "
+            f"you trust the tokenizer's code, set ++model.{REMOTE_CODE}=True yourself."
+        )
+        OmegaConf.update(config, REMOTE_CODE, False)
+    own_copy = OmegaConf.select(config, TOKENIZER_FOLDER)
+    if own_copy is not None:
+        config.tokenizer.type = own_copy
+        del config.tokenizer[TOKENIZER_FOLDER.split(".")[1]]
     return config
+
+
+def _inside(folder: Path, reference: str, path: Path) -> str:
+    """The path of what `nemo:<name>` means in the archive at `path`, unpacked in `folder`."""
+    # By name, not resolved: in a folder, files may be links (the Hugging Face hub's cache).
+    file = Path(os.path.normpath(folder / reference.removeprefix(ARTIFACT_PREFIX)))
+    if not file.is_relative_to(folder):
+        raise UserError(f"{path}: {reference} leads out of the archive; do not use this file.")
+    return str(file)
+
+
+@contextlib.contextmanager
+def stored_weights(path: str | Path) -> Iterator[StoredWeights]:
+    """The weights of a `.nemo` or a folder of NeMo 2.0, in whatever form; all ranks enter it
+    together.
+
+    Raises:
+        UserError: the archive holds no weights, or their form does not load.
+    """
+    path = Path(path).resolve()
+    if nemo2.is_folder(path):
+        yield TorchDistWeights(nemo2.weights_folder(path), prefix=nemo2.WEIGHTS_PREFIX)
+        return
+    with _unpacked_weights(path) as folder:
+        yield _weights_in(folder, path)
+
+
+def _weights_in(folder: Path, path: Path) -> StoredWeights:
+    """The weights in `folder`, unpacked from the `.nemo` at `path`."""
+    weights = folder / WEIGHTS_FOLDER
+    backend = weights / forms.BACKEND_FILE
+    form = forms.form_of_weights(
+        (child.name for child in folder.iterdir()),
+        backend.read_text() if backend.is_file() else None,
+    )
+    if form == "torch_dist":
+        return TorchDistWeights(weights)
+    if form == "zarr":
+        return SourceWeights(ZarrArrays(weights, path))
+    if form is None:
+        raise UserError(
+            f"{path} holds no weights in a form that loads; these do: {forms.loadable_forms()}."
+        )
+    gated = str(read_config(path).get("activation", "")).lower().endswith("glu")
+    return SourceWeights(RankFiles(folder, path, gated))
 
 
 @contextlib.contextmanager
 def weights_folder(path: str | Path) -> Iterator[Path]:
     """Folder with the distributed checkpoint of a `.nemo`; all ranks enter it together.
 
-    A tar file is unpacked once per node, by its first rank, into a temporary folder.
-
     Raises:
         UserError: the archive holds no distributed checkpoint.
     """
     path = Path(path).resolve()
+    with _unpacked_weights(path) as folder:
+        if not (folder / WEIGHTS_FOLDER).is_dir():
+            raise UserError(f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint).")
+        yield folder / WEIGHTS_FOLDER
+
+
+@contextlib.contextmanager
+def _unpacked_weights(path: Path) -> Iterator[Path]:
+    """Folder that holds the weights of a `.nemo` as they lie in it; all ranks enter it together.
+
+    A tar file is unpacked once per node, by its first rank, into a temporary folder.
+    """
     if path.is_dir():
-        yield _existing_weights(path, path)
+        yield path
         return
     token = [uuid.uuid4().hex]
     if torch.distributed.is_initialized():
@@ -144,31 +260,15 @@ def weights_folder(path: str | Path) -> Iterator[Path]:
     try:
         if first_on_node:
             with _opened(path) as tar:
-                members = [
-                    m for m in tar.getmembers() if _member_name(m).startswith(WEIGHTS_FOLDER + "/")
-                ]
+                members = [m for m in tar.getmembers() if forms.is_weight(_member_name(m))]
                 folder.mkdir()
                 safe_extract(tar, str(folder), members=members)
         barrier()
-        yield _existing_weights(folder, path)
+        yield folder
         barrier()
     finally:
         if first_on_node:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _existing_weights(folder: Path, path: Path) -> Path:
-    """The weights in `folder`, unpacked from the `.nemo` at `path`.
-
-    Raises:
-        UserError: there are none.
-    """
-    weights = folder / WEIGHTS_FOLDER
-    if not weights.is_dir():
-        raise UserError(
-            f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint); convert it first."
-        )
-    return weights
 
 
 def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
@@ -178,16 +278,61 @@ def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
     config = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     for key in ARTIFACT_KEYS:
         value = OmegaConf.select(config, key)
-        if not isinstance(value, str) or not os.path.exists(value):
-            continue
-        source = Path(value)
-        name = source.name if source.name.startswith("tokenizer") else f"tokenizer_{source.name}"
-        if source.is_dir():
-            shutil.copytree(source, folder / name, dirs_exist_ok=True)
-        else:
-            shutil.copyfile(source, folder / name)
-        OmegaConf.update(config, key, ARTIFACT_PREFIX + name)
+        if isinstance(value, str) and os.path.isfile(value):
+            name = _archive_name(value)
+            shutil.copyfile(value, folder / name)
+            OmegaConf.update(config, key, ARTIFACT_PREFIX + name)
+    source = OmegaConf.select(config, "tokenizer.type")
+    if isinstance(source, str) and os.path.isdir(source):
+        name = _archive_name(source)
+        shutil.copytree(source, folder / name, dirs_exist_ok=True)
+        OmegaConf.update(config, TOKENIZER_FOLDER, ARTIFACT_PREFIX + name, force_add=True)
+        OmegaConf.update(config, "tokenizer.type", _first_name(Path(source)))
     return config
+
+
+def _archive_name(path: str) -> str:
+    """Name of the copy of a file or folder in an archive."""
+    name = Path(path).name
+    return name if name.startswith("tokenizer") else f"tokenizer_{name}"
+
+
+def _first_name(tokenizer: Path) -> str:
+    """Name or path under which the model first got the tokenizer in a folder. The folder may be
+    the copy in a `.nemo`, which has noted it.
+    """
+    config_file = tokenizer.parent / CONFIG_FILE
+    if config_file.is_file():
+        config = OmegaConf.load(config_file)
+        if OmegaConf.select(config, TOKENIZER_FOLDER) == ARTIFACT_PREFIX + tokenizer.name:
+            return str(OmegaConf.select(config, "tokenizer.type"))
+    return str(tokenizer.absolute())
+
+
+def _nemo_config(config: DictConfig) -> DictConfig:
+    """`config` with what NeMo needs to load the file."""
+    given = {key: value for key, value in config.items() if value is not None}
+    settings = NEMO_UNLESS_SET | given | NEMO_ALWAYS
+    if "target" in given:
+        settings["target"] = NEMO_TARGETS.get(given["target"], given["target"])
+    if "add_qkv_bias" in given:  # our name; NeMo's wins there
+        settings["qkv_bias"] = given["add_qkv_bias"]
+    return OmegaConf.merge(config, settings)
+
+
+def _with_attention_states(sharded_weights: dict[str, Any]) -> dict[str, Any]:
+    """`sharded_weights` with the extra state that Transformer Engine's attention asks for, empty
+    as that of the layers beside it.
+    """
+    result = {}
+    for chunk, items in sharded_weights.items():
+        result[chunk] = dict(items)
+        for name, item in items.items():
+            if isinstance(item, ShardedObject) and name.endswith(_BESIDE_ATTENTION):
+                wanted = name.replace("linear_proj", "core_attention")
+                key = item.key.replace("linear_proj", "core_attention")
+                result[chunk].setdefault(wanted, dataclasses.replace(item, key=key))
+    return result
 
 
 def write_nemo(
@@ -214,10 +359,10 @@ def write_nemo(
         shutil.rmtree(folder, ignore_errors=True)
         (folder / WEIGHTS_FOLDER).mkdir(parents=True)
     barrier()
-    dist_ckpt.save(sharded_weights, folder / WEIGHTS_FOLDER)
+    dist_ckpt.save(_with_attention_states(sharded_weights), folder / WEIGHTS_FOLDER)
     barrier()
     if rank_zero:
-        OmegaConf.save(_pack_artifacts(config, folder), folder / CONFIG_FILE)
+        OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
         if path.is_dir():
             shutil.rmtree(path)
         if as_directory:

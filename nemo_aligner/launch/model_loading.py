@@ -2,21 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models from `.nemo` files, built with the file's configuration and that of the user."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
 from nemo.utils import logging
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint import nemo_archive
-from nemo_aligner.config.defaults import drop_unset
+from nemo_aligner.config.defaults import drop_unset, model_fallback
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
 Model = TypeVar("Model", bound=MegatronGPTModel)
+
+# Keys of a file that describe the file, not the model.
+META_KEYS = ("target", "nemo_version")
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
 
 
 def load_and_override_model_config(
@@ -28,17 +38,41 @@ def load_and_override_model_config(
     A null there means "as in the checkpoint" for keys that describe the network
     (`drop_unset`). `overwrite_base_config.<section>=True`, or `.<section>.<key>=True`, drops that
     part of the file's configuration before. Where the tokenizer is not given, the file's own is
-    used.
+    used. Parallel sizes that neither has are those of `conf/model_fallbacks.yaml`: older YAML
+    files refer to them.
     """
     base = nemo_archive.read_config(nemo_archive.check_restore_path(restore_path))
-    with open_dict(base):
-        _drop_overwritten(base, model_cfg_to_overwrite.get("overwrite_base_config") or {})
-        if remove_meta_info:
-            base.pop("target", None)
-            base.pop("nemo_version", None)
-    OmegaConf.set_struct(base, False)
-    base.merge_with(plain_dict(drop_unset(model_cfg_to_overwrite), resolve=True))
-    return base
+    if remove_meta_info:
+        for key in META_KEYS:
+            base.pop(key, None)
+    merged = _over(base, model_cfg_to_overwrite)
+    for key in PARALLEL_SIZES:
+        if key not in merged:
+            merged[key] = model_fallback(key)
+    return merged
+
+
+def _over(base: DictConfig, model_cfg: DictConfig) -> DictConfig:
+    """`model_cfg` over `base`, the configuration of a file, from which
+    `model_cfg.overwrite_base_config` drops parts.
+    """
+    _drop_overwritten(base, model_cfg.get("overwrite_base_config") or {})
+    return OmegaConf.create(
+        _merged(plain_dict(base), plain_dict(drop_unset(model_cfg), resolve=True))
+    )
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` over `base`. Unlike OmegaConf's merging it does not fail where one has keys and the
+    other a list: `over` wins.
+    """
+    result = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            result[key] = _merged(base[key], value)
+        elif key not in base or value != MISSING:
+            result[key] = value
+    return result
 
 
 def _drop_overwritten(base: DictConfig, overwritten: DictConfig | dict) -> None:
@@ -81,8 +115,7 @@ def load_from_nemo(
     if modify_config_fn is not None:
         cfg = modify_config_fn(file_cfg, model_cfg)
     else:
-        cfg = OmegaConf.create(plain_dict(file_cfg))
-        cfg.merge_with(model_cfg)
+        cfg = _over(file_cfg, model_cfg)
     OmegaConf.set_struct(cfg, False)
     cfg.pop("target", None)
     launch_processes(trainer)

@@ -8,13 +8,13 @@ losses; `nemo_aligner.training.megatron_steps` runs the passes.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -375,8 +375,8 @@ class MegatronGPTModel(ModelPT):
             UserError: the file lacks other weights of this model, or their shapes differ.
         """
         sharded = self.sharded_weights()
-        with nemo_archive.weights_folder(restore_path) as folder:
-            stored = dist_checkpointing.load_tensors_metadata(str(folder))
+        with nemo_archive.stored_weights(restore_path) as weights:
+            stored = weights.shapes()
             for chunk in sharded.values():
                 for name, tensor in list(chunk.items()):
                     bare = name.removeprefix("model.")
@@ -384,7 +384,11 @@ class MegatronGPTModel(ModelPT):
                     if absent or bare.startswith(skip):
                         del chunk[name]
             _check_stored_weights(restore_path, stored, sharded, strict)
-            loaded = dist_checkpointing.load(sharded, str(folder))
+            for chunk in sharded.values():
+                for name, item in list(chunk.items()):
+                    if any(part.key not in stored for part in _sharded_tensors(item)):
+                        del chunk[name]  # not strict: it keeps its initial value
+            loaded = weights.load(sharded)
         self.load_sharded_weights(loaded, strict=strict and not missing_ok)
 
     @classmethod
@@ -432,9 +436,17 @@ class MegatronGPTModel(ModelPT):
         return ()
 
 
+def _sharded_tensors(item: Any) -> list[ShardedTensor]:
+    """The tensors of one entry of a sharded state dict; a factory has several."""
+    if isinstance(item, ShardedTensorFactory):
+        parts: Any = item.build()
+        return list(parts.values() if isinstance(parts, dict) else parts)
+    return [item] if isinstance(item, ShardedTensor) else []
+
+
 def _check_stored_weights(
     restore_path: str | Path,
-    stored: dict[str, Any],
+    stored: Mapping[str, tuple[int, ...]],
     sharded: dict[str, dict[str, Any]],
     strict: bool,
 ) -> None:
@@ -442,7 +454,7 @@ def _check_stored_weights(
 
     Args:
         restore_path: of the `.nemo`, for the messages.
-        stored: metadata of its tensors, by key.
+        stored: global shapes of its tensors, by key.
         sharded: the weights that are to be loaded, by chunk.
         strict: all of them must be there.
 
@@ -452,8 +464,8 @@ def _check_stored_weights(
     wanted = [
         tensor
         for chunk in sharded.values()
-        for tensor in chunk.values()
-        if isinstance(tensor, dist_checkpointing.ShardedTensor)
+        for item in chunk.values()
+        for tensor in _sharded_tensors(item)
     ]
     missing = sorted({tensor.key for tensor in wanted} - set(stored))
     if strict and missing:
@@ -465,7 +477,7 @@ def _check_stored_weights(
         # Embedding tables may differ in their padding rows, which depend on the split.
         if tensor.key not in stored or tensor.allow_shape_mismatch:
             continue
-        shape = tuple(stored[tensor.key].global_shape)
+        shape = stored[tensor.key]
         if shape != tuple(tensor.global_shape):
             raise UserError(
                 f"{restore_path} holds {tensor.key} of shape {shape}, but this model's is "

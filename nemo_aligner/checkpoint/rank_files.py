@@ -1,0 +1,184 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that each rank of a former job wrote into a file of its own.
+
+    model_weights.ckpt                                one rank
+    mp_rank_01/model_weights.ckpt                     tensor-parallel rank 1, one pipeline stage
+    tp_rank_01_pp_rank_002/model_weights.ckpt         tensor-parallel rank 1 of stage 2
+
+Each file is a state dict of `torch.save` with the names of Megatron Core's modules; layers are
+numbered within their stage. The global tensors are put together from these files, whatever the
+sizes of the former job and of this one.
+"""
+
+import io
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.checkpoint.forms import RANK_FOLDER, WEIGHTS_FILE, refusal
+from nemo_aligner.checkpoint.stored_weights import Slice
+from nemo_aligner.core.errors import UserError
+
+# Axis along which tensor-parallel ranks share a weight; those of no line here are whole on each.
+SPLIT_AXES = {
+    "word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+    "linear_qkv.weight": 0,
+    "linear_qkv.bias": 0,
+    "linear_fc1.weight": 0,
+    "linear_fc1.bias": 0,
+    "linear_proj.weight": 1,
+    "linear_fc2.weight": 1,
+    "rm_head.weight": 1,
+}
+GATED = ("linear_fc1.weight", "linear_fc1.bias")  # with a gate each rank has [gate, up]
+# Names of layers without Transformer Engine, and what distributed checkpoints call them.
+OTHER_NAMES = (
+    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
+    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+)
+LAYERS = "decoder.layers."
+
+
+class RankFiles:
+    """A `TensorSource` of the files in `folder`.
+
+    Args:
+        folder: that holds `model_weights.ckpt` or one folder per rank.
+        path: of the `.nemo`, for messages.
+        gated: the first linear layer of the MLP holds a gate and its partner (`swiglu`, ...).
+
+    Raises:
+        UserError: the file of a rank is missing, holds other objects than tensors, or has layers
+            of another kind.
+    """
+
+    def __init__(self, folder: Path, path: Path, gated: bool):
+        self.path, self.gated = path, gated
+        stages = _stages(folder, path)
+        self.tensors: dict[str, list[Tensor]] = {}  # global name -> shards of the ranks
+        first_layer = 0
+        for files in stages:
+            shards = [_read_file(file, path) for file in files]
+            names = [name for name in shards[0] if isinstance(shards[0][name], Tensor)]
+            layers = {_layer(name) for name in names} - {None}
+            for name in names:
+                # A tied output layer of the last stage is a copy, which nobody asks for.
+                whole = _renumbered(name, first_layer)
+                self.tensors.setdefault(whole, [shard[name] for shard in shards])
+            first_layer += len(layers)
+        self.num_layers = first_layer
+        if any(name.startswith("language_model.") for name in self.tensors):
+            raise refusal("legacy_layers", path)
+        if any(".experts." in name for name in self.tensors):
+            raise refusal("rank_experts", path)
+        if not self.tensors:
+            raise UserError(f"{path} holds no weights; copy it again.")
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = {}
+        for name, shards in self.tensors.items():
+            layer = _layer(name)
+            shape = list(shards[0].shape)
+            axis = SPLIT_AXES.get(_leaf(name))
+            if axis is not None:
+                shape[axis] = sum(shard.shape[axis] for shard in shards)
+            key = "model." + (name if layer is None else _without_number(name))
+            shapes[key] = tuple(shape if layer is None else [self.num_layers, *shape])
+        return shapes
+
+    def read(self, key: str, part: Slice) -> Tensor:
+        name = key.removeprefix("model.")
+        if name.startswith(LAYERS) and isinstance(part[0], int):
+            name = LAYERS + f"{part[0]}." + name.removeprefix(LAYERS)
+            part = part[1:]
+        return self._whole(name)[part]
+
+    def _whole(self, name: str) -> Tensor:
+        shards = self.tensors[name]
+        axis = SPLIT_AXES.get(_leaf(name))
+        if axis is None or len(shards) == 1:
+            return shards[0]
+        if self.gated and _leaf(name) in GATED:
+            halves = [shard.chunk(2) for shard in shards]
+            return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+        return torch.cat(shards, axis)
+
+
+def _stages(folder: Path, path: Path) -> list[list[Path]]:
+    """The files by pipeline stage and tensor-parallel rank."""
+    single = folder / WEIGHTS_FILE
+    if single.is_file():
+        return [[single]]
+    files = {}
+    for child in folder.iterdir():
+        match = RANK_FOLDER.fullmatch(child.name)
+        if match is not None:
+            tensor, stage = match["mp"] or match["tp"], match["pp"] or 0
+            files[int(stage), int(tensor)] = child / WEIGHTS_FILE
+    ranks = [max(rank[axis] for rank in files) + 1 for axis in (0, 1)]
+    for stage in range(ranks[0]):
+        for tensor in range(ranks[1]):
+            if (stage, tensor) not in files or not files[stage, tensor].is_file():
+                raise UserError(
+                    f"{path} lacks {WEIGHTS_FILE} of tensor-parallel rank {tensor} of stage "
+                    f"{stage}, in a job of {ranks[1]} x {ranks[0]} ranks; copy it again."
+                )
+    return [[files[stage, tensor] for tensor in range(ranks[1])] for stage in range(ranks[0])]
+
+
+def _read_file(file: Path, path: Path) -> dict[str, Tensor]:
+    """The state dict in `file` under the names of the bare modules. Tensors stay in the file until
+    they are used.
+    """
+    try:
+        # Only tensors: a file from elsewhere must not run code. `BytesIO` are the extra states of
+        # Transformer Engine.
+        with torch.serialization.safe_globals([io.BytesIO]):
+            loaded = torch.load(
+                file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+            )
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise UserError(
+            f"{file.name} in {path} cannot be read as tensors alone, and nothing else is read: "
+            f"it is damaged, or not NeMo's ({str(error).splitlines()[0]})."
+        ) from error
+    if not isinstance(loaded, dict):
+        raise UserError(f"{file.name} in {path} is not a state dict; it is not NeMo's.")
+    return {_bare(name): value for name, value in loaded.items()}
+
+
+def _bare(name: str) -> str:
+    """A name without the wrappers that NeMo's models put in front, as Megatron Core stores it."""
+    name = name.removeprefix("model.").removeprefix("module.")
+    for other, stored in OTHER_NAMES:
+        name = name.replace(other, stored)
+    return name
+
+
+def _layer(name: str) -> int | None:
+    """The number of the layer that a weight belongs to."""
+    number = name.removeprefix(LAYERS).split(".", 1)[0] if name.startswith(LAYERS) else ""
+    return int(number) if number.isdigit() else None
+
+
+def _renumbered(name: str, first: int) -> str:
+    layer = _layer(name)
+    if layer is None:
+        return name
+    rest = name.removeprefix(LAYERS).split(".", 1)[1]
+    return f"{LAYERS}{first + layer}.{rest}"
+
+
+def _without_number(name: str) -> str:
+    return LAYERS + name.removeprefix(LAYERS).split(".", 1)[1]
+
+
+def _leaf(name: str) -> str:
+    """The last two parts of a name: module and parameter."""
+    return ".".join(name.split(".")[-2:])

@@ -1,0 +1,131 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in a checkpoint, in whatever form, loaded into a sharded state dict.
+
+A *sharded state dict* of a model says which part of which global tensor each of its weights is
+(Megatron Core's `ShardedTensor`). Megatron Core loads distributed checkpoints of the format
+torch_dist; for other forms a `TensorSource` reads those parts.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from torch import Tensor
+
+Sharded = dict[str, dict[str, Any]]  # sharded state dicts of the chunks of a model
+Slice = tuple[int | slice, ...]
+
+
+class StoredWeights(Protocol):
+    """The weights of one checkpoint, under the names that Megatron Core's models give them."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Global shape of each tensor; those of layers have the number of layers in front."""
+
+    def load(self, sharded: Sharded) -> Sharded:
+        """Values for `sharded`, whose tensors the checkpoint has; all ranks call it."""
+
+
+class TorchDistWeights:
+    """A distributed checkpoint of Megatron Core in the format torch_dist.
+
+    Args:
+        folder: of the checkpoint.
+        prefix: that its names have in the place of `model.`.
+    """
+
+    def __init__(self, folder: Path, prefix: str = "model."):
+        self.folder, self.prefix = str(folder), prefix
+        self.stored = dist_checkpointing.load_tensors_metadata(self.folder)
+        self.objects = load_sharded_metadata(self.folder)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {
+            "model." + key.removeprefix(self.prefix): tuple(tensor.global_shape)
+            for key, tensor in self.stored.items()
+            if key.startswith(self.prefix)
+        }
+
+    def load(self, sharded: Sharded) -> Sharded:
+        wanted: Sharded = {chunk: {} for chunk in sharded}
+        absent: Sharded = {chunk: {} for chunk in sharded}
+        for chunk, items in sharded.items():
+            for name, item in items.items():
+                if isinstance(item, ShardedBase):
+                    item.key = self.prefix + item.key.removeprefix("model.")
+                if isinstance(item, ShardedObject) and item.unique_key not in self.objects:
+                    # Extra states of Transformer Engine, which are empty unless it computes in
+                    # fp8: checkpoints differ in which layers have one.
+                    absent[chunk][name] = item.data
+                else:
+                    wanted[chunk][name] = item
+        loaded = dist_checkpointing.load(wanted, self.folder)
+        return {chunk: loaded[chunk] | absent[chunk] for chunk in sharded}
+
+
+class TensorSource(Protocol):
+    """Global tensors that are read in parts."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """As in `StoredWeights`."""
+
+    def read(self, key: str, part: Slice) -> Tensor:
+        """One part of the tensor `key`; an int in `part` drops its axis. `part` lies within the
+        tensor's shape.
+        """
+
+
+class SourceWeights:
+    """The weights of a `TensorSource`."""
+
+    def __init__(self, source: TensorSource):
+        self.source = source
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.source.shapes()
+
+    def load(self, sharded: Sharded) -> Sharded:
+        return {
+            chunk: {name: self._value(item) for name, item in items.items()}
+            for chunk, items in sharded.items()
+        }
+
+    def _value(self, item: Any) -> Any:
+        """The loaded value of one entry of a sharded state dict."""
+        if isinstance(item, ShardedTensorFactory):  # several tensors in one, such as SwiGLU's
+            parts: Any = item.build()
+            if isinstance(parts, dict):
+                return item.merge_fn({name: self._value(part) for name, part in parts.items()})
+            return item.merge_fn([self._value(part) for part in parts])
+        if isinstance(item, ShardedTensor):
+            return self._tensor(item)
+        if isinstance(item, LocalNonpersistentObject):
+            return item.unwrap()
+        return item.data if isinstance(item, ShardedObject) else item
+
+    def _tensor(self, wanted: ShardedTensor) -> Tensor:
+        part = wanted.global_slice()
+        if not wanted.allow_shape_mismatch:
+            return self.source.read(wanted.key, part)
+        # An embedding table: its padding rows depend on the split. Those that the checkpoint does
+        # not have are 0, as Megatron Core loads them.
+        rows, *others = part
+        assert isinstance(rows, slice)
+        result = torch.zeros_like(wanted.data)
+        stored_rows = self.source.shapes()[wanted.key][0]
+        stop = min(rows.stop, stored_rows)
+        if stop > rows.start:
+            part = (slice(rows.start, stop), *others)
+            result[: stop - rows.start] = self.source.read(wanted.key, part)
+        return result

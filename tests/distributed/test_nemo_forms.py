@@ -1,0 +1,67 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in NeMo's other forms, loaded by two ranks at another split than the one that wrote
+them: the same bits as from a distributed checkpoint.
+"""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests import nemo_files
+from tests.distributed.launcher import progress, run_ranks
+from tests.tiny_models import tiny_config
+
+SPLITS = {
+    "TP2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1},
+    "PP2": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2},
+}
+
+
+def differences(trusted: str, others: list[str], **split) -> dict[str, list[str]]:
+    """Weights of this rank that differ from those in `trusted`, by file; all ranks call it."""
+    from nemo_aligner.checkpoint import nemo_archive
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    def loaded(path: str, seed: int) -> dict[str, torch.Tensor]:
+        own = {**split, "seed": seed}
+        cfg = OmegaConf.merge(nemo_archive.read_config(path), own)
+        model = MegatronGPTModel.restore_from(path, override_config_path=cfg)
+        return {name: weight.detach().clone() for name, weight in model._named_weights()}
+
+    expected = loaded(trusted, seed=1)
+    assert expected
+    result = {}
+    for path in others:
+        found = loaded(path, seed=2)
+        assert found.keys() == expected.keys()
+        result[path] = [n for n in found if not torch.equal(found[n], expected[n])]
+        progress(path)
+    return result
+
+
+def at_each(splits: list[str], trusted: str, others: list[str]) -> dict:
+    from megatron.core.parallel_state import destroy_model_parallel
+
+    results = {}
+    for name in splits:
+        results[name] = differences(trusted, others, **SPLITS[name])
+        destroy_model_parallel()
+    return results
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_other_forms_load_at_another_split(tiny_tokenizer_dir, tmp_path, architecture):
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    source = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, architecture, num_layers=4))
+    source.save_to(str(tmp_path / "trusted.nemo"))
+    folders = [
+        nemo_files.write_rank_files(source, tmp_path / "tp2pp2", 2, [3, 1]),
+        nemo_files.write_rank_files(source, tmp_path / "tp2", 2, [4]),
+        nemo_files.packed(nemo_files.write_rank_files(source, tmp_path / "tp1", 1, [4])),
+        nemo_files.packed(nemo_files.write_zarr(source, tmp_path / "zarr", chunk_rows=7)),
+    ]
+    paths = [str(folder) for folder in folders]
+    for found in run_ranks(at_each, 2, 120, list(SPLITS), str(tmp_path / "trusted.nemo"), paths):
+        assert found == {name: {path: [] for path in paths} for name in SPLITS}

@@ -1,0 +1,181 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in the layouts of NeMo, made from a model of ours: per-rank files, zarr arrays and
+folders of NeMo 2.0. The layouts are stated here anew, not taken from the package.
+"""
+
+import io
+import json
+import re
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from nemo_aligner.checkpoint import dist_ckpt
+
+COLUMN = ("word_embeddings.weight", "output_layer.weight")
+COLUMN += ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+ROW = ("linear_proj.weight", "linear_fc2.weight")
+TE_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def whole_weights(model) -> dict[str, torch.Tensor]:
+    """Weights of a model of one rank under the names of NeMo's layers (Transformer Engine)."""
+    weights = {}
+    for name, value in model.unwrapped()[0].state_dict().items():
+        if isinstance(value, torch.Tensor):
+            for ours, theirs in TE_NAMES.items():
+                name = name.replace(ours, theirs)
+            weights[name] = value.detach().clone()
+    return weights
+
+
+def shard(name: str, value: torch.Tensor, rank: int, size: int, gated: bool) -> torch.Tensor:
+    """What tensor-parallel rank `rank` of `size` holds of a weight."""
+    if gated and "linear_fc1." in name and "layer_norm" not in name:
+        gate, up = value.chunk(2)
+        return torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]])
+    if name.endswith(COLUMN):
+        return value.chunk(size)[rank].clone()
+    return value.chunk(size, 1)[rank].clone() if name.endswith(ROW) else value.clone()
+
+
+def write_rank_files(model, folder: Path, tp: int, stages: list[int], wrapper="model.") -> Path:
+    """A `.nemo` folder with the weights of each rank.
+
+    Args:
+        tp: tensor-parallel size of the job that wrote it.
+        stages: number of layers of each of its pipeline stages.
+        wrapper: what precedes the names.
+    """
+    gated = model.transformer_config.gated_linear_unit
+    weights = whole_weights(model)
+    folder.mkdir()
+    write_config(model, folder, tensor_model_parallel_size=tp, mcore_gpt=True)
+    first = 0
+    for stage, layers in enumerate(stages):
+        last = stage == len(stages) - 1
+        mine = {}
+        for name, value in weights.items():
+            number = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+            if number and first <= int(number[1]) < first + layers:
+                mine[f"decoder.layers.{int(number[1]) - first}.{number[2]}"] = value
+            elif name.startswith("embedding.") and stage == 0:
+                mine[name] = value
+            elif name.startswith(("output_layer.", "decoder.final_")) and last:
+                mine[name] = value
+        if last and len(stages) > 1 and "output_layer.weight" not in weights:
+            # A tied output layer of another stage than the embedding is a copy.
+            mine["output_layer.weight"] = weights["embedding.word_embeddings.weight"]
+        first += layers
+        for rank in range(tp):
+            state = {wrapper + n: shard(n, v, rank, tp, gated) for n, v in mine.items()}
+            empty = io.BytesIO()
+            torch.save(None, empty)
+            state[wrapper + "decoder.layers.0.mlp.linear_fc1._extra_state"] = empty
+            name = f"tp_rank_{rank:02d}_pp_rank_{stage:03d}" if len(stages) > 1 else ""
+            name = name or (f"mp_rank_{rank:02d}" if tp > 1 else "")
+            (folder / name).mkdir(exist_ok=True)
+            torch.save(state, folder / name / "model_weights.ckpt")
+    return folder
+
+
+def write_config(model, folder: Path, **changes) -> None:
+    """`model_config.yaml` with the keys that NeMo wrote; the tokenizer is named by its path."""
+    config = OmegaConf.create(OmegaConf.to_container(model.cfg) | changes)
+    OmegaConf.save(config, folder / "model_config.yaml")
+
+
+def write_zarr(model, folder: Path, chunk_rows: int = 3, dtype="<f4", **array) -> Path:
+    """A `.nemo` folder with a distributed checkpoint in the format zarr."""
+    weights = whole_weights(model)
+    arrays: dict[str, torch.Tensor] = {}
+    layers = model.cfg.num_layers
+    for name, value in weights.items():
+        number = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+        if number is None:
+            arrays["model." + name] = value
+        else:
+            key = "model.decoder.layers." + number[2]
+            arrays.setdefault(key, torch.empty(layers, *value.shape))[int(number[1])] = value
+    target = folder / "model_weights"
+    target.mkdir(parents=True)
+    write_config(model, folder, dist_ckpt_format="zarr")
+    backend = {"sharded_backend": "zarr", "sharded_backend_version": 1}
+    common = {"common_backend": "torch", "common_backend_version": 1}
+    (target / "metadata.json").write_text(json.dumps(backend | common))
+    torch.save({}, target / "common.pt")
+    for key, value in arrays.items():
+        write_zarr_array(target / key, value, chunk_rows, dtype, **array)
+    return folder
+
+
+def write_zarr_array(folder: Path, value: torch.Tensor, chunk_rows: int, dtype: str, **other):
+    """One array in chunks of one layer and `chunk_rows` rows (the last may be beyond its end)."""
+    folder.mkdir()
+    by_layer = value.dim() - (1 if "layer_norm" in folder.name or "bias" in folder.name else 2) > 0
+    by_layer = by_layer and ".layers." in folder.name
+    chunks = [1 if by_layer and axis == 0 else size for axis, size in enumerate(value.shape)]
+    rows = 1 if by_layer else 0
+    chunks[rows] = min(chunk_rows, chunks[rows])
+    described = {
+        "zarr_format": 2,
+        "shape": list(value.shape),
+        "chunks": chunks,
+        "dtype": dtype,
+        "compressor": None,
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+    }
+    (folder / ".zarray").write_text(json.dumps(described | other))
+    if dtype == "<f4":
+        numbers = value.float().numpy()
+    else:
+        numbers = value.bfloat16().view(torch.int16).numpy()
+    counts = [-(-size // chunk) for size, chunk in zip(value.shape, chunks, strict=True)]
+    for index in np.ndindex(*counts):
+        spans = tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunks, strict=True))
+        part = numbers[spans]
+        padded = np.full(chunks, 77, numbers.dtype)
+        padded[tuple(slice(0, n) for n in part.shape)] = part
+        (folder / ".".join(map(str, index))).write_bytes(padded.tobytes())
+
+
+def write_nemo2(model, folder: Path, model_class: str, config: dict, tokenizer: dict) -> Path:
+    """A folder of NeMo 2.0 with the weights of `model`."""
+    (folder / "weights").mkdir(parents=True)
+    (folder / "context").mkdir()
+    (folder / "context" / "io.json").write_text("{}")
+    target = f"nemo.collections.llm.gpt.model.{model_class.removesuffix('Model').lower()}."
+    described = {
+        "_target_": target + model_class,
+        "config": config,
+        "optim": None,
+        "tokenizer": tokenizer,
+        "model_transform": None,
+    }
+    (folder / "context" / "model.yaml").write_text(yaml.safe_dump(described))
+    sharded = model.sharded_weights()
+    for items in sharded.values():
+        for item in items.values():
+            item.key = "module." + item.key.removeprefix("model.")
+    dist_ckpt.save(sharded, folder / "weights")
+    return folder
+
+
+def packed(folder: Path) -> Path:
+    """A `.nemo` tar file of a folder, with names that start with `./`, as NeMo packs it."""
+    path = folder.with_suffix(".nemo")
+    with tarfile.open(path, "w:") as tar:
+        tar.add(folder, arcname=".")
+    shutil.rmtree(folder)
+    return path

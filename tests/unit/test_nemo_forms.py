@@ -1,0 +1,345 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in NeMo's other forms: per-rank files, zarr, NeMo 2.0 folders. A model that loads
+one computes exactly what the model that it was made from computes.
+"""
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.checkpoint import forms, nemo2, nemo_archive
+from nemo_aligner.checkpoint.rank_files import RankFiles
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from tests import nemo_files
+from tests.tiny_models import tiny_config
+
+TOKENS = torch.randint(0, 290, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def logits_of(model):
+    model.set_eval()
+    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
+    with torch.no_grad():
+        return model.unwrapped()[0](TOKENS, positions, None)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def source(request, tiny_tokenizer_dir):
+    return MegatronGPTModel(tiny_config(tiny_tokenizer_dir, request.param, num_layers=3))
+
+
+def restored(path):
+    """The model in a checkpoint, whose initial weights differ from those in it."""
+    cfg = nemo_archive.read_config(nemo_archive.check_restore_path(path))
+    own = {"seed": 99, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    return MegatronGPTModel.restore_from(path, override_config_path=OmegaConf.merge(cfg, own))
+
+
+def same_model(path, source):
+    return torch.equal(logits_of(restored(path)), logits_of(source))
+
+
+@pytest.mark.parametrize(
+    "tp, stages, wrapper, tar",
+    [
+        (1, [3], "model.", False),
+        (2, [3], "model.", True),
+        (2, [2, 1], "model.module.", False),
+        (1, [1, 2], "model.", True),
+    ],
+)
+def test_weights_of_each_rank(source, tmp_path, tp, stages, wrapper, tar):
+    folder = nemo_files.write_rank_files(source, tmp_path / "ranks", tp, stages, wrapper)
+    names = {path.name for path in folder.iterdir()}
+    assert (tp, len(stages)) == (1, 1) or "model_weights.ckpt" not in names
+    assert same_model(nemo_files.packed(folder) if tar else folder, source)
+
+
+def test_weights_of_each_rank_without_transformer_engine(source, tmp_path):
+    folder = nemo_files.write_rank_files(source, tmp_path / "ranks", 1, [3])
+    state = source.unwrapped()[0].state_dict()
+    torch.save({f"model.{n}": v for n, v in state.items()}, folder / "model_weights.ckpt")
+    assert any(".input_layernorm." in name for name in state)
+    assert same_model(folder, source)
+
+
+def test_faults_of_rank_files_are_named(source, tmp_path):
+    def ranks(name):
+        return nemo_files.write_rank_files(source, tmp_path / name, 2, [2, 1])
+
+    folder = ranks("gap")
+    shutil.rmtree(folder / "tp_rank_01_pp_rank_000")
+    with pytest.raises(UserError, match="rank 1 of stage 0, in a job of 2 x 2 ranks"):
+        restored(folder)
+    file = ranks("cut") / "tp_rank_00_pp_rank_001" / "model_weights.ckpt"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model_weights.ckpt in .*cut cannot be read"):
+        restored(tmp_path / "cut")
+    for name, kind in (
+        ("model.language_model.encoder.layers.0.mlp.dense_h_to_4h.weight", "legacy_layers"),
+        ("model.decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight", "rank_experts"),
+    ):
+        folder = nemo_files.write_rank_files(source, tmp_path / kind, 1, [3])
+        torch.save({name: torch.zeros(2, 2)}, folder / "model_weights.ckpt")
+        with pytest.raises(UserError, match="which is not read; ") as error:
+            restored(folder)
+        assert forms.FORMS[kind].remedy in str(error.value)
+    folder = nemo_files.write_rank_files(source, tmp_path / "less", 1, [3])
+    state = torch.load(folder / "model_weights.ckpt", weights_only=False)
+    gone = "model.decoder.layers.1.mlp.linear_fc1.weight"
+    kept = {name: value for name, value in state.items() if ".mlp.linear_fc1.w" not in name}
+    assert gone in state and gone not in kept
+    torch.save(kept, folder / "model_weights.ckpt")
+    with pytest.raises(UserError, match=r"lacks 1 weight.*mlp.linear_fc1.weight"):
+        restored(folder)
+
+
+class Harmful:
+    """An object that writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_rank_file_runs_no_code(source, tmp_path):
+    folder = nemo_files.write_rank_files(source, tmp_path / "ranks", 1, [3])
+    harmful = {"model.x": Harmful(str(tmp_path / "harm"))}
+    torch.save(harmful, folder / "model_weights.ckpt")
+    with pytest.raises(UserError, match="tensors alone"):
+        restored(folder)
+    assert not (tmp_path / "harm").exists()
+    pickle.loads(pickle.dumps(harmful))  # it would have
+    assert (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("tar", [False, True])
+def test_zarr(source, tmp_path, tar):
+    folder = nemo_files.write_zarr(source, tmp_path / "zarr", chunk_rows=5)
+    shapes = [json.loads(f.read_text())["chunks"] for f in folder.glob("*/*/.zarray")]
+    assert len(shapes) > 5 and any(shape[-2:-1] == [5] for shape in shapes)
+    assert same_model(nemo_files.packed(folder) if tar else folder, source)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "<V2"])
+def test_zarr_in_bfloat16(source, tmp_path, name):
+    folder = nemo_files.write_zarr(source, tmp_path / "zarr", dtype=name)
+    rounded = MegatronGPTModel(source.cfg)
+    for module in (rounded.unwrapped()[0],):
+        for mine, theirs in zip(
+            module.parameters(), source.unwrapped()[0].parameters(), strict=True
+        ):
+            mine.data.copy_(theirs.data.bfloat16())
+    assert same_model(folder, rounded) and not same_model(folder, source)
+
+
+def test_faults_of_zarr_are_named(source, tmp_path):
+    folder = nemo_files.write_zarr(source, tmp_path / "blosc", compressor={"id": "blosc"})
+    with pytest.raises(UserError, match="zarr, compressed.*convert_zarr_to_torch_dist.py"):
+        restored(folder)
+    folder = nemo_files.write_zarr(source, tmp_path / "gap")
+    chunk = next(folder.glob("model_weights/model.decoder.final_layernorm.weight/0"))
+    chunk.unlink()
+    with pytest.raises(UserError, match="lacks the chunk 0 of model.decoder.final_layernorm"):
+        restored(folder)
+    chunk.write_bytes(b"12")
+    with pytest.raises(UserError, match="has 2 bytes in the place of"):
+        restored(folder)
+    (folder / "model_weights" / "metadata.json").write_text('{"sharded_backend": "array"}')
+    with pytest.raises(UserError, match="format 'array'; formats that load: torch_dist, zarr"):
+        restored(folder)
+
+
+LLAMA = {
+    "_target_": "nemo.collections.llm.gpt.model.llama.LlamaConfig",
+    "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+    "gated_linear_unit": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "share_embeddings_and_output_weights": False,
+    "num_query_groups": 2,
+}
+GPT = {
+    "_target_": "nemo.collections.llm.gpt.model.base.GPTConfig",
+    "activation_func": {"_target_": "torch._C._nn.gelu", "_call_": False},
+    "gated_linear_unit": False,
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "add_bias_linear": True,
+    "share_embeddings_and_output_weights": True,
+    "num_query_groups": None,
+}
+COMMON = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "kv_channels": None,
+    "seq_length": 48,
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "layernorm_epsilon": 1e-5,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "make_vocab_size_divisible_by": 128,
+    "init_method_std": 0.1,
+    # what does not matter
+    "tensor_model_parallel_size": 8,
+    "params_dtype": {"_target_": "torch.bfloat16", "_call_": True},
+    "fp8_margin": 1,
+    "tp_comm_overlap": True,
+    "attention_backend": {"_target_": "megatron.core.transformer.enums.AttnBackend"},
+    "transformer_layer_spec": {
+        "_target_": "nemo.collections.llm.gpt.model.base.default_layer_spec",
+        "_call_": False,
+    },
+    "calculate_per_token_loss": False,
+    "num_moe_experts": None,
+    "moe_router_topk": 3,
+    "qk_layernorm": False,
+    "softmax_type": "vanilla",
+}
+TOKENIZER = {
+    "_target_": "nemo.collections.common.tokenizers.huggingface.auto_tokenizer.AutoTokenizer",
+    "pretrained_model_name": "nemo_tokenizer",
+    "vocab_file": None,
+    "merges_file": None,
+    "bos_token": None,
+    "eos_token": None,
+    "use_fast": True,
+    "chat_template": None,
+}
+
+
+def nemo2_of(source, tokenizer_dir, folder, **changes):
+    llama = source.transformer_config.gated_linear_unit
+    config = (LLAMA if llama else GPT) | COMMON | changes
+    kind = "LlamaModel" if llama else "GPTModel"
+    nemo_files.write_nemo2(source, folder, kind, config, TOKENIZER)
+    shutil.copytree(tokenizer_dir, folder / "context" / "nemo_tokenizer")
+    return folder
+
+
+def test_nemo2_folder(source, tiny_tokenizer_dir, tmp_path):
+    folder = nemo2_of(source, tiny_tokenizer_dir, tmp_path / "nemo2")
+    model = restored(folder)
+    assert torch.equal(logits_of(model), logits_of(source))
+    assert model.cfg.tokenizer.type == str(folder / "context" / "nemo_tokenizer")
+    assert model.tokenizer.text_to_ids("the film") == source.tokenizer.text_to_ids("the film")
+    model.save_to(str(tmp_path / "again.nemo"))
+    assert same_model(tmp_path / "again.nemo", source)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"qk_layernorm": True}, "config.qk_layernorm=True"),
+        ({"num_moe_experts": 8}, "config.num_moe_experts=8"),
+        ({"attn_logit_softcapping": 50.0}, "config.attn_logit_softcapping=50.0"),
+        ({"softmax_scale": 0.1}, "config.softmax_scale=0.1"),
+        ({"normalization": "L2"}, "config.normalization='L2'"),
+        ({"scale_factor": 8, "low_freq_factor": 2}, "config.low_freq_factor=2"),
+        (
+            {"activation_func": {"_target_": "a.quick_gelu"}},
+            "config.activation_func='quick_gelu with gated",
+        ),
+        (
+            {"transformer_layer_spec": {"_target_": "nemo.x.gemma2_layer_spec"}},
+            "config.transformer_layer_spec='gemma2_layer_spec'",
+        ),
+    ],
+)
+def test_nemo2_arguments_without_counterpart_are_refused(
+    source, tiny_tokenizer_dir, tmp_path, changes, message
+):
+    folder = tmp_path / "nemo2"
+    nemo_files.write_nemo2(source, folder, "LlamaModel", LLAMA | COMMON | changes, TOKENIZER)
+    with pytest.raises(UserError, match=f"{message}.*would change the model; convert it"):
+        nemo_archive.read_config(folder)
+
+
+def test_nemo2_keys():
+    gemma = LLAMA | COMMON | {"scale_factor": 32, **nemo2.ROPE_SCALING, "window_size": [7, 0]}
+    gemma |= {"activation_func": {"_target_": "nemo.openai_gelu"}, "vocab_size": 300}
+    keys = nemo2._model_keys(gemma, "model.yaml")
+    expected = {
+        "num_layers": 3,
+        "encoder_seq_length": 48,
+        "max_position_embeddings": 48,
+        "bias": False,
+        "rotary_percentage": 1.0,
+        "normalization": "rmsnorm",
+        "activation": "geglu",
+        "openai_gelu": True,
+        "scale_positional_embedding": True,
+        "scale_factor": 32,
+        "window_size": [7, 0],
+    }
+    assert {key: keys[key] for key in expected} == expected
+    assert not {"seq_length", "add_bias_linear", "vocab_size", "fp8_margin"} & keys.keys()
+
+
+def test_nemo2_of_other_models_and_early_versions_are_refused(
+    source, tiny_tokenizer_dir, tmp_path
+):
+    folder = tmp_path / "nemo2"
+    nemo_files.write_nemo2(source, folder, "Gemma2Model", LLAMA | COMMON, TOKENIZER)
+    with pytest.raises(UserError, match="describes a Gemma2Model; models that load.*GemmaModel"):
+        nemo_archive.read_config(folder)
+    (folder / "context" / "model.yaml").unlink()
+    with pytest.raises(UserError, match="no model.yaml.*NeMo 2.1 or later"):
+        nemo_archive.read_config(folder)
+
+
+def test_nemo2_tokenizers(tmp_path):
+    (tmp_path / "t.model").write_text("")
+    file = tmp_path / "model.yaml"
+    piece = {"_target_": "nemo.SentencePieceTokenizer", "model_path": "t.model", "legacy": True}
+    assert nemo2._tokenizer_keys(piece, file)["model"] == str(tmp_path / "t.model")
+    assert nemo2._tokenizer_keys(piece, file)["sentencepiece_legacy"] is True
+    name = {"_target_": "nemo.FileArtifact", "attr": "meta-llama/Llama-2", "skip": True}
+    auto = TOKENIZER | {"pretrained_model_name": name, "eos_token": "</s>"}
+    keys = nemo2._tokenizer_keys(auto, file)
+    assert keys["type"] == "meta-llama/Llama-2"
+    assert keys["special_tokens"] == {"eos_token": "</s>"}
+    outside = TOKENIZER | {"pretrained_model_name": "../../etc"}
+    assert nemo2._tokenizer_keys(outside, file)["type"] == "../../etc"
+    with pytest.raises(UserError, match="has a tokenizer NullTokenizer; those that load"):
+        nemo2._tokenizer_keys({"_target_": "nemo.NullTokenizer"}, file)
+
+
+def test_folders_of_others_are_named(tmp_path):
+    for file, message in (
+        ("config.json", "is a Hugging Face folder.*convert_llama_hf_to_nemo.py"),
+        ("metadata.json", "is a checkpoint of a training run.*save_nemo_on_train_end"),
+        ("text", "Forms that load: .nemo file or folder with a distributed checkpoint"),
+    ):
+        folder = tmp_path / file.split(".")[0]
+        folder.mkdir()
+        (folder / file).write_text("{}")
+        with pytest.raises(UserError, match=message):
+            nemo_archive.check_restore_path(folder)
+
+
+def test_every_form_says_what_happens_to_it():
+    for form in forms.FORMS.values():
+        assert form.loads != bool(form.remedy), form.name
+
+
+def test_shapes_of_rank_files_are_those_of_the_whole(source, tmp_path):
+    folder = nemo_files.write_rank_files(source, tmp_path / "ranks", 2, [2, 1])
+    gated = source.transformer_config.gated_linear_unit
+    shapes = RankFiles(folder, folder, gated).shapes()
+    assert shapes["model.decoder.layers.self_attention.linear_proj.weight"] == (3, 32, 32)
+    assert shapes["model.decoder.layers.mlp.linear_fc1.weight"] == (3, 96 if gated else 48, 32)
+    assert shapes["model.embedding.word_embeddings.weight"] == (384, 32)

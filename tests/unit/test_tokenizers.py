@@ -1,0 +1,166 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers of each library that NeMo's configurations name."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.tokenizers import BUILDERS, LIBRARIES, build_tokenizer
+from tests.tiny_models import tiny_config
+
+TEXT = "the film was bad. Ünïcode & 123\n"
+
+
+def build(**section):
+    return build_tokenizer(OmegaConf.create(section))
+
+
+@pytest.fixture(scope="module")
+def gpt2_files(tiny_tokenizer_dir, tmp_path_factory):
+    """vocab.json and merges.txt of GPT-2's form: those of the tiny tokenizer."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    content = json.loads((Path(tiny_tokenizer_dir) / "tokenizer.json").read_text())
+    vocab = dict(content["model"]["vocab"])
+    vocab["<|endoftext|>"] = len(vocab)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    return {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+
+
+@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "megatron-gpt-345m"])
+def test_megatron_gpt2_bpe(gpt2_files, tiny_tokenizer, kind):
+    tokenizer = build(library="megatron", type=kind, **gpt2_files)
+    assert tokenizer.text_to_ids(TEXT) == tiny_tokenizer.text_to_ids(TEXT)
+    assert tokenizer.ids_to_text(tokenizer.text_to_ids(TEXT)) == TEXT
+    assert tokenizer.vocab_size == tiny_tokenizer.vocab_size
+    assert tokenizer.eos_id == tiny_tokenizer.eos_id == 299
+
+
+def test_megatron_tokenizer_travels_in_a_nemo_file(gpt2_files, tmp_path):
+    section = {"library": "megatron", "type": "GPT2BPETokenizer"}
+    copies = {key: shutil.copy(file, tmp_path) for key, file in gpt2_files.items()}
+    model = MegatronGPTModel(tiny_config("", tokenizer=section | copies))
+    model.save_to(str(tmp_path / "m.nemo"))
+    for file in copies.values():
+        Path(file).unlink()
+    restored = MegatronGPTModel.restore_from(tmp_path / "m.nemo")
+    assert restored.tokenizer.text_to_ids(TEXT) == model.tokenizer.text_to_ids(TEXT)
+
+
+def test_megatron_sentencepiece(tiny_sentencepiece_model):
+    tokenizer = build(
+        library="megatron", type="GPTSentencePieceTokenizer", model=tiny_sentencepiece_model
+    )
+    plain = build(library="sentencepiece", model=tiny_sentencepiece_model)
+    assert tokenizer.text_to_ids(TEXT) == plain.text_to_ids(TEXT)
+
+
+def test_byte_level():
+    tokenizer = build(library="byte-level", type=None)
+    assert tokenizer.text_to_ids("aé") == list("aé".encode())
+    assert tokenizer.ids_to_text(list("aé".encode())) == "aé"
+    assert tokenizer.eos_id == 0
+
+
+def test_special_tokens_of_hugging_face(tiny_tokenizer_dir, tiny_tokenizer):
+    common = {"library": "huggingface", "type": tiny_tokenizer_dir}
+    ending = build(**common, special_tokens={"eos_token": "<|end|>"})
+    assert ending.eos_id == 300 and ending.vocab_size == 301
+    for more in (["<a>", "<b>"], {"additional_special_tokens": ["<a>", "<b>"]}):
+        tokenizer = build(**common, additional_special_tokens=more)
+        assert tokenizer.text_to_ids("<b>the<a>")[0] == 301
+        assert tokenizer.vocab_size == tiny_tokenizer.vocab_size + 2
+    with pytest.raises(ConfigError, match="special_tokens=.*'stop': 'x'.*unknown kind"):
+        build(**common, special_tokens={"stop": "x"})
+
+
+def test_special_tokens_of_sentencepiece(tiny_sentencepiece_model):
+    common = {"library": "sentencepiece", "model": tiny_sentencepiece_model}
+    plain = build(**common)
+    for key in ("special_tokens", "additional_special_tokens"):
+        tokenizer = build(**common, **{key: ["<extra>"]})
+        assert tokenizer.text_to_ids("the<extra>")[-1] == plain.vocab_size
+        with pytest.raises(ConfigError, match="need model.tokenizer.sentencepiece_legacy=True"):
+            build(**common, sentencepiece_legacy=False, **{key: ["<extra>"]})
+
+
+def test_tiktoken(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="tokenizer.vocab_file=None does not exist"):
+        build(library="tiktoken", type="tiktoken")
+    (tmp_path / "vocab.json").write_text("[]")
+    section = {"library": "tiktoken", "vocab_file": str(tmp_path / "vocab.json")}
+    if importlib.util.find_spec("tiktoken") is None:
+        with pytest.raises(UserError, match="needs the package tiktoken; run: pip install"):
+            build(**section)
+    else:
+        with pytest.raises(UserError, match="not a vocabulary of tiktoken"):
+            build(**section)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="needs tiktoken")
+def test_tiktoken_reads_nemos_vocabulary(tmp_path):
+    file = write_tiktoken_vocabulary(tmp_path / "vocab.json")
+    tokenizer = build(library="tiktoken", vocab_file=str(file))
+    # 1,000 special tokens come first, then one token per byte
+    assert tokenizer.text_to_ids("a\n") == [1000 + ord("a"), 1000 + ord("\n")]
+    assert tokenizer.ids_to_text([2, 1000 + ord("a")]) == "a"
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, 2**17)
+
+
+def write_tiktoken_vocabulary(file):
+    """130,072 tokens in NeMo's form: the bytes, then pairs that no text has."""
+    import base64
+
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [b"\xff" + i.to_bytes(3, "big") for i in range(2**17 - 1000 - 256)]
+    vocab = [
+        {"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": ""}
+        for i, t in enumerate(tokens)
+    ]
+    file.write_text(json.dumps(vocab))
+    return file
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        ({"library": "tabular"}, "library='tabular' is not supported; it is not a tokenizer of"),
+        ({"library": "own"}, "library='own' is not supported; use one of sentencepiece"),
+        ({"library": "megatron", "type": "BertWordPieceCase"}, "use GPT2BPETokenizer or GPTSent"),
+        (
+            {"library": "megatron", "type": "GPT2BPETokenizer"},
+            "vocab_file=None does not exist; .*vocab.json, or use library=huggingface and type=g",
+        ),
+        (
+            {"library": "huggingface", "type": "gpt2", "vocab_file": "v"},
+            "vocab_file=v is not read with .*library=huggingface; leave it out",
+        ),
+        (
+            {"library": "byte-level", "additional_special_tokens": ["a"]},
+            "additional_special_tokens=.*cannot be added with model.tokenizer.library=byte-level",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_refused(section, message):
+    with pytest.raises(UserError, match=message):
+        build(**section)
+
+
+def test_bad_files_are_named(gpt2_files, tmp_path):
+    (tmp_path / "text").write_text("not JSON")
+    files = gpt2_files | {"vocab_file": str(tmp_path / "text")}
+    with pytest.raises(UserError, match="cannot be read as GPT-2's BPE"):
+        build(library="megatron", type="GPT2BPETokenizer", **files)
+
+
+def test_the_list_of_libraries_is_the_one_that_is_used():
+    assert {name for name, library in LIBRARIES.items() if library.reads} == set(BUILDERS)
+    assert all(library.reads or library.note for library in LIBRARIES.values())
