@@ -59,6 +59,18 @@ def _two_ranks(split: str) -> tuple[str, ...]:
     return (f"{DISTRIBUTED}test_quick_splits.py::test_two_ranks_update_as_one_does[{split}]",)
 
 
+# Of the problems with a known optimum, those without a whole training.
+_KL_IN_REWARD = _unit(
+    "test_kl_optimum.py",
+    "test_expected_update_is_the_gradient_of_the_objective",
+    "test_without_a_reward_only_k1_leads_back_to_the_reference",
+)
+_KL_IN_LOSS = _unit(
+    "test_kl_optimum.py",
+    "test_without_a_reward_only_k1_leads_back_to_the_reference",
+    "test_kl_in_the_loss_reaches_the_optimum_of_what_it_penalises",
+)
+
 MUTANTS = [
     # --- rollouts: masks, rewards, advantages
     Mutant(
@@ -88,14 +100,60 @@ MUTANTS = [
         "core/rewards.py",
         "per_token - penalty_factor * init_policy_kl",
         "per_token + penalty_factor * init_policy_kl",
-        _unit("test_ppo_mathematics.py", "test_worked_vector"),
+        _unit("test_ppo_mathematics.py", "test_worked_vector") + _KL_IN_REWARD,
     ),
     Mutant(
         "the KL is that of the reference to the policy",
         "core/kl.py",
         "k1 = log_probs_a - log_probs_b\n",
         "k1 = log_probs_b - log_probs_a\n",
-        _unit("test_oracles.py", "test_same_as[KL estimators-trl]"),
+        _unit("test_oracles.py", "test_same_as[KL estimators-trl]") + _KL_IN_REWARD,
+    ),
+    Mutant(
+        "the KL in the reward is the absolute log-ratio by default",
+        "conf/gpt_ppo_actor.yaml",
+        "use_absolute_kl: False",
+        "use_absolute_kl: True",
+        _unit("test_kl_optimum.py", "test_the_default_reaches_the_optimum[gae-one token]"),
+    ),
+    Mutant(
+        "the KL in the reward is that of the reference to the policy",
+        "algorithms/ppo_data.py",
+        'response["logprobs"],\n            response["init_logprobs"],\n',
+        'response["init_logprobs"],\n            response["logprobs"],\n',
+        _KL_IN_REWARD,
+    ),
+    Mutant(
+        "the KL penalty counts twice",
+        "algorithms/ppo_data.py",
+        "penalty_factor=kl_penalty,",
+        "penalty_factor=2 * kl_penalty,",
+        _KL_IN_REWARD,
+    ),
+    Mutant(
+        "the KL penalty of a response is a mean over its tokens, not their sum",
+        "core/rewards.py",
+        "per_token - penalty_factor * init_policy_kl",
+        "per_token - penalty_factor * init_policy_kl / init_policy_kl.shape[-1]",
+        _KL_IN_REWARD,
+    ),
+    Mutant(
+        "responses are compared by their rewards without the KL",
+        "algorithms/ppo_data.py",
+        "scores = masked_sum(token_rewards, mask, dim=1)",
+        'scores = rollout_batch["rewards"].to(token_rewards)',
+        _unit(
+            "test_kl_optimum.py",
+            "test_expected_update_is_the_gradient_of_the_objective",
+            "test_the_default_reaches_the_optimum[rloo-one token]",
+        ),
+    ),
+    Mutant(
+        "a token does not answer for the KL of later ones (REINFORCE++)",
+        "core/advantages.py",
+        "torch.zeros_like(rewards), rewards, discount_factor, 1.0, mask",
+        "torch.zeros_like(rewards), rewards, discount_factor, 0.0, mask",
+        _KL_IN_REWARD,
     ),
     Mutant(
         "lambda is .93 for .90",
@@ -189,6 +247,34 @@ MUTANTS = [
         "error = torch.maximum(clipped_error, error)",
         "error = torch.minimum(clipped_error, error)",
         _unit("test_oracle_losses.py", "test_same_as[value loss-openrlhf]"),
+    ),
+    Mutant(
+        "the KL in the loss is a bonus",
+        "core/losses.py",
+        "loss = loss + kl_loss_coef * (weights * kl).sum()",
+        "loss = loss - kl_loss_coef * (weights * kl).sum()",
+        _KL_IN_LOSS,
+    ),
+    Mutant(
+        "the KL in the loss has a value and no gradient",
+        "core/losses.py",
+        "loss = loss + kl_loss_coef * (weights * kl).sum()",
+        "loss = loss + kl_loss_coef * (weights * kl.detach()).sum()",
+        _KL_IN_LOSS,
+    ),
+    Mutant(
+        "k2 is twice as large",
+        "core/kl.py",
+        "return 0.5 * k1.square()",
+        "return k1.square()",
+        _KL_IN_LOSS,
+    ),
+    Mutant(
+        "k3 is that of the KL to the policy",
+        "core/kl.py",
+        "return torch.expm1((-k1).clamp(max=_MAX_K3_EXPONENT)) + k1",
+        "return torch.expm1(k1.clamp(max=_MAX_K3_EXPONENT)) - k1",
+        _KL_IN_LOSS,
     ),
     # --- log-probs
     Mutant(

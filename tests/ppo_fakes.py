@@ -294,7 +294,7 @@ def config(**changes):
             "save_interval": 0,
             "gradient_clip_val": 1.0,
             "initial_policy_kl_penalty": 0.01,
-            "use_absolute_kl": True,
+            "use_absolute_kl": False,
             "discount_factor": 1.0,
             "gae_lambda": 0.95,
             "normalize_advantages": True,

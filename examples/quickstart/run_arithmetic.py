@@ -225,10 +225,8 @@ def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, advantages
         "remote_critic_rm.init_timeout_s": 120,
         "trainer.ppo.ppo_epochs": PPO_EPOCHS,
         # Truncated responses are not trained on, so only the distance to the SFT model keeps the
-        # end token likely after a wrong number. It must be the signed log-ratio: the absolute one
-        # would make rarer what has become unlikely.
+        # end token likely after a wrong number.
         "trainer.ppo.initial_policy_kl_penalty": 0.05,
-        "trainer.ppo.use_absolute_kl": False,
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,
         "model.ppo.rollout_micro_batch_size": advantages["model.ppo.num_rollout_samples"],

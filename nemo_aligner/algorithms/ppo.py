@@ -32,6 +32,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
+from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -141,6 +142,9 @@ class PPOTrainer(RolloutTrainer):
         self.ppo_epochs = int(cfg.ppo_epochs)
         self.critic_warmup_steps = int(cfg.critic_warmup_steps)
         self.data_settings = DataSettings.from_config(cfg, max_response_length)
+        harm = self.data_settings.harm_of_kl_estimator()
+        if harm and cfg.initial_policy_kl_penalty > 0:
+            logging.warning(harm)
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl = cfg.initial_policy_kl_penalty > 0 or kl_loss_coef > 0
         if self.ppo_epochs < 1:

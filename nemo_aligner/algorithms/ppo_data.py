@@ -26,7 +26,12 @@ from nemo_aligner.core.advantages import (
     spread_over_response,
 )
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
-from nemo_aligner.core.kl import AdaptiveKLController, FixedKLController, calculate_kl_penalty
+from nemo_aligner.core.kl import (
+    AdaptiveKLController,
+    FixedKLController,
+    calculate_kl_penalty,
+    name_kl_estimator,
+)
 from nemo_aligner.core.masks import masked_mean, masked_sum
 from nemo_aligner.core.rewards import (
     calculate_overlong_penalty,
@@ -70,6 +75,19 @@ class DataSettings:
     def estimator(self) -> AdvantageEstimator:
         """What follows from the choice of `advantage_estimator`."""
         return ADVANTAGE_ESTIMATORS[self.advantage_estimator]
+
+    def harm_of_kl_estimator(self) -> str | None:
+        """What is wrong with this KL in the reward, for a warning; None for k1."""
+        name = name_kl_estimator(self.use_absolute_kl, self.kl_estimator)
+        if name == "k1":
+            return None
+        key = f"kl_estimator={name}" if self.kl_estimator else "use_absolute_kl=True"
+        return (
+            f"trainer.ppo.{key}: in the reward this does not hold the policy to the reference, "
+            "however large initial_policy_kl_penalty is. It also punishes tokens for being rarer "
+            "than in the reference, until they have probability 0. Set use_absolute_kl=False and "
+            "kl_estimator=null (which is k1), unless you repeat an old run (docs/ppo.md)."
+        )
 
 
 def make_kl_controller(cfg: DictConfig) -> FixedKLController | AdaptiveKLController:

@@ -20,6 +20,13 @@ _MAX_RELATIVE_ERROR = 0.2
 _MAX_K3_EXPONENT = 20.0
 
 
+def name_kl_estimator(use_absolute_kl: bool, estimator: str | None) -> str:
+    """`estimator`, or if it is None the one that NeMo-Aligner's flag means: "abs" or "k1"."""
+    if estimator is not None:
+        return estimator
+    return "abs" if use_absolute_kl else "k1"
+
+
 def calculate_kl_penalty(
     log_probs_a: Tensor,
     log_probs_b: Tensor,
@@ -35,15 +42,21 @@ def calculate_kl_penalty(
         "k2"   k1^2 / 2              biased (little where a is close to b), never negative
         "k3"   exp(-k1) - 1 + k1     unbiased, never negative; the exponent is at most 20
 
-    In a loss, with a the policy in training, what matters is the expected gradient over tokens
-    drawn from a. It is, for "k1": 0, so the term adds only noise; for "abs": the gradient of sum
-    |a - b| over the vocabulary, twice the total variation; for "k2": the gradient of KL(a || b);
-    for "k3": the gradient of KL(b || a).
+    In a reward, with a the policy in training, only "k1" regularises: the update is then the
+    gradient of E[reward] - beta KL(a || b). The others also punish a token that is rarer than in
+    b, and so make it rarer still, down to probability 0.
+
+    In a loss, what matters is the expected gradient over tokens drawn from a. It is, for "k1": 0,
+    so the term adds only noise; for "abs": the gradient of sum |a - b| over the vocabulary, twice
+    the total variation; for "k2": the gradient of KL(a || b) of this token, without what it does
+    to later ones; for "k3": likewise of KL(b || a). See Tang and Munos 2025, arXiv:2506.09477, and
+    Liu et al. 2025, arXiv:2510.01555; `tests/unit/test_kl_optimum.py` derives and measures it.
 
     Args:
         log_probs_a: [B, S-1].
         log_probs_b: [B, S-1].
-        use_absolute_kl: "abs" if True, else "k1"; ignored if `estimator` is given.
+        use_absolute_kl: "abs" if True, else "k1"; ignored if `estimator` is given. The default is
+            that of NeMo-Aligner's function, not that of the configuration.
         estimator: one of `KL_ESTIMATORS`.
 
     Returns:
@@ -52,8 +65,7 @@ def calculate_kl_penalty(
     Raises:
         ValueError: the estimator is unknown.
     """
-    if estimator is None:
-        estimator = "abs" if use_absolute_kl else "k1"
+    estimator = name_kl_estimator(use_absolute_kl, estimator)
     k1 = log_probs_a - log_probs_b
     if estimator == "k1":
         return k1

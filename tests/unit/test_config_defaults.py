@@ -24,6 +24,7 @@ def test_a_missing_key_has_the_value_of_the_yaml_file():
 
     assert ppo.gae_lambda == 0.5
     assert ppo.ratio_eps == load("gpt_ppo_actor").trainer.ppo.ratio_eps
+    assert (ppo.use_absolute_kl, ppo.kl_estimator) == (False, None)
     assert ppo.adaptive_kl.horizon == 10000
 
 

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from nemo_aligner.algorithms import ppo
 from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
 from nemo_aligner.algorithms.rollouts import repeat_prompts
 from nemo_aligner.core.errors import ConfigError
@@ -67,7 +68,7 @@ def naive_data(rollout: dict, cfg: dict, max_response_length: int):
     def kl(i, t):
         k1 = float(rollout["logprobs"][i, t]) - float(rollout["init_logprobs"][i, t])
         estimator = cfg.get("kl_estimator") or (
-            "abs" if cfg.get("use_absolute_kl", True) else "k1"
+            "abs" if cfg.get("use_absolute_kl", False) else "k1"
         )
         return {"k1": k1, "abs": abs(k1), "k2": k1 * k1 / 2, "k3": math.exp(-k1) - 1 + k1}[
             estimator
@@ -159,7 +160,7 @@ EVERYTHING = {
     "changes",
     [
         {},
-        {"use_absolute_kl": False, "initial_policy_kl_penalty": 0.5},
+        {"use_absolute_kl": True, "initial_policy_kl_penalty": 0.5},
         *(
             {"kl_estimator": name, "initial_policy_kl_penalty": 0.5}
             for name in ("k1", "abs", "k2", "k3")
@@ -487,8 +488,31 @@ def test_each_rollout_starts_anew_after_an_early_stop():
     ]
 
 
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({}, None),
+        ({"use_absolute_kl": True, "kl_estimator": "k1"}, None),
+        ({"use_absolute_kl": True, "initial_policy_kl_penalty": 0.0}, None),
+        ({"use_absolute_kl": True}, "use_absolute_kl=True: "),
+        ({"kl_estimator": "abs"}, "kl_estimator=abs: "),
+        ({"kl_estimator": "k3"}, "kl_estimator=k3: "),
+    ],
+)
+def test_a_kl_in_the_reward_that_does_not_regularise_is_named(monkeypatch, changes, named):
+    said = []
+    monkeypatch.setattr(ppo.logging, "warning", said.append)
+    make_trainer(**changes)
+    if named is None:
+        assert said == []
+    else:
+        (text,) = said
+        assert text.startswith(f"trainer.ppo.{named}")
+        assert "Set use_absolute_kl=False and kl_estimator=null" in text  # the first case
+
+
 def test_kl_in_the_loss_brings_the_references_log_probs():
-    trainer = make_trainer(initial_policy_kl_penalty=0.0, kl_loss_coef=0.1)
+    trainer = make_trainer(initial_policy_kl_penalty=0.0, kl_loss_coef=0.1, kl_estimator="k3")
     trainer.fit()
     for batch in trainer.model.batches:
         on_responses = batch["mask"].bool()

@@ -1,0 +1,233 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny problems whose KL-regularised optimum is known in closed form, and PPO, GRPO, RLOO and
+REINFORCE++ on them with the project's own data path and losses. `python -m tests.kl_optimum`
+prints the table of docs/ppo.md.
+
+The objective of a policy pi over the responses y to one prompt (Ziegler et al. 2019,
+arXiv:1909.08593, eq. 2) and its maximum are
+
+    J(pi)  = sum over y of pi(y) (r(y) - beta log(pi(y) / ref(y)))
+    pi*(y) = ref(y) exp(r(y) / beta) / Z,    J(pi*) = beta log Z,
+    Z      = sum over y of ref(y) exp(r(y) / beta)
+
+There are so few responses that every sum runs over all of them. The policy is a table of logits:
+one row per state, where a state is the tokens of the response so far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.algorithms.ppo_data import DataSettings, make_ppo_data
+from nemo_aligner.config.defaults import complete
+from nemo_aligner.core.losses import loss_weights, ppo_actor_loss, ppo_critic_loss
+
+ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")
+PROMPT = 0  # its only token; no number depends on it
+STEPS, SAMPLES, UPDATES, GROUP, RATE = 80, 128, 2, 8, 0.1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt with responses of one or two tokens out of V.
+
+    Attributes:
+        reference: [states, V] log-probs of the reference policy: one state for responses of one
+            token; for two, state 0, and state 1 + a after the first token a.
+        rewards: [n] of all responses, in the order of `responses`.
+        beta: weight of the KL.
+        responses: [n, tokens], all there are.
+        states: [n, tokens], in which each token is drawn.
+    """
+
+    reference: Tensor
+    rewards: Tensor
+    beta: float
+    responses: Tensor = field(init=False)
+    states: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        states, tokens = self.reference.shape
+        every = torch.arange(tokens)
+        if states == 1:
+            responses, at = every[:, None], torch.zeros(tokens, 1, dtype=torch.long)
+        else:
+            responses = torch.cartesian_prod(every, every)
+            at = torch.stack([torch.zeros_like(responses[:, 0]), 1 + responses[:, 0]], 1)
+        object.__setattr__(self, "responses", responses)
+        object.__setattr__(self, "states", at)
+
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """[n, tokens] of all responses under the policy `logits` [states, V]."""
+        return logits.log_softmax(-1)[self.states, self.responses]
+
+    def kl(self, logits: Tensor) -> float:
+        """KL of the policy to the reference, over whole responses."""
+        policy, reference = (self.logprobs(x).sum(-1) for x in (logits, self.reference))
+        return (policy.exp() * (policy - reference)).sum().item()
+
+    def objective(self, logits: Tensor) -> float:
+        """J of the policy."""
+        reward = (self.logprobs(logits).sum(-1).exp() * self.rewards).sum().item()
+        return reward - self.beta * self.kl(logits)
+
+    def optimum(self) -> Tensor:
+        """[n] probabilities of the responses under pi*."""
+        return (self.logprobs(self.reference).sum(-1) + self.rewards / self.beta).softmax(0)
+
+    def best(self) -> float:
+        """J of pi*."""
+        tilted = self.logprobs(self.reference).sum(-1) + self.rewards / self.beta
+        return self.beta * tilted.logsumexp(0).item()
+
+    def gap_closed(self, logits: Tensor) -> float:
+        """Share of the way in J from the reference policy (0) to the optimum (1)."""
+        start = self.objective(self.reference)
+        return (self.objective(logits) - start) / (self.best() - start)
+
+
+def one_token() -> Problem:
+    """Four tokens, of which the rarest is the good one. J: start 0.328, optimum 0.7186 at KL
+    0.458; the rarest token alone 2 + log 0.16 = 0.167 at KL -log 0.16 = 1.833.
+    """
+    reference = torch.tensor([[0.40, 0.24, 0.20, 0.16]], dtype=torch.float64).log()
+    return Problem(reference, torch.tensor([0.1, 0.2, -0.4, 2.0], dtype=torch.float64), beta=1.0)
+
+
+def two_tokens(seed: int = 3, vocabulary: int = 4, beta: float = 1.0) -> Problem:
+    """Random reference and rewards; the reward is that of the whole response."""
+    generator = torch.Generator().manual_seed(seed)
+    reference = torch.randn(1 + vocabulary, vocabulary, generator=generator, dtype=torch.float64)
+    rewards = 1.5 * torch.randn(vocabulary**2, generator=generator, dtype=torch.float64)
+    return Problem(reference.log_softmax(-1), rewards, beta)
+
+
+def settings(**changes: object) -> DataSettings:
+    """The defaults of `conf/gpt_ppo_actor.yaml`, changed as given."""
+    return DataSettings.from_config(complete(changes, "gpt_ppo_actor", "trainer.ppo"))
+
+
+def rollout(problem: Problem, logits: Tensor, drawn: Tensor, group: int, values: Tensor) -> dict:
+    """A scored rollout, as the trainer has it before `make_ppo_data`.
+
+    Args:
+        drawn: int64 [N], which responses.
+        group: responses to a prompt, as the group-relative estimators see it.
+        values: [states], of the critic.
+    """
+    count, tokens = len(drawn), problem.responses.shape[1]
+    return {
+        "response_tokens": torch.cat(
+            [torch.full((count, 1), PROMPT), problem.responses[drawn]], 1
+        ),
+        "idx": torch.arange(count) // group,
+        "prompt_lengths": torch.ones(count, dtype=torch.long),
+        "response_lengths": torch.full((count,), 1 + tokens),
+        "is_end": torch.ones(count, dtype=torch.bool),
+        "rewards": problem.rewards[drawn],
+        "logprobs": problem.logprobs(logits)[drawn],
+        "init_logprobs": problem.logprobs(problem.reference)[drawn],
+        "values": values[problem.states[drawn]],
+    }
+
+
+def train(
+    problem: Problem,
+    estimator: str,
+    *,
+    seed: int = 0,
+    kl_penalty: float | None = None,
+    kl_loss_coef: float = 0.0,
+    kl_loss_estimator: str = "k3",
+    **changes: object,
+) -> Tensor:
+    """Train a policy from the reference; returns its logits [states, V].
+
+    Args:
+        estimator: of the advantages; "gae" trains a critic, one value per state.
+        kl_penalty: weight of the KL in the reward; None: beta of the problem.
+        kl_loss_coef, kl_loss_estimator: of the KL in the loss.
+        changes: of `trainer.ppo`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    data_settings = settings(advantage_estimator=estimator, **changes)
+    penalty = problem.beta if kl_penalty is None else kl_penalty
+    logits = problem.reference.clone().requires_grad_()
+    values = torch.zeros(len(logits), dtype=torch.float64, requires_grad=True)
+    optimizers = [torch.optim.Adam([weights], lr=RATE) for weights in (logits, values)]
+    schedulers = [torch.optim.lr_scheduler.LinearLR(x, 1.0, 0.0, STEPS) for x in optimizers]
+
+    def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    for _ in range(STEPS):
+        with torch.no_grad():
+            probabilities = problem.logprobs(logits).sum(-1).exp()
+            drawn = torch.multinomial(probabilities, SAMPLES, True, generator=generator)
+            scored = rollout(problem, logits, drawn, GROUP, values)
+            data, _ = make_ppo_data(scored, data_settings, penalty)
+        for part in torch.arange(SAMPLES).chunk(UPDATES):
+            batch = {key: tensor[part] for key, tensor in data.items()}
+            weights = loss_weights(batch["mask"])
+            loss, _ = ppo_actor_loss(
+                logprobs=problem.logprobs(logits)[drawn[part]],
+                prev_logprobs=batch["prev_logprobs"],
+                advantages=batch["advantages"],
+                weights=weights,
+                ratio_eps=0.2,
+                ref_logprobs=batch["init_logprobs"],
+                kl_loss_coef=kl_loss_coef,
+                kl_loss_estimator=kl_loss_estimator,
+            )
+            update(optimizers[0], loss)
+            if data_settings.estimator.needs_critic:
+                loss, _ = ppo_critic_loss(
+                    values=values[problem.states[drawn[part]]],
+                    prev_values=batch["values"],
+                    returns=batch["returns"],
+                    weights=weights,
+                    loss_clip_val=None,
+                )
+                update(optimizers[1], loss)
+        for scheduler in schedulers:
+            scheduler.step()
+    return logits.detach()
+
+
+def main() -> None:
+    """Print what each way to take the KL gives."""
+    for name, problem in (("one token", one_token()), ("two tokens", two_tokens())):
+        optimum = problem.optimum()
+        kl = (optimum.log() - problem.logprobs(problem.reference).sum(-1)) @ optimum
+        print(
+            f"{name}: J {problem.objective(problem.reference):.3f} at the start, "
+            f"{problem.best():.3f} at the optimum, where the KL is {kl:.2f}"
+        )
+        for kl_estimator in ("k1", "abs", "k2", "k3"):
+            for where in ("reward", "loss"):
+                cells = []
+                for estimator in ESTIMATORS:
+                    logits = (
+                        train(problem, estimator, kl_estimator=kl_estimator)
+                        if where == "reward"
+                        else train(
+                            problem,
+                            estimator,
+                            kl_penalty=0.0,
+                            kl_loss_coef=problem.beta,
+                            kl_loss_estimator=kl_estimator,
+                        )
+                    )
+                    gap = 100 * problem.gap_closed(logits)
+                    cells.append(f"{estimator} {gap:6.1f} % (KL {problem.kl(logits):.2f})")
+                print(f"  {kl_estimator:3} in the {where:6}  " + "   ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

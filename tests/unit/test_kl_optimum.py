@@ -1,0 +1,339 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Does the KL penalty regularise? Problems with a known optimum (`tests/kl_optimum.py`), and the
+expected gradients against finite differences.
+
+The gradients by hand, with S(y) = r(y) - beta f(y), k1(y) = log pi(y) - log ref(y), D the
+derivative by a logit, and E the mean over y drawn from pi. As E[D log pi] = 0:
+
+    D J              = E[(r - beta k1) D log pi] - beta E[D k1],    E[D k1] = E[D log pi] = 0
+    KL in the reward:  E[S D log pi], as updates see S as a number. Equal to D J for f = k1 alone.
+                       A baseline changes nothing: E[b D log pi] = 0.
+    KL in the loss:  - beta E[D f(k1)] = - beta E[f'(k1) D log pi]
+                       k1: 0.    k2 = k1^2 / 2: - beta E[k1 D log pi] = - beta D KL(pi, ref).
+                       k3 = exp(-k1) - 1 + k1: beta sum over y of ref(y) D log pi(y)
+                                             = - beta D KL(ref, pi).
+                       abs: - beta sum of sign(pi - ref) D pi = - beta D sum of |pi - ref|.
+
+In the reward, abs, k2 and k3 grow on *both* sides of pi = ref: a token that is rarer than in the
+reference is punished for it and becomes rarer still. Compare J. Schulman, "Approximating KL
+divergence", 2020 (estimates of the value), with Tang and Munos, arXiv:2506.09477, Liu et al.,
+arXiv:2510.01555, and Shah et al., arXiv:2512.21852 (their gradients).
+"""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+
+from nemo_aligner.algorithms.ppo_data import make_ppo_data
+from nemo_aligner.core.kl import KL_ESTIMATORS
+from nemo_aligner.core.losses import ppo_actor_loss
+from tests.kl_optimum import (
+    ESTIMATORS,
+    Problem,
+    one_token,
+    rollout,
+    settings,
+    train,
+    two_tokens,
+)
+
+PROBLEMS = {"one token": one_token, "two tokens": two_tokens}
+COMPARING = ("grpo", "rloo")
+ENOUGH = 0.95
+
+
+# ------------------------------------------------------------------------------- plain arithmetic
+
+
+def log_softmax(row: list[float]) -> list[float]:
+    total = math.log(sum(math.exp(x) for x in row))
+    return [x - total for x in row]
+
+
+def token_logprobs(problem: Problem, logits: list[list[float]]) -> list[list[float]]:
+    """Log-prob of each token of each response, without tensors."""
+    rows, tokens = [log_softmax(row) for row in logits], range(problem.reference.shape[1])
+    if len(rows) == 1:
+        return [[rows[0][a]] for a in tokens]
+    return [[rows[0][a], rows[1 + a][b]] for a, b in itertools.product(tokens, tokens)]
+
+
+def mean_score(problem: Problem, logits: list[list[float]], scores: list[float]) -> float:
+    """Sum over the responses of pi(y) * score(y), the scores being numbers."""
+    return sum(
+        math.exp(sum(row)) * score for row, score in zip(token_logprobs(problem, logits), scores)
+    )
+
+
+def scores_with(problem: Problem, logits: list[list[float]], estimator: str) -> list[float]:
+    """r(y) - beta * the sum of the KL estimates of the tokens of y."""
+    kl = {
+        "k1": lambda x: x,
+        "abs": abs,
+        "k2": lambda x: x * x / 2,
+        "k3": lambda x: math.exp(-x) - 1 + x,
+    }[estimator]
+    policy = token_logprobs(problem, logits)
+    reference = token_logprobs(problem, problem.reference.tolist())
+    return [
+        reward - problem.beta * sum(kl(a - b) for a, b in zip(mine, theirs))
+        for reward, mine, theirs in zip(problem.rewards.tolist(), policy, reference)
+    ]
+
+
+def objective(problem: Problem, logits: list[list[float]]) -> float:
+    """J: the score with k1, which itself depends on the logits."""
+    return mean_score(problem, logits, scores_with(problem, logits, "k1"))
+
+
+def finite_differences(function, logits: torch.Tensor, step: float = 1e-5) -> torch.Tensor:
+    """Derivative of `function` of nested lists by every logit."""
+    gradient = torch.zeros_like(logits)
+    for i, j in itertools.product(*map(range, logits.shape)):
+        ends = []
+        for change in (step, -step):
+            moved = logits.clone()
+            moved[i, j] += change
+            ends.append(function(moved.tolist()))
+        gradient[i, j] = (ends[0] - ends[1]) / (2 * step)
+    return gradient
+
+
+# -------------------------------------------------------------------------- gradients of the code
+
+
+def expected_gradient(
+    problem: Problem, logits: torch.Tensor, estimator: str, coef: float = 0.0, **changes
+) -> torch.Tensor:
+    """Minus the gradient of the project's actor loss, in expectation: every response (every pair,
+    for estimators that compare responses) occurs once and weighs as much as it is likely.
+
+    Args:
+        coef: of the KL in the loss; above 0 there is none in the reward.
+    """
+    logits = logits.clone().requires_grad_()
+    with torch.no_grad():
+        likely, n = problem.logprobs(logits).sum(-1).exp(), len(problem.responses)
+        drawn, weights = torch.arange(n), likely
+        if estimator in COMPARING:
+            drawn = torch.cartesian_prod(drawn, drawn).flatten()
+            weights = torch.outer(likely, likely).flatten().repeat_interleave(2) / 2
+        scored = rollout(problem, logits, drawn, 2, exact_values(problem, logits))
+        data, _ = make_ppo_data(
+            scored,
+            settings(advantage_estimator=estimator, normalize_advantages=False, **changes),
+            0.0 if coef else problem.beta,
+        )
+    loss, _ = ppo_actor_loss(
+        logprobs=problem.logprobs(logits)[drawn],
+        prev_logprobs=data["prev_logprobs"],
+        advantages=data["advantages"],
+        weights=data["mask"] * weights[:, None],
+        ratio_eps=0.2,
+        ref_logprobs=data["init_logprobs"],
+        kl_loss_coef=coef,
+        kl_loss_estimator=changes.get("kl_estimator", "k1"),
+    )
+    return -torch.autograd.grad(loss, logits)[0]
+
+
+def exact_values(problem: Problem, logits: torch.Tensor) -> torch.Tensor:
+    """Of each state, what is still to come on average: a perfect critic's values."""
+    policy, reference = problem.logprobs(logits), problem.logprobs(problem.reference)
+    to_come = (problem.beta * (reference - policy)).flip(1).cumsum(1).flip(1)
+    to_come = to_come + problem.rewards[:, None]
+    after_first = policy[:, 1:].sum(-1).exp() * to_come[:, -1]
+    start = (policy.sum(-1).exp() * to_come[:, 0]).sum(0, keepdim=True)
+    return start if len(logits) == 1 else torch.cat([start, after_first.view(-1, 4).sum(1)])
+
+
+def some_policy(problem: Problem) -> torch.Tensor:
+    noise = torch.randn(problem.reference.shape, generator=torch.Generator().manual_seed(1))
+    return problem.reference + 0.7 * noise.double()
+
+
+close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize("estimator", ["gae", "rloo", "reinforce_plus_plus"])
+def test_expected_update_is_the_gradient_of_the_objective(estimator, problem):
+    problem = problem()
+    logits = some_policy(problem)
+    exact = finite_differences(functools.partial(objective, problem), logits)
+    assert exact.abs().max() > 0.1
+    close(expected_gradient(problem, logits, estimator), exact)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_expected_update_of_pairs_divided_by_their_deviation(problem):
+    """GRPO with two responses a, b: with d = S_a - S_b the mean is S_a - d / 2 and the deviation
+    |d| / sqrt 2, so the advantage of a is (d / 2) / (|d| / sqrt 2 + 1e-6).
+    """
+    problem = problem()
+    logits = some_policy(problem)
+    scores = scores_with(problem, logits.tolist(), "k1")
+    likely = [math.exp(sum(row)) for row in token_logprobs(problem, logits.tolist())]
+
+    def advantage(difference: float) -> float:
+        return difference / 2 / (abs(difference) / math.sqrt(2) + 1e-6)
+
+    advantages = [
+        sum(p * advantage(mine - other) for p, other in zip(likely, scores)) for mine in scores
+    ]
+    exact = finite_differences(lambda moved: mean_score(problem, moved, advantages), logits)
+    assert exact.abs().max() > 0.05
+    close(expected_gradient(problem, logits, "grpo"), exact)
+
+
+@pytest.mark.parametrize("kl_estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_in_the_reward_only_k1_gives_the_gradient_of_the_objective(problem, kl_estimator):
+    problem = problem()
+    logits = some_policy(problem)
+    seen = expected_gradient(problem, logits, "reinforce_plus_plus", kl_estimator=kl_estimator)
+    scores = scores_with(problem, logits.tolist(), kl_estimator)
+    close(seen, finite_differences(lambda moved: mean_score(problem, moved, scores), logits))
+    exact = finite_differences(functools.partial(objective, problem), logits)
+    assert torch.allclose(seen, exact, rtol=1e-4, atol=1e-6) == (kl_estimator == "k1")
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_nothing_moves_at_the_optimum(estimator):
+    problem = one_token()
+    optimum = problem.optimum().log()[None]
+    assert expected_gradient(problem, optimum, estimator).abs().max() < 1e-6
+    away = expected_gradient(problem, optimum, estimator, use_absolute_kl=True)
+    assert away.abs().max() > 0.05
+
+
+def test_without_a_reward_only_k1_leads_back_to_the_reference():
+    """By hand: ref = .5 .5 and pi = .4 .6 have k1 = log .8 = -.22314 and log 1.2 = .18232. The
+    derivative of E[S] by the first logit is .4 * .6 * (S_1 - S_2).
+    """
+    nothing = Problem(
+        torch.tensor([[0.5, 0.5]], dtype=torch.float64).log(),
+        torch.zeros(2, dtype=torch.float64),
+        beta=1.0,
+    )
+    logits = torch.tensor([[0.4, 0.6]], dtype=torch.float64).log()
+    in_reward = {
+        "k1": 0.24 * (0.22314 + 0.18232),
+        "abs": 0.24 * (0.18232 - 0.22314),
+        "k2": 0.24 * (0.18232**2 - 0.22314**2) / 2,
+        "k3": 0.24 * ((1 / 1.2 - 1 + 0.18232) - (1 / 0.8 - 1 - 0.22314)),
+    }
+    for name, value in in_reward.items():
+        assert (value > 0) == (name == "k1")  # the first token is too rare: up is back
+        seen = expected_gradient(nothing, logits, "reinforce_plus_plus", kl_estimator=name)
+        assert seen[0].tolist() == pytest.approx([value, -value], abs=1e-5), name
+    # k2: as k1 in the reward. k3: ref - pi. abs: 2 * .4 * .6.
+    in_loss = {"k1": 0.0, "k2": in_reward["k1"], "k3": 0.1, "abs": 0.48}
+    for name, value in in_loss.items():
+        seen = expected_gradient(nothing, logits, "rloo", coef=1.0, kl_estimator=name)
+        assert seen[0].tolist() == pytest.approx([value, -value], abs=1e-5), name
+
+
+def test_k2_in_the_loss_leaves_out_what_a_token_does_to_later_ones():
+    """Of one token it is exact; of two, the first token's gradient lacks the KL of the second."""
+    for problem, exact in ((one_token(), True), (two_tokens(), False)):
+        logits = some_policy(problem)
+        seen = expected_gradient(problem, logits, "rloo", coef=problem.beta, kl_estimator="k2")
+        expected = finite_differences(functools.partial(objective, problem), logits)
+        assert torch.allclose(seen, expected, rtol=1e-4, atol=1e-6) == exact
+        close(seen[1:], expected[1:])
+
+
+# ------------------------------------------------------------------------------------ whole runs
+
+
+def test_the_oracle_by_hand():
+    problem = one_token()
+    assert problem.objective(problem.reference) == pytest.approx(
+        0.4 * 0.1 + 0.24 * 0.2 - 0.2 * 0.4 + 0.16 * 2
+    )
+    weights = [0.4 * math.exp(0.1), 0.24 * math.exp(0.2), 0.2 * math.exp(-0.4), 0.16 * math.exp(2)]
+    assert problem.best() == pytest.approx(math.log(sum(weights)))
+    assert problem.optimum().tolist() == pytest.approx([w / sum(weights) for w in weights])
+    for make in PROBLEMS.values():
+        problem = make()
+        optimum = problem.optimum()
+        logits = optimum.log()[None]
+        if len(problem.reference) > 1:
+            joint = optimum.view(4, 4)
+            logits = torch.cat([joint.sum(1).log()[None], joint.log()])
+        assert problem.objective(logits) == pytest.approx(problem.best(), abs=1e-12)
+        assert objective(problem, logits.tolist()) == pytest.approx(problem.best(), abs=1e-12)
+        assert problem.gap_closed(logits) == pytest.approx(1.0)
+        assert problem.gap_closed(problem.reference) == 0.0
+        for seed in range(5):
+            noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed))
+            assert problem.objective(logits + 0.1 * noise.double()) < problem.best()
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_default_reaches_the_optimum(estimator, problem):
+    problem = problem()
+    assert problem.gap_closed(train(problem, estimator)) > ENOUGH
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_old_file_keeps_its_meaning_and_ends_below_the_start(estimator):
+    """`use_absolute_kl: True`: all but the best token are driven to probability 0. That policy has
+    J = 2 + log .16 = .167 and KL 1.833; the start has .328, and the optimum's KL is .458.
+    """
+    problem = one_token()
+    logits = train(problem, estimator, use_absolute_kl=True)
+    assert problem.gap_closed(logits) < -0.25
+    assert problem.objective(logits) == pytest.approx(2 + math.log(0.16), abs=0.05)
+    assert problem.kl(logits) == pytest.approx(-math.log(0.16), abs=0.08)
+    assert logits.equal(train(problem, estimator, kl_estimator="abs"))
+
+
+@pytest.mark.parametrize("kl_estimator", ["k2", "k3"])
+def test_k2_and_k3_in_the_reward_do_the_same_harm(kl_estimator):
+    problem = one_token()
+    assert problem.gap_closed(train(problem, "rloo", kl_estimator=kl_estimator)) < -0.25
+
+
+def test_kl_in_the_loss_reaches_the_optimum_of_what_it_penalises():
+    """With beta = 1, advantages of their own scale (rloo), and no KL in the reward.
+
+    k1: no penalty at all. k2: pi*. k3, of KL(ref, pi): r + ref / pi is the same for all tokens, so
+    pi = ref / (c - r), and c > 2 makes the sum 1. abs, of the sum of |pi - ref|: moving
+    probability from a token to another costs 2 and gains the difference of their rewards, which is
+    above 2 only for the third (-.4) to the fourth (2).
+    """
+    problem = one_token()
+    reference, rewards = problem.reference.exp()[0].tolist(), problem.rewards.tolist()
+
+    def share(c: float) -> list[float]:
+        return [p / (c - r) for p, r in zip(reference, rewards)]
+
+    low, high = 2.0 + 1e-9, 10.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(share(middle)) > 1 else (low, middle)
+    expected = {
+        "k1": [0.0, 0.0, 0.0, 1.0],
+        "k2": problem.optimum().tolist(),
+        "k3": share(low),
+        "abs": [0.40, 0.24, 0.0, 0.36],
+    }
+    assert abs(expected["k3"][3] - expected["k2"][3]) > 0.04  # the test can tell them apart
+    for name, policy in expected.items():
+        logits = train(problem, "rloo", kl_penalty=0.0, kl_loss_coef=1.0, kl_loss_estimator=name)
+        assert logits.softmax(-1)[0].tolist() == pytest.approx(policy, abs=0.02), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_default_reaches_the_optimum_of_other_problems(estimator):
+    for seed, beta in itertools.product(range(5), (0.5, 1.0)):
+        problem = two_tokens(seed, beta=beta)
+        assert problem.gap_closed(train(problem, estimator, seed=seed)) > ENOUGH, (seed, beta)
