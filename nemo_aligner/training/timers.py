@@ -96,6 +96,14 @@ class Timer:
         """Seconds since the start; 0 before it."""
         return 0.0 if self._start is None else time.monotonic() - self._start
 
+    def get_time_elapsed(self) -> float:
+        """Seconds since the start, by NeMo-Aligner's name."""
+        return self.elapsed_s()
+
+    def get_time_remaining(self) -> float:
+        """Seconds until the limit; infinite without one."""
+        return self.duration_s - self.elapsed_s()
+
     def is_finished(self) -> bool:
         """True once the time is over. All ranks call it; rank 0 decides, because clocks differ."""
         finished = self.elapsed_s() >= self.duration_s

@@ -109,6 +109,7 @@ class MegatronGPTModel(ModelPT):
         if parallel_state.get_context_parallel_world_size() > 1:
             parallel_state.seed_generators(self.cfg.seed, by_context_rank=True)
         self._optimizer: MegatronOptimizer | None = None
+        self._scheduler: OptimizerParamScheduler | None = None
         self._swap_buffer: dict[str, Tensor] | None = None
 
     # --- construction ---------------------------------------------------------------------------
@@ -213,8 +214,9 @@ class MegatronGPTModel(ModelPT):
         if self.transformer_config.bf16:
             for chunk in self.model:
                 chunk.config.grad_scale_func = optimizer.scale_loss
-        self._optimizer = optimizer
-        return optimizer, build_scheduler(optimizer, self.cfg.optim, max_steps)
+        scheduler = build_scheduler(optimizer, self.cfg.optim, max_steps)
+        self._optimizer, self._scheduler = optimizer, scheduler
+        return optimizer, scheduler
 
     def _move_adam_states(self, device: torch.device) -> None:
         # Not the optimizer's weights: those in fp32 are the model's own, which inference needs in
@@ -393,8 +395,10 @@ class MegatronGPTModel(ModelPT):
             strict: as for `load_nemo_weights`.
             return_config: only return the configuration.
             trainer: as for the constructor.
-            map_location, save_restore_connector, validate_access_integrity: no effect; weights go
-                to this process's device, and the format needs no connector.
+            save_restore_connector: `CustomSaveRestoreConnector`, or None; of another connector
+                nothing is used, because the format needs none.
+            map_location, validate_access_integrity: no effect; weights go to this process's
+                device.
 
         Raises:
             UserError: the path does not exist or does not fit the model.
@@ -408,7 +412,13 @@ class MegatronGPTModel(ModelPT):
         with open_dict(cfg):
             cfg.pop("target", None)
         model = cls(cfg, trainer=trainer)
-        model.load_nemo_weights(restore_path, strict=strict, missing_ok=cls.fresh_weights())
+        base_only = getattr(save_restore_connector, "load_base_model_only", False)
+        model.load_nemo_weights(
+            restore_path,
+            strict=strict,
+            missing_ok=cls.fresh_weights(),
+            skip=cls.fresh_weights() if base_only else (),
+        )
         return model
 
     @classmethod
