@@ -181,3 +181,9 @@ class RankZeroFuture(FutureResult[T]):
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
+
+
+def result_of_future(future: PendingReply | Exception | None, *keys: str) -> Tensor | list[Tensor]:
+    """`get_future_result` by NeMo-Aligner's form: of one key its tensor, of several a list."""
+    results = get_future_result(future, *keys)
+    return results[0] if len(keys) == 1 else results

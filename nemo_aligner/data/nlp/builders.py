@@ -13,7 +13,9 @@ from omegaconf import DictConfig
 
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.constructors import build_dataset_generic, dataset_maker
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
 from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
@@ -37,6 +39,7 @@ from nemo_aligner.parallel import parallel_state
 
 __all__ = [
     "build_dataloader",
+    "build_dataset_generic",
     "build_sft_dataset",
     "build_train_valid_test_datasets",
     "build_train_valid_test_regression_rm_datasets",
@@ -125,7 +128,7 @@ def build_train_valid_test_datasets(
     """Build (train, validation, test) datasets.
 
     Args:
-        cls: makes one dataset.
+        cls: makes one dataset; a class is one with NeMo-Aligner's constructor.
         cfg: `model` section.
         data_prefix: mapping with the files (one path or a list) of `train`, `validation` and
             `test`, of which the last two are optional; or one path or list that `splits_string`
@@ -156,7 +159,9 @@ def build_train_valid_test_datasets(
             "[file.jsonl]}."
         )
     limits = dict(zip(PARTS, train_valid_test_num_samples, strict=True))
-    make = partial(cls, cfg=cfg, tokenizer=tokenizer, seq_length=seq_length)
+    make = partial(
+        dataset_maker(cls, data_impl, seed), cfg=cfg, tokenizer=tokenizer, seq_length=seq_length
+    )
     if not isinstance(data_prefix, Mapping | DictConfig):
         return _split_common_files(make, data_prefix, splits_string, limits)
     if splits_string is not None:
@@ -182,6 +187,11 @@ def _split_common_files(
             "separate files: {train: [...], validation: [...]}."
         )
     whole = make(paths=paths, name="all")
+    if not isinstance(whole, FileDataset):
+        raise ConfigError(
+            f"model.data.splits_string cannot divide a {type(whole).__name__}: give separate "
+            "files in model.data.data_prefix, {train: [...], validation: [...]}."
+        )
     bounds = _split(len(whole), str(splits_string))
     datasets: list[FileDataset | None] = []
     for name, start, stop in zip(PARTS, bounds, bounds[1:], strict=False):
@@ -231,6 +241,7 @@ def build_sft_dataset(
     answer_only_loss: bool = True,
     is_chat: bool = True,
     special_tokens: Mapping[str, str] | None = None,
+    model_cfg: DictConfig | None = None,
 ) -> SFTDataset:
     """Build the dataset of `model.data.train_ds` or `validation_ds`: prompt-response jsonl.
 
@@ -242,6 +253,7 @@ def build_sft_dataset(
         num_samples: use at most so many samples; None or below 1 means all.
         answer_only_loss: train on the response only, not on the prompt.
         is_chat, special_tokens: chat data (`model.data.chat=True`) is refused.
+        model_cfg: section `model` (NeMo-Aligner's argument); nothing of it is needed.
 
     Raises:
         ConfigError: no files, or something that is not supported.
@@ -369,3 +381,6 @@ def build_dataloader(
         # on which the training depends.
         generator=torch.Generator().manual_seed(cfg.model.seed),
     )
+
+
+__getattr__ = retired_names(__name__)

@@ -10,6 +10,7 @@
 | `SFTDataset`                   | prompt-response examples                                  |
 """
 
+from nemo_aligner.core.retired import retired_names
 from nemo_aligner.data.nlp.json_lines import JsonLines
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, RegressionRewardModelDataset
 from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
@@ -24,3 +25,5 @@ __all__ = [
     "RewardModelDataset",
     "SFTDataset",
 ]
+
+__getattr__ = retired_names(__name__)

@@ -34,6 +34,7 @@ from nemo_aligner.models.nlp.gpt.megatron_config import (
     pad_vocab_size,
     torch_dtype,
 )
+from nemo_aligner.models.nlp.gpt.retired_hooks import RetiredHooks
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
@@ -49,7 +50,7 @@ if isinstance(ALLOWED_TARGET_PREFIXES, list) and "nemo_aligner." not in ALLOWED_
     ALLOWED_TARGET_PREFIXES.append("nemo_aligner.")
 
 
-class MegatronGPTModel(ModelPT):
+class MegatronGPTModel(RetiredHooks, ModelPT):
     """GPT on Megatron Core.
 
     Every rank constructs the model, once the processes of the job are connected
@@ -240,6 +241,14 @@ class MegatronGPTModel(ModelPT):
         """Bring back what `offload_optimizer` moved, if anything."""
         if wanted and torch.cuda.is_available() and self._optimizer is not None:
             self._move_adam_states(get_device())
+
+    def offload_adam_states(self) -> None:
+        """`offload_optimizer` where `offload_adam_states` of the configuration asks for it."""
+        self.offload_optimizer(getattr(self, "to_offload_adam_states", True))
+
+    def onload_adam_states(self) -> None:
+        """Bring back what `offload_adam_states` moved, if anything."""
+        self.onload_optimizer(getattr(self, "to_offload_adam_states", True))
 
     def prepare_for_training_step(self) -> None:
         """Enter training mode and empty the gradient buffers; called before the passes of one
