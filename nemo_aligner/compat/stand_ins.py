@@ -52,6 +52,31 @@ STAND_INS: dict[str, dict[str, str]] = {
 }
 
 
+# Scripts of NeMo-Aligner 0.7.0, and the names that each imports from the removed collection.
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    "train_gpt_ppo_actor.py": (),
+    "serve_ppo_critic.py": (),
+    "train_gpt_rs_actor.py": (),
+    "train_reward_model.py": (),
+    "train_gpt_sft.py": (
+        "get_prompt_template_example",
+        "MegatronPretrainingBatchSampler",
+        "MegatronGPTModel",
+        "MegatronTrainerBuilder",
+    ),
+    "serve_reward_model.py": ("NLPDDPStrategy",),
+}
+# Its other scripts, by algorithm.
+OTHER_SCRIPTS = {
+    "DPO": "train_gpt_dpo",
+    "KTO": "train_gpt_kto",
+    "SPIN": "train_gpt_spin",
+    "REINFORCE": "train_gpt_reinforce_actor",
+    "knowledge distillation": "train_gpt_knowledge_distillation",
+    "SteerLM 2": "train_steerlm2",
+}
+
+
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules of `STAND_INS` and the packages above them."""
 

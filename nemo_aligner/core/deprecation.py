@@ -30,3 +30,15 @@ def deprecated_in_version(
         return run
 
     return decorator
+
+
+def surpress_user_warnings(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator, spelled as in NeMo-Aligner: a call shows no `UserWarning`."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return function(*args, **kwargs)
+
+    return run

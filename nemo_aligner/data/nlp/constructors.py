@@ -64,6 +64,7 @@ def accepts_nemo_aligner_call(
                 **convert(given),
             )
 
+        __init__.also_takes = NEMO_ALIGNER_ARGUMENTS  # type: ignore[attr-defined]
         cls.__init__ = __init__  # type: ignore[misc]
         return cls
 

@@ -187,6 +187,12 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         """The bare Megatron modules, without DDP and precision wrappers."""
         return unwrap_model(self.model)
 
+    def cuda(self, device: Any = None) -> "MegatronGPTModel":
+        """The model itself: its weights are on `get_device()` since it was built, on a machine
+        without CUDA too.
+        """
+        return self
+
     def set_train(self) -> None:
         """Put all chunks into training mode."""
         for chunk in self.model:
