@@ -136,12 +136,11 @@ def test_step_helpers_may_be_called_by_methods_of_their_name(reward_model):
 
 
 def test_a_forgotten_reference_is_one_clear_error_each_time():
-    policy = ppo_fakes.FakePolicy()
-
     def check_reference_policy():
         raise UserError("call model.set_reference_policy()")
 
-    trainer = ppo_fakes.make_trainer(policy=policy)
+    trainer = ppo_fakes.make_trainer(initial_policy_kl_penalty=0.1)
+    policy = trainer.model
     policy.check_reference_policy = check_reference_policy
     for _ in range(2):
         with pytest.raises(UserError, match="set_reference_policy"):
@@ -170,8 +169,8 @@ def test_actor_without_a_reference_says_what_to_call(tiny_tokenizer_dir):
 
 
 def test_an_error_in_a_rollout_leaves_the_timer_usable():
-    policy = ppo_fakes.FakePolicy()
-    trainer = ppo_fakes.make_trainer(policy=policy)
+    trainer = ppo_fakes.make_trainer()
+    policy = trainer.model
     own, policy.get_inference_log_probs = policy.get_inference_log_probs, None
     for _ in range(2):
         with pytest.raises(TypeError, match="not callable"):
