@@ -54,7 +54,7 @@ def scripts() -> str:
         )
         for script, names in SCRIPTS.items()
     ]
-    others = ", ".join(f"{script} ({name})" for name, script in OTHER_SCRIPTS.items())
+    others = [(name, script) for name, script in OTHER_SCRIPTS.items()]
     return f"""## Scripts
 
 {
@@ -94,7 +94,9 @@ nemo_aligner.compat script.py ...`. Otherwise remove or replace the import lines
         )
     }
 
-Algorithms that this package does not have: {others}."""
+Scripts of algorithms that this package does not have:
+
+{table(("Algorithm", "Script"), others)}"""
 
 
 def commands() -> str:
@@ -115,7 +117,7 @@ def yaml_keys() -> str:
     rows = []
     for reason, keys in by_reason.items():
         files: dict[tuple[str, ...], list[str]] = defaultdict(list)
-        for key, configs in keys.items():
+        for key, configs in sorted(keys.items()):
             files[tuple(name for name in CONFIG_NAMES if name in configs)].append(key)
         for configs, names in files.items():
             where = "all" if len(configs) == len(CONFIG_NAMES) else code(configs)

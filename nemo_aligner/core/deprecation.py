@@ -32,13 +32,13 @@ def deprecated_in_version(
     return decorator
 
 
-def surpress_user_warnings(function: Callable[P, R]) -> Callable[P, R]:
+def surpress_user_warnings(f: Callable[P, R]) -> Callable[P, R]:
     """Decorator, spelled as in NeMo-Aligner: a call shows no `UserWarning`."""
 
-    @functools.wraps(function)
+    @functools.wraps(f)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            return function(*args, **kwargs)
+            return f(*args, **kwargs)
 
     return run
