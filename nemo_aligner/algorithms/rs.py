@@ -147,7 +147,7 @@ class RSTrainer(RolloutTrainer):
         columns = cast(dict[str, Tensor], data)
         return self.train_policy(shares_of_global_batches(columns, self.cfg.model_gbs))
 
-    def generate_rollouts(  # type: ignore[override]  # NeMo-Aligner's call returns a pair
+    def generate_rollouts(
         self,
         dataloader_iter: Iterator[InferenceBatch] | None = None,
         num_microbatches: int | None = None,

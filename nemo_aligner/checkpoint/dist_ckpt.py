@@ -63,7 +63,7 @@ def make_sharded_tensors_from_reference(
     """
     renamed = {"key": f"{prefix}.{reference_param.key}", "data": model_param}
     if not isinstance(reference_param, ShardedTensor):
-        return dataclasses.replace(reference_param, **renamed)  # type: ignore[type-var]
+        return dataclasses.replace(reference_param, **renamed)
     if tuple(model_param.shape) != tuple(reference_param.local_shape):
         raise UserError(
             f"{reference_param.key}: the tensor has the shape {tuple(model_param.shape)}, its "

@@ -39,7 +39,7 @@ class JobTrainer(Trainer):
         self.section = section
         super().__init__(**options)
 
-    @Trainer.ckpt_path.getter  # type: ignore[attr-defined]  # Lightning's is a property
+    @Trainer.ckpt_path.getter
     def ckpt_path(self) -> str | None:
         """What NeMo's `exp_manager` found to resume from; with `exp_manager.resume_if_exists` and
         its own callback for checkpoints, else the newest complete checkpoint of this package.

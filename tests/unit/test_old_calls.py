@@ -361,3 +361,60 @@ def test_future_of_one_key_is_its_tensor():
     assert get_future_result(Reply(), "rewards").tolist() == [[1.0], [1.0]]
     rewards, values = get_future_result(Reply(), "rewards", "values")
     assert rewards.shape == (2, 1) and values.shape == (2,)
+
+
+def test_sft_model_generates(tiny_tokenizer_dir):
+    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+
+    model = GPTSFTModel(tiny_config(tiny_tokenizer_dir))
+    texts = ["the film", "a dull plot and"]
+    lengths = {"max_length": 5}
+    outputs = model.generate(texts, lengths)
+    assert outputs["sentences"] == [
+        text + prediction for text, prediction in zip(texts, outputs["predictions"], strict=True)
+    ]
+    # The likeliest next token, by the model's own logits.
+    prompt = model.tokenizer.text_to_ids(texts[0])
+    assert outputs["token_ids"][0][: len(prompt)] == prompt
+    (module,) = model.unwrapped()
+    with torch.no_grad():
+        tokens = torch.tensor([prompt])
+        logits = module(tokens, torch.arange(len(prompt))[None], None)
+    vocabulary = model.tokenizer.vocab_size
+    assert outputs["token_ids"][0][len(prompt)] == logits[0, -1, :vocabulary].argmax()
+    model.set_inference_params(length_params={"max_length": 1})
+    batch = {"text": tokens, "length": torch.tensor([len(prompt)])}
+    assert model.infer(batch)["token_ids"] == [outputs["token_ids"][0][: len(prompt) + 1]]
+    assert model.model[0].training
+    with pytest.raises(UserError, match="strategies are gone"):
+        model.set_inference_params(strategy=object())
+    with pytest.raises(UserError, match="compute_logprob"):
+        model.generate(texts, lengths, {"compute_logprob": True})
+
+
+def test_metrics_of_responses():
+    from nemo_aligner.metrics.common import InferenceMetricsHandler
+
+    none = InferenceMetricsHandler(None)
+    assert not none.has_metrics() and none.compute() == {}
+    handler = InferenceMetricsHandler(
+        {"letters": {"_target_": "tests.unit.test_old_calls.CountLetters", "start": 2}}
+    )
+    handler.update({"unused": 0}, {"predictions": ["abc", "d"]})
+    assert handler.has_metrics() and handler.compute() == {"letters": 6}
+    handler.reset()
+    assert handler.compute() == {"letters": 2}
+
+
+class CountLetters:
+    def __init__(self, start):
+        self.start = self.count = start
+
+    def update(self, batch, generation_output):
+        self.count += sum(map(len, generation_output["predictions"]))
+
+    def compute(self):
+        return self.count
+
+    def reset(self):
+        self.count = self.start

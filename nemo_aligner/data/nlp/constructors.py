@@ -45,7 +45,7 @@ def accepts_nemo_aligner_call(
     """
 
     def decorator(cls: Dataset) -> Dataset:
-        own_init = cls.__init__
+        own_init = cls.__init__  # type: ignore[misc]
 
         @functools.wraps(own_init)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

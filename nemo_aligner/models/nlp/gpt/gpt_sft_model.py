@@ -164,11 +164,11 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
                 "sampling_params.compute_logprob=True is not available; score tokens with "
                 "nemo_aligner.parallel.vocab_parallel.from_parallel_logits_to_logprobs."
             )
-        if isinstance(inputs[0], str):
-            inputs = tokenize_batch(
-                inputs, self.tokenizer, self.cfg.encoder_seq_length, bool(sampling.get("add_BOS"))
-            )
-        prompts, lengths = inputs
+        given: Any = inputs
+        if isinstance(given[0], str):
+            limit, add_bos = self.cfg.encoder_seq_length, bool(sampling.get("add_BOS"))
+            given = tokenize_batch(given, self.tokenizer, limit, add_bos)
+        prompts, lengths = given
         generated = self.generator.generate(
             prompts,
             lengths,

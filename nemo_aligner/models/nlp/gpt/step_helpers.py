@@ -6,6 +6,8 @@ They do what the base class does, whatever the model overrides: a method of a su
 function of its own name.
 """
 
+from typing import Any
+
 from nemo_aligner.core.interfaces import Optimizer
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training import update
@@ -55,5 +57,7 @@ def clip_gradients(ptl_model: MegatronGPTModel | Optimizer, clip_val: float | No
     Args:
         ptl_model: the model, or its optimizer.
     """
-    is_model = isinstance(ptl_model, MegatronGPTModel)
-    update.clip_gradients(ptl_model._optimizer if is_model else ptl_model, clip_val)
+    optimizer: Any = ptl_model
+    if isinstance(ptl_model, MegatronGPTModel):
+        optimizer = ptl_model._optimizer
+    update.clip_gradients(optimizer, clip_val)
