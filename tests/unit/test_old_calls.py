@@ -17,7 +17,7 @@ from nemo_aligner.data.nlp import datasets as old_datasets
 from nemo_aligner.training.timers import ScopedTimer, SyncTimer, Timer
 from nemo_aligner.utils import batch_iterators, distributed, ppo_utils, train_utils, utils
 from nemo_aligner.utils.trainer_utils import safe_is_divisible
-from tests import ppo_fakes
+from tests import ppo_fakes, rs_fakes
 from tests.tiny_models import PPO, tiny_config
 
 
@@ -418,3 +418,39 @@ class CountLetters:
 
     def reset(self):
         self.count = self.start
+
+
+def test_rejection_sampling_takes_the_old_calls():
+    ours, theirs = rs_fakes.make_rs_trainer(), rs_fakes.make_rs_trainer()
+    data, metrics, _timings = ours.generate_rollouts()
+    old_data, old_metrics = theirs.generate_rollouts(
+        iter(theirs.train_batches), theirs.num_train_microbatches
+    )
+    assert data.keys() == old_data.keys()
+    assert all(torch.equal(data[key], old_data[key]) for key in data)
+    assert old_metrics["global_rewards"] == metrics["global_rewards"]
+
+    batches = [
+        {
+            "response_tokens": torch.tensor([[1, 2, 3, 0]]),
+            "response_lengths": torch.tensor([3]),
+            "prompt_lengths": torch.tensor([1]),
+            "rewards": torch.tensor([4.0]),
+        },
+        {
+            "response_tokens": torch.tensor([[5, 6, 0, 0, 0]]),
+            "response_lengths": torch.tensor([2]),
+            "prompt_lengths": torch.tensor([1]),
+            "rewards": torch.tensor([1.0]),
+        },
+    ]
+    joined, none = ours.generate_rs_data(batches)
+    assert joined["response_tokens"].tolist() == [[1, 2, 3, 0, 0], [5, 6, 0, 0, 0]]
+    assert joined["mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]] and none == {}
+    metrics = ours.compute_global_rollout_metrics(batches)
+    assert metrics.pop("table")["reward"] == 4.0
+    assert metrics == {
+        "global_response_lengths_mean": 1.5,
+        "global_prompt_lengths": 1.0,
+        "global_rewards": 2.5,
+    }
