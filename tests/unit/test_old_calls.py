@@ -18,6 +18,7 @@ from nemo_aligner.training.timers import ScopedTimer, SyncTimer, Timer
 from nemo_aligner.utils import batch_iterators, distributed, ppo_utils, train_utils, utils
 from nemo_aligner.utils.trainer_utils import safe_is_divisible
 from tests import ppo_fakes, rs_fakes
+from tests.scripted_server import ScriptedServer
 from tests.tiny_models import PPO, tiny_config
 
 
@@ -454,3 +455,75 @@ def test_rejection_sampling_takes_the_old_calls():
         "global_prompt_lengths": 1.0,
         "global_rewards": 2.5,
     }
+
+
+def test_communicator_is_made_by_its_class():
+    from nemo_aligner.servers.http_communicator import HTTPCommunicator
+
+    with ScriptedServer() as server:
+        address = ("127.0.0.1", server.port)
+        made = HTTPCommunicator.create_http_communicator_from_dict({"a": address})
+        other = HTTPCommunicator.create_http_communicator_from_dict({})
+        with made, other:
+            assert list(made.connections) == ["a"]
+            assert other is not made and not other.connections
+            assert other.create_http_communicator_from_dict({"b": address}) is other
+            assert list(other.connections) == ["b"] and list(made.connections) == ["a"]
+
+
+def test_critic_learns_from_arrays_in_order_by_name_and_in_a_dict(reward_model, tmp_path):
+    from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+    from nemo_aligner.launch.model_loading import load_from_nemo
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+
+    reward_model.save_to(str(tmp_path / "rm.nemo"))
+    cfg = OmegaConf.merge(reward_model.cfg, {"output_sequence": True, "loss_clip_val": 0.2})
+    critic = load_from_nemo(
+        MegatronGPTCriticModel, cfg, None, restore_path=str(tmp_path / "rm.nemo")
+    )
+    server = CriticServerTrainer(
+        OmegaConf.create({"combine_rm_and_critic_server": True}),
+        critic,
+        *critic.setup_megatron_optimization(max_steps=10),
+        ppo_fakes.FakeLogger(),
+        None,
+        None,
+        2,
+        2,
+    )
+    # NeMo-Aligner's script assigns a copy of the weights that it has loaded.
+    critic.rm_state_dict_cpu = utils.copy_model_states_to_cpu(critic, cpu_dict=None, sync=True)
+    batch = {
+        "tokens": np.arange(10).reshape(2, 5),
+        "returns": np.ones((2, 4), np.float32),
+        "prev_values": np.full((2, 4), 0.25, np.float32),
+        "mask": np.ones((2, 4), np.float32),
+    }
+    start = critic.weights_to_cpu()
+    losses = []
+    for arguments, named in (((), batch), (tuple(batch.values()), {}), ((batch,), {})):
+        critic.load_cpu_weights(start)
+        losses.append(float(server.run_training(*arguments, **named)["loss_mean"][0]))
+    assert losses[0] > 0 and losses == [losses[0]] * 3
+    request = {"tokens": batch["tokens"], "sequence_lengths": np.array([[5], [5]])}
+    outputs = server.run_inference(request)
+    assert outputs.keys() == {"rewards", "values"}
+    again = server.run_inference(inputs=request)
+    by_name = server.run_inference(**request)
+    assert all(np.array_equal(outputs[key], again[key]) for key in outputs)
+    assert all(np.array_equal(outputs[key], by_name[key]) for key in outputs)
+
+
+def test_critic_refuses_a_reward_model_without_a_head(tiny_tokenizer_dir, tmp_path):
+    from nemo_aligner.launch.model_loading import load_from_nemo
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    cfg = tiny_config(tiny_tokenizer_dir)
+    MegatronGPTModel(cfg).save_to(str(tmp_path / "base.nemo"))
+    critic = load_from_nemo(
+        MegatronGPTCriticModel, cfg, None, restore_path=str(tmp_path / "base.nemo")
+    )
+    with pytest.raises(UserError, match="holds no reward head"):
+        critic.rm_state_dict_cpu = utils.copy_model_states_to_cpu(critic)
+    assert critic.rm_state_dict_cpu is None
