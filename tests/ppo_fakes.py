@@ -132,6 +132,9 @@ class FakePolicy:
         self.events.append("logprobs")
         return self._logprobs(response_tokens, self.weight)
 
+    def check_reference_policy(self):
+        """There is a reference."""
+
     def get_init_policy_logprobs(self, response_tokens):
         self.events.append("init_logprobs")
         return self._logprobs(response_tokens, 0.0) + self.reference_offset

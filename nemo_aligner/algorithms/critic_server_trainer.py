@@ -14,7 +14,7 @@ import collections
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,10 +134,10 @@ class CriticServerTrainer:
         """Return the counters that a checkpoint stores."""
         return {"step": self.step, "actor_step": self.actor_step}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continue from the counters of a checkpoint."""
-        self.step = self.saved_step = int(state["step"])
-        self.actor_step = int(state.get("actor_step", schema.UNKNOWN_STEP))
+        self.step = self.saved_step = int(state_dict["step"])
+        self.actor_step = int(state_dict.get("actor_step", schema.UNKNOWN_STEP))
 
     # ---- serving ----
 
@@ -167,6 +167,10 @@ class CriticServerTrainer:
             failure_grace_s=self.failure_grace_s,
         )
         self._loop.run()
+
+    def run_subscriber_loop(self) -> None:
+        """Follow rank 0 until the job ends: `run_server`, as ranks above 0 may call it."""
+        self.run_server()
 
     def server_infer(self, **inputs: Array) -> Arrays:
         """Handle `critic_infer`."""
@@ -251,13 +255,14 @@ class CriticServerTrainer:
         self._finish = None
         finish()
 
-    def run_inference(self, **inputs: Array) -> Arrays:
+    def run_inference(self, inputs: Inputs | None = None, **named: Array) -> Arrays:
         """Score a batch: values float32 [N, S] and, when combined, rewards float32 [N, 1].
 
         Every rank calls it, rank 0 with `tokens` int64 [N, S] and `sequence_lengths` int64 [N] or
-        [N, 1] (or `sentences`); rank 0 gets the arrays, the others an empty dict.
+        [N, 1] (or `sentences`), by name or as one dict; rank 0 gets the arrays, the others an
+        empty dict.
         """
-        return self._scorer.run(inputs)
+        return self._scorer.run({**(inputs or {}), **named})
 
     def _score_rows(
         self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None
@@ -283,16 +288,26 @@ class CriticServerTrainer:
         validate_training_inputs(**arrays, vocab_size=self.vocab_size, max_length=self.max_length)
         return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
 
-    def run_training(self, **inputs: Array) -> Arrays:
+    def run_training(
+        self,
+        tokens: Array | Inputs | None = None,
+        returns: Array | None = None,
+        prev_values: Array | None = None,
+        mask: Array | None = None,
+    ) -> Arrays:
         """Run one optimizer step per `gbs` samples, in order.
 
         Every rank calls it, rank 0 with `tokens` int64 [N, S] and `returns`, `prev_values`, `mask`
-        float32 [N, S-1]. Rows that fill up the last global batch have mask 0: they have no weight
-        in the loss.
+        float32 [N, S-1], or with one dict of them. Rows that fill up the last global batch have
+        mask 0: they have no weight in the loss.
 
         Returns:
             {"loss_mean": float32 [1]}, the mean of the losses.
         """
+        if isinstance(tokens, Mapping):
+            return self.run_training(**tokens)
+        named = {"tokens": tokens, "returns": returns, "prev_values": prev_values, "mask": mask}
+        inputs = {name: array for name, array in named.items() if array is not None}
         arrays = self.control.from_rank_zero(lambda: self._prepare_training(inputs))
         losses = []
         with self._prepared(self.model.prepare_for_training, self.model.finish_training):

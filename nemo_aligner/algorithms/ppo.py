@@ -27,7 +27,7 @@ References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss,
 advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL term in the reward.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, cast
 
@@ -43,6 +43,7 @@ from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
     compute_num_rollout_microbatches,
+    first_sample,
     local_places,
     local_share,
     sample_table,
@@ -61,7 +62,7 @@ from nemo_aligner.core.interfaces import (
     RunTimer,
     Scheduler,
 )
-from nemo_aligner.core.types import InferenceBatch, PPOTrainBatch, RolloutBatch, Scores
+from nemo_aligner.core.types import InferenceBatch, PPOTrainBatch, Rollout, RolloutBatch, Scores
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.training.finite import naming_step
@@ -185,7 +186,12 @@ class PPOTrainer(RolloutTrainer):
         Returns:
             data: that of `generate_ppo_data` for this rank's samples, and `sample_order` (int64
                 `[B]`): the sample's place in the shuffled rollout of all ranks.
+
+        Raises:
+            UserError: a KL is to be measured, and the policy has no reference.
         """
+        if self.compute_init_policy_kl:
+            self.model.check_reference_policy()
         sampling_step = self.step if sampling_step is None else sampling_step
         prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
         with_logprobs = self.alarms.needs_sampling_logprobs
@@ -245,6 +251,16 @@ class PPOTrainer(RolloutTrainer):
         skipped = early_stop.metrics()
         self.log_update(skipped)
         return metrics["loss"], metrics | skipped
+
+    def compute_rollout_metrics(self, rollout_batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Means over the samples of a rollout, with `table`, its first sample.
+
+        Args:
+            rollout_batch: a `Rollout` with `rewards` f32 `[N]`.
+        """
+        scores = Scores(rollout_batch["rewards"])
+        metrics = self.rollout_metrics(cast(Rollout, rollout_batch), scores)
+        return {**metrics, "table": first_sample(rollout_batch, self.model.tokenizer)}
 
     # ---------------------------------------------------------------------------- parts of a step
 

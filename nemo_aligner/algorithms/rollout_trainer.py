@@ -228,11 +228,12 @@ class RolloutTrainer(ABC):
 
     def run_step(self) -> dict[str, Any]:
         """One step: a rollout, and what is learned from it; returns its metrics."""
-        with self.phase("rollout_time"):
-            data, rollout_metrics, timings = self.generate_rollouts()
-        rollout_metrics = self.log_rollouts(rollout_metrics)
-        train_metrics = self.learn(data, rollout_metrics)
-        self.log_timings(timings)
+        with self.timer.forgotten_on_error():
+            with self.phase("rollout_time"):
+                data, rollout_metrics, timings = self.generate_rollouts()
+            rollout_metrics = self.log_rollouts(rollout_metrics)
+            train_metrics = self.learn(data, rollout_metrics)
+            self.log_timings(timings)
         return rollout_metrics | train_metrics
 
     @abstractmethod
@@ -354,7 +355,7 @@ class RolloutTrainer(ABC):
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
         """Inside, the model generates, and no gradient is computed."""
-        with torch.no_grad():
+        with torch.no_grad(), self.timer.forgotten_on_error():
             with self.timer("prepare_for_inference"):
                 self.model.prepare_for_inference()
             yield

@@ -362,3 +362,16 @@ def compute_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
         **{f"rewards_{name}": mean(part) for name, part in scores.parts.items()},
         "fraction_of_samples_properly_ended": mean(rollout["is_end"]),
     }
+
+
+def first_sample(rollout: Any, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Reward and texts of the first sample of a `Rollout` with `rewards`, as NeMo-Aligner logs
+    them.
+    """
+    prompt, end = int(rollout["prompt_lengths"][0]), int(rollout["response_lengths"][0])
+    tokens = rollout["response_tokens"][0].tolist()
+    return {
+        "reward": float(rollout["rewards"][0]),
+        "prompt": tokenizer.ids_to_text(tokens[:prompt]),
+        "response": tokenizer.ids_to_text(tokens[prompt:end]),
+    }

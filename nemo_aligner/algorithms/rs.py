@@ -19,11 +19,12 @@ As in PPO, the split of the work does not change the numbers: a sample's random 
 to the updates and ranks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import Any, cast
 
+import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
     compute_num_rollout_microbatches,
     compute_rollout_metrics,
+    first_sample,
     local_share,
     response_mask,
     sample_table,
@@ -51,6 +53,8 @@ from nemo_aligner.core.interfaces import (
 from nemo_aligner.core.rewards import select_topk
 from nemo_aligner.core.types import InferenceBatch, Rollout, RSTrainBatch, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
+from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.schedule import endless_batches
 
 
@@ -138,11 +142,28 @@ class RSTrainer(RolloutTrainer):
         columns = cast(dict[str, Tensor], data)
         return self.train_policy(shares_of_global_batches(columns, self.cfg.model_gbs))
 
-    def generate_rollouts(self) -> tuple[RSTrainBatch, dict[str, Any], dict[str, float]]:
-        """Generate responses to the next prompts and select the best of them; `data` is that of
-        `generate_rs_data` for this rank's share of the selected samples.
+    def generate_rollouts(
+        self,
+        dataloader_iter: Iterator[InferenceBatch] | None = None,
+        num_microbatches: int | None = None,
+    ) -> tuple[Any, ...]:
+        """Generate responses to the next prompts and select the best of them; all ranks call it.
+
+        Args:
+            dataloader_iter, num_microbatches: NeMo-Aligner's: this rank's micro-batches of
+                prompts, and how many of them. By default those of the data loader.
+
+        Returns:
+            `(data, metrics, timings)`, with NeMo-Aligner's arguments `(data, metrics)`; `data` is
+            that of `generate_rs_data` for this rank's share of the selected samples.
         """
-        prompts = islice(self.train_batches, self.num_train_microbatches)
+        if dataloader_iter is not None:
+            return self._generate_rollouts(islice(dataloader_iter, num_microbatches))[:2]
+        return self._generate_rollouts(islice(self.train_batches, self.num_train_microbatches))
+
+    def _generate_rollouts(
+        self, prompts: Iterable[InferenceBatch]
+    ) -> tuple[RSTrainBatch, dict[str, Any], dict[str, float]]:
         with self.training_rollout(prompts, self.step) as sampled:
             all_scores = self.wait_for_scores(sampled)
             best, best_scores = self._select_best(sampled.rollout, all_scores)
@@ -158,13 +179,44 @@ class RSTrainer(RolloutTrainer):
         timings = self.generation_timings(sampled.columns)
         return self.generate_rs_data(share.columns), metrics, timings
 
-    def generate_rs_data(self, rollout_batch: Rollout) -> RSTrainBatch:
+    def generate_rs_data(self, rollout_batches: Rollout | Sequence[Rollout]) -> Any:
         """What the updates consume, of selected samples: `response_tokens` int64 `[B, S]`; `mask`
         f32 `[B, S-1]`, 1 exactly on the responses' tokens (`response_mask`).
+
+        With a list of batches, as in NeMo-Aligner, of all of them, and a dict of metrics, which
+        is empty; all ranks call it then.
         """
+        if not isinstance(rollout_batches, Mapping):
+            joined = PPORolloutBatch.from_rollout_batches(
+                list(rollout_batches),
+                self.model.tokenizer.eos_id,
+                self.cfg.rollout_batch_seq_length,
+            )
+            return self.generate_rs_data(joined.columns), {}
         return {
-            "response_tokens": rollout_batch["response_tokens"],
-            "mask": response_mask(rollout_batch),
+            "response_tokens": rollout_batches["response_tokens"],
+            "mask": response_mask(rollout_batches),
+        }
+
+    def compute_global_rollout_metrics(self, rollout_batches: Sequence[Any]) -> dict[str, Any]:
+        """Means over the samples of all ranks, with `table`, a sample, as NeMo-Aligner computes
+        them; all ranks call it.
+
+        Args:
+            rollout_batches: this rank's, each a `Rollout` with `rewards` f32 `[b]`.
+        """
+        table = first_sample(rollout_batches[0], self.model.tokenizer) if rollout_batches else {}
+        sums = torch.zeros(4, dtype=torch.float64, device=get_device())
+        for batch in rollout_batches:
+            lengths, totals = batch["prompt_lengths"], batch["response_lengths"]
+            parts = ((totals - lengths).sum(), lengths.sum(), batch["rewards"].sum(), len(lengths))
+            sums += torch.tensor([float(part) for part in parts], device=sums.device)
+        responses, prompts, rewards, samples = sum_over_dp(sums).tolist()
+        return {
+            "table": table,
+            "global_response_lengths_mean": responses / samples,
+            "global_prompt_lengths": prompts / samples,
+            "global_rewards": rewards / samples,
         }
 
     # ---------------------------------------------------------------------------- parts of a step

@@ -233,9 +233,7 @@ class SupervisedTrainer:
         total = 0.0
         limit = compute_limit_batches(len(dataloader), limit_batches)
         for _, batch in zip(range(limit), dataloader, strict=False):
-            self.model.prepare_for_validation_step()
-            loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=True)
-            self.model.finish_validation_step()
+            loss, metrics = self.validation_step(batch)
             metrics = {**metrics, "loss": loss}
             weight = float(metrics.pop("weights", 1.0))
             if not weight:
@@ -245,6 +243,30 @@ class SupervisedTrainer:
                 sums[key] = sums.get(key, 0.0) + weight * value
         means = {key: value / total for key, value in sums.items()}
         return self.model.summarize_metrics(means), total
+
+    def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
+        """Loss and metrics of one global batch without learning from it; all ranks call it."""
+        self.model.prepare_for_validation_step()
+        loss, metrics = self.model.get_loss_and_metrics(batch=batch, forward_only=True)
+        self.model.finish_validation_step()
+        return loss, metrics
+
+    def run_validation_one_dataset(self, key: str) -> tuple[float, dict[str, float]]:
+        """Validate on the set `key` of the validation sets, and log it: (loss, metrics); all ranks
+        call it.
+        """
+        self._score(key, self.val_dataloaders[key], self.limit_val_batches)
+        metrics = self.held_out[key][0]
+        return metrics["loss"], metrics
+
+    def run_generation(self, batch: Mapping[str, Tensor]) -> Any:
+        """The model's responses to the prompts of a batch.
+
+        Args:
+            batch: `contexts` int64 `[b, P]` and `context_lengths` int64 `[b]`.
+        """
+        generative: Any = self.model
+        return generative.infer({"text": batch["contexts"], "length": batch["context_lengths"]})
 
     def _check_progress(self, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
         intervals = self.val_check_interval, self.save_interval

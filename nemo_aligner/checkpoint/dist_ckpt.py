@@ -8,13 +8,17 @@ Core plans and PyTorch's synchronous writer writes, in the same format (`torch_d
 Core reads it.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
 from torch.distributed.checkpoint import FileSystemWriter
+
+from nemo_aligner.core.errors import UserError
 
 
 def barrier() -> None:
@@ -46,3 +50,23 @@ def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> None:
     dist_checkpointing.save(
         sharded_state_dict, str(folder), sharded_strategy=_InProcessSave("torch_dist", 1)
     )
+
+
+def make_sharded_tensors_from_reference(
+    reference_param: ShardedBase, model_param: Any, prefix: str
+) -> ShardedBase:
+    """An entry of a sharded state dict for `model_param`, split over the ranks as
+    `reference_param` is, under the key `<prefix>.<key of the reference>`.
+
+    Raises:
+        UserError: a tensor's shape is not that of the reference.
+    """
+    renamed = {"key": f"{prefix}.{reference_param.key}", "data": model_param}
+    if not isinstance(reference_param, ShardedTensor):
+        return dataclasses.replace(reference_param, **renamed)
+    if tuple(model_param.shape) != tuple(reference_param.local_shape):
+        raise UserError(
+            f"{reference_param.key}: the tensor has the shape {tuple(model_param.shape)}, its "
+            f"reference {tuple(reference_param.local_shape)}"
+        )
+    return dataclasses.replace(reference_param, dtype=model_param.dtype, **renamed)

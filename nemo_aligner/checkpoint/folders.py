@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of training checkpoints: their names, and which of them are complete and to be kept.
 
-A folder is written under a temporary name and renamed when it is complete. Nothing is ever read
-out of its name.
+A folder is written under a temporary name and renamed when it is complete. Nothing that a job
+resumes from is ever read out of its name.
 """
 
 import json
@@ -11,6 +11,8 @@ import math
 import re
 from pathlib import Path
 from typing import Any
+
+from nemo.utils import logging
 
 MARKER = "COMPLETE"  # written last; a folder without it is ignored
 STATE_FILE = "state.json"
@@ -40,6 +42,25 @@ def read_state(folder: Path) -> dict[str, Any] | None:
         return json.loads((folder / STATE_FILE).read_text())
     except FileNotFoundError:  # another thread or job is removing the folder
         return None
+
+
+def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
+    """The counter `key` of a checkpoint, by NeMo-Aligner's function; 0, with a warning, if it does
+    not say.
+
+    It stands in the checkpoint's own `state.json`; NeMo-Aligner read it out of the folder's name,
+    which is done here for a folder of another origin.
+    """
+    state = read_state(Path(ckpt_path))
+    if state is not None:
+        for counters in (state["trainer"], state["metrics"]):
+            if key in counters:
+                return int(counters[key])
+    found = re.search(rf"{re.escape(key)}=(\d+(?:\.\d+)?)", str(ckpt_path))
+    if found is None:
+        logging.warning(f"{ckpt_path} does not say its {key}; using 0.")
+        return 0
+    return int(float(found.group(1)))
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:

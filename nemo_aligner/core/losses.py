@@ -339,15 +339,15 @@ def _count(keep: Tensor, dim: int) -> Tensor:
 
 
 def calculate_entropy(log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Entropy over the last dimension.
+    """Mean entropy of the distributions in the last dimension.
 
     Args:
         log_probs: [B, S, V], normalised; -inf is a probability of 0.
-        mask: [B, S]; if given, the result is the masked mean.
+        mask: [B, S]; if given, the mean is over its slots alone.
 
     Returns:
-        [B, S], or a scalar with `mask`.
+        A scalar, the mean over all slots.
     """
     finite = torch.where(log_probs == -torch.inf, 0.0, log_probs)
     entropy = -(log_probs.exp() * finite).sum(-1)
-    return entropy if mask is None else masked_mean(entropy, mask)
+    return entropy.mean() if mask is None else masked_mean(entropy, mask)

@@ -56,7 +56,7 @@ def _over(base: DictConfig, model_cfg: DictConfig) -> DictConfig:
     """`model_cfg` over `base`, the configuration of a file, from which
     `model_cfg.overwrite_base_config` drops parts.
     """
-    _drop_overwritten(base, model_cfg.get("overwrite_base_config") or {})
+    remove_overwritten_fields(base, model_cfg.get("overwrite_base_config") or {})
     return OmegaConf.create(
         _merged(plain_dict(base), plain_dict(drop_unset(model_cfg), resolve=True))
     )
@@ -75,16 +75,31 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _drop_overwritten(base: DictConfig, overwritten: DictConfig | dict) -> None:
-    """Remove from `base` what `overwrite_base_config` marks as true."""
-    for section, keys in overwritten.items():
-        if not isinstance(keys, DictConfig | dict):
-            if keys:
-                base.pop(section, None)
-            continue
-        for key, drop in keys.items():
-            if drop and base.get(section) is not None:
-                base[section].pop(key, None)
+def remove_overwritten_fields(
+    base_config: DictConfig, overwrite_config: DictConfig | dict
+) -> None:
+    """Remove from `base_config` what `overwrite_config`, the section `overwrite_base_config`,
+    marks as true, at any depth.
+    """
+    for key, value in overwrite_config.items():
+        if not isinstance(value, DictConfig | dict):
+            if value:
+                base_config.pop(key, None)
+        elif base_config.get(key) is not None:
+            remove_overwritten_fields(base_config[key], value)
+
+
+def load_checkpoint_model_config(restore_path: str | Path) -> DictConfig:
+    """The configuration of the model in a `.nemo` file or folder, as it stands there."""
+    return nemo_archive.read_config(nemo_archive.check_restore_path(restore_path))
+
+
+def load_2_0_checkpoint_model_config(restore_path: str | Path) -> DictConfig | None:
+    """The configuration in a folder of NeMo 2.0, as `load_checkpoint_model_config` reads it; None
+    for a `.nemo`.
+    """
+    is_2_0 = (Path(restore_path) / "context" / "io.json").is_file()
+    return load_checkpoint_model_config(restore_path) if is_2_0 else None
 
 
 def load_from_nemo(
@@ -101,6 +116,7 @@ def load_from_nemo(
     `.nemo`; all ranks call it.
 
     Args:
+        model_cfg: section `model`; of a whole configuration that section is taken.
         modify_config_fn: `(file_cfg, model_cfg) -> cfg`, NeMo-Aligner's hook, which has the last
             word on the configuration.
         load_base_model_only: leave weights that `cls.fresh_weights()` names (heads) at their
@@ -111,6 +127,8 @@ def load_from_nemo(
         UserError: the path does not exist or does not fit the model.
     """
     restore_path = nemo_archive.check_restore_path(restore_path)
+    if "model" in model_cfg:
+        model_cfg = model_cfg.model
     file_cfg = nemo_archive.read_config(restore_path)
     if modify_config_fn is not None:
         cfg = modify_config_fn(file_cfg, model_cfg)

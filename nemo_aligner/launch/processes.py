@@ -7,13 +7,17 @@ import os
 import signal
 import sys
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from nemo.utils.callbacks import NeMoModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices
 from nemo_aligner.config.values import plain_dict
@@ -33,7 +37,48 @@ LIGHTNING_OPTIONS = (
 )
 
 
-def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = None) -> Trainer:
+class JobTrainer(Trainer):
+    """Lightning's trainer, with the configuration of the job that it was built for.
+
+    Attributes:
+        job_cfg: the whole configuration, resolved.
+        section: of `job_cfg.trainer`, with the job's own settings; None for a job that has none.
+    """
+
+    def __init__(self, job_cfg: DictConfig, section: str | None, **options: Any) -> None:
+        self.job_cfg = job_cfg
+        self.section = section
+        super().__init__(**options)
+
+    @Trainer.ckpt_path.getter
+    def ckpt_path(self) -> str | None:
+        """What NeMo's `exp_manager` found to resume from; with `exp_manager.resume_if_exists` and
+        its own callback for checkpoints, else the newest complete checkpoint of this package.
+        """
+        path = Trainer.ckpt_path.fget(self)
+        options = self.job_cfg.get("exp_manager") or {}
+        folder = checkpoint_folder(self)
+        if path is not None or folder is None or not options.get("resume_if_exists"):
+            return path
+        found = complete_checkpoints(folder)
+        return str(found[-1][0]) if found else None
+
+
+def checkpoint_folder(trainer: Trainer) -> Path | None:
+    """Where NeMo's `exp_manager` wants the checkpoints of the job; None if it was not asked to
+    write any.
+    """
+    callback = nemo_checkpoint_callback(trainer)
+    return None if callback is None else Path(callback.dirpath)
+
+
+def nemo_checkpoint_callback(trainer: Trainer) -> NeMoModelCheckpoint | None:
+    """The callback that NeMo's `exp_manager` gave to the trainer, if any."""
+    callbacks = getattr(trainer, "callbacks", None) or []
+    return next((each for each in callbacks if isinstance(each, NeMoModelCheckpoint)), None)
+
+
+def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = None) -> JobTrainer:
     """Resolve `cfg` in place and build the Lightning trainer from `LIGHTNING_OPTIONS` of
     `cfg.trainer`; the section `pop_trainer_key` with the job's own settings stays out.
 
@@ -52,7 +97,9 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     if "LOCAL_WORLD_SIZE" in os.environ:  # under torchrun and mpirun their numbers count
         options["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
         options["num_nodes"] = int(os.environ["WORLD_SIZE"]) // options["devices"]
-    return Trainer(
+    return JobTrainer(
+        cfg,
+        pop_trainer_key,
         **options,
         accelerator="gpu" if gpus and accelerator != "cpu" else "cpu",
         strategy=DDPStrategy(process_group_backend=get_backend(), timeout=timedelta(minutes=30)),
@@ -88,13 +135,14 @@ def launch_processes(trainer: Trainer | None) -> None:
     strategy.setup_environment()
 
 
-def init_distributed(trainer: Trainer, model: object = None, use_te: bool = False) -> None:
+def init_distributed(ptl_trainer: Trainer, ptl_model: object = None, use_te: bool = False) -> None:
     """Join the process group of this job (NeMo-Aligner's name for `launch_processes`); every rank
     calls it.
 
-    `load_from_nemo` does it too. `model` and `use_te` are accepted for older scripts and ignored.
+    `load_from_nemo` does it too. `ptl_model` and `use_te` are NeMo-Aligner's arguments: the model
+    has set up Megatron's groups, and the layers their own.
     """
-    launch_processes(trainer)
+    launch_processes(ptl_trainer)
 
 
 def _end_with_parent() -> None:

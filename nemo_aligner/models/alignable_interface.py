@@ -142,6 +142,9 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
 class PolicyWithReference(AlignableGenerativeInterface):
     """A policy that can also compute the log-probs of the policy that training started from."""
 
+    def check_reference_policy(self) -> None:  # noqa: B027  (optional)
+        """Raise `UserError` if it cannot, because something was forgotten."""
+
     @abstractmethod
     def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
         """Log-probs float32 `[B, S-1]` of the tokens (int64 `[B, S]`) under the reference."""

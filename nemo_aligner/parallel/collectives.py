@@ -235,6 +235,15 @@ def all_reduce_dict(
     return dict(zip(keys, _all_reduce(packed, group, op).tolist()))
 
 
+def get_global_set(local_data_ids: set[Any]) -> set[Any]:
+    """The union of the sets of all ranks of the job, which all call it."""
+    if not _several_ranks(None):
+        return set(local_data_ids)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, local_data_ids)
+    return set().union(*everywhere)
+
+
 def pad_list(tensor_list: list[Tensor], pad_value: float) -> list[Tensor]:
     """Right-pad the last dimension of every tensor with `pad_value` to the longest one's."""
     width = max(tensor.shape[-1] for tensor in tensor_list)

@@ -2,7 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device and the communication backend of this process."""
 
+import gc
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from nemo.utils import logging
+
+from nemo_aligner.core.tensors import apply_func_to_dict, move_to_device_if_tensor
 
 
 def get_device() -> torch.device:
@@ -15,3 +22,29 @@ def get_device() -> torch.device:
 def get_backend() -> str:
     """`torch.distributed` backend for tensors on `get_device()`: "nccl" or "gloo"."""
     return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def cuda_dict(dictionary: Mapping[str, Any]) -> dict[str, Any]:
+    """`dictionary` with its tensors on `get_device()`."""
+    return apply_func_to_dict(
+        lambda item: move_to_device_if_tensor(get_device(), item), dictionary
+    )
+
+
+def clear_memory() -> None:
+    """Collect garbage, and give memory of the device that nobody uses back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def log_memory(prefix: str) -> None:
+    """Log how much memory of the GPU PyTorch and others use; without CUDA log nothing."""
+    if not torch.cuda.is_available():
+        return
+    free, total = torch.cuda.mem_get_info()
+    own, occupied = (value / 2**30 for value in (torch.cuda.memory_allocated(), total - free))
+    logging.info(
+        f"GPU memory at {prefix}: PyTorch {own:.2f} GiB, all {occupied:.2f} GiB, not PyTorch "
+        f"{occupied - own:.2f} GiB"
+    )

@@ -299,3 +299,12 @@ def get_expert_model_parallel_group() -> ProcessGroup | None:
 def get_expert_data_parallel_group() -> ProcessGroup | None:
     """The ranks that hold the same experts: replicas of each other's expert weights."""
     return _mcore.get_expert_data_parallel_group() if is_initialized() else None
+
+
+def is_trt_llm_reshard() -> bool:
+    """False, by NeMo-Aligner's name: generation never uses another split of the ranks."""
+    return False
+
+
+def disable_trt_llm_reshard_calls() -> None:
+    """Do nothing, by NeMo-Aligner's name: there is nothing to disable."""

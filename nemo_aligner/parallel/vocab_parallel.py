@@ -111,7 +111,7 @@ def logprobs_and_entropy(
     return cast(tuple[Tensor, Tensor], results)
 
 
-def calculate_distributed_entropy(
+def distributed_entropy(
     logits: Tensor,
     mask: Tensor | None = None,
     temperature: float = 1.0,
@@ -137,6 +137,18 @@ def calculate_distributed_entropy(
         logits, target, temperature=temperature, vocab_size=vocab_size
     )
     return entropy if mask is None else masked_mean(entropy, mask)
+
+
+def calculate_distributed_entropy(
+    vocab_parallel_logits: Tensor,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """The mean of `distributed_entropy`, by NeMo-Aligner's name: a scalar with `mask` and without
+    it.
+    """
+    return distributed_entropy(vocab_parallel_logits, mask, temperature, vocab_size).mean()
 
 
 class DistributedLogprob:

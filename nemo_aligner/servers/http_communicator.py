@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients of named servers: they wait for the servers, check requests and send them."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -33,6 +34,18 @@ class Closeable(Protocol):
 
     def close(self) -> None:
         """End all connections."""
+
+
+class _of_class_or_instance:
+    """Decorator of a method that can be called on the class too: then it gets a new object."""
+
+    def __init__(self, method: Callable[..., "HTTPCommunicator"]) -> None:
+        self.method = method
+
+    def __get__(
+        self, instance: "HTTPCommunicator | None", owner: "type[HTTPCommunicator]"
+    ) -> Callable[..., "HTTPCommunicator"]:
+        return functools.partial(self.method, owner() if instance is None else instance)
 
 
 class HTTPCommunicator:
@@ -72,16 +85,21 @@ class HTTPCommunicator:
     def __exit__(self, *_exc: object) -> None:
         self.close()
 
+    @_of_class_or_instance
     def create_http_communicator_from_dict(
-        self,
+        self: "HTTPCommunicator",
         servers: Mapping[str, tuple[str, int]],
         endpoints: Mapping[str, Endpoint] | None = None,
-    ) -> None:
+    ) -> "HTTPCommunicator":
         """Connect to all of `servers`, {name: (ip, port)}; `endpoints` gives their schemas (see
         `add_server_by_name`).
+
+        Called on the class, as in NeMo-Aligner, it connects a new communicator. Returns the
+        communicator.
         """
         for name, (ip, port) in servers.items():
             self.add_server_by_name(name, ip=ip, port=port, endpoint=(endpoints or {}).get(name))
+        return self
 
     def add_server_by_name(
         self,

@@ -12,9 +12,9 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
 
 
-def decode_bytes_ndarray(array: np.ndarray) -> np.ndarray:
+def decode_bytes_ndarray(str_ndarray: np.ndarray) -> np.ndarray:
     """Decode UTF-8 bytes of any shape to a flat array of str."""
-    return np.char.decode(np.asarray(array).astype("bytes"), "utf-8").reshape(-1)
+    return np.char.decode(np.asarray(str_ndarray).astype("bytes"), "utf-8").reshape(-1)
 
 
 def pad_input(

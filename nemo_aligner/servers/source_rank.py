@@ -112,7 +112,7 @@ def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
             return
 
 
-def get_future_result(future: PendingReply | Exception | None, *keys: str) -> list[Tensor]:
+def get_future_result(future: Awaitable | Exception | None, *keys: str) -> list[Tensor]:
     """Return arrays `keys` of the reply as tensors on this rank's device; every rank of the
     model-parallel group calls it.
 
@@ -181,3 +181,23 @@ class RankZeroFuture(FutureResult[T]):
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
+
+
+def result_of_future(future: PendingReply | Exception | None, *keys: str) -> Tensor | list[Tensor]:
+    """`get_future_result` by NeMo-Aligner's form: of one key its tensor, of several a list; any
+    object with `result()` may be waited for.
+    """
+    known = future is None or isinstance(future, (Exception, PendingReply))
+    results = get_future_result(future if known else _OtherFuture(future), *keys)
+    return results[0] if len(keys) == 1 else results
+
+
+class _OtherFuture:
+    """A future of another library, as something that `await_on_source` waits for."""
+
+    def __init__(self, future: Any) -> None:
+        self.result = future.result
+
+    def done(self, timeout_s: float) -> bool:
+        """True: `result()` itself waits."""
+        return True

@@ -94,9 +94,15 @@ class CustomLoggerWrapper:
         for row in rows:
             file.write({"step": step, **row})
 
-    def log_image(self, key: str, images: list[Any], step: int | None = None) -> None:
-        """Log images with the loggers that can."""
-        self._call("log_image", key=key, images=images, step=step)
+    def log_image(
+        self, key: str, images: list[Any], step: int | None = None, **options: Any
+    ) -> None:
+        """Log images with the loggers that can; `options` (such as `caption`) are theirs."""
+        self._call("log_image", key=key, images=images, step=step, **options)
+
+    def apply_fn(self, name_of_fn: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method `name_of_fn` of every logger that has it; writes no file."""
+        self._call(name_of_fn, *args, **kwargs)
 
     def finalize(self, status: str = "success") -> None:
         """Flush and close; a further call of `log_metrics` opens the files again."""

@@ -124,6 +124,11 @@ def endless_batches(dataloader: BatchLoader, counters: Counters) -> Iterator[Any
             )
 
 
+def safe_is_divisible(a: int, b: int) -> bool:
+    """Whether `b` divides `a`; 0 divides nothing."""
+    return b != 0 and a % b == 0
+
+
 def check_progress(
     step: int,
     max_steps: int,

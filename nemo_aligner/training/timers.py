@@ -3,13 +3,16 @@
 """Durations of named phases, and the wall-clock limit of a run."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
 
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda durations: sum(durations) / len(durations),
@@ -62,6 +65,15 @@ class ScopedTimer:
         yield
         self._durations.setdefault(name, []).append(self._now() - start)
 
+    @contextmanager
+    def forgotten_on_error(self) -> Iterator[None]:
+        """Inside, an error forgets all durations: whoever catches it can time the names again."""
+        try:
+            yield
+        except BaseException:
+            self._durations.clear()
+            raise
+
     def consume_durations(self) -> dict[str, float]:
         """Return the seconds by name, and forget them."""
         durations, self._durations = self._durations, {}
@@ -73,7 +85,78 @@ class ScopedTimer:
         return time.monotonic()
 
 
-SyncTimer = ScopedTimer  # the older name
+class SyncTimer(ScopedTimer):
+    """NeMo-Aligner's older timer: `ScopedTimer`, with `start`, `stop` and `get` by name, and
+    durations that are the same on all data-parallel ranks.
+
+    Args:
+        reduction, sync_cuda, buffer_size: as for `ScopedTimer`.
+        reduce_op: how the durations of the ranks become one; the slowest counts by default.
+    """
+
+    def __init__(
+        self,
+        reduction: str = "mean",
+        sync_cuda: bool = True,
+        buffer_size: int = 1,
+        reduce_op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX,
+    ) -> None:
+        super().__init__(reduction, sync_cuda, buffer_size)
+        self.reduce_op = reduce_op
+        self._started: dict[str, float] = {}
+        self._stopped: dict[str, list[float]] = {}
+        self.stored_results: dict[str, list[float]] = {}
+
+    def start(self, name: str = "") -> None:
+        """Start the clock of `name`."""
+        self._started[name] = self._now()
+
+    def stop(self, name: str = "") -> None:
+        """Keep the seconds since `start(name)`: the last `buffer_size` of them.
+
+        Raises:
+            ValueError: it was not started.
+        """
+        if name not in self._started:
+            raise ValueError(f"timer {name!r} was not started")
+        kept = self._stopped.setdefault(name, [])
+        kept.append(self._now() - self._started.pop(name))
+        if self._buffer_size > 0:
+            del kept[: -self._buffer_size]
+
+    def get(self, name: str = "") -> float:
+        """The kept seconds of `name`, reduced."""
+        return self._reduce(self._stopped[name])
+
+    def stop_and_get_time(self, name: str = "") -> float:
+        """`stop`, then `get`."""
+        self.stop(name)
+        return self.get(name)
+
+    def sync_time(self, list_to_sync: Sequence[float]) -> torch.Tensor:
+        """float32 `[len(list_to_sync)]`: each number reduced over the data-parallel ranks, which
+        all call it.
+        """
+        group = parallel_state.get_data_parallel_group()
+        times = torch.tensor(list_to_sync, dtype=torch.float32, device=get_device())
+        if dist.is_initialized() and dist.get_world_size(group) > 1:
+            dist.all_reduce(times, op=self.reduce_op, group=group)
+        return times
+
+    def get_synced(self, name: str = "") -> float:
+        """`get`, reduced over the data-parallel ranks, which all call it."""
+        return float(self.sync_time([self.get(name)]).item())
+
+    def store(self, name: str = "") -> None:
+        """Put `get(name)` aside for `sync_and_consume_over_stored_time`."""
+        self.stored_results.setdefault(name, []).append(self.get(name))
+
+    def sync_and_consume_over_stored_time(self, name: str = "") -> Iterator[float]:
+        """Yield what was stored for `name`, reduced over the data-parallel ranks, and forget it;
+        they all iterate to the end.
+        """
+        if name in self.stored_results:
+            yield from self.sync_time(self.stored_results.pop(name)).tolist()
 
 
 class Timer:
@@ -95,6 +178,14 @@ class Timer:
     def elapsed_s(self) -> float:
         """Seconds since the start; 0 before it."""
         return 0.0 if self._start is None else time.monotonic() - self._start
+
+    def get_time_elapsed(self) -> float:
+        """Seconds since the start, by NeMo-Aligner's name."""
+        return self.elapsed_s()
+
+    def get_time_remaining(self) -> float:
+        """Seconds until the limit; infinite without one."""
+        return self.duration_s - self.elapsed_s()
 
     def is_finished(self) -> bool:
         """True once the time is over. All ranks call it; rank 0 decides, because clocks differ."""

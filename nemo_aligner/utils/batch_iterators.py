@@ -4,6 +4,8 @@
 
 from nemo_aligner.data.nlp.batch_iterators import (
     DefaultBatchIterator,
+    HTTPBatchIterator,
+    SharedSet,
     StoreBatchIterator,
     get_batch_iterator_cls,
 )

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The former place of these names; what each import statement below names is the present one."""
 
+from nemo_aligner.core.retired import retired_names
 from nemo_aligner.parallel.collectives import (
     all_reduce_dict,
     broadcast_2d_tensor,
@@ -25,3 +26,5 @@ from nemo_aligner.parallel.vocab_parallel import (
     from_parallel_logits_to_logprobs,
 )
 from nemo_aligner.training.timers import ScopedTimer, SyncTimer, Timer
+
+__getattr__ = retired_names(__name__)

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The former place of these names; what each import statement below names is the present one."""
 
+from nemo_aligner.core.retired import retired_names
 from nemo_aligner.parallel.parallel_state import (
     destroy,
+    disable_trt_llm_reshard_calls,
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_world_size,
@@ -33,5 +35,8 @@ from nemo_aligner.parallel.parallel_state import (
     is_initialized,
     is_pipeline_first_stage,
     is_pipeline_last_stage,
+    is_trt_llm_reshard,
     seed_generators,
 )
+
+__getattr__ = retired_names(__name__)

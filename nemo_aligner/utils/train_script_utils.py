@@ -15,4 +15,16 @@ from nemo_aligner.launch.processes import (
     launch_processes,
     resolve_and_create_trainer,
 )
+from nemo_aligner.launch.script_steps import (
+    FakeCheckpointCallback,
+    FakeScheduler,
+    add_custom_checkpoint_callback,
+    disable_data_callbacks,
+    extract_optimizer_scheduler_from_ptl_model,
+    init_peft,
+    init_using_ptl,
+    retrieve_custom_trainer_state_dict,
+    temp_pop_from_config,
+)
+from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.schedule import supervised_max_steps

@@ -2,4 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The former place of these names; what each import statement below names is the present one."""
 
-from nemo_aligner.training.update import clip_gradients, learning_rate, optimizer_step
+from nemo_aligner.models.nlp.gpt.step_helpers import (
+    clip_gradients,
+    finish_validation_step,
+    grad_reductions,
+    prepare_for_training_step,
+    prepare_for_validation_step,
+    set_eval,
+    set_sync_funcs,
+    set_train,
+)
+from nemo_aligner.training.update import learning_rate, optimizer_step

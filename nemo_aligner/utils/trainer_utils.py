@@ -9,4 +9,5 @@ from nemo_aligner.training.schedule import (
     compute_num_steps_per_epoch,
     endless_batches,
     is_complete,
+    safe_is_divisible,
 )

@@ -17,7 +17,7 @@ from megatron.core.parallel_state import destroy_model_parallel
 from nemo_aligner.core.losses import loss_weights, ppo_actor_loss
 from nemo_aligner.parallel import collectives, parallel_state
 from nemo_aligner.parallel.vocab_parallel import (
-    calculate_distributed_entropy,
+    distributed_entropy,
     from_parallel_logits_to_logprobs,
 )
 from nemo_aligner.training.timers import Timer
@@ -184,9 +184,7 @@ def _vocabulary_parallel():
         logprobs = from_parallel_logits_to_logprobs(
             shard, tokens, temperature=temperature, vocab_size=vocab_size
         )
-        entropy = calculate_distributed_entropy(
-            shard, temperature=temperature, vocab_size=vocab_size
-        )
+        entropy = distributed_entropy(shard, temperature=temperature, vocab_size=vocab_size)
         (weights * (logprobs + entropy)).sum().backward()
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-6)
         torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=1e-6)

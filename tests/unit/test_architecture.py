@@ -22,7 +22,7 @@ FLOORS = [
     {"servers", "generation", "data"},
     {"models"},
     {"algorithms", "launch"},
-    {"report"},
+    {"report", "compat"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -30,6 +30,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SINGLE_DOORS = {
     "nemo_aligner.losses",
     "nemo_aligner.metrics",
+    "nemo_aligner.metrics.common",
     "nemo_aligner.types",
     "nemo_aligner.models.nlp.gpt.reward_critic_clients",
     "nemo_aligner.models.nlp.gpt.rewards_in_place_of_critic",
@@ -96,7 +97,9 @@ def test_no_import_circles():
 @pytest.mark.parametrize("module", [module for module in MODULES if _is_door(module)])
 def test_doors_only_hand_on_names(module):
     statements = ast.parse(MODULES[module].read_text()).body
-    assert all(isinstance(s, (ast.Expr, ast.ImportFrom)) for s in statements), module
+    retired = "__getattr__ = retired_names(__name__)"  # see core/retired.py
+    others = [s for s in statements if not isinstance(s, (ast.Expr, ast.ImportFrom))]
+    assert all(ast.unparse(s) == retired for s in others), module
     importlib.import_module(module)
 
 

@@ -19,7 +19,7 @@ from nemo_aligner.core.losses import (
 )
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.parallel.vocab_parallel import (
-    calculate_distributed_entropy,
+    distributed_entropy,
     from_parallel_logits_to_logprobs,
 )
 from tests.oracle_table import Case, Comparisons
@@ -296,7 +296,7 @@ def _(case, library):
     for temperature in (1.0, 0.7):
         ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
         logprobs = from_parallel_logits_to_logprobs(ours, tokens, temperature=temperature)
-        entropy = calculate_distributed_entropy(ours, temperature=temperature)
+        entropy = distributed_entropy(ours, temperature=temperature)
         predicting, labels = theirs[:, :-1] / 1.0, tokens[:, 1:]  # column t predicts token t+1
         if library == "openrlhf":
             expected = oracle("openrlhf.models.utils").log_probs_from_logits(
@@ -308,7 +308,8 @@ def _(case, library):
             expected = getattr(module, name)(predicting / temperature, labels)
             their_entropy = module.entropy_from_logits(predicting / temperature)
             yield entropy, their_entropy
-            yield calculate_entropy((predicting / temperature).log_softmax(-1)), their_entropy
+            own = calculate_entropy((predicting / temperature).log_softmax(-1))
+            yield own, their_entropy.mean()
         yield logprobs, expected
         weights = torch.randn(expected.shape, generator=random)
         gradients = [

@@ -13,7 +13,7 @@ from benchmarks import logprob_memory
 from nemo_aligner.parallel import vocab_parallel
 from nemo_aligner.parallel.vocab_parallel import (
     DistributedLogprob,
-    calculate_distributed_entropy,
+    distributed_entropy,
     from_parallel_logits_to_logprobs,
     logprobs_and_entropy,
 )
@@ -65,7 +65,7 @@ def test_logprobs_and_gradient_against_dense_softmax(chunked, temperature, vocab
 def test_entropy_and_gradient_against_dense_softmax(chunked, temperature, vocab_size):
     logits, _ = inputs()
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    entropy = calculate_distributed_entropy(ours, temperature=temperature, vocab_size=vocab_size)
+    entropy = distributed_entropy(ours, temperature=temperature, vocab_size=vocab_size)
     real = theirs[:, :-1, : vocab_size or V] / temperature
     expected = torch.distributions.Categorical(logits=real).entropy()
     torch.testing.assert_close(entropy, expected, atol=1e-5, rtol=1e-6)
@@ -74,7 +74,7 @@ def test_entropy_and_gradient_against_dense_softmax(chunked, temperature, vocab_
     (expected * weights).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5)
     mask = torch.rand(B, S - 1) > 0.5
-    masked = calculate_distributed_entropy(logits, mask, temperature, vocab_size)
+    masked = distributed_entropy(logits, mask, temperature, vocab_size)
     torch.testing.assert_close(masked, expected[mask].mean().detach())
 
 
@@ -85,9 +85,7 @@ def test_numerical_gradients(chunked):
         lambda x: from_parallel_logits_to_logprobs(x, tokens, temperature=0.7, vocab_size=9),
         logits,
     )
-    assert torch.autograd.gradcheck(
-        lambda x: calculate_distributed_entropy(x, None, 0.7, 9), logits
-    )
+    assert torch.autograd.gradcheck(lambda x: distributed_entropy(x, None, 0.7, 9), logits)
     assert torch.autograd.gradcheck(
         lambda x: logprobs_and_entropy(x, tokens, temperature=0.7, vocab_size=9), logits
     )
@@ -121,7 +119,7 @@ def test_the_entropy_beside_them_changes_no_bit_of_the_logprobs(chunked, dtype):
         x = logits.clone().requires_grad_()
         if with_entropy:
             logprobs, entropy = logprobs_and_entropy(x, tokens)
-            assert torch.equal(entropy, calculate_distributed_entropy(x))
+            assert torch.equal(entropy, distributed_entropy(x))
         else:
             logprobs = from_parallel_logits_to_logprobs(x, tokens)
         assert torch.equal(
@@ -141,9 +139,7 @@ def test_against_trl():
         from_parallel_logits_to_logprobs(logits, tokens), expected, atol=1e-6, rtol=1e-6
     )
     expected = core.entropy_from_logits(logits[:, :-1])
-    torch.testing.assert_close(
-        calculate_distributed_entropy(logits), expected, atol=1e-6, rtol=1e-6
-    )
+    torch.testing.assert_close(distributed_entropy(logits), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_options():
@@ -193,7 +189,7 @@ def test_large_logits_stay_finite(scale):
     logits = (logits + scale).requires_grad_()
     logprobs, entropy = (
         from_parallel_logits_to_logprobs(logits, tokens),
-        calculate_distributed_entropy(logits),
+        distributed_entropy(logits),
     )
     torch.testing.assert_close(logprobs, dense_logprobs(logits, tokens))
     (logprobs.sum() + entropy.sum()).backward()
@@ -217,7 +213,7 @@ def test_nan_logits_in_the_dropped_column_are_never_read():
     results = []
     for x in (logits, planted):
         x.requires_grad_()
-        outputs = [from_parallel_logits_to_logprobs(x, tokens), calculate_distributed_entropy(x)]
+        outputs = [from_parallel_logits_to_logprobs(x, tokens), distributed_entropy(x)]
         sum(output.sum() for output in outputs).backward()
         results.append([*outputs, x.grad])
     for clean, dirty in zip(*results):
@@ -293,7 +289,7 @@ def test_overwritten_logits_that_are_needed_again_are_an_error():
     # Another function of the same logits: autograd runs the one that was called last first.
     logits = source.clone()
     results = [
-        calculate_distributed_entropy(logits),
+        distributed_entropy(logits),
         from_parallel_logits_to_logprobs(logits, tokens),
     ]
     expected = torch.autograd.grad(results[0].sum() + results[1].sum(), logits)[0]
@@ -301,11 +297,11 @@ def test_overwritten_logits_that_are_needed_again_are_an_error():
         logits = source.clone()
         if overwrites_last:
             results = [from_parallel_logits_to_logprobs(logits, tokens, overwrite_logits=True)]
-            results += [calculate_distributed_entropy(logits)]
+            results += [distributed_entropy(logits)]
             (gradient,) = torch.autograd.grad(results[0].sum() + results[1].sum(), logits)
             torch.testing.assert_close(gradient, expected)
         else:
-            results = [calculate_distributed_entropy(logits)]
+            results = [distributed_entropy(logits)]
             results += [from_parallel_logits_to_logprobs(logits, tokens, overwrite_logits=True)]
             with pytest.raises(RuntimeError, match=written):
                 (results[0].sum() + results[1].sum()).backward()

@@ -9,7 +9,8 @@ micro-batch once.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +113,49 @@ class StoreBatchIterator(DefaultBatchIterator):
         return int(ticket.item())
 
 
+class HTTPBatchIterator(StoreBatchIterator):
+    """`StoreBatchIterator` with NeMo-Aligner's arguments for its Flask server, which there is
+    not: `shared_set`, `host` and `port` have no use.
+    """
+
+    def __init__(
+        self,
+        shared_set: "SharedSet | None",
+        host: str,
+        port: int,
+        sampler_iter: Iterator[list[int]],
+        num_microbatches: int,
+        dataset: Sequence[Item] | torch.utils.data.Dataset[Any],
+        collate_fn: Callable[[list[Any]], Any],
+    ) -> None:
+        super().__init__(sampler_iter, num_microbatches, dataset, collate_fn)
+
+
+class SharedSet:
+    """A set of dataset indices from which several threads take; NeMo-Aligner's work queue, which
+    nothing here uses.
+    """
+
+    def __init__(self) -> None:
+        self.data: set[int] = set()
+        self.lock = threading.Lock()
+
+    def clear(self) -> None:
+        """Remove all."""
+        with self.lock:
+            self.data.clear()
+
+    def set_idx(self, ids: Iterable[int]) -> None:
+        """Add `ids`."""
+        with self.lock:
+            self.data.update(ids)
+
+    def get_idx(self, batch_size: int) -> list[int]:
+        """Take `batch_size` of them, or what is left."""
+        with self.lock:
+            return [self.data.pop() for _ in range(min(batch_size, len(self.data)))]
+
+
 def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
     """The micro-batches of all data-parallel ranks, in turns; every rank of the job calls it."""
     # All ranks, as the data-parallel group may differ between generation and training. Ranks of
@@ -128,15 +172,15 @@ def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
 
 
 def get_batch_iterator_cls(
-    cfg: DictConfig | dict[str, Any] | None = None,
+    batch_iterator_cfg: DictConfig | dict[str, Any] | None = None,
 ) -> type[DefaultBatchIterator]:
     """The iterator that `trainer.ppo.batch_iterator` asks for.
 
     Args:
-        cfg: that section. `use_flask` is NeMo-Aligner's name of the work queue: there is no Flask,
-            and `port` is not used.
+        batch_iterator_cfg: that section. `use_flask` is NeMo-Aligner's name of the work queue:
+            there is no Flask, and `port` is not used.
     """
-    if not complete(cfg, "gpt_ppo_actor", "trainer.ppo.batch_iterator").use_flask:
+    if not complete(batch_iterator_cfg, "gpt_ppo_actor", "trainer.ppo.batch_iterator").use_flask:
         return DefaultBatchIterator
     logging.info(
         "batch_iterator.use_flask=True: work queue in the process group's own store, with no "

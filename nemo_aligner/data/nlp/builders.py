@@ -22,7 +22,9 @@ from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.old_forms import check_later
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.constructors import build_dataset_generic, dataset_maker
 from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
 from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
@@ -46,6 +48,7 @@ from nemo_aligner.parallel import parallel_state
 
 __all__ = [
     "build_dataloader",
+    "build_dataset_generic",
     "build_sft_dataset",
     "build_train_valid_test_labelled_pair_datasets",
     "build_train_valid_test_datasets",
@@ -143,7 +146,7 @@ def build_train_valid_test_datasets(
     """Build (train, validation, test) datasets.
 
     Args:
-        cls: makes one dataset.
+        cls: makes one dataset; a class is one with NeMo-Aligner's constructor.
         cfg: `model` section.
         data_prefix: mapping with the files (one path or a list) of `train`, `validation` and
             `test`, of which the last two are optional; or one path or list that `splits_string`
@@ -180,7 +183,9 @@ def build_train_valid_test_datasets(
             f"model.data.append_eod=True has no effect with data_impl={data_impl}: tokens are "
             "used as they are."
         )
-    make = partial(cls, cfg=cfg, tokenizer=tokenizer, seq_length=seq_length)
+    make = partial(
+        dataset_maker(cls, data_impl, seed), cfg=cfg, tokenizer=tokenizer, seq_length=seq_length
+    )
     if not isinstance(data_prefix, Mapping | DictConfig):
         return _split_common_files(make, data_prefix, splits_string, limits)
     if splits_string is not None:
@@ -206,6 +211,11 @@ def _split_common_files(
             "separate files: {train: [...], validation: [...]}."
         )
     whole = make(paths=paths, name="all")
+    if not isinstance(whole, FileDataset):
+        raise ConfigError(
+            f"model.data.splits_string cannot divide a {type(whole).__name__}: give separate "
+            "files in model.data.data_prefix, {train: [...], validation: [...]}."
+        )
     # A blend divides each of its files, so that each part has all of them.
     pieces = [whole.documents] if weights is None else whole.documents_by_file()
     bounds = [_split(len(piece), str(splits_string)) for piece in pieces]
@@ -265,6 +275,7 @@ def build_sft_dataset(
     answer_only_loss: bool = True,
     is_chat: bool = True,
     special_tokens: Mapping[str, str] | None = None,
+    model_cfg: DictConfig | None = None,
 ) -> SFTDataset:
     """Build the dataset of `model.data.train_ds` or `validation_ds`: prompt-response jsonl.
 
@@ -276,6 +287,7 @@ def build_sft_dataset(
         num_samples: use at most so many samples; None or below 1 means all.
         answer_only_loss: train on the response only, not on the prompt.
         is_chat, special_tokens: chat data (`model.data.chat=True`) is refused.
+        model_cfg: section `model` (NeMo-Aligner's argument); nothing of it is needed.
 
     Raises:
         ConfigError: no files, or something that is not supported.
@@ -333,6 +345,11 @@ def _blended(dataset: Any, weights: Sequence[float] | None, num_samples: int | N
     """
     if weights is None:
         return _limit(dataset, num_samples)
+    if not isinstance(dataset, FileDataset):
+        raise ConfigError(
+            f"model.data.data_prefix has weights, but a {type(dataset).__name__} cannot be "
+            "a blend of files; give them without weights."
+        )
     return dataset.select(
         _mixed(dataset.documents_by_file(), weights, num_samples, dataset.lines.paths)
     )
@@ -431,3 +448,6 @@ def build_dataloader(
         # on which the training depends.
         generator=torch.Generator().manual_seed(cfg.model.seed),
     )
+
+
+__getattr__ = retired_names(__name__)

@@ -12,6 +12,7 @@ tokens too.
 | `SFTDataset`                   | prompt-response examples                                  |
 """
 
+from nemo_aligner.core.retired import retired_names
 from nemo_aligner.data.nlp.json_lines import JsonLines
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, RegressionRewardModelDataset
 from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
@@ -27,3 +28,5 @@ __all__ = [
     "RewardModelDataset",
     "SFTDataset",
 ]
+
+__getattr__ = retired_names(__name__)

@@ -10,6 +10,7 @@ import torch
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder, documents_within, pad
 from nemo_aligner.data.nlp.json_lines import JsonLines, Record
 
@@ -17,6 +18,17 @@ from nemo_aligner.data.nlp.json_lines import JsonLines, Record
 DEFAULT_MASK_VALUE = -100.0
 
 
+def _attributes(given: dict[str, Any]) -> dict[str, Any]:
+    """What NeMo-Aligner's arguments say about the labels."""
+    regression = given["cfg"]["regression"]
+    return {
+        "seq_length": given["seq_length"],
+        "num_attributes": regression["num_attributes"],
+        "mask_value": regression.get("loss_mask_val", DEFAULT_MASK_VALUE),
+    }
+
+
+@accepts_nemo_aligner_call(_attributes)
 class RegressionRewardModelDataset(FileDataset):
     """Labelled texts for a regression reward model: lines `{"text": ..., "label": [number, ...]}`.
 

@@ -11,12 +11,14 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder, documents_within, pad
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, label_numbers
 from nemo_aligner.data.nlp.token_files import open_records
 
 
+@accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
 class RewardModelDataset(FileDataset):
     """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better first.
 

@@ -14,10 +14,12 @@ from typing_extensions import Self
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call, prompt_limit
 from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder
 from nemo_aligner.data.nlp.token_files import open_records
 
 
+@accepts_nemo_aligner_call(prompt_limit)
 class RLHFDataset(FileDataset):
     """Prompts: lines `{"text": prompt}`, tokenized as they are.
 

@@ -10,7 +10,7 @@ Notation: B samples, S positions, H hidden size, A numbers that the head compute
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -22,6 +22,16 @@ from torch import Tensor
 
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import gather_shares
+
+# Arguments of NeMo-Aligner's `GPTRewardModel.forward` after `input_ids`.
+NEMO_ALIGNER_ORDER = (
+    "lengths",
+    "position_ids",
+    "attention_mask",
+    "decoder_input",
+    "labels",
+    "inference_params",
+)
 
 
 class RewardModelHead(RowParallelLinear):
@@ -165,10 +175,12 @@ class GPTRewardModel(GPTModel):
     Input and output embeddings are never shared.
 
     Args:
-        config, and arguments not named here: as `GPTModel`'s.
-        output_sequence, use_avg_pool, merge_attributes, attributes_weights: of the head.
+        config, and arguments not named here: as `GPTModel`'s. The order is NeMo-Aligner's, which
+            is not `GPTModel`'s after `rotary_base`; give the rest by name.
+        output_sequence, use_avg_pool, merge_attributes: of the head.
         num_attributes: A of the head.
-        head_dtype: of the head.
+        attribute_weights, attributes_weights: two names for the head's `attributes_weights`.
+        head_dtype: of the head; None: float32.
         head_seed: of the head's initial weights.
 
     Attributes:
@@ -184,12 +196,25 @@ class GPTRewardModel(GPTModel):
     def __init__(
         self,
         config: TransformerConfig,
-        *args: Any,
+        transformer_layer_spec: Any,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: int = 10000,
+        seq_len_interpolation_factor: float | None = None,
         output_sequence: bool = False,
         use_avg_pool: bool = False,
-        head_dtype: torch.dtype = torch.float32,
+        head_dtype: torch.dtype | None = None,
         num_attributes: int = 1,
+        attribute_weights: Sequence[float] | None = None,
         merge_attributes: bool = False,
+        *,
         attributes_weights: Sequence[float] | None = None,
         head_seed: int = 1234,
         **kwargs: Any,
@@ -198,7 +223,22 @@ class GPTRewardModel(GPTModel):
             raise ValueError(
                 "a reward model cannot be trained in fp8: its head is too small; use bf16."
             )
-        super().__init__(config, *args, **{**kwargs, "share_embeddings_and_output_weights": False})
+        super().__init__(
+            config,
+            transformer_layer_spec,
+            vocab_size,
+            max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            fp16_lm_cross_entropy=fp16_lm_cross_entropy,
+            parallel_output=parallel_output,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type=position_embedding_type,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+            seq_len_interpolation_factor=seq_len_interpolation_factor,
+            **kwargs,
+        )
         self._lengths: Tensor | None = None
         if not self.post_process:
             return
@@ -212,29 +252,40 @@ class GPTRewardModel(GPTModel):
                 init_method=config.init_method,
                 output_sequence=output_sequence,
                 use_avg_pool=use_avg_pool,
-                dtype=head_dtype,
+                dtype=head_dtype or torch.float32,
                 merge_attributes=merge_attributes,
-                attributes_weights=attributes_weights,
+                attributes_weights=(
+                    attribute_weights if attributes_weights is None else attributes_weights
+                ),
             )
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None,
-        *args: Any,
-        lengths: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`GPTModel.forward` with the head (`RewardModelHead.forward`) after the last layer.
+
+        Further arguments by name, or in one of two orders, which the second argument tells apart:
+
+        * NeMo-Aligner's: `lengths` [B], position_ids, attention_mask, decoder_input, labels,
+          inference_params;
+        * `GPTModel`'s: position_ids [B, S], attention_mask, decoder_input, labels, ...
 
         Args:
             lengths: int64 [B], tokens of each sample without its padding; not needed for values of
                 all positions.
         """
-        self._lengths = lengths
+        # No position ids at all, before further arguments, can only be missing lengths.
+        if args and (args[0].dim() == 1 if args[0] is not None else len(args) > 2):
+            given = dict(zip(NEMO_ALIGNER_ORDER, args, strict=False))
+            if len(args) > len(NEMO_ALIGNER_ORDER) or given.keys() & kwargs.keys():
+                raise TypeError(
+                    f"GPTRewardModel.forward takes {', '.join(NEMO_ALIGNER_ORDER)} after "
+                    "input_ids, each once"
+                )
+            args, kwargs = (), {**given, **kwargs}
+        self._lengths = kwargs.pop("lengths", None)
+        if kwargs.get("inference_params", ...) is None:
+            del kwargs["inference_params"]  # Megatron Core's older name of inference_context
         try:
-            return super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
+            return super().forward(input_ids, *args, **kwargs)
         finally:
             self._lengths = None
 

@@ -2,22 +2,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GPTSFTModel`: supervised fine-tuning, the language-model loss on the responses."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
 
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_count, loss_weights, sft_loss
+from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import SFTBatch
+from nemo_aligner.generation import GenerationParams, MegatronGenerator
+from nemo_aligner.generation.tokenize_batch import tokenize_batch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
+from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
 from nemo_aligner.training.megatron_steps import Batch, forward_backward
 
+# What `generate` uses where nothing is given: NeMo's defaults.
+DEFAULT_LENGTH_PARAMS = {"max_length": 30, "min_length": 0}
+DEFAULT_SAMPLING_PARAMS = {"use_greedy": True, "end_strings": []}
 
-class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
+
+class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
     """Language model that learns the responses of a data set.
 
     The loss is the mean over the response tokens of the global batch, or over what
@@ -33,6 +45,13 @@ class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
         self.loss_reduction: str = self.cfg.loss_reduction
+        self.generator = MegatronGenerator(
+            self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length
+        )
+        inference = self.cfg.get("inference") or {}
+        self.set_inference_params(
+            **{key: inference.get(key) for key in ("length_params", "sampling_params", "strategy")}
+        )
 
     def get_loss_and_metrics(
         self, batch: SFTBatch, forward_only: bool = False
@@ -81,3 +100,119 @@ class GPTSFTModel(MegatronGPTModel, SupervisedInterface):
         )
         metrics["weights"] = float(sum_over_dp(count.to(get_device())))
         return metrics["loss"], metrics
+
+    # --- responses ------------------------------------------------------------------------------
+
+    def set_inference_params(
+        self,
+        length_params: Mapping[str, Any] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        strategy: None = None,
+    ) -> None:
+        """Choose how `infer` generates, as `model.inference` does; None: up to 30 tokens, greedy.
+
+        Args:
+            strategy: of NeMo's text generation, which is gone; only None is possible.
+        """
+        _refuse_strategy(strategy)
+        self._inference_params = {
+            "length_params": length_params or DEFAULT_LENGTH_PARAMS,
+            "sampling_params": sampling_params or DEFAULT_SAMPLING_PARAMS,
+            "strategy": None,
+        }
+
+    def get_inference_params(self) -> dict[str, Any]:
+        """What `set_inference_params` chose."""
+        return self._inference_params
+
+    def prepare_for_inference(self) -> None:
+        """Enter evaluation mode (dropout off)."""
+        self.set_eval()
+
+    def finish_inference(self) -> None:
+        """Enter training mode."""
+        self.set_train()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Sequence[str] | tuple[Tensor, Tensor],
+        length_params: Mapping[str, Any],
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        strategy: None = None,
+    ) -> dict[str, Any]:
+        """A response to each prompt; every rank of a TP x PP x CP group calls it with the same
+        prompts.
+
+        Args:
+            inputs: texts, or (int64 `[B, W]`, int64 `[B]`): tokens padded on the right, and
+                lengths.
+            length_params, sampling_params, strategy: as for `set_inference_params`.
+
+        Returns:
+            `sentences` (prompt and response), `predictions` (the response) and `token_ids` (of the
+            sentence), a list of B each; `offsets` is not computed.
+
+        Raises:
+            UserError: a prompt leaves no room for a response, or a strategy is given.
+        """
+        _refuse_strategy(strategy)
+        sampling = sampling_params or DEFAULT_SAMPLING_PARAMS
+        if sampling.get("compute_logprob"):
+            raise UserError(
+                "sampling_params.compute_logprob=True is not available; score tokens with "
+                "nemo_aligner.parallel.vocab_parallel.from_parallel_logits_to_logprobs."
+            )
+        given: Any = inputs
+        if isinstance(given[0], str):
+            limit, add_bos = self.cfg.encoder_seq_length, bool(sampling.get("add_BOS"))
+            given = tokenize_batch(given, self.tokenizer, limit, add_bos)
+        prompts, lengths = given
+        generated = self.generator.generate(
+            prompts,
+            lengths,
+            sample_seeds(self.cfg.seed, 0, torch.arange(len(lengths))),
+            GenerationParams.from_config(length_params, sampling),
+        )
+        ends = zip(lengths.tolist(), generated.response_lengths.tolist(), strict=True)
+        token_ids, predictions = [], []
+        for tokens, (start, end) in zip(generated.response_tokens.tolist(), ends, strict=True):
+            token_ids.append(tokens[:end])
+            predictions.append(self.tokenizer.ids_to_text(tokens[start:end]))
+        return {
+            "sentences": [self.tokenizer.ids_to_text(tokens) for tokens in token_ids],
+            "predictions": predictions,
+            "token_ids": token_ids,
+        }
+
+    def infer(
+        self,
+        inference_batch: Mapping[str, Tensor],
+        length_params: Mapping[str, Any] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        strategy: None = None,
+    ) -> dict[str, Any]:
+        """`generate` in evaluation mode, by default as `set_inference_params` chose.
+
+        Args:
+            inference_batch: `text` int64 `[B, W]` and `length` int64 `[B]`.
+        """
+        chosen = self.get_inference_params()
+        self.prepare_for_inference()
+        outputs = self.generate(
+            (inference_batch["text"], inference_batch["length"]),
+            length_params or chosen["length_params"],
+            sampling_params or chosen["sampling_params"],
+            strategy=strategy,
+        )
+        self.finish_inference()
+        return outputs
+
+
+def _refuse_strategy(strategy: object) -> None:
+    if strategy is not None:
+        raise UserError(
+            "NeMo's text generation strategies are gone: leave model.inference.strategy out "
+            "(null)."
+        )

@@ -62,7 +62,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self.loss_reduction: str = self.cfg.loss_reduction
         self.to_offload_adam_states: bool = self.cfg.offload_adam_states
         self.loaded_state_dict = StateDictState.CRITIC
-        self.rm_state_dict_cpu: dict[str, Tensor] | None = None
+        self._rm_state_dict_cpu: dict[str, Tensor] | None = None
         self.critic_state_dict_cpu: dict[str, Tensor] | None = None
         self._critic_copy_is_current = False
         self._set_output_sequence(True)
@@ -72,7 +72,28 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     def set_reward_model(self) -> None:
         """Keep a copy of the present weights as the reward model.
 
-        Call it before a checkpoint is resumed.
+        Call it before a checkpoint is resumed. Errors as in `check_gives_rewards`.
+        """
+        self.check_gives_rewards()
+        self._rm_state_dict_cpu = self.weights_to_cpu(into=self._rm_state_dict_cpu)
+
+    @property
+    def rm_state_dict_cpu(self) -> dict[str, Tensor] | None:
+        """The reward model's weights in host memory.
+
+        Assigning them, which NeMo-Aligner's script does with a copy of the weights that it has
+        loaded, has the errors of `check_gives_rewards`.
+        """
+        return self._rm_state_dict_cpu
+
+    @rm_state_dict_cpu.setter
+    def rm_state_dict_cpu(self, weights: dict[str, Tensor] | None) -> None:
+        if weights is not None:
+            self.check_gives_rewards()
+        self._rm_state_dict_cpu = weights
+
+    def check_gives_rewards(self) -> None:
+        """Check that the weights that this model was loaded with give rewards.
 
         Raises:
             UserError: the weights were loaded without a trained reward head, so rewards would be
@@ -88,7 +109,10 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
                 "remote_critic_rm.combine_rm_and_critic_server=False in the actor's job)."
             )
         check_attributes_are_merged(self.cfg.regression)
-        self.rm_state_dict_cpu = self.weights_to_cpu(into=self.rm_state_dict_cpu)
+
+    def set_output_sequence_flag(self, value_to_set: bool) -> None:
+        """`_set_output_sequence`, by NeMo-Aligner's name."""
+        self._set_output_sequence(value_to_set)
 
     def _set_output_sequence(self, output_sequence: bool) -> None:
         """Give one number per position (critic), or one per sample (reward model)."""
@@ -101,14 +125,14 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         if wanted is self.loaded_state_dict:
             return
         if wanted is StateDictState.REWARD:
-            if self.rm_state_dict_cpu is None:
+            if self._rm_state_dict_cpu is None:
                 raise RuntimeError(
                     "there is no reward model beside the critic; call set_reward_model() at start."
                 )
             if not self._critic_copy_is_current:
                 self.critic_state_dict_cpu = self.weights_to_cpu(into=self.critic_state_dict_cpu)
                 self._critic_copy_is_current = True
-            self.load_cpu_weights(self.rm_state_dict_cpu)
+            self.load_cpu_weights(self._rm_state_dict_cpu)
         else:
             assert self.critic_state_dict_cpu is not None  # made when the reward model was loaded
             self.load_cpu_weights(self.critic_state_dict_cpu)

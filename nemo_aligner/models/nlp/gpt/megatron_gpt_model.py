@@ -38,6 +38,7 @@ from nemo_aligner.models.nlp.gpt.megatron_config import (
     torch_dtype,
 )
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
+from nemo_aligner.models.nlp.gpt.retired_hooks import RetiredHooks
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
@@ -54,7 +55,7 @@ if isinstance(ALLOWED_TARGET_PREFIXES, list) and "nemo_aligner." not in ALLOWED_
     ALLOWED_TARGET_PREFIXES.append("nemo_aligner.")
 
 
-class MegatronGPTModel(ModelPT):
+class MegatronGPTModel(RetiredHooks, ModelPT):
     """GPT on Megatron Core.
 
     Every rank constructs the model, once the processes of the job are connected
@@ -115,6 +116,7 @@ class MegatronGPTModel(ModelPT):
         if parallel_state.get_context_parallel_world_size() > 1:
             parallel_state.seed_generators(self.cfg.seed, by_context_rank=True)
         self._optimizer: MegatronOptimizer | None = None
+        self._scheduler: OptimizerParamScheduler | None = None
         self._swap_buffer: dict[str, Tensor] | None = None
 
     # --- construction ---------------------------------------------------------------------------
@@ -200,6 +202,12 @@ class MegatronGPTModel(ModelPT):
         """The bare Megatron modules, without DDP and precision wrappers."""
         return unwrap_model(self.model)
 
+    def cuda(self, device: Any = None) -> "MegatronGPTModel":
+        """The model itself: its weights are on `get_device()` since it was built, on a machine
+        without CUDA too.
+        """
+        return self
+
     def set_train(self) -> None:
         """Put all chunks into training mode."""
         for chunk in self.model:
@@ -228,8 +236,9 @@ class MegatronGPTModel(ModelPT):
         if self.transformer_config.bf16:
             for chunk in self.model:
                 chunk.config.grad_scale_func = optimizer.scale_loss
-        self._optimizer = optimizer
-        return optimizer, build_scheduler(optimizer, self.cfg.optim, max_steps)
+        scheduler = build_scheduler(optimizer, self.cfg.optim, max_steps)
+        self._optimizer, self._scheduler = optimizer, scheduler
+        return optimizer, scheduler
 
     def _move_adam_states(self, device: torch.device) -> None:
         # Not the optimizer's weights: those in fp32 are the model's own, which inference needs in
@@ -253,6 +262,14 @@ class MegatronGPTModel(ModelPT):
         """Bring back what `offload_optimizer` moved, if anything."""
         if wanted and torch.cuda.is_available() and self._optimizer is not None:
             self._move_adam_states(get_device())
+
+    def offload_adam_states(self) -> None:
+        """`offload_optimizer` where `offload_adam_states` of the configuration asks for it."""
+        self.offload_optimizer(getattr(self, "to_offload_adam_states", True))
+
+    def onload_adam_states(self) -> None:
+        """Bring back what `offload_adam_states` moved, if anything."""
+        self.onload_optimizer(getattr(self, "to_offload_adam_states", True))
 
     def prepare_for_training_step(self) -> None:
         """Enter training mode and empty the gradient buffers; called before the passes of one
@@ -412,8 +429,10 @@ class MegatronGPTModel(ModelPT):
             strict: as for `load_nemo_weights`.
             return_config: only return the configuration.
             trainer: as for the constructor.
-            map_location, save_restore_connector, validate_access_integrity: no effect; weights go
-                to this process's device, and the format needs no connector.
+            save_restore_connector: `CustomSaveRestoreConnector`, or None; of another connector
+                nothing is used, because the format needs none.
+            map_location, validate_access_integrity: no effect; weights go to this process's
+                device.
 
         Raises:
             UserError: the path does not exist or does not fit the model.
@@ -427,7 +446,13 @@ class MegatronGPTModel(ModelPT):
         with open_dict(cfg):
             cfg.pop("target", None)
         model = cls(cfg, trainer=trainer)
-        model.load_nemo_weights(restore_path, strict=strict, missing_ok=cls.fresh_weights())
+        base_only = getattr(save_restore_connector, "load_base_model_only", False)
+        model.load_nemo_weights(
+            restore_path,
+            strict=strict,
+            missing_ok=cls.fresh_weights(),
+            skip=cls.fresh_weights() if base_only else (),
+        )
         return model
 
     @classmethod

@@ -136,6 +136,25 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
             hashes.append(value)
         return sample_seeds(self.cfg.seed, 0, torch.tensor(hashes))
 
+    def get_ltor_masks_and_position_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Masks and positions of causal attention over whole samples, by NeMo-Aligner's name.
+
+        Args:
+            tokens: int64 `[B, S]`.
+
+        Returns:
+            attention mask bool `[B, 1, S, S]` (True: must not see), loss mask float32 `[B, S]` of
+            ones, and position ids int64 `[B, S]`.
+        """
+        samples, width = tokens.shape
+        hidden = torch.ones(width, width, dtype=torch.bool, device=tokens.device).triu(1)
+        positions = torch.arange(width, device=tokens.device).expand(samples, -1)
+        return (
+            hidden.expand(samples, 1, -1, -1),
+            torch.ones(samples, width, device=tokens.device),
+            positions,
+        )
+
     # --- log-probs ------------------------------------------------------------------------------
 
     def logprobs(self, logits: Tensor, tokens: Tensor, inference_only: bool) -> Tensor:

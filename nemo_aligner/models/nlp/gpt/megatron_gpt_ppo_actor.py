@@ -12,6 +12,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_weights, ppo_actor_loss
 from nemo_aligner.core.types import PPOTrainBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
@@ -71,6 +72,15 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
         """
         self.init_policy_state_dict = self.weights_to_cpu()
 
+    def check_reference_policy(self) -> None:
+        """Raise `UserError` if `set_reference_policy` was not called."""
+        if self.init_policy_state_dict is None:
+            raise UserError(
+                "the policy has no reference to measure the KL to; call "
+                "model.set_reference_policy() before training and before a checkpoint is resumed, "
+                "or set trainer.ppo.initial_policy_kl_penalty=0 (and model.ppo.kl_loss_coef=0)."
+            )
+
     def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
         """`get_inference_log_probs` under the reference policy: swaps the weights once, and back.
 
@@ -81,12 +91,10 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
             float32 `[B, S-1]`.
 
         Raises:
-            RuntimeError: `set_reference_policy` was not called.
+            UserError: `set_reference_policy` was not called.
         """
-        if self.init_policy_state_dict is None:
-            raise RuntimeError(
-                "there is no reference policy; call set_reference_policy() before training."
-            )
+        self.check_reference_policy()
+        assert self.init_policy_state_dict is not None
         with self.swapped_weights(self.init_policy_state_dict):
             return self.get_inference_log_probs(response_tokens)
 

@@ -8,3 +8,4 @@ from nemo_aligner.core.metrics import (
     explained_variance_from_moments,
     explained_variance_moments,
 )
+from nemo_aligner.training.inference_metrics import InferenceMetricsHandler

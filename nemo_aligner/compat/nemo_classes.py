@@ -1,0 +1,48 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in for classes of NeMo's collection `nlp` that this package has no equivalent of."""
+
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import DictConfig
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.processes import resolve_and_create_trainer
+from nemo_aligner.parallel.device import get_backend
+
+
+class NLPDDPStrategy(DDPStrategy):
+    """Lightning's strategy as this package's scripts use it: it starts and joins the processes of
+    the job. Megatron reduces the gradients; arguments of NeMo's strategy have no use.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(process_group_backend=get_backend(), timeout=timedelta(minutes=30))
+
+
+class MegatronTrainerBuilder:
+    """Builds the trainer of a job.
+
+    Args:
+        cfg: the whole configuration, whose `trainer` has Lightning's keys only.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+
+    def create_trainer(self, callbacks: list[Any] | None = None) -> Trainer:
+        """The trainer; see `resolve_and_create_trainer`."""
+        trainer = resolve_and_create_trainer(self.cfg)
+        trainer.callbacks.extend(callbacks or [])
+        return trainer
+
+
+def get_prompt_template_example(special_tokens: Any) -> NoReturn:
+    """Raise `UserError`: chat data is not available yet."""
+    raise UserError(
+        "chat data (model.data.chat=True) is not available yet: write each conversation as a "
+        "prompt and a response and set model.data.chat=False."
+    )

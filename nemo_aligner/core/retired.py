@@ -1,0 +1,88 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Names of NeMo-Aligner that have lost their meaning: what they were, and what takes their place.
+
+They can still be imported, with a warning, because a script may import what it never uses. Using
+one is an error that says what to do.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from nemo_aligner.core.errors import UserError
+
+_TRT = (
+    "TensorRT-LLM is not used: the policy generates with the built-in engine "
+    "(nemo_aligner.generation.MegatronGenerator); set trainer.ppo.trt_llm.enable=False"
+)
+_OTHER = (
+    "{} belongs to an algorithm that this package does not have; it has PPO, rejection sampling, "
+    "SFT and reward models"
+)
+_SFT_CHAT = "chat data is not available yet; write prompts and responses ({'input', 'output'})"
+_APEX = (
+    "apex's optimizer is not used: model.offload_optimizer() and model.onload_optimizer() move "
+    "the states of Megatron Core's"
+)
+_CHUNKS = "data sets have no chunks; name several jsonl files in model.data.data_prefix"
+
+# module -> name -> what is true now
+RETIRED: dict[str, dict[str, str]] = {
+    "nemo_aligner.data.nlp.builders": {
+        "ChunkedJsonl": _CHUNKS,
+        "build_train_valid_test_dpo_datasets": _OTHER.format("DPO"),
+        "build_train_valid_test_dpo_packed_datasets": _OTHER.format("DPO"),
+        "build_train_valid_test_kto_datasets": _OTHER.format("KTO"),
+        "build_train_valid_test_knowledge_distillation_datasets": _OTHER.format(
+            "knowledge distillation"
+        ),
+    },
+    "nemo_aligner.data.nlp.datasets": {
+        "DPOModelDataset": _OTHER.format("DPO"),
+        "DPOPackedDataset": _OTHER.format("DPO"),
+        "KTOModelDataset": _OTHER.format("KTO"),
+        "KnowledgeDistillationDataset": _OTHER.format("knowledge distillation"),
+        "SteerLM2Dataset": _SFT_CHAT,
+    },
+    "nemo_aligner.utils.distributed": {
+        "compute_topk_logits_in_batched_sequence": _OTHER.format("knowledge distillation"),
+    },
+    "nemo_aligner.utils.parallel_state": {
+        "enable_trt_llm_reshard_calls": _TRT,
+        "trt_llm_reshard_region": _TRT,
+    },
+    "nemo_aligner.utils.text_generation_utils": {
+        "TrackLengthGPTModelTextGenerationStrategy": (
+            "NeMo's text generation strategies are gone; the built-in engine counts lengths "
+            "itself (nemo_aligner.generation.MegatronGenerator, EndConditions)"
+        ),
+    },
+    "nemo_aligner.utils.trt_llm": {"GPTGenerateTRTLLM": _TRT},
+    "nemo_aligner.utils.utils": {
+        "dist_adam_load_state_bucket_into_device": _APEX,
+        "offload_distributed_adam": _APEX,
+    },
+}
+
+
+class RetiredName:
+    """What a retired name is bound to: making an object of it, or calling it, is an error."""
+
+    instead: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UserError(f"{cls.__module__}.{cls.__name__} cannot be used: {cls.instead}.")
+
+
+def retired_names(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of `module` for its entry of `RETIRED`."""
+
+    def __getattr__(name: str) -> Any:
+        instead = RETIRED[module].get(name)
+        if instead is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} cannot be used: {instead}.", stacklevel=2)
+        return type(name, (RetiredName,), {"instead": instead, "__module__": module})
+
+    return __getattr__

@@ -1,0 +1,97 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Small helpers over tensors and dicts of them, by NeMo-Aligner's names.
+
+Shapes: B samples, S positions, V vocabulary.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.core.errors import UserError
+
+
+def calculate_response_lengths(tokens: Tensor, eos_id: int) -> Tensor:
+    """int64 [B]: how many of the tokens [B, S] are not `eos_id`, which pads them."""
+    return (tokens != eos_id).sum(-1)
+
+
+def select_log_probs(full_log_probs: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-prob of each next token, and the distributions that it is taken from.
+
+    Args:
+        full_log_probs: [B, S, V], column t over the token t+1.
+        indices: int64 [B, S], the tokens.
+
+    Returns:
+        [B, S-1] and [B, S-1, V]: the last column predicts nothing.
+    """
+    distributions = full_log_probs[:, :-1].contiguous()
+    chosen = distributions.gather(-1, indices[:, 1:, None])
+    return chosen.squeeze(-1), distributions
+
+
+def batch_pad_to_fixed_len(
+    batch: Sequence[Tensor], max_batch_len: int, pad_token: float
+) -> Tensor:
+    """[B, max_batch_len] from B tensors of one dimension, filled up with `pad_token`.
+
+    Raises:
+        UserError: one of them is longer.
+    """
+    longest = max(map(len, batch))
+    if longest > max_batch_len:
+        raise UserError(f"a sequence of {longest} does not fit into max_batch_len={max_batch_len}")
+    return torch.stack(
+        [
+            torch.nn.functional.pad(each, (0, max_batch_len - len(each)), value=pad_token)
+            for each in batch
+        ]
+    )
+
+
+def get_iterator_k_split_list(batch: list[Any], num_microbatches: int) -> Iterator[list[Any]]:
+    """`num_microbatches` equal parts of a list, in order.
+
+    Raises:
+        UserError: the list cannot be divided so.
+    """
+    size, rest = divmod(len(batch), num_microbatches)
+    if rest:
+        raise UserError(
+            f"a list of {len(batch)} cannot be cut into {num_microbatches} equal parts"
+        )
+    return itertools.chain(
+        [batch[start * size : (start + 1) * size] for start in range(num_microbatches)]
+    )
+
+
+def apply_func_to_dict(
+    func: Callable[[Any], Any], dictionary: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`dictionary` with `func` applied to its values."""
+    return {key: func(value) for key, value in dictionary.items()}
+
+
+def move_to_device_if_tensor(device: torch.device | str, item: Any) -> Any:
+    """A tensor on `device`; anything else as it is."""
+    return item.to(device) if torch.is_tensor(item) else item
+
+
+def cpu_dict(dictionary: Mapping[str, Any]) -> dict[str, Any]:
+    """`dictionary` with its tensors in host memory."""
+    return apply_func_to_dict(lambda item: move_to_device_if_tensor("cpu", item), dictionary)
+
+
+def append_and_repad_list(
+    list_of_items: Sequence[int], item_to_append: int, pad_id: int
+) -> list[int]:
+    """The items that are not `pad_id`, then `item_to_append`, filled up with `pad_id` to one more
+    than there were.
+    """
+    items = [item for item in list_of_items if item != pad_id] + [item_to_append]
+    return items + [pad_id] * (len(list_of_items) + 1 - len(items))

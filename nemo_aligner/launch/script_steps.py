@@ -1,0 +1,283 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The steps that NeMo-Aligner's own scripts are made of, under its names and signatures.
+
+Its scripts let Lightning set the model up and NeMo's `exp_manager` make the checkpoint callback.
+Here the same calls, in the same order, reach `MegatronGPTModel.setup_megatron_optimization` and
+`CheckpointCallback`. The scripts of this package do not use them: see `launch/experiment.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from nemo.utils import logging
+from omegaconf import DictConfig, open_dict
+
+from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.folders import read_state
+from nemo_aligner.config.defaults import complete
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.experiment import CHECKPOINT_OPTIONS
+from nemo_aligner.launch.processes import JobTrainer, launch_processes, nemo_checkpoint_callback
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.training.schedule import (
+    compute_max_steps,
+    compute_num_steps_per_epoch,
+    supervised_max_steps,
+)
+
+# What a script of NeMo-Aligner gets from `retrieve_custom_trainer_state_dict`.
+COUNTERS = (
+    "step",
+    "consumed_samples",
+    "epoch",
+    "ppo_optimization_step",
+    "reinforce_optimization_step",
+)
+
+
+def init_peft(ptl_model: MegatronGPTModel, updated_cfg: DictConfig) -> None:
+    """Set up what `peft` of the section `model` asks for; all ranks call it.
+
+    Args:
+        updated_cfg: section `model`; without `peft` all weights train.
+
+    Raises:
+        ConfigError: a scheme that is not available.
+    """
+    peft_cfg = updated_cfg.get("peft")
+    scheme = None if peft_cfg is None else peft_cfg.get("peft_scheme")
+    model_init: Callable[[Any], None] | None = getattr(ptl_model, "init_peft", None)
+    if model_init is not None:
+        model_init(peft_cfg)
+    elif scheme not in (None, "none"):
+        raise UserError(
+            f"{type(ptl_model).__name__} trains all its weights; set model.peft.peft_scheme=none "
+            f"instead of {scheme!r}."
+        )
+
+
+def disable_data_callbacks(
+    ptl_model: MegatronGPTModel, train_dataloader: Any, train_ds: Any
+) -> None:
+    """Keep the training data on the model, as NeMo does (`_train_ds`, `_train_dl`).
+
+    NeMo-Aligner also switched off callbacks that set data up; these models have none.
+    """
+    ptl_model._train_ds = train_ds
+    ptl_model._train_dl = train_dataloader
+
+
+def init_using_ptl(
+    ptl_trainer: Trainer, ptl_model: MegatronGPTModel, train_dataloader: Any, train_ds: Any
+) -> None:
+    """Set the model up for training and load the checkpoint that `ptl_trainer.ckpt_path` names, if
+    any; all ranks call it, once.
+
+    `extract_optimizer_scheduler_from_ptl_model` has the optimizer and the schedule afterwards,
+    whose length follows from the job's section of `trainer`; see `_updates`.
+
+    Args:
+        train_dataloader: of the training data: global batches of a supervised job; for PPO and RS
+            a loader of the prompts, whose dataset is read; None for a critic.
+        train_ds: its dataset.
+    """
+    launch_processes(ptl_trainer)
+    disable_data_callbacks(ptl_model, train_dataloader, train_ds)
+    max_steps = _updates(ptl_trainer, ptl_model, train_dataloader, train_ds)
+    ptl_model.setup_megatron_optimization(max_steps=max_steps)
+    restore_path = getattr(ptl_trainer, "ckpt_path", None)
+    if restore_path is not None:
+        _callback(ptl_trainer, ptl_model, Path(restore_path).parent).load_latest(restore_path)
+
+
+def _updates(
+    trainer: Trainer, model: MegatronGPTModel, train_dataloader: Any, train_ds: Any
+) -> int:
+    """Optimizer updates of the job, the horizon of its learning rate, as in this package's own
+    scripts.
+
+    Without a configuration of the job (a trainer that `resolve_and_create_trainer` did not make),
+    as in NeMo: `trainer.max_steps`, or `trainer.max_epochs` over the training data.
+    """
+    section = getattr(trainer, "section", None)
+    if section in ("rm", "sft"):
+        settings = complete(trainer.job_cfg.trainer[section], "gpt_sft", "trainer.sft")
+        return supervised_max_steps(settings, train_dataloader)
+    if section in ("ppo", "rs") and train_ds is None:  # a critic
+        settings = complete(
+            trainer.job_cfg.trainer[section], "gpt_ppo_critic", f"trainer.{section}"
+        )
+        return int(settings.max_steps)
+    if section in ("ppo", "rs"):
+        settings = complete(
+            trainer.job_cfg.trainer[section], f"gpt_{section}_actor", f"trainer.{section}"
+        )
+        rollout = model.cfg[section]
+        steps = compute_max_steps(
+            len(train_ds) // rollout.num_rollout_samples, settings.max_epochs, settings.max_steps
+        )
+        responses = rollout.top_n_rollouts if section == "rs" else rollout.num_rollouts_per_prompt
+        return compute_num_optimizer_steps(
+            steps,
+            rollout.num_rollout_samples * responses,
+            model.cfg.global_batch_size,
+            settings.ppo_epochs if section == "ppo" else 1,
+        )
+    if trainer.max_steps is not None and trainer.max_steps >= 0:
+        return int(trainer.max_steps)
+    if train_dataloader is None or not trainer.max_epochs or trainer.max_epochs < 0:
+        raise UserError(
+            "the number of optimizer updates of this job is not known: build the trainer with "
+            "resolve_and_create_trainer(cfg, section), or give it max_steps."
+        )
+    return int(trainer.max_epochs * compute_num_steps_per_epoch(train_dataloader.batch_sampler))
+
+
+def extract_optimizer_scheduler_from_ptl_model(
+    ptl_model: MegatronGPTModel,
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Optimizer and learning-rate schedule of a model that is set up for training.
+
+    Raises:
+        UserError: it is not.
+    """
+    if ptl_model._optimizer is None or ptl_model._scheduler is None:
+        raise UserError(
+            f"{type(ptl_model).__name__} has no optimizer yet; call init_using_ptl, or "
+            "model.setup_megatron_optimization(max_steps), first."
+        )
+    return ptl_model._optimizer, ptl_model._scheduler
+
+
+class FakeScheduler:
+    """A schedule that keeps the learning rate; for models trained without one."""
+
+    last_epoch = 0
+
+    def step(self, increment: int = 1) -> None:
+        """Count updates, and change no rate."""
+        self.last_epoch += increment
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of updates."""
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue counting from `state_dict()`."""
+        self.last_epoch = int(state_dict["last_epoch"])
+
+
+class FakeCheckpointCallback:
+    """Writes no checkpoints; a job with `exp_manager.create_checkpoint_callback=False` has it."""
+
+    def custom_save(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing."""
+
+    def saved_at(self, counter: str) -> dict[int, str]:
+        """No checkpoint was written."""
+        return {}
+
+
+def add_custom_checkpoint_callback(
+    ptl_trainer: Trainer, ptl_model: MegatronGPTModel
+) -> CheckpointCallback | FakeCheckpointCallback:
+    """What writes the checkpoints of the job, as `exp_manager` was asked to.
+
+    NeMo's own callback, which `exp_manager` gave to the trainer, says where they go and which are
+    kept; `CheckpointCallback` writes them, in the form of this package.
+    """
+    callback = nemo_checkpoint_callback(ptl_trainer)
+    if callback is None:
+        return FakeCheckpointCallback()
+    return _callback(ptl_trainer, ptl_model, Path(callback.dirpath))
+
+
+def _callback(trainer: Trainer, model: MegatronGPTModel, folder: Path) -> CheckpointCallback:
+    """`CheckpointCallback` for `folder` with the options of the job."""
+    optimizer, scheduler = extract_optimizer_scheduler_from_ptl_model(model)
+    job_cfg = trainer.job_cfg if isinstance(trainer, JobTrainer) else DictConfig({})
+    options = job_cfg.get("exp_manager") or {}
+    params = options.get("checkpoint_callback_params") or {}
+    callback = CheckpointCallback(
+        folder.parent,
+        model,
+        optimizer,
+        scheduler,
+        name=options.get("name") or "model",
+        **{key: params[key] for key in CHECKPOINT_OPTIONS if params.get(key) is not None},
+    )
+    callback.root = folder
+    return callback
+
+
+def custom_save_ckpt_func(
+    self: CheckpointCallback,
+    trainer: Trainer,
+    pl_module: MegatronGPTModel,
+    monitor_candidates: dict[str, Any],
+    is_train_end: bool = False,
+    save_top_only: bool = False,
+) -> None:
+    """`self.custom_save(...)`, by NeMo-Aligner's function; all ranks call it.
+
+    Args:
+        self: from `add_custom_checkpoint_callback`, which knows trainer and model.
+        save_top_only: not available: `self` also keeps the last two checkpoints.
+    """
+    self.custom_save(monitor_candidates, is_train_end=is_train_end)
+
+
+def retrieve_custom_trainer_state_dict(ptl_trainer: Trainer) -> dict[str, int] | None:
+    """Counters of the checkpoint that `ptl_trainer.ckpt_path` names, for the trainer's
+    `load_state_dict`; None without one.
+
+    Raises:
+        UserError: it is no complete checkpoint of this package.
+    """
+    path = ptl_trainer.ckpt_path
+    if path is None:
+        return None
+    state = read_state(Path(path))
+    if state is None:
+        raise UserError(
+            f"{path} is not a complete checkpoint of this package, so the job cannot resume from "
+            "it; checkpoints of NeMo-Aligner itself cannot be resumed. Start from its .nemo file "
+            "(pretrained_checkpoint.restore_from_path) in another folder."
+        )
+    # A trainer of one's own may give its counters as metrics only.
+    counters = state["trainer"] or {
+        key: int(state["metrics"][key]) for key in COUNTERS if key in state["metrics"]
+    }
+    logging.info(f"resuming from {path}: {counters}")
+    return {**dict.fromkeys(COUNTERS, 0), **counters}
+
+
+@contextmanager
+def temp_pop_from_config(cfg: DictConfig, name_to_temporarily_remove: str) -> Iterator[None]:
+    """Inside, `cfg` is without the key `name_to_temporarily_remove`."""
+    with open_dict(cfg):
+        value = cfg.pop(name_to_temporarily_remove)
+    try:
+        yield
+    finally:
+        with open_dict(cfg):
+            cfg[name_to_temporarily_remove] = value
+
+
+def set_autocast_gpu_dtype(precision: int | str) -> None:
+    """Set the dtype of `torch.autocast` on a GPU: 16 is float16, "bf16" bfloat16; others change
+    nothing.
+
+    The models here do not use autocast: `model.precision` sets the dtype of their weights.
+    """
+    dtype = {16: torch.float16, "bf16": torch.bfloat16}.get(precision)
+    if dtype is not None:
+        torch.set_autocast_dtype("cuda", dtype)

@@ -1,0 +1,116 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in host memory, by NeMo-Aligner's functions: copies, swaps, names.
+
+For a `MegatronGPTModel` they are its own methods (`weights_to_cpu`, `load_cpu_weights`,
+`swapped_weights`), whose copies cover every chunk of a pipeline stage and never hold the prefix of
+a precision wrapper, so that `megatron_amp_O2` makes no difference. Other modules are copied by
+their state dict.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+
+def retrieve_model_state_dict_in_cpu(model: Any, megatron_amp_O2: bool = True) -> dict[str, Any]:
+    """A copy of the model's weights in host memory.
+
+    Args:
+        model: `MegatronGPTModel` or another module.
+        megatron_amp_O2: names of another module's weights get NeMo's prefix of a precision
+            wrapper (`convert_to_amp_o2_format`).
+    """
+    return copy_model_states_to_cpu(model, None, megatron_amp_O2)
+
+
+@torch.no_grad()
+def copy_model_states_to_cpu(
+    model: Any,
+    cpu_dict: dict[str, Any] | None = None,
+    megatron_amp_O2: bool = True,
+    sync: bool = True,
+    alias_non_tensor: bool = False,
+) -> dict[str, Any]:
+    """Copy the model's weights to host memory, over an earlier copy `cpu_dict` if there is one.
+
+    Args:
+        megatron_amp_O2: as for `retrieve_model_state_dict_in_cpu`.
+        sync: wait until the copies are complete; a `MegatronGPTModel` always waits.
+        alias_non_tensor: do not copy what is not a tensor.
+    """
+    if isinstance(model, MegatronGPTModel):
+        return model.weights_to_cpu(into=cpu_dict)
+    into = {} if cpu_dict is None else cpu_dict
+    pin = torch.cuda.is_available()
+    for name, item in model.state_dict().items():
+        if isinstance(item, Tensor):
+            if name not in into:
+                into[name] = torch.empty_like(item, device="cpu", pin_memory=pin)
+            into[name].copy_(item, non_blocking=True)
+        else:
+            into[name] = item if alias_non_tensor else copy.deepcopy(item)
+    if sync and torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return convert_to_amp_o2_format(into) if megatron_amp_O2 else into
+
+
+def swap_dict(
+    resident_model: MegatronGPTModel,
+    cpu_weights: dict[str, Tensor],
+    offload_onto_cpu: bool = True,
+    megatron_amp_O2: bool = True,
+) -> dict[str, Any]:
+    """Put weights from `retrieve_model_state_dict_in_cpu` into the model; returns a copy of those
+    that were there, or nothing without `offload_onto_cpu`.
+    """
+    previous: dict[str, Any] = {}
+    if offload_onto_cpu:
+        previous = retrieve_model_state_dict_in_cpu(resident_model, megatron_amp_O2)
+    resident_model.load_cpu_weights(cpu_weights)
+    return previous
+
+
+@contextmanager
+def cpu_weight_swap(
+    resident_model: MegatronGPTModel,
+    cpu_weights: dict[str, Tensor],
+    megatron_amp_O2: bool = True,
+) -> Iterator[None]:
+    """Inside, the model computes with `cpu_weights`; afterwards with its own again."""
+    with resident_model.swapped_weights(cpu_weights):
+        yield
+
+
+def convert_to_amp_o2_format(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """`state_dict` with `model.` in its names replaced by `model.module.`, once, where that is not
+    there yet: the names under NeMo's precision wrapper.
+    """
+    return {
+        name if "model.module." in name else name.replace("model.", "model.module.", 1): value
+        for name, value in state_dict.items()
+    }
+
+
+@contextmanager
+def adapter_control(model: Any) -> Iterator[None]:
+    """Inside, the model computes without its adapters.
+
+    Raises:
+        UserError: the model trains adapters but cannot switch them off.
+    """
+    if not getattr(model, "use_peft", False):
+        yield  # it has none
+        return
+    disabled = getattr(model, "adapters_disabled", None)
+    if disabled is None:
+        raise UserError(f"{type(model).__name__} cannot switch its adapters off.")
+    with disabled():
+        yield

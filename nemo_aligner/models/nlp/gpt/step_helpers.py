@@ -1,0 +1,63 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What models of one's own call around a pass, by NeMo-Aligner's functions.
+
+They do what the base class does, whatever the model overrides: a method of a subclass may call the
+function of its own name.
+"""
+
+from typing import Any
+
+from nemo_aligner.core.interfaces import Optimizer
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.training import update
+
+
+def prepare_for_training_step(ptl_model: MegatronGPTModel, zero_grad: bool = True) -> None:
+    """Enter training mode and empty the gradient buffers (which `zero_grad=False` does not
+    prevent: Megatron's schedule adds to what is there).
+    """
+    MegatronGPTModel.prepare_for_training_step(ptl_model)
+
+
+def prepare_for_validation_step(ptl_model: MegatronGPTModel) -> None:
+    """Enter evaluation mode."""
+    MegatronGPTModel.prepare_for_validation_step(ptl_model)
+
+
+def finish_validation_step(ptl_model: MegatronGPTModel) -> None:
+    """Enter training mode."""
+    MegatronGPTModel.finish_validation_step(ptl_model)
+
+
+def set_train(ptl_model: MegatronGPTModel) -> None:
+    """Put all chunks into training mode."""
+    MegatronGPTModel.set_train(ptl_model)
+
+
+def set_eval(ptl_model: MegatronGPTModel) -> None:
+    """Put all chunks into evaluation mode."""
+    MegatronGPTModel.set_eval(ptl_model)
+
+
+def set_sync_funcs(ptl_model: MegatronGPTModel, forward_only: bool) -> None:
+    """Do nothing: `wrap_with_ddp` has set Megatron's functions for overlapped communication."""
+
+
+def grad_reductions(ptl_model: MegatronGPTModel) -> None:
+    """Do nothing: Megatron's schedule reduces the gradients over ranks after the last
+    micro-batch.
+    """
+
+
+def clip_gradients(ptl_model: MegatronGPTModel | Optimizer, clip_val: float | None) -> None:
+    """Set the gradient norm to which the next step of the optimizer clips; None or <= 0 switches
+    clipping off.
+
+    Args:
+        ptl_model: the model, or its optimizer.
+    """
+    optimizer: Any = ptl_model
+    if isinstance(ptl_model, MegatronGPTModel):
+        optimizer = ptl_model._optimizer
+    update.clip_gradients(optimizer, clip_val)

@@ -1,0 +1,233 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of NeMo-Aligner's scripts, called in the order in which its scripts call them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from nemo.utils.exp_manager import exp_manager
+from omegaconf import OmegaConf
+
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.launch import script_steps
+from nemo_aligner.utils import train_script_utils as script_utils
+from nemo_aligner.utils import utils
+from tests.tiny_models import tiny_config
+
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.fixture(scope="module")
+def nemo_file(tiny_tokenizer_dir, tmp_path_factory):
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    path = tmp_path_factory.mktemp("base") / "base.nemo"
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(path))
+    return path
+
+
+def configuration(folder, **exp_options):
+    """What NeMo-Aligner's YAML file of a reward model has, as far as the steps read it."""
+    return OmegaConf.create(
+        {
+            "trainer": {
+                "devices": 1,
+                "num_nodes": 1,
+                "accelerator": "cpu",
+                "precision": 32,
+                "gradient_clip_val": "${trainer.rm.gradient_clip_val}",
+                "logger": False,
+                "enable_checkpointing": False,
+                "use_distributed_sampler": False,
+                "max_epochs": "${.rm.max_epochs}",
+                "max_steps": "${.rm.max_steps}",
+                "rm": {
+                    "max_epochs": 2,
+                    "max_steps": -1,
+                    "val_check_interval": 1,
+                    "save_interval": 1,
+                    "limit_val_batches": 1.0,
+                    "gradient_clip_val": 1.0,
+                },
+            },
+            "exp_manager": {
+                "explicit_log_dir": str(folder),
+                "name": "tiny",
+                "resume_if_exists": True,
+                "resume_ignore_no_checkpoint": True,
+                "create_checkpoint_callback": True,
+                "checkpoint_callback_params": {
+                    "monitor": "val_loss",
+                    "mode": "min",
+                    "save_top_k": 3,
+                    "filename": "tiny-{step}-{consumed_samples}",
+                    "save_nemo_on_train_end": False,
+                },
+                **exp_options,
+            },
+        }
+    )
+
+
+class SamplerOf12:
+    """Six global batches of two."""
+
+    total_samples, global_batch_size, drop_last = 12, 2, True
+
+
+def start(nemo_file, folder, **exp_options):
+    """The steps of a script up to its trainer: (trainer, model, optimizer, schedule, callback)."""
+    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+
+    cfg = configuration(folder, **exp_options)
+    cfg.model = utils.load_and_override_model_config(
+        nemo_file, OmegaConf.create({"peft": {"peft_scheme": "none"}})
+    )
+    trainer = script_utils.resolve_and_create_trainer(cfg, "rm")
+    exp_manager(trainer, cfg.exp_manager)
+    script_utils.CustomLoggerWrapper(trainer.loggers)
+    utils.set_autocast_gpu_dtype(cfg.trainer.precision)
+    # The whole configuration, as its SFT script passes it.
+    model = utils.load_from_nemo(GPTSFTModel, cfg, trainer, strict=True, restore_path=nemo_file)
+    script_utils.init_peft(model, cfg.model)
+    state = None
+    if trainer.ckpt_path is not None:
+        state = script_utils.retrieve_custom_trainer_state_dict(trainer)
+    script_utils.init_distributed(trainer, model, False)
+    loader = SimpleNamespace(batch_sampler=SamplerOf12())
+    script_utils.init_using_ptl(trainer, model, loader, "the data set")
+    assert (model._train_dl, model._train_ds) == (loader, "the data set")
+    optimizer, scheduler = script_utils.extract_optimizer_scheduler_from_ptl_model(model)
+    callback = script_utils.add_custom_checkpoint_callback(trainer, model)
+    return SimpleNamespace(
+        trainer=trainer,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        callback=callback,
+        state=state,
+    )
+
+
+def test_a_job_starts_saves_and_resumes(nemo_file, tmp_path):
+    first = start(nemo_file, tmp_path)
+    assert first.state is None
+    assert first.scheduler.lr_decay_steps == 2 * 6  # two epochs of six global batches
+    with torch.no_grad():
+        for parameter in first.model.model[0].parameters():
+            parameter.add_(1.0)
+    first.optimizer.reload_model_params()
+    first.scheduler.step(increment=3)
+    first.callback.custom_save(
+        {"val_loss": torch.tensor(0.5)}, trainer_state={"step": 3, "consumed_samples": 6}
+    )
+    assert (tmp_path / "checkpoints" / "tiny-step=3-consumed_samples=6" / "COMPLETE").is_file()
+
+    second = start(nemo_file, tmp_path)
+    assert second.trainer.ckpt_path.endswith("tiny-step=3-consumed_samples=6")
+    assert second.state["step"] == 3 and second.state["consumed_samples"] == 6
+    assert second.state["ppo_optimization_step"] == 0
+    assert second.scheduler.num_steps == 3
+    ours, theirs = (utils.retrieve_model_state_dict_in_cpu(job.model) for job in (second, first))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert utils.extract_value_from_ckpt("consumed_samples", second.trainer.ckpt_path) == 6
+
+    fresh = start(nemo_file, tmp_path, resume_if_exists=False)
+    assert fresh.trainer.ckpt_path is None and fresh.scheduler.num_steps == 0
+
+
+def test_without_a_checkpoint_callback_nothing_is_written(nemo_file, tmp_path):
+    job = start(nemo_file, tmp_path, create_checkpoint_callback=False)
+    assert isinstance(job.callback, script_utils.FakeCheckpointCallback)
+    job.callback.custom_save({"val_loss": 1.0}, is_train_end=True)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_weights_are_copied_and_swapped(nemo_file):
+    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+
+    model = GPTSFTModel.restore_from(nemo_file)
+    own = utils.retrieve_model_state_dict_in_cpu(model, megatron_amp_O2=True)
+    other = {name: weight + 1 for name, weight in own.items()}
+    with utils.cpu_weight_swap(model, other):
+        inside = utils.copy_model_states_to_cpu(model)
+        assert all(torch.equal(inside[name], other[name]) for name in own)
+    left = utils.swap_dict(model, other)
+    assert all(torch.equal(left[name], own[name]) for name in own)
+    assert utils.swap_dict(model, own, offload_onto_cpu=False) == {}
+    after = utils.copy_model_states_to_cpu(model, cpu_dict=inside)
+    assert after is inside and all(torch.equal(after[name], own[name]) for name in own)
+
+
+def test_other_modules_are_copied_by_their_state_dict():
+    layer = torch.nn.Linear(2, 2)
+    copied = utils.copy_model_states_to_cpu(layer, megatron_amp_O2=False)
+    assert torch.equal(copied["weight"], layer.weight) and copied["weight"] is not layer.weight
+    assert utils.convert_to_amp_o2_format({"model.a.model.b": 1, "model.module.c": 2}) == {
+        "model.module.a.model.b": 1,
+        "model.module.c": 2,
+    }
+
+
+def test_what_is_missing_is_named(nemo_file, tmp_path):
+    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+
+    model = GPTSFTModel.restore_from(nemo_file)
+    with pytest.raises(UserError, match="call init_using_ptl"):
+        script_utils.extract_optimizer_scheduler_from_ptl_model(model)
+    with pytest.raises(UserError, match="max_steps"):
+        trainer = SimpleNamespace(max_steps=-1, max_epochs=None)
+        script_steps._updates(trainer, model, None, None)
+    with pytest.raises(UserError, match="not a complete checkpoint"):
+        script_utils.retrieve_custom_trainer_state_dict(SimpleNamespace(ckpt_path=tmp_path))
+    assert script_utils.retrieve_custom_trainer_state_dict(SimpleNamespace(ckpt_path=None)) is None
+    with pytest.raises(ConfigError, match="peft_scheme='ptuning'"):
+        script_utils.init_peft(model, OmegaConf.create({"peft": {"peft_scheme": "ptuning"}}))
+
+
+def job_of(section, settings, model_section):
+    trainer = SimpleNamespace(
+        section=section, job_cfg=OmegaConf.create({"trainer": {section: settings}})
+    )
+    model = SimpleNamespace(cfg=OmegaConf.create({section: model_section, "global_batch_size": 4}))
+    return trainer, model
+
+
+def test_horizon_of_the_learning_rate():
+    prompts = range(50)
+    ppo = {"num_rollout_samples": 8, "num_rollouts_per_prompt": 2}
+    settings = {"max_epochs": 2, "max_steps": -1, "ppo_epochs": 3}
+    # 6 rollouts in an epoch, 2 epochs; 16 samples in 4 global batches, 3 times
+    expected = 6 * 2 * 4 * 3
+    job = job_of("ppo", settings, ppo)
+    assert script_steps._updates(*job, None, prompts) == expected
+    job = job_of("ppo", settings | {"max_steps": 5}, ppo)
+    assert script_steps._updates(*job, None, prompts) == 5 * 4 * 3
+    job = job_of("ppo", {"max_steps": 77}, {})
+    assert script_steps._updates(*job, None, None) == 77  # a critic
+    rs = {"num_rollout_samples": 8, "num_rollouts_per_prompt": 4, "top_n_rollouts": 1}
+    job = job_of("rs", {"max_epochs": 1, "max_steps": -1}, rs)
+    assert script_steps._updates(*job, None, prompts) == 6 * 2
+    trainer = SimpleNamespace(max_steps=-1, max_epochs=3)
+    loader = SimpleNamespace(batch_sampler=SamplerOf12())
+    assert script_steps._updates(trainer, None, loader, "data") == 18
+    assert script_steps._updates(SimpleNamespace(max_steps=9), None, None, None) == 9
+
+
+def test_temp_pop_puts_the_key_back_after_an_error():
+    cfg = OmegaConf.create({"ppo": {"a": 1}, "devices": 1})
+    with pytest.raises(RuntimeError):
+        with script_utils.temp_pop_from_config(cfg, "ppo"):
+            assert list(cfg) == ["devices"]
+            raise RuntimeError
+    assert cfg.ppo == {"a": 1}
+
+
+def test_remove_overwritten_fields_at_any_depth():
+    base = OmegaConf.create({"a": {"b": {"c": 1, "d": 2}, "e": 3}, "f": 4})
+    utils.remove_overwritten_fields(
+        base, {"a": {"b": {"c": True, "d": False}}, "f": True, "x": True}
+    )
+    assert base == {"a": {"b": {"d": 2}, "e": 3}}
