@@ -235,13 +235,6 @@ MUTANTS = [
         _unit("test_losses.py", "test_actor_loss_against_a_naive_loop"),
     ),
     Mutant(
-        "the margin of a pair makes its loss smaller",
-        "core/losses.py",
-        "logsigmoid(difference - _kept(margins, weights))",
-        "logsigmoid(difference + _kept(margins, weights))",
-        _unit("test_labelled_pairs.py", "test_loss_and_gradient_against_finite_differences"),
-    ),
-    Mutant(
         "the better of two value errors is taken",
         "core/losses.py",
         "error = torch.maximum(clipped_error, error)",
