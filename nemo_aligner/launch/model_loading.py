@@ -46,6 +46,7 @@ def load_and_override_model_config(
         for key in META_KEYS:
             base.pop(key, None)
     merged = _over(base, model_cfg_to_overwrite)
+    OmegaConf.set_struct(merged, False)  # also as a part of a configuration that takes no new keys
     for key in PARALLEL_SIZES:
         if key not in merged:
             merged[key] = model_fallback(key)
