@@ -183,12 +183,13 @@ class RankZeroFuture(FutureResult[T]):
         return self._outcome
 
 
-def result_of_future(future: PendingReply | Exception | None, *keys: str) -> Tensor | list[Tensor]:
+def result_of_future(future: Any, *keys: str) -> Tensor | list[Tensor]:
     """`get_future_result` by NeMo-Aligner's form: of one key its tensor, of several a list; any
     object with `result()` may be waited for.
     """
-    known = future is None or isinstance(future, (Exception, PendingReply))
-    results = get_future_result(future if known else _OtherFuture(future), *keys)
+    if not (future is None or isinstance(future, (Exception, PendingReply))):
+        future = _OtherFuture(future)
+    results = get_future_result(future, *keys)
     return results[0] if len(keys) == 1 else results
 
 
