@@ -205,6 +205,12 @@ PRIVATE = {
             "checkpoint/dist_ckpt.py",
         ),
     },
+    "megatron.core.datasets.indexed_dataset": {
+        "_INDEX_HEADER": (
+            "read: tells an index from another file, where Megatron Core asserts",
+            "data/nlp/token_files.py",
+        ),
+    },
 }
 
 

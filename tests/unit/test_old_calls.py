@@ -67,7 +67,7 @@ def test_reward_model_takes_lengths_in_both_places(reward_model):
 
 def test_reward_module_is_built_by_position(reward_model):
     from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
-    from nemo_aligner.models.nlp.gpt.megatron_config import build_layer_spec
+    from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
 
     config = reward_model.transformer_config
     spec = build_layer_spec(config, None)

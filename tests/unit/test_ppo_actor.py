@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import optimizer_step
@@ -187,7 +187,7 @@ def test_masked_slots_may_hold_nan_and_nothing_ended_gives_a_zero_gradient(tiny_
 
 def test_reference_policy_equals_the_policy_until_it_is_trained(tiny_tokenizer_dir):
     actor = make_actor(tiny_tokenizer_dir)
-    with pytest.raises(RuntimeError, match="set_reference_policy"):
+    with pytest.raises(UserError, match="set_reference_policy"):
         actor.get_init_policy_logprobs(torch.zeros(1, 2, dtype=torch.long))
     actor.set_reference_policy()
     optimizer, scheduler = actor.setup_megatron_optimization(max_steps=10)

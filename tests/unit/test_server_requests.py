@@ -49,7 +49,7 @@ def test_process_inputs_prefers_sentences():
         requests.process_inputs({"tokens": np.array([[9]])}, None)
     for bad, message in (
         ([[b"a", b"b"]], r"'sentences' has shape \[1, 2\]"),
-        ([[b"a"], [b"\xff"]], "in row 1 that are not UTF-8"),
+        ([[b"a"], [b"\xff"]], "in sample 1 that are not UTF-8"),
     ):
         with pytest.raises(UserError, match=message):
             requests.process_inputs({"sentences": np.array(bad)}, None)
