@@ -112,7 +112,7 @@ def yaml_keys() -> str:
     """Keys without effect, and keys of which only some values are accepted."""
     by_reason: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for config in CONFIG_NAMES:
-        for key, inert in INERT[config].items():
+        for key, inert in sorted(INERT[config].items()):
             by_reason[inert.reason][key].add(config)
     rows = []
     for reason, keys in by_reason.items():
