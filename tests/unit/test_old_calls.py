@@ -471,13 +471,15 @@ def test_communicator_is_made_by_its_class():
             assert list(other.connections) == ["b"] and list(made.connections) == ["a"]
 
 
-def test_critic_learns_from_arrays_in_order_by_name_and_in_a_dict(reward_model, tmp_path):
+def test_critic_learns_from_arrays_in_order_by_name_and_in_a_dict(
+    reward_model, tiny_tokenizer_dir, tmp_path
+):
     from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
     from nemo_aligner.launch.model_loading import load_from_nemo
     from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 
     reward_model.save_to(str(tmp_path / "rm.nemo"))
-    cfg = OmegaConf.merge(reward_model.cfg, {"output_sequence": True, "loss_clip_val": 0.2})
+    cfg = tiny_config(tiny_tokenizer_dir, output_sequence=True, loss_clip_val=0.2)
     critic = load_from_nemo(
         MegatronGPTCriticModel, cfg, None, restore_path=str(tmp_path / "rm.nemo")
     )
