@@ -14,15 +14,30 @@ from pathlib import Path
 
 import numpy as np
 
+from nemo_aligner.checkpoint.forms import FORMS
 from nemo_aligner.compat.stand_ins import OTHER_SCRIPTS, SCRIPTS, STAND_INS
+from nemo_aligner.config.data_rules import DATA_IMPLS, OTHER_DATA_IMPLS
 from nemo_aligner.config.inert_keys import INERT, ONLY
+from nemo_aligner.config.old_forms import LATER, OLD_FORMS
+from nemo_aligner.config.optim_rules import (
+    OPTIMIZERS,
+    OTHER_OPTIMIZERS,
+    OTHER_SCHEDULES,
+    SCHEDULES,
+)
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.core.changed_calls import CHANGED_CALLS
+from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.retired import RETIRED
 from nemo_aligner.models.nlp.gpt.retired_hooks import RETIRED_HOOKS
+from nemo_aligner.models.nlp.gpt.tokenizers import LIBRARIES
 from nemo_aligner.servers import schema
+from nemo_aligner.servers.served_model import ADDITIONS
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "migration.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "migration.md"
+# What NeMo-Aligner documents, and what happens to it here; test_documented_commands.py runs them.
+COMMANDS = ROOT / "tests" / "unit" / "documented_commands.txt"
 INTRODUCTION = """# From NeMo-Aligner
 
 <!-- Written by scripts/migration_page.py from the lists that the code uses; do not edit. -->
@@ -35,7 +50,8 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines
+        "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row) + " |"
+        for row in lines
     )
 
 
@@ -100,12 +116,39 @@ Scripts of algorithms that this package does not have:
 
 
 def commands() -> str:
-    """The forms of a command line."""
-    return """## Commands
+    """The forms of a command line, and each documented command."""
+    forms = [(old.form, code(old.jobs), old.happens) for old in OLD_FORMS]
+    later = [(f"`{key}`", f"`{job}`", remedy) for (job, key), (_, remedy) in LATER.items()]
+    return f"""## Commands
 
 `key=value`, `+key=`, `++key=`, `~key`, `--config-path`, `--config-name` and `--config-dir` mean
-what they meant. `python script.py trainer.devices=N` starts the other processes itself; torchrun
-and srun work as well. `mpirun` is not needed."""
+what they meant. `python script.py trainer.devices=N` starts the other processes itself; torchrun,
+srun and mpirun work as well.
+
+The commands that NeMo-Aligner documents for PPO, rejection sampling, SFT and reward models:
+
+{table(("Where", "Script", "Here"), documented_commands())}
+
+Accepted with a warning, where the configuration is:
+
+{table(("Form", "Jobs", "What happens"), forms)}
+
+Refused at the start, so far:
+
+{table(("Key", "Job", "Instead"), later)}"""
+
+
+def documented_commands() -> list[tuple[str, str, str]]:
+    """(where, script, outcome) of each command of `COMMANDS`."""
+    rows = []
+    for block in COMMANDS.read_text(encoding="utf-8").split("\n== ")[1:]:
+        lines = block.splitlines()
+        where, script = lines[0].split()
+        outcomes = [line[3:] for line in lines if line.startswith("-> ")]
+        notes = [text.removeprefix("note: ") for text in outcomes[1:]]
+        warns = f"; warnings about {code(notes)}" if notes else ""
+        rows.append((f"`{where}`", f"`{script}`", outcomes[0] + warns))
+    return rows
 
 
 def yaml_keys() -> str:
@@ -174,20 +217,55 @@ Optimizer and schedule are Megatron Core's: `optimizer.step()` takes no closure 
 of the algorithms named under Scripts."""
 
 
+def recipes() -> str:
+    """Optimizers, schedules, losses and forms of data by name."""
+    optimizers = [(code(OPTIMIZERS), "supported")]
+    optimizers.append((code(OTHER_OPTIMIZERS), "refused: Megatron Core has Adam and SGD only"))
+    schedules = [(f"`{name}`", code(kind.keys)) for name, kind in SCHEDULES.items()]
+    no_schedules = [(f"`{name}`", f"refused: {why}") for name, why in OTHER_SCHEDULES.items()]
+    data = [(f"`{name}`", holds) for name, holds in DATA_IMPLS.items()]
+    no_data = [(f"`{name}`", f"refused: {remedy}") for name, remedy in OTHER_DATA_IMPLS.items()]
+    return f"""## Optimizers, schedules, losses, data
+
+{table(("`model.optim.name`", "Here"), optimizers)}
+
+`model.optim.sched.name`:
+
+{table(("Schedule", "Keys that it reads"), schedules + no_schedules)}
+
+`model.regression.loss_func` of pairs with labels: {code(PREFERENCE_LOSSES)}.
+
+`model.data.data_impl`:
+
+{table(("Form", "A file holds"), data + no_data)}"""
+
+
 def checkpoints() -> str:
-    """Forms of checkpoints."""
+    """Forms of checkpoints and tokenizers."""
     rows = [
-        ("`.nemo`, a tar file or a folder, with a distributed checkpoint", "loads"),
-        (
-            "training checkpoint of NeMo-Aligner (to resume a job)",
-            "refused: start from its `.nemo` in another folder",
-        ),
+        (form.name, form.holds, "loads" if form.loads else f"refused: {form.remedy}")
+        for form in FORMS.values()
+    ]
+    rows.append(
         (
             "training checkpoint of this package, written by a script of NeMo-Aligner",
+            "a folder of a job",
             "resumes, at any split",
-        ),
+        )
+    )
+    libraries = [
+        (f"`{name}`", f"`{each.reads}`", each.note)
+        if each.reads
+        else (f"`{name}`", "none", f"refused: {each.note}")
+        for name, each in LIBRARIES.items()
     ]
-    return f"## Checkpoints\n\n{table(('Form', 'Here'), rows)}"
+    return f"""## Checkpoints
+
+{table(("Form", "Recognised by", "Here"), rows)}
+
+`model.tokenizer.library`:
+
+{table(("Library", "Keys that it reads", "Note"), libraries)}"""
 
 
 def servers() -> str:
@@ -209,17 +287,27 @@ def servers() -> str:
         )
 
     rows = [(f"`{each.name}`", tensors(each.inputs), tensors(each.outputs)) for each in endpoints]
+    missing = [
+        (f"{each.kind} `{each.name}`", each.without + (", with a warning" if each.warns else ""))
+        for each in ADDITIONS
+    ]
     return f"""## Servers
 
 NeMo-Aligner's clients work with these servers as they are: what it does not send is optional.
 
-{table(("Endpoint", "Inputs", "Outputs"), rows)}"""
+{table(("Endpoint", "Inputs", "Outputs"), rows)}
+
+Clients of this package read what a server lists and send no more. Of a critic of NeMo-Aligner, or
+a server written with PyTriton, which have less:
+
+{table(("Missing", "What the client does"), missing)}"""
 
 
 SECTIONS: tuple[Callable[[], str], ...] = (
     scripts,
     commands,
     yaml_keys,
+    recipes,
     names,
     checkpoints,
     servers,
