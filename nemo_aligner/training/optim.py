@@ -62,7 +62,11 @@ def wrap_with_ddp(
     Args:
         model_chunks: of this pipeline stage; each has a `TransformerConfig` as `config`.
         optim_cfg: complete section `model.optim`.
+
+    Raises:
+        ConfigError: an unknown name, or values that cannot work (`check_optim`).
     """
+    check_optim(optim_cfg)
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             if EXPERTS in name:
