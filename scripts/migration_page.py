@@ -110,6 +110,12 @@ nemo_aligner.compat script.py ...`. Otherwise remove or replace the import lines
         )
     }
 
+They call NeMo's `exp_manager`, which writes TensorBoard files but no `metrics.jsonl`, and they do
+not make the checks of this package's own scripts in `examples/nlp/gpt`: an unknown key is not
+refused, the warnings below about keys and forms do not come (those of models and data sets do),
+and whether actor and critic resume from the same step is not compared. `serve_reward_model.py`
+puts the model on a GPU itself; without one use this package's.
+
 Scripts of algorithms that this package does not have:
 
 {table(("Algorithm", "Script"), others)}"""
@@ -129,7 +135,7 @@ The commands that NeMo-Aligner documents for PPO, rejection sampling, SFT and re
 
 {table(("Where", "Script", "Here"), documented_commands())}
 
-Accepted with a warning, where the configuration is:
+These forms are accepted with a warning:
 
 {table(("Form", "Jobs", "What happens"), forms)}
 
@@ -166,14 +172,19 @@ def yaml_keys() -> str:
             where = "all" if len(configs) == len(CONFIG_NAMES) else code(configs)
             rows.append((code(names), where, reason))
     values = [
-        (f"`{key}`", code(accepted) or "none", remedy) for key, (accepted, remedy) in ONLY.items()
+        (
+            f"`{key}`",
+            ", ".join(f"`{v}`" if v != "" else "(empty)" for v in accepted) or "no value",
+            remedy,
+        )
+        for key, (accepted, remedy) in ONLY.items()
     ]
     return f"""## YAML keys
 
 NeMo-Aligner's keys are accepted; missing ones have the defaults of [Configuration](config.md). A
 key that nobody knows is refused with the nearest known one.
 
-Keys without effect; a value that used to change something is worth a warning:
+Keys without effect. You get a warning if yours has a value that did something in NeMo-Aligner:
 
 {table(("Keys", "YAML files", "Why"), rows)}
 
@@ -200,7 +211,7 @@ Every public function, class and method of NeMo-Aligner's modules for PPO, rejec
 and reward models can be imported at its path, and its calls bind as they did
 (`tests/unit/nemo_aligner_names.txt` is the list, with the arguments), except for those below.
 
-Names that can be imported, with a warning, and not used:
+Names that can be imported, with a warning, but cannot be used:
 
 {table(("Module", "Name", "Instead"), retired)}
 
@@ -246,6 +257,13 @@ def checkpoints() -> str:
         (form.name, form.holds, "loads" if form.loads else f"refused: {form.remedy}")
         for form in FORMS.values()
     ]
+    rows.append(
+        (
+            "training checkpoint of NeMo-Aligner (folder or .ckpt)",
+            "a folder of a job",
+            "refused: start from its .nemo in another folder",
+        )
+    )
     rows.append(
         (
             "training checkpoint of this package, written by a script of NeMo-Aligner",

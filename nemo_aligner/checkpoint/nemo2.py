@@ -7,7 +7,8 @@
     weights/             distributed checkpoint (torch_dist), in which `module.` precedes the names
 
 The arguments become keys of the section `model` (docs/config.md). Only the text is read: no class
-of NeMo is imported and nothing in the folder is executed.
+of NeMo is imported. (PyTorch reads the metadata of distributed weights with pickle: name only
+folders that you trust.)
 
 `SAME`, `RENAMED`, `ACTIVATIONS`, `IGNORED` and `MODELS` say what becomes of each argument; one
 that is in none of them must have its default, since it would change the model.
@@ -78,6 +79,7 @@ IGNORED = frozenset(
     """_target_ tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
     virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size
     sequence_parallel num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+    first_pipeline_num_layers last_pipeline_num_layers
     num_layers_per_virtual_pipeline_stage account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split pipeline_model_parallel_comm_backend
     pipeline_model_parallel_split_rank hierarchical_context_parallel_sizes
@@ -223,11 +225,19 @@ def _tokenizer_keys(arguments: Mapping[str, Any], file: Path) -> dict[str, Any]:
             if arguments.get(f"{name}_token") is not None
         }
         more = arguments.get("additional_special_tokens")
+        # NeMo writes names such as megatron-gpt-345m_vocab where it was given none.
+        files = {
+            key: path
+            for key, name in (("vocab_file", "vocab_file"), ("merge_file", "merges_file"))
+            if (path := _in_context(arguments.get(name), context)) and Path(path).is_file()
+        }
+        given = {"library": "huggingface"}
+        if len(files) == 2:
+            given = {"library": "megatron", "type": "GPT2BPETokenizer"}
         return {
-            "library": "huggingface",
             "type": _in_context(arguments.get("pretrained_model_name"), context),
-            "vocab_file": _in_context(arguments.get("vocab_file"), context),
-            "merge_file": _in_context(arguments.get("merges_file"), context),
+            **given,
+            **files,
             "use_fast": bool(arguments.get("use_fast", True)),
             "special_tokens": special | ({"additional_special_tokens": more} if more else {}),
             "chat_template": arguments.get("chat_template"),

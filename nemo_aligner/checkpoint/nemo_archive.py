@@ -148,6 +148,17 @@ def _unpack_file(path: Path, _modified_ns: int) -> Path:
     return folder
 
 
+def _set_nemo_gelu(config: DictConfig) -> None:
+    """Add `bias_activation_fusion` to a file of NeMo that lacks it. NeMo's default is True, with
+    which GELU has its tanh form; a file of this package always has the key.
+    """
+    is_nemos = str(config.get("target", "")).startswith("nemo.")
+    if is_nemos and "bias_activation_fusion" not in config:
+        gated = str(config.get("activation", "gelu")).lower().endswith("glu")
+        plain = bool(config.get("bias", True)) and not config.get("openai_gelu", False)
+        config.bias_activation_fusion = gated or plain
+
+
 def read_config(path: str | Path) -> DictConfig:
     """The model configuration in a `.nemo` or a folder of NeMo 2.0; the files in it that it refers
     to get absolute paths.
@@ -162,6 +173,7 @@ def read_config(path: str | Path) -> DictConfig:
     folder = _unpack_small_members(path)
     config = OmegaConf.load(folder / CONFIG_FILE)
     assert isinstance(config, DictConfig)
+    _set_nemo_gelu(config)
     for key in (*ARTIFACT_KEYS, "tokenizer.type", TOKENIZER_FOLDER):
         value = OmegaConf.select(config, key, throw_on_missing=False)
         if isinstance(value, str) and value.startswith(ARTIFACT_PREFIX):

@@ -14,6 +14,7 @@ import os
 import sys
 
 from nemo_aligner.compat.stand_ins import install
+from nemo_aligner.parallel.environment import adopt_mpi_ranks
 
 # The script, for further processes of the job: Lightning starts them with the module and the
 # overrides alone.
@@ -29,6 +30,7 @@ def main() -> None:
     if script is None:
         sys.exit(f"usage: {__doc__}")
     install()
+    adopt_mpi_ranks(os.environ)
     own_spec = sys.modules["__main__"].__spec__
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(script)

@@ -93,7 +93,8 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         def stand_in(name: str) -> Any:
             if name not in names:
-                raise AttributeError(
+                # Of an AttributeError Python would keep only "cannot import name".
+                raise (AttributeError if name.startswith("__") else ImportError)(
                     f"nothing of nemo_aligner stands in for {module.__name__}.{name}, which NeMo "
                     "removed; remove it from the script"
                 )

@@ -74,7 +74,8 @@ def check_values(
     ranks = _check_devices(values, visible_devices, env)
     trains_from_scratch = _check_start(values, config_name)
     refuse_model_values(values)
-    check_later(values, config_name)
+    if not complete:  # what the user wrote; a checkpoint's own data may have been of such a form
+        check_later(values, config_name)
 
     complete = complete or trains_from_scratch
     dp = parallel_factor(values, ranks, complete)

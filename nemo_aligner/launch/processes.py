@@ -23,6 +23,7 @@ from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.endings import started_processes
 from nemo_aligner.parallel.device import get_backend
+from nemo_aligner.parallel.environment import adopt_mpi_ranks
 from nemo_aligner.servers.ports import find_free_port
 
 # What Lightning gets of the section `trainer`: it starts processes, but its loops are not used.
@@ -88,6 +89,10 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     Raises:
         ConfigError: a GPU was asked for on a machine without CUDA.
     """
+    adopt_mpi_ranks(os.environ)  # scripts of NeMo-Aligner have nobody else to do it
+    # NeMo's callback parses the names of an earlier run's checkpoints, fails at val_loss=nan, and
+    # removes all but the best. Which of ours are kept is for `CheckpointCallback` alone.
+    NeMoModelCheckpoint.nemo_topk_check_previous_run = lambda _self: None
     OmegaConf.resolve(cfg)
     trainer_cfg = plain_dict(complete(cfg.trainer, "gpt_sft", "trainer"))
     options = {key: trainer_cfg[key] for key in LIGHTNING_OPTIONS}

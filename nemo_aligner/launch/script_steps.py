@@ -23,7 +23,7 @@ from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.folders import read_state
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch.experiment import CHECKPOINT_OPTIONS
 from nemo_aligner.launch.processes import JobTrainer, launch_processes, nemo_checkpoint_callback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -121,6 +121,8 @@ def _updates(
             trainer.job_cfg.trainer[section], f"gpt_{section}_actor", f"trainer.{section}"
         )
         rollout = model.cfg[section]
+        if section == "ppo":
+            _refuse_keys_of_own_script(rollout, settings)
         steps = compute_max_steps(
             len(train_ds) // rollout.num_rollout_samples, settings.max_epochs, settings.max_steps
         )
@@ -131,14 +133,32 @@ def _updates(
             model.cfg.global_batch_size,
             settings.ppo_epochs if section == "ppo" else 1,
         )
-    if trainer.max_steps is not None and trainer.max_steps >= 0:
-        return int(trainer.max_steps)
-    if train_dataloader is None or not trainer.max_epochs or trainer.max_epochs < 0:
+    # A trainer of ours did not hand these keys to Lightning.
+    given = trainer.job_cfg.trainer if isinstance(trainer, JobTrainer) else trainer
+    max_steps, max_epochs = (getattr(given, key, None) for key in ("max_steps", "max_epochs"))
+    if max_steps is not None and max_steps >= 0:
+        return int(max_steps)
+    if train_dataloader is None or not max_epochs or max_epochs < 0:
         raise UserError(
             "the number of optimizer updates of this job is not known: build the trainer with "
             "resolve_and_create_trainer(cfg, section), or give it max_steps."
         )
-    return int(trainer.max_epochs * compute_num_steps_per_epoch(train_dataloader.batch_sampler))
+    return int(max_epochs * compute_num_steps_per_epoch(train_dataloader.batch_sampler))
+
+
+def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> None:
+    """Raise `ConfigError` for keys that NeMo-Aligner's PPO script does not hand to the trainer."""
+    used = {
+        "model.ppo.num_rollouts_per_prompt": rollout.num_rollouts_per_prompt != 1,
+        "model.ppo.kl_loss_coef": bool(rollout.kl_loss_coef),
+        "trainer.ppo.overlong_buffer_len": bool(settings.overlong_buffer_len),
+    }
+    for key, is_used in used.items():
+        if is_used:
+            raise ConfigError(
+                f"{key} has no effect in a script of NeMo-Aligner, which does not know it; use "
+                "examples/nlp/gpt/train_gpt_ppo_actor.py of this package."
+            )
 
 
 def extract_optimizer_scheduler_from_ptl_model(

@@ -203,6 +203,22 @@ def test_the_data_of_a_file_does_not_disturb_the_users(nemo_folder, tmp_path, in
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"bias": True, "activation": "gelu"}, True),
+        ({"bias": False, "activation": "gelu"}, False),
+        ({"bias": True, "activation": "gelu", "openai_gelu": True}, False),
+        ({"bias": False, "activation": "geglu"}, True),
+        ({"bias": True, "activation": "gelu", "target": "nemo_aligner.models.X"}, None),
+    ],
+)
+def test_a_file_of_nemo_has_nemos_form_of_gelu(nemo_folder, tmp_path, changes, expected):
+    changes = {"target": "nemo.collections.nlp.models.X"} | changes
+    path = edited(nemo_folder, tmp_path / "m", bias_activation_fusion=None, **changes)
+    assert nemo_archive.read_config(path).get("bias_activation_fusion") is expected
+
+
 def test_a_file_without_parallel_sizes_has_those_of_one_rank(nemo_folder, tmp_path):
     sizes = "tensor pipeline virtual_pipeline".split()
     without = {f"{size}_model_parallel_size": None for size in sizes}

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch import script_steps
+from nemo_aligner.launch.processes import JobTrainer
 from nemo_aligner.utils import train_script_utils as script_utils
 from nemo_aligner.utils import utils
 from tests.tiny_models import tiny_config
@@ -138,6 +139,33 @@ def test_a_job_starts_saves_and_resumes(nemo_file, tmp_path):
     assert fresh.trainer.ckpt_path is None and fresh.scheduler.num_steps == 0
 
 
+def test_nemos_callback_leaves_checkpoints_alone(nemo_file, tmp_path):
+    """It would keep the best by the metric in a name, and fail at one without a number."""
+    params = configuration(tmp_path).exp_manager.checkpoint_callback_params
+    params = {**params, "filename": "tiny-{val_loss:.3f}-{step}-{consumed_samples}"}
+    options = {"checkpoint_callback_params": params | {"save_top_k": 1}}
+    job = start(nemo_file, tmp_path, **options)
+    for step, loss in ((1, 0.5), (2, 0.6), (3, float("nan"))):
+        job.callback.custom_save(
+            {"val_loss": torch.tensor(loss)}, trainer_state={"step": step, "consumed_samples": 2}
+        )
+    before = sorted((tmp_path / "checkpoints").iterdir())
+    again = start(nemo_file, tmp_path, **options)
+    assert sorted((tmp_path / "checkpoints").iterdir()) == before and len(before) > 1
+    assert again.state["step"] == 3
+
+
+def test_ranks_of_mpirun_are_those_of_the_job(monkeypatch, tmp_path):
+    for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")  # so that the test puts back what adopting them sets
+        monkeypatch.delenv(name)
+    trainer = script_utils.resolve_and_create_trainer(configuration(tmp_path), "rm")
+    assert (trainer.world_size, trainer.global_rank) == (2, 1)
+    assert trainer.strategy.cluster_environment.creates_processes_externally
+
+
 def test_without_a_checkpoint_callback_nothing_is_written(nemo_file, tmp_path):
     job = start(nemo_file, tmp_path, create_checkpoint_callback=False)
     assert isinstance(job.callback, script_utils.FakeCheckpointCallback)
@@ -197,14 +225,17 @@ def job_of(section, settings, model_section):
 
 def test_horizon_of_the_learning_rate():
     prompts = range(50)
-    ppo = {"num_rollout_samples": 8, "num_rollouts_per_prompt": 2}
+    ppo = {"num_rollout_samples": 8, "num_rollouts_per_prompt": 1, "kl_loss_coef": 0.0}
     settings = {"max_epochs": 2, "max_steps": -1, "ppo_epochs": 3}
-    # 6 rollouts in an epoch, 2 epochs; 16 samples in 4 global batches, 3 times
-    expected = 6 * 2 * 4 * 3
+    # 6 rollouts in an epoch, 2 epochs; 8 samples in 2 global batches, 3 times
+    expected = 6 * 2 * 2 * 3
     job = job_of("ppo", settings, ppo)
     assert script_steps._updates(*job, None, prompts) == expected
     job = job_of("ppo", settings | {"max_steps": 5}, ppo)
-    assert script_steps._updates(*job, None, prompts) == 5 * 4 * 3
+    assert script_steps._updates(*job, None, prompts) == 5 * 2 * 3
+    for key, value in (("num_rollouts_per_prompt", 2), ("kl_loss_coef", 0.1)):
+        with pytest.raises(ConfigError, match=f"model.ppo.{key} has no effect in a script"):
+            script_steps._updates(*job_of("ppo", settings, ppo | {key: value}), None, prompts)
     job = job_of("ppo", {"max_steps": 77}, {})
     assert script_steps._updates(*job, None, None) == 77  # a critic
     rs = {"num_rollout_samples": 8, "num_rollouts_per_prompt": 4, "top_n_rollouts": 1}
@@ -213,6 +244,8 @@ def test_horizon_of_the_learning_rate():
     trainer = SimpleNamespace(max_steps=-1, max_epochs=3)
     loader = SimpleNamespace(batch_sampler=SamplerOf12())
     assert script_steps._updates(trainer, None, loader, "data") == 18
+    built = JobTrainer(OmegaConf.create({"trainer": {"max_steps": 7}}), None, accelerator="cpu")
+    assert script_steps._updates(built, None, None, None) == 7
     assert script_steps._updates(SimpleNamespace(max_steps=9), None, None, None) == 9
 
 

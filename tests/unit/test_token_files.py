@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of tokens in the place of jsonl (`data_impl`), and blends of several files."""
 
+import gc
 import json
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,11 +19,13 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_sft_dataset,
+    build_train_valid_test_datasets,
     build_train_valid_test_regression_rm_datasets,
     build_train_valid_test_rlhf_datasets,
     build_train_valid_test_rm_datasets,
 )
 from nemo_aligner.data.nlp.file_dataset import blend
+from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
 
 TEXTS = ["the film was a joy", "is dull", "naïve? 日本", "a sad evening", "x" * 40, "bad"]
@@ -209,6 +213,29 @@ def test_a_blend_is_divided_file_by_file(tmp_path, tiny_tokenizer):
     }
     assert set(names(validation, tiny_tokenizer)) == {"a3", "b6", "b7"}
     assert test is None
+
+
+def test_a_part_of_a_blend_leaves_out_files_too_small_for_it(tmp_path, tiny_tokenizer):
+    a = write_jsonl(tmp_path / "a.jsonl", [f"a{n}" for n in range(20)])
+    b = write_jsonl(tmp_path / "b.jsonl", [f"b{n}" for n in range(4)])
+    function = build_train_valid_test_rlhf_datasets
+    train, validation, _ = build(function, [1, a, 1, b], tiny_tokenizer, splits="95,5,0")
+    assert names(validation, tiny_tokenizer) == ["a19"]
+    assert {name[0] for name in names(train, tiny_tokenizer)} == {"a", "b"}
+
+
+def test_a_dataset_class_blends_nothing_and_its_copies_keep_their_file(tmp_path, tiny_tokenizer):
+    """NeMo-Aligner's form: its class puts the samples of all files in one."""
+    a = write_jsonl(tmp_path / "a.jsonl", [f"a{n}" for n in range(4)])
+    b = write_jsonl(tmp_path / "b.jsonl", [f"b{n}" for n in range(4)])
+    function = partial(build_train_valid_test_datasets, RLHFDataset)
+    train, validation, _ = build(function, [a, b], tiny_tokenizer, splits="75,25,0")
+    gc.collect()  # the whole, of which these are copies
+    assert names(train, tiny_tokenizer) == ["a0", "a1", "a2", "a3", "b0", "b1"]
+    assert names(validation, tiny_tokenizer) == ["b2", "b3"]
+    for prefix, splits in (({"train": [1, a, 1, b]}, None), ([1, a, 1, b], "75,25,0")):
+        with pytest.raises(ConfigError, match="RLHFDataset that is built by its class"):
+            build(function, prefix, tiny_tokenizer, splits=splits)
 
 
 def test_pairs_of_a_blend_stay_pairs(tmp_path, tiny_tokenizer):

@@ -87,6 +87,8 @@ def test_special_tokens_of_sentencepiece(tiny_sentencepiece_model):
     plain = build(**common)
     for key in ("special_tokens", "additional_special_tokens"):
         tokenizer = build(**common, **{key: ["<extra>"]})
+        # In legacy mode NeMo's wrapper knows only the special tokens that it was given.
+        assert (tokenizer.eos_id, tokenizer.bos_id) == (plain.eos_id, plain.bos_id)
         assert tokenizer.text_to_ids("the<extra>")[-1] == plain.vocab_size
         with pytest.raises(ConfigError, match="need model.tokenizer.sentencepiece_legacy=True"):
             build(**common, sentencepiece_legacy=False, **{key: ["<extra>"]})

@@ -216,6 +216,8 @@ def _split_common_files(
             f"model.data.splits_string cannot divide a {type(whole).__name__}: give separate "
             "files in model.data.data_prefix, {train: [...], validation: [...]}."
         )
+    if weights is not None:
+        _check_can_blend(whole, weights)
     # A blend divides each of its files, so that each part has all of them.
     pieces = [whole.documents] if weights is None else whole.documents_by_file()
     bounds = [_split(len(piece), str(splits_string)) for piece in pieces]
@@ -224,9 +226,13 @@ def _split_common_files(
         chosen = [
             piece[ends[part] : ends[part + 1]] for piece, ends in zip(pieces, bounds, strict=True)
         ]
+        shares = weights
+        if weights is not None and name != "train":  # small files may have no sample for it
+            left = [number for number, piece in enumerate(chosen) if len(piece)]
+            chosen, shares = [chosen[n] for n in left], [weights[n] for n in left]
         dataset = None
         if sum(map(len, chosen)):
-            dataset = whole.select(_mixed(chosen, weights, limits[name], paths))
+            dataset = whole.select(_mixed(chosen, shares, limits[name], paths))
             dataset.name = name
         datasets.append(dataset)
     train, validation, test = datasets
@@ -345,14 +351,22 @@ def _blended(dataset: Any, weights: Sequence[float] | None, num_samples: int | N
     """
     if weights is None:
         return _limit(dataset, num_samples)
-    if not isinstance(dataset, FileDataset):
-        raise ConfigError(
-            f"model.data.data_prefix has weights, but a {type(dataset).__name__} cannot be "
-            "a blend of files; give them without weights."
-        )
+    _check_can_blend(dataset, weights)
     return dataset.select(
         _mixed(dataset.documents_by_file(), weights, num_samples, dataset.lines.paths)
     )
+
+
+def _check_can_blend(dataset: Any, weights: Sequence[float]) -> None:
+    """Raise `ConfigError` unless the dataset knows which sample is of which file: one that was
+    built with NeMo-Aligner's constructor has all of them in one.
+    """
+    if not isinstance(dataset, FileDataset) or len(dataset.lines.paths) != len(weights):
+        raise ConfigError(
+            f"model.data.data_prefix has weights, but a {type(dataset).__name__} that is built by "
+            "its class cannot be a blend of files; give them without weights, or use the "
+            "functions build_train_valid_test_*_datasets."
+        )
 
 
 def _mixed(
@@ -364,9 +378,11 @@ def _mixed(
     """Documents of a blend of `pieces`, one per file; without weights of the only piece."""
     if weights is None:
         return pieces[0][:num_samples] if num_samples and num_samples > 0 else pieces[0]
-    for piece, path in zip(pieces, paths, strict=True):
+    for piece, path in zip(pieces, paths):
         if not len(piece):
-            raise ConfigError(f"model.data.data_prefix blends {path}, of which no sample is left.")
+            raise ConfigError(
+                f"model.data.data_prefix blends {path}, of which no sample is left for this part."
+            )
     total = sum(map(len, pieces))
     return blend(pieces, weights, num_samples if num_samples and num_samples > 0 else total)
 

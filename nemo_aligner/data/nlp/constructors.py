@@ -7,7 +7,6 @@ seq_length, seed, drop_last)`: ours accept the call, and classes of one's own ar
 import functools
 import json
 import tempfile
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,7 +53,7 @@ def accepts_nemo_aligner_call(
                 return
             given = {**dict(zip(NEMO_ALIGNER_ARGUMENTS, args, strict=False)), **kwargs}
             folder = tempfile.TemporaryDirectory(prefix="nemo_aligner_data_")
-            weakref.finalize(self, folder.cleanup)
+            self._folder = folder  # copies of the dataset read its file too
             own_init(
                 self,
                 paths=[_write_records(given["data"], Path(folder.name), given["name"])],

@@ -18,6 +18,7 @@ from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTok
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
+from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 from transformers import GPT2Tokenizer
 
@@ -98,12 +99,24 @@ def _sentencepiece(cfg: DictConfig) -> SentencePieceTokenizer:
             "model.tokenizer.sentencepiece_legacy=True: only the legacy mode adds tokens to a "
             "SentencePiece model."
         )
-    return SentencePieceTokenizer(
+    if special_tokens:
+        logging.warning(
+            "model.tokenizer.special_tokens adds its tokens to the SentencePiece model. NeMo "
+            "before 2.0 ignored this key: leave it out if the checkpoint is of such a version."
+        )
+    tokenizer = SentencePieceTokenizer(
         cfg.model,
         special_tokens=special_tokens or None,
         legacy=cfg.sentencepiece_legacy,
         chat_template=_plain(cfg, "chat_template"),
     )
+    if tokenizer.legacy:  # in which NeMo's wrapper knows only the tokens that it was given
+        model = tokenizer.tokenizer
+        for kind in ("bos", "eos", "pad"):
+            number = getattr(model, f"{kind}_id")()
+            if not hasattr(tokenizer, f"{kind}_token") and number >= 0:
+                setattr(tokenizer, f"{kind}_token", model.id_to_piece(number))
+    return tokenizer
 
 
 def _hugging_face(cfg: DictConfig) -> AutoTokenizer:
