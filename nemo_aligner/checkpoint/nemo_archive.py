@@ -149,11 +149,10 @@ def _unpack_file(path: Path, _modified_ns: int) -> Path:
 
 
 def _set_nemo_gelu(config: DictConfig) -> None:
-    """Add `bias_activation_fusion` to a file of NeMo that lacks it. NeMo's default is True, with
-    which GELU has its tanh form; a file of this package always has the key.
+    """Add `bias_activation_fusion` to a file that lacks it: one of NeMo or NeMo-Aligner, whose
+    default is True, with which GELU has its tanh form. This package always writes the key.
     """
-    is_nemos = str(config.get("target", "")).startswith("nemo.")
-    if is_nemos and "bias_activation_fusion" not in config:
+    if "bias_activation_fusion" not in config:
         gated = str(config.get("activation", "gelu")).lower().endswith("glu")
         plain = bool(config.get("bias", True)) and not config.get("openai_gelu", False)
         config.bias_activation_fusion = gated or plain

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from nemo.utils import logging
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint import nemo2, nemo_archive
 from nemo_aligner.config.defaults import drop_unset, model_fallback
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.processes import launch_processes
@@ -99,7 +99,7 @@ def load_2_0_checkpoint_model_config(restore_path: str | Path) -> DictConfig | N
     """The configuration in a folder of NeMo 2.0, as `load_checkpoint_model_config` reads it; None
     for a `.nemo`.
     """
-    is_2_0 = (Path(restore_path) / "context" / "io.json").is_file()
+    is_2_0 = nemo2.is_folder(Path(restore_path))
     return load_checkpoint_model_config(restore_path) if is_2_0 else None
 
 
