@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several small tests share the machine
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -114,3 +115,21 @@ def tiny_sentencepiece_model(tmp_path_factory) -> str:
     )
     path.write_bytes(model.getvalue())
     return str(path)
+
+
+@pytest.fixture
+def write_folder(tiny_tokenizer_dir, tmp_path):
+    """`write_folder(name, **settings) -> (folder, model)`: a model of `tests.hugging_face` as
+    `save_pretrained` writes it, with the tokenizer of `tiny_tokenizer_dir`.
+    """
+    from tests import hugging_face
+
+    def write(name: str, **save_settings):
+        model = hugging_face.build(name)
+        folder = tmp_path / name.replace(" ", "_")
+        model.save_pretrained(folder, **save_settings)
+        for file in Path(tiny_tokenizer_dir).iterdir():
+            shutil.copy(file, folder / file.name)
+        return folder, model
+
+    return write

@@ -87,10 +87,8 @@ FORMS = {
     ),
     "hugging_face": Form(
         "Hugging Face folder",
-        "config.json",
-        loads=False,
-        remedy="convert it with the script of its architecture, such as "
-        f"convert_llama_hf_to_nemo.py, in {CONVERTERS}",
+        "config.json, model.safetensors or model.safetensors.index.json",
+        loads=True,
     ),
     "training": Form(
         "checkpoint of a training run without a model configuration",

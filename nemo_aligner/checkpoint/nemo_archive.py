@@ -33,7 +33,7 @@ from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import dist_ckpt, forms, nemo2
+from nemo_aligner.checkpoint import dist_ckpt, forms, hugging_face, nemo2
 from nemo_aligner.checkpoint.dist_ckpt import barrier
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.rank_files import RankFiles
@@ -48,6 +48,9 @@ ARTIFACT_KEYS = (
     "tokenizer.model",
     "tokenizer.vocab_file",
     "tokenizer.merge_file",
+)
+_WEIGHT_SUFFIXES = tuple(
+    ".safetensors .bin .pt .pth .ckpt .gguf .onnx .msgpack .h5 .index.json".split()
 )
 _BESIDE_ATTENTION = "self_attention.linear_proj._extra_state"
 REMOTE_CODE = "tokenizer.trust_remote_code"
@@ -94,9 +97,10 @@ def check_restore_path(
         )
     if path.is_dir():
         if not nemo2.is_folder(path) and not (path / CONFIG_FILE).is_file():
-            for file, form in (("config.json", "hugging_face"), (forms.BACKEND_FILE, "training")):
-                if (path / file).is_file():
-                    raise forms.refusal(form, f"{key}={path}")
+            if hugging_face.is_folder(path):
+                return path
+            if (path / forms.BACKEND_FILE).is_file():
+                raise forms.refusal("training", f"{key}={path}")
             raise UserError(
                 f"{key}={path} is a directory without {CONFIG_FILE}; it is not an unpacked .nemo. "
                 f"Forms that load: {forms.loadable_forms()}."
@@ -169,6 +173,8 @@ def read_config(path: str | Path) -> DictConfig:
     path = Path(path).resolve()
     if nemo2.is_folder(path):
         return nemo2.read_config(path)
+    if hugging_face.is_folder(path):
+        return hugging_face.model_section(path)
     folder = _unpack_small_members(path)
     config = OmegaConf.load(folder / CONFIG_FILE)
     assert isinstance(config, DictConfig)
@@ -215,6 +221,9 @@ def stored_weights(path: str | Path) -> Iterator[StoredWeights]:
     path = Path(path).resolve()
     if nemo2.is_folder(path):
         yield TorchDistWeights(nemo2.weights_folder(path), prefix=nemo2.WEIGHTS_PREFIX)
+        return
+    if hugging_face.is_folder(path):
+        yield SourceWeights(hugging_face.weights(path))
         return
     with _unpacked_weights(path) as folder:
         yield _weights_in(folder, path)
@@ -296,10 +305,19 @@ def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
     source = OmegaConf.select(config, "tokenizer.type")
     if isinstance(source, str) and os.path.isdir(source):
         name = _archive_name(source)
-        shutil.copytree(source, folder / name, dirs_exist_ok=True)
+        shutil.copytree(source, folder / name, ignore=_all_but_small_files, dirs_exist_ok=True)
         OmegaConf.update(config, TOKENIZER_FOLDER, ARTIFACT_PREFIX + name, force_add=True)
         OmegaConf.update(config, "tokenizer.type", _first_name(Path(source)))
     return config
+
+
+def _all_but_small_files(source: str, names: list[str]) -> list[str]:
+    """What not to copy of a folder with a tokenizer, which may be that of a whole model: folders
+    and weights.
+    """
+    return [
+        name for name in names if Path(source, name).is_dir() or name.endswith(_WEIGHT_SUFFIXES)
+    ]
 
 
 def _archive_name(path: str) -> str:

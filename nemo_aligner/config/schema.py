@@ -84,7 +84,7 @@ _MODEL = dotted(
     max_position_embeddings seed precision overwrite_base_config target nemo_version
     use_cpu_initialization persist_layer_norm masked_softmax_fusion bias_dropout_add_fusion
     apply_rope_fusion gradient_accumulation_fusion moe_aux_loss_coeff moe_z_loss_coeff
-    moe_token_dispatcher_type mcore_customization_config""",
+    moe_token_dispatcher_type mcore_customization_config hugging_face""",
 )
 _OPTIM = dotted(
     "model.optim",
@@ -228,6 +228,7 @@ FREE = (
     "model.overwrite_base_config",
     "model.tokenizer.special_tokens",
     "model.mcore_customization_config",
+    "model.hugging_face",
     "exp_manager.summary_writer_kwargs",
     "exp_manager.wandb_logger_kwargs",
     "exp_manager.mlflow_logger_kwargs",

@@ -89,25 +89,26 @@ def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: i
 
 
 def count_vocab_rows(cfg: DictConfig, vocab_size: int) -> int:
-    """Rows of the embedding table: `model.override_vocab_size`, else the tokenizer's `vocab_size`,
-    padded.
+    """Rows of the embedding table: `model.override_vocab_size`, rounded up for the tensor-parallel
+    ranks, else the tokenizer's `vocab_size`, padded.
 
     Args:
         cfg: complete `model` section.
         vocab_size: ids of the tokenizer.
 
     Raises:
-        ConfigError: the given number is too small or not divisible by the tensor-parallel size.
+        ConfigError: the given number is smaller than `vocab_size`.
     """
     tp, rows = cfg.tensor_model_parallel_size, cfg.override_vocab_size
     if not rows:
         return pad_vocab_size(vocab_size, cfg.make_vocab_size_divisible_by, tp)
-    if rows < vocab_size or rows % tp:
+    if rows < vocab_size:
         raise ConfigError(
-            f"model.override_vocab_size={rows} must be at least the {vocab_size} ids of the "
-            f"tokenizer and a multiple of model.tensor_model_parallel_size={tp}."
+            f"model.override_vocab_size={rows}, the rows of the embedding table, is less than the "
+            f"{vocab_size} ids of the tokenizer (model.tokenizer.type={cfg.tokenizer.type}); use "
+            "the tokenizer that belongs to the model."
         )
-    return int(rows)
+    return pad_vocab_size(int(rows), 1, tp)
 
 
 def build_transformer_config(cfg: DictConfig) -> TransformerConfig:

@@ -1,0 +1,21 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of Hugging Face: `config.json`, safetensors and the tokenizer, read and written.
+
+    rows.py            which rows of which tensors of Hugging Face make one tensor of Megatron Core
+    architecture.py    what an architecture's file declares, and its keys in both directions
+    architectures/     one file for each architecture
+    folder.py          the files of a folder, for reading
+    weights.py         a folder's weights by the names of Megatron Core (a `TensorSource`)
+    reading.py         a folder as a checkpoint: its keys and weights
+    export.py          weights of a `TensorSource` written as a folder
+
+Nothing here computes on weights: tensors are taken apart, put together and transposed, so that
+what is written is what was read, bit for bit. docs/hugging_face.md says how to add an
+architecture.
+"""
+
+from nemo_aligner.checkpoint.hugging_face.folder import is_folder
+from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, model_section, weights
+
+__all__ = ["ORIGIN", "is_folder", "model_section", "weights"]

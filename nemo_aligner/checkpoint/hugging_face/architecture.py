@@ -1,0 +1,235 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the file of an architecture declares, and the keys of a model in both directions.
+
+`model_keys` turns a `config.json` into keys of the section `model`; `hugging_face_config` turns
+them back. Both refuse by name what the other side cannot express.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_aligner.checkpoint.hugging_face.rows import Rule
+from nemo_aligner.config.defaults import complete_model
+from nemo_aligner.config.schema import ARCHITECTURE_KEYS
+from nemo_aligner.config.values import plain_dict
+from nemo_aligner.core.errors import UserError
+
+ROLES = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+# Keys of `config.json` that do not change what a model computes in evaluation.
+NO_INFLUENCE = frozenset(
+    """transformers_version architectures output_hidden_states output_attentions return_dict dtype
+    torch_dtype chunk_size_feed_forward is_encoder_decoder id2label label2id num_labels
+    problem_type use_cache initializer_range pad_token_id bos_token_id eos_token_id _name_or_path
+    model_type attention_dropout output_router_logits router_aux_loss_coef router_jitter_noise
+    pretraining_tp _attn_implementation attn_implementation""".split()
+)
+# Architecture keys that say how a model is drawn, regularized, read or trained, not what it
+# computes from its weights. Heads of reward models are compared on their own.
+NOT_COMPARED = frozenset(
+    """make_vocab_size_divisible_by override_vocab_size init_method_std use_scaled_init_method
+    hidden_dropout attention_dropout moe_router_load_balancing_type reward_model_type use_avg_pool
+    encoder_seq_length qkv_bias bias_activation_fusion openai_gelu""".split()
+)
+_ROPE_KEYS = (
+    "rotary_base",
+    "rotary_percentage",
+    "rotary_interleaved",
+    "seq_len_interpolation_factor",
+    "scale_positional_embedding",
+    "scale_factor",
+)
+
+
+class Unsupported(UserError):
+    """A value of a configuration that the other side cannot express."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of the weights.
+
+    Attributes:
+        base: prefix of all weights but those of the heads; a folder of the base model lacks it.
+        outside: for tensors of Megatron Core outside the layers, how they are made.
+        layer: the same within a layer, for names after `decoder.layers.`.
+        layers: where Hugging Face has the tensors of a layer, after `base`.
+
+    A name in `outside` that starts with "/" is not below `base`: it is that of a head.
+    """
+
+    base: str
+    outside: Mapping[str, Rule]
+    layer: Mapping[str, Rule]
+    layers: str = "layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Part:
+    """One aspect of a configuration in both directions.
+
+    Attributes:
+        reads: keys of `config.json` that `keys` reads.
+        keys: `config.json` -> keys of `model`; raises `Unsupported`.
+        config: complete keys of `model` -> keys of `config.json`.
+    """
+
+    reads: Sequence[str]
+    keys: Callable[[Mapping[str, Any]], dict[str, Any]]
+    config: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of Hugging Face.
+
+    Attributes:
+        model_type: `model_type` of `config.json`.
+        class_name: of its model classes, without the role (`ROLES`).
+        same: keys of `config.json` -> keys of `model` with the same value.
+        always: keys of `model` that every model of the architecture has.
+        names: of the weights.
+        choices: keys of `config.json` -> accepted values -> the keys of `model` that each means.
+        parts: positions, windows and what else takes more than a table.
+        roles: model classes that Hugging Face has.
+        implied: keys of `config.json` that follow from others.
+    """
+
+    model_type: str
+    class_name: str
+    same: Mapping[str, str]
+    always: Mapping[str, Any]
+    names: Names
+    choices: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
+    parts: Sequence[Part] = ()
+    roles: Sequence[str] = ROLES
+    implied: Sequence[str] = ()
+
+
+def model_keys(
+    architecture: Architecture, config: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keys of the section `model` for a `config.json`.
+
+    Args:
+        architecture: of the model.
+        config: the whole configuration, with the defaults of its class.
+        defaults: of its class; a key that is not known here must have its default.
+
+    Raises:
+        Unsupported: a key has a value that cannot be expressed here, or is not known.
+    """
+    keys = dict(architecture.always)
+    for name, key in architecture.same.items():
+        if config.get(name) is not None:
+            keys[key] = config[name]
+    for name, values in architecture.choices.items():
+        value = config.get(name)
+        if value not in values:
+            accepted = ", ".join(str(value) for value in values)
+            raise Unsupported(
+                f"{name}={value!r} of {architecture.model_type} is not supported; what is: "
+                f"{accepted}."
+            )
+        keys |= values[value]
+    for part in architecture.parts:
+        keys |= part.keys(config)
+    read = {*architecture.same, *architecture.choices, *architecture.implied, *NO_INFLUENCE}
+    read |= {name for part in architecture.parts for name in part.reads}
+    for name, default in defaults.items():
+        if name not in read and config.get(name) != default:
+            raise Unsupported(
+                f"{name}={config.get(name)!r} of {architecture.model_type} is not known here and "
+                f"differs from its default {default!r}; the model may compute something else."
+            )
+    return keys
+
+
+def hugging_face_config(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `config.json` that say what a model computes.
+
+    Args:
+        architecture: to write.
+        keys: complete section `model`.
+
+    Raises:
+        Unsupported: the architecture cannot express the model; every key that it would change is
+            named.
+    """
+    wanted = computed(keys)
+    config: dict[str, Any] = {"model_type": architecture.model_type}
+    for name, key in architecture.same.items():
+        config[name] = keys.get(key)
+    for name, values in architecture.choices.items():
+        config[name] = next(
+            (value for value in values if computed({**keys, **values[value]}) == wanted),
+            next(iter(values)),
+        )
+    for part in architecture.parts:
+        config |= part.config(keys)
+    # A null would hide the default that the class computes (head_dim).
+    config = {name: value for name, value in config.items() if value is not None}
+    changed = _changed(architecture, config, keys, wanted)
+    if changed:
+        raise Unsupported(
+            f"{architecture.class_name} cannot express "
+            + ", ".join(f"model.{key}={wanted.get(key)!r}" for key in changed)
+            + "."
+        )
+    return config
+
+
+def _changed(
+    architecture: Architecture,
+    config: Mapping[str, Any],
+    keys: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+) -> list[str]:
+    """The keys in which the model of `config` differs from `wanted`."""
+    again = computed(model_keys(architecture, config, {}))
+    return sorted(key for key in wanted | again if wanted.get(key) != again.get(key))
+
+
+def computed(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model with these keys computes: the keys that count, in one spelling each."""
+    values = plain_dict(complete_model(dict(keys)))
+    result = {
+        key: _plain(values[key])
+        for key in ARCHITECTURE_KEYS
+        if key in values and key not in NOT_COMPARED and not key.endswith("_parallel_size")
+    }
+    hidden, heads = int(values["hidden_size"]), int(values["num_attention_heads"])
+    result["kv_channels"] = int(values["kv_channels"] or hidden // heads)
+    result["add_qkv_bias"] = bool(values["bias"] or values["add_qkv_bias"])
+    result["normalization"] = str(values["normalization"]).lower()
+    if result["normalization"] == "layernorm1p":
+        result |= {"normalization": "layernorm", "layernorm_zero_centered_gamma": True}
+    result["activation"] = _activation(values)
+    if values["position_embedding_type"] != "rope":
+        result |= dict.fromkeys(_ROPE_KEYS)
+    elif not values["scale_positional_embedding"]:
+        result["scale_factor"] = None
+    if values["position_embedding_type"] != "learned_absolute":
+        result["max_position_embeddings"] = None
+    if not values["num_moe_experts"]:
+        result |= {key: None for key in result if key.startswith("moe_")}
+    else:
+        result["ffn_hidden_size"] = None
+    return result
+
+
+def _activation(values: Mapping[str, Any]) -> str:
+    """The activation by one name; `-tanh` is the form of GELU without the error function."""
+    name = str(values["activation"]).lower().removeprefix("fast-")
+    if name in ("gelu_new", "gelu_pytorch_tanh"):
+        return "gelu-tanh"
+    tanh = values["openai_gelu"] or values["bias_activation_fusion"]
+    return f"{name}-tanh" if name in ("gelu", "geglu") and tanh else name
+
+
+def _plain(value: Any) -> Any:
+    """A value as it compares: 10000 and 10000.0, [99, 0] and (99, 0) are equal."""
+    if isinstance(value, tuple):
+        return list(value)
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

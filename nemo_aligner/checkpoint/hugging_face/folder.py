@@ -1,0 +1,160 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a Hugging Face folder, for reading: configuration and safetensors.
+
+No code and no pickle of a folder is run.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nemo_aligner.core.errors import UserError
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# Open files keep the parts that were read in memory. Names of a layer lie in one or two files.
+_OPEN_FILES = 2
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder of Hugging Face."""
+    return path.is_dir() and (path / CONFIG_FILE).is_file()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        UserError: the file is no JSON object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}); copy it again.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is not a JSON object; copy it again.")
+    return content
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`config.json` of a folder with the defaults of its class, and these defaults alone.
+
+    Raises:
+        UserError: the file is damaged or names no class of transformers.
+    """
+    from transformers import AutoConfig, PretrainedConfig  # takes a second to import
+
+    given = read_json(path / CONFIG_FILE)
+    kind = given.get("model_type")
+    if not kind:
+        raise UserError(f"{path / CONFIG_FILE} has no model_type; it is not a model's.")
+    try:
+        config = AutoConfig.for_model(kind)
+    except ValueError as error:
+        raise UserError(
+            f"{path / CONFIG_FILE}: transformers has no model_type {kind!r}."
+        ) from error
+    try:
+        whole = type(config).from_dict(given).to_dict()
+    except Exception as error:  # whatever the checks of that class raise
+        raise UserError(f"{path / CONFIG_FILE} is not valid for {kind}: {error}") from error
+    assert isinstance(config, PretrainedConfig)
+    # What the file has and the class does not know stays: `quantization_config`, ...
+    return {**given, **whole}, config.to_dict()
+
+
+class Tensors:
+    """The tensors in the safetensors of a folder, read in parts.
+
+    Raises:
+        UserError: a file is missing or damaged, or the weights are pickled.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.files = _files(path)
+        self._open: OrderedDict[str, Any] = OrderedDict()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in dict.fromkeys(self.files.values()):
+            opened = self._opened(file)
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                if self.files.get(name) == file:
+                    self._shapes[name] = tuple(opened.get_slice(name).get_shape())
+        absent = sorted(self.files.keys() - self._shapes.keys())
+        if absent:
+            raise UserError(
+                f"{path} lacks {absent[0]!r}, which its {INDEX_FILE} lists in "
+                f"{self.files[absent[0]]}; copy the folder again."
+            )
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        return self._shapes
+
+    def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """A part of the tensor `name`, in its own dtype."""
+        file = self.files[name]
+        try:
+            return self._opened(file).get_slice(name)[index]
+        except SafetensorError as error:
+            raise self._damaged(file, error) from error
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor as safetensors names it, such as BF16."""
+        return self._opened(self.files[name]).get_slice(name).get_dtype()
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise self._damaged(file, error) from error
+            if len(self._open) > _OPEN_FILES:
+                self._open.popitem(last=False)
+        self._open.move_to_end(file)
+        return self._open[file]
+
+    def _damaged(self, file: str, error: Exception) -> UserError:
+        return UserError(f"{self.path / file} is damaged or incomplete ({error}); copy it again.")
+
+
+def _files(path: Path) -> dict[str, str]:
+    """The file that holds each tensor, by the tensor's name."""
+    if (path / INDEX_FILE).is_file():
+        files = read_json(path / INDEX_FILE).get("weight_map")
+        if not isinstance(files, dict):
+            raise UserError(f"{path / INDEX_FILE} has no weight_map; copy it again.")
+        for file in sorted(set(files.values())):
+            if Path(file).name != file:
+                raise UserError(
+                    f"{path / INDEX_FILE} names {file!r}, which is not in the folder; do not use "
+                    "this folder."
+                )
+            if not (path / file).is_file():
+                raise UserError(
+                    f"{path} lacks the file {file} of its {INDEX_FILE}; copy it again."
+                )
+        return files
+    if (path / WEIGHTS_FILE).is_file():
+        try:
+            with safe_open(path / WEIGHTS_FILE, framework="pt") as opened:
+                return dict.fromkeys(opened.keys(), WEIGHTS_FILE)
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{path / WEIGHTS_FILE} is damaged or incomplete ({error}); copy it again."
+            ) from error
+    if any((path / name).is_file() for name in _PICKLED):
+        raise UserError(
+            f"{path} holds pickled weights only, which can run code and are not read. Write "
+            "safetensors where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER)"
+            ".save_pretrained(NEW_FOLDER)."
+        )
+    raise UserError(f"{path} holds no {WEIGHTS_FILE} and no {INDEX_FILE}; copy it again.")

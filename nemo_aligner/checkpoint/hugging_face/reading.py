@@ -1,0 +1,98 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face folder as a checkpoint: its section `model` and its weights."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_aligner.checkpoint.hugging_face.architecture import (
+    Architecture,
+    Unsupported,
+    model_keys,
+)
+from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
+from nemo_aligner.checkpoint.hugging_face.folder import read_config
+from nemo_aligner.checkpoint.hugging_face.weights import FolderWeights
+from nemo_aligner.core.errors import UserError
+
+# Key of `model` with the keys of `config.json` that this package has no key for; they go back
+# into the folder that is written.
+ORIGIN = "hugging_face"
+_CLASSIFICATION = "ForSequenceClassification"
+_FILES_OF_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def architecture_of(path: Path, config: dict[str, Any]) -> Architecture:
+    """The architecture of a folder.
+
+    Raises:
+        Unsupported: it is not known here, or quantized.
+    """
+    kind = config["model_type"]
+    if kind not in ARCHITECTURES:
+        raise Unsupported(
+            f"{path}: the architecture {kind!r} is not supported; what is: "
+            f"{', '.join(sorted(ARCHITECTURES))}."
+        )
+    if config.get("quantization_config"):
+        raise Unsupported(
+            f"{path} holds quantized weights (quantization_config), which are not supported; name "
+            "a folder with float weights."
+        )
+    return ARCHITECTURES[kind]
+
+
+def model_section(path: Path) -> DictConfig:
+    """The section `model` for the model in a folder.
+
+    Raises:
+        UserError: the folder is damaged, or what it describes cannot be computed here.
+    """
+    config, defaults = read_config(path)
+    architecture = architecture_of(path, config)
+    try:
+        keys = model_keys(architecture, config, defaults)
+    except Unsupported as error:
+        raise Unsupported(f"{path}: {error}") from error
+    keys["encoder_seq_length"] = keys["max_position_embeddings"]
+    if any(str(name).endswith(_CLASSIFICATION) for name in config.get("architectures") or ()):
+        labels = len(config.get("id2label") or (0, 1))
+        if labels == 1:
+            keys["reward_model_type"] = "binary_ranking"
+        else:
+            keys |= {"reward_model_type": "regression", "regression": {"num_attributes": labels}}
+    if any((path / name).is_file() for name in _FILES_OF_TOKENIZERS):
+        keys["tokenizer"] = {"library": "huggingface", "type": str(path)}
+    keys[ORIGIN] = _origin(architecture, config)
+    return OmegaConf.create(keys)
+
+
+def _origin(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
+    """What of `config.json` no key of `model` stands for: token ids, names, ..."""
+    read = {*architecture.same, *architecture.choices, "architectures", "transformers_version"}
+    read |= {name for part in architecture.parts for name in part.reads}
+    read |= {"dtype", "torch_dtype", "id2label", "label2id", "num_labels", "_name_or_path"}
+    kept = {name: value for name, value in config.items() if name not in read}
+    return {name: value for name, value in kept.items() if value is not None}
+
+
+def weights(path: Path) -> FolderWeights:
+    """The weights of a folder.
+
+    Raises:
+        UserError: a file is missing or damaged, or a weight has no place in the model.
+    """
+    section = model_section(path)
+    architecture = ARCHITECTURES[section[ORIGIN]["model_type"]]
+    keys: Any = OmegaConf.to_container(section)
+    if not isinstance(keys, dict):
+        raise UserError(f"{path} describes no model.")
+    return FolderWeights(path, architecture, keys)

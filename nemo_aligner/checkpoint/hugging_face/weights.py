@@ -1,0 +1,237 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a Hugging Face folder by the names of Megatron Core.
+
+`Layout` knows the names in both directions; `FolderWeights` reads the parts of tensors that a rank
+needs, through it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.checkpoint.hugging_face.architecture import Architecture
+from nemo_aligner.checkpoint.hugging_face.folder import Tensors
+from nemo_aligner.checkpoint.hugging_face.rows import Heads, Rule, Run
+from nemo_aligner.checkpoint.stored_weights import Slice
+from nemo_aligner.core.errors import UserError
+
+PREFIX = "model."  # of all names in a sharded state dict
+LAYERS = "decoder.layers."
+KINDS = ("weight", "bias")
+# Buffers that some versions of transformers stored.
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of Megatron Core, or one layer or expert of it, comes from.
+
+    Attributes:
+        rule: how it is made.
+        kind: `weight` or `bias`.
+        layer, expert: numbers, for names with a place for them.
+    """
+
+    rule: Rule
+    kind: str
+    layer: int | None = None
+    expert: int | None = None
+
+
+class Layout:
+    """The names of the weights of one model, in both forms.
+
+    Args:
+        architecture: of the model.
+        keys: of the section `model`: sizes of the attention, numbers of layers and experts.
+    """
+
+    def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
+        self.names = architecture.names
+        heads = int(keys["num_attention_heads"])
+        groups = int(keys.get("num_query_groups") or heads)
+        size = keys.get("kv_channels") or int(keys["hidden_size"]) // heads
+        self.heads = Heads(groups, heads // groups, int(size))
+        self.layers = int(keys["num_layers"])
+        self.experts = int(keys.get("num_moe_experts") or 0)
+
+    def rules(self) -> Iterator[tuple[str, Rule, bool]]:
+        """Names of Megatron Core but for `weight` or `bias` with their rules, and whether they
+        are a layer's.
+        """
+        for name, rule in self.names.outside.items():
+            yield PREFIX + name, rule, False
+        for name, rule in self.names.layer.items():
+            yield PREFIX + LAYERS + name, rule, True
+
+    def place(self, key: str, index: tuple[int, ...] = ()) -> Place | None:
+        """The place of the tensor `key` of a checkpoint; None: it has none.
+
+        Args:
+            key: a global name, of layers with or without their number.
+            index: number of the layer (if it is not in the name) and of the expert.
+        """
+        name = key.removeprefix(PREFIX)
+        layer = None
+        table = self.names.outside
+        if name.startswith(LAYERS):
+            table = self.names.layer
+            name = name.removeprefix(LAYERS)
+            number, _, rest = name.partition(".")
+            if number.isdigit():
+                layer, name = int(number), rest
+            elif index:
+                layer, index = index[0], index[1:]
+        for kind in KINDS:
+            stem = name.removesuffix(kind)
+            if stem != name and stem in table:
+                return Place(table[stem], kind, layer, index[0] if index else None)
+        return None
+
+    def name(self, template: str, place: Place) -> str:
+        """The whole name of a tensor of Hugging Face."""
+        if template.startswith("/"):
+            return template[1:] + place.kind
+        layer = self.names.layers if place.layer is not None else ""
+        name = self.names.base + layer + template + place.kind
+        return name.format(layer=place.layer, expert=place.expert)
+
+    def runs(self, place: Place, rows: int) -> list[Run]:
+        """The runs of a tensor of Megatron Core with `rows` rows, by the names of Hugging Face."""
+        return [
+            Run(self.name(run.name, place), run.start, run.count)
+            for run in place.rule.runs(rows, self.heads)
+        ]
+
+
+class FolderWeights:
+    """A `TensorSource` of the weights in a Hugging Face folder.
+
+    Args:
+        path: of the folder.
+        architecture: of the model.
+        keys: of the section `model`.
+
+    Raises:
+        UserError: a file is damaged, or holds a weight that has no place in the model.
+    """
+
+    def __init__(self, path: Path, architecture: Architecture, keys: Mapping[str, Any]):
+        self.path = path
+        self.layout = Layout(architecture, keys)
+        self.tensors = Tensors(path)
+        self._with_base = {
+            self._full_name(name): name for name in self.tensors.shapes()
+        }  # full name -> name in the files
+        self._used: set[str] = set()
+        self._shapes = self._megatron_shapes()
+        tied = bool(keys.get("share_embeddings_and_output_weights"))
+        left = [name for name in self._with_base if name not in self._used]
+        left = [
+            name
+            for name in left
+            if not name.endswith(_BUFFERS) and not (tied and name == "lm_head.weight")
+        ]
+        if left:
+            raise UserError(
+                f"{path} holds {len(left)} weight(s) that have no place in a model of "
+                f"{architecture.class_name}, such as {left[0]!r}; the model would compute "
+                "something else."
+            )
+        if tied:
+            self._shapes.pop(PREFIX + "output_layer.weight", None)
+
+    def _full_name(self, name: str) -> str:
+        """A name as a model with a head has it: folders of base models lack the prefix."""
+        base = self.layout.names.base
+        heads = tuple(
+            rule.names[0][1:]
+            for rule in self.layout.names.outside.values()
+            if rule.names[0].startswith("/")
+        )
+        return name if name.startswith((base, *heads)) else base + name
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def _megatron_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes by Megatron Core's names. Weights of layers have their number in front,
+        those of experts that of the expert too; each layer's weights are there by its number as
+        well, which is how models have them whose layers differ.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for stem, rule, in_layer in self.layout.rules():
+            experts = self.layout.experts if any("{expert}" in name for name in rule.names) else 0
+            for kind in KINDS:
+                found = {}
+                for layer in range(self.layout.layers) if in_layer else (None,):
+                    shape = self._shape(Place(rule, kind, layer, 0 if experts else None))
+                    if shape is not None:
+                        found[layer] = ((experts,) if experts else ()) + shape
+                    for expert in range(1, experts):
+                        self._shape(Place(rule, kind, layer, expert))
+                if not in_layer:
+                    shapes |= {stem + kind: shape for shape in found.values()}
+                    continue
+                if len(found) == self.layout.layers:
+                    shapes[stem + kind] = (len(found), *found[0])
+                name = stem.removeprefix(PREFIX + LAYERS) + kind
+                for layer, shape in found.items():
+                    shapes[f"{PREFIX}{LAYERS}{layer}.{name}"] = shape
+        return shapes
+
+    def _shape(self, place: Place) -> tuple[int, ...] | None:
+        """Shape of the tensor at `place`; None: the folder has none of its parts."""
+        names = [self.layout.name(template, place) for template in place.rule.names]
+        there = [name for name in names if name in self._with_base]
+        if not there:
+            return None
+        if len(there) < len(names):
+            raise UserError(
+                f"{self.path} has {there[0]!r} but not "
+                f"{next(name for name in names if name not in there)!r}; copy it again."
+            )
+        self._used |= set(names)
+        shapes = [self._stored_shape(name, place) for name in names]
+        if any(shape[1:] != shapes[0][1:] for shape in shapes):
+            raise UserError(
+                f"{self.path}: {', '.join(names)} have the shapes {shapes}, which do not fit "
+                "together; copy it again."
+            )
+        rows = sum(shape[0] for shape in shapes)
+        for name, shape in zip(names, shapes, strict=True):
+            runs = [run for run in self.layout.runs(place, rows) if run.name == name]
+            if sum(run.count for run in runs) != shape[0]:
+                raise UserError(
+                    f"{self.path}: {name} of shape {shape} does not fit the sizes in its "
+                    f"config.json, which ask for {sum(run.count for run in runs)} rows."
+                )
+        return (rows, *shapes[0][1:])
+
+    def _stored_shape(self, name: str, place: Place) -> tuple[int, ...]:
+        """Shape of a tensor of Hugging Face, transposed if it is stored so."""
+        shape = self.tensors.shapes()[self._with_base[name]]
+        return shape[::-1] if place.rule.transposed else shape
+
+    def read(self, key: str, part: Slice) -> Tensor:
+        index = tuple(axis for axis in part if isinstance(axis, int))
+        rows, *columns = (axis for axis in part if isinstance(axis, slice))
+        place = self.layout.place(key, index)
+        assert place is not None, key
+        total = self._shapes[key][len(index)]
+        pieces, first = [], 0
+        for run in self.layout.runs(place, total):
+            start, stop = max(rows.start, first), min(rows.stop, first + run.count)
+            if start < stop:
+                shift = run.start - first
+                wanted = (slice(start + shift, stop + shift), *columns)
+                index_in_file = wanted[::-1] if place.rule.transposed else wanted
+                piece = self.tensors.part(self._with_base[run.name], index_in_file)
+                pieces.append(piece.T if place.rule.transposed and columns else piece)
+            first += run.count
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
