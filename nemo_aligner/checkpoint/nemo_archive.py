@@ -23,7 +23,7 @@ import shutil
 import tarfile
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,19 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
-from nemo_aligner.checkpoint import dist_ckpt, forms, hugging_face, nemo2
+from nemo_aligner.checkpoint import dist_ckpt, forms, hugging_face, nemo2, torch_dist_stream
 from nemo_aligner.checkpoint.dist_ckpt import barrier
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.rank_files import RankFiles
-from nemo_aligner.checkpoint.stored_weights import SourceWeights, StoredWeights, TorchDistWeights
+from nemo_aligner.checkpoint.stored_weights import (
+    SourceWeights,
+    StoredWeights,
+    TensorSource,
+    TorchDistWeights,
+)
+from nemo_aligner.checkpoint.torch_dist_stream import Chunk, TorchDistTensors
 from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
@@ -229,6 +236,17 @@ def stored_weights(path: str | Path) -> Iterator[StoredWeights]:
         yield _weights_in(folder, path)
 
 
+@contextlib.contextmanager
+def stored_tensors(path: str | Path) -> Iterator[TensorSource]:
+    """As `stored_weights`, but for reading one tensor after the other."""
+    with stored_weights(path) as weights:
+        if isinstance(weights, TorchDistWeights):
+            yield TorchDistTensors(Path(weights.folder), weights.prefix)
+        else:
+            assert isinstance(weights, SourceWeights)
+            yield weights.source
+
+
 def _weights_in(folder: Path, path: Path) -> StoredWeights:
     """The weights in `folder`, unpacked from the `.nemo` at `path`."""
     weights = folder / WEIGHTS_FOLDER
@@ -391,15 +409,54 @@ def write_nemo(
     dist_ckpt.save(_with_attention_states(sharded_weights), folder / WEIGHTS_FOLDER)
     barrier()
     if rank_zero:
-        OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
-        if path.is_dir():
-            shutil.rmtree(path)
-        if as_directory:
-            folder.rename(path)
-        else:
-            packed = path.with_name(path.name + ".tar.writing")
-            with tarfile.open(packed, "w:") as tar:
-                tar.add(folder, arcname=".")
-            packed.replace(path)
-            shutil.rmtree(folder)
+        _finish(folder, path, config, as_directory)
     barrier()
+
+
+def write_streamed(
+    path: str | Path,
+    config: DictConfig,
+    chunks: Sequence[Chunk],
+    read: Callable[[Chunk], Tensor],
+    *,
+    as_directory: bool = False,
+) -> None:
+    """Write a `.nemo` tensor by tensor; one process calls it. After an error nothing is left.
+
+    Args:
+        path, config, as_directory: as for `write_nemo`.
+        chunks, read: of the weights, as for `torch_dist_stream.write`.
+    """
+    path = Path(path).expanduser().absolute()
+    folder = path.with_name(path.name + ".writing")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        (folder / WEIGHTS_FOLDER).mkdir(parents=True)
+        torch_dist_stream.write(chunks, read, folder / WEIGHTS_FOLDER)
+        _finish(folder, path, config, as_directory)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        _packed(path).unlink(missing_ok=True)
+        raise
+
+
+def _packed(path: Path) -> Path:
+    """Where a tar file is written before it gets its name."""
+    return path.with_name(path.name + ".tar.writing")
+
+
+def _finish(folder: Path, path: Path, config: DictConfig, as_directory: bool) -> None:
+    """Add configuration and tokenizer to `folder`, which holds the weights, and give it its place
+    and form.
+    """
+    OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
+    if path.is_dir():
+        shutil.rmtree(path)
+    if as_directory:
+        folder.rename(path)
+        return
+    packed = _packed(path)
+    with tarfile.open(packed, "w:") as tar:
+        tar.add(folder, arcname=".")
+    packed.replace(path)
+    shutil.rmtree(folder)

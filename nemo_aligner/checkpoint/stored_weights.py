@@ -86,6 +86,13 @@ class TensorSource(Protocol):
         """
 
 
+def stored_dtype(source: TensorSource, key: str) -> torch.dtype:
+    """Of a tensor of `source`: that of its first entry."""
+    axes = len(source.shapes()[key])
+    first = tuple(slice(0, 1) if axis >= axes - 1 else 0 for axis in range(axes))
+    return source.read(key, first).dtype
+
+
 class SourceWeights:
     """The weights of a `TensorSource`."""
 

@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_collect
-from tests import hugging_face
 
 TOKENS = torch.randint(0, 300, (2, 1200), generator=torch.Generator().manual_seed(1))
 # Sizes that divide into nothing: 301 ids, groups of 3 heads, heads of another size than

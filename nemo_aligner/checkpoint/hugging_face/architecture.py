@@ -188,7 +188,7 @@ def _changed(
 ) -> list[str]:
     """The keys in which the model of `config` differs from `wanted`."""
     again = computed(model_keys(architecture, config, {}))
-    return sorted(key for key in wanted | again if wanted.get(key) != again.get(key))
+    return sorted(key for key in {**wanted, **again} if wanted.get(key) != again.get(key))
 
 
 def computed(keys: Mapping[str, Any]) -> dict[str, Any]:

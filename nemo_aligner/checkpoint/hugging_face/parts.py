@@ -119,8 +119,9 @@ def _window_keys(config: Config) -> dict[str, Any]:
 
 def _window_config(keys: Config) -> dict[str, Any]:
     window = keys.get("window_size")
-    windowed = window is not None and list(window) != [-1, -1]
-    return {"sliding_window": int(window[0]) + 1 if windowed else None}
+    if window is None or list(window) == [-1, -1]:
+        return {"sliding_window": None}
+    return {"sliding_window": int(window[0]) + 1}
 
 
 WINDOW = Part(("sliding_window", "layer_types"), _window_keys, _window_config)
@@ -132,8 +133,8 @@ def _switched_window_keys(config: Config) -> dict[str, Any]:
     first, layers = config.get("max_window_layers", 0), config.get("num_hidden_layers")
     if not config.get("layer_types") and first not in (0, layers):
         raise Unsupported(
-            f"use_sliding_window=True with max_window_layers={first} is not supported: a window in "
-            "some layers only."
+            f"use_sliding_window=True with max_window_layers={first} is not supported: only some "
+            "layers have a window."
         )
     return {"window_size": None} if first == layers else _window_keys(config)
 

@@ -20,7 +20,7 @@ from nemo_aligner.core.errors import UserError
 # Key of `model` with the keys of `config.json` that this package has no key for; they go back
 # into the folder that is written.
 ORIGIN = "hugging_face"
-_CLASSIFICATION = "ForSequenceClassification"
+_PER_SAMPLE, _PER_TOKEN = "ForSequenceClassification", "ForTokenClassification"
 _FILES_OF_TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -63,16 +63,25 @@ def model_section(path: Path) -> DictConfig:
     except Unsupported as error:
         raise Unsupported(f"{path}: {error}") from error
     keys["encoder_seq_length"] = keys["max_position_embeddings"]
-    if any(str(name).endswith(_CLASSIFICATION) for name in config.get("architectures") or ()):
-        labels = len(config.get("id2label") or (0, 1))
-        if labels == 1:
-            keys["reward_model_type"] = "binary_ranking"
-        else:
-            keys |= {"reward_model_type": "regression", "regression": {"num_attributes": labels}}
+    keys |= _head_keys(config)
     if any((path / name).is_file() for name in _FILES_OF_TOKENIZERS):
         keys["tokenizer"] = {"library": "huggingface", "type": str(path)}
     keys[ORIGIN] = _origin(architecture, config)
     return OmegaConf.create(keys)
+
+
+def _head_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of a reward model, whose head gives numbers per sample, or of a critic (per token)."""
+    classes = " ".join(config.get("architectures") or ())
+    if not classes.endswith((_PER_SAMPLE, _PER_TOKEN)):
+        return {}
+    numbers = len(config.get("id2label") or (0, 1))
+    several = numbers > 1
+    return {
+        "reward_model_type": "regression" if several else "binary_ranking",
+        "regression": {"num_attributes": numbers},
+        "output_sequence": classes.endswith(_PER_TOKEN),
+    }
 
 
 def _origin(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 needs, through it.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from nemo_aligner.core.errors import UserError
 PREFIX = "model."  # of all names in a sharded state dict
 LAYERS = "decoder.layers."
 KINDS = ("weight", "bias")
+_EXPERTS = ".experts.experts."
 # Buffers that some versions of transformers stored.
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -68,6 +70,14 @@ class Layout:
             yield PREFIX + name, rule, False
         for name, rule in self.names.layer.items():
             yield PREFIX + LAYERS + name, rule, True
+
+    def numbered_axes(self, key: str) -> int:
+        """How many of the first dimensions of a tensor count layers and experts."""
+        name = key.removeprefix(PREFIX)
+        if not name.startswith(LAYERS):
+            return 0
+        numbered = name.removeprefix(LAYERS).partition(".")[0].isdigit()
+        return (0 if numbered else 1) + (1 if _EXPERTS in name else 0)
 
     def place(self, key: str, index: tuple[int, ...] = ()) -> Place | None:
         """The place of the tensor `key` of a checkpoint; None: it has none.
@@ -159,6 +169,44 @@ class FolderWeights:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
+    def parts(self) -> list[tuple[str, Slice]]:
+        """Every tensor once, cut by layers and experts, in about the order of the files.
+
+        Layers that differ in their weights go by their numbers, as Megatron Core names them.
+        """
+        keys = [key for key in self._shapes if key.startswith(PREFIX + LAYERS)]
+        whole = [key for key in keys if self._number(key) is None]
+        numbered = [key for key in keys if self._number(key) is not None]
+        alike = len(numbered) == len(whole) * self.layout.layers
+        layers: list[tuple[int, str, Slice]] = []
+        for key in whole if alike else numbered:
+            for part in self._cut(key):
+                layer = part[0] if alike else self._number(key)
+                assert isinstance(layer, int)
+                layers.append((layer, key, part))
+        layers.sort(key=lambda item: item[0])
+        outside = [
+            (key, part) for key in self._shapes.keys() - set(keys) for part in self._cut(key)
+        ]
+        outside.sort(key=lambda item: item[0])
+        first = [item for item in outside if "embedding" in item[0]]
+        last = [item for item in outside if "embedding" not in item[0]]
+        return [*first, *((key, part) for _, key, part in layers), *last]
+
+    def _cut(self, key: str) -> list[Slice]:
+        """A tensor in its layers and experts."""
+        shape, axes = self._shapes[key], self.layout.numbered_axes(key)
+        rest = tuple(slice(0, size) for size in shape[axes:])
+        return [
+            (*index, *rest) for index in itertools.product(*(range(size) for size in shape[:axes]))
+        ]
+
+    @staticmethod
+    def _number(key: str) -> int | None:
+        """The number of the layer in a name."""
+        number = key.removeprefix(PREFIX + LAYERS).partition(".")[0]
+        return int(number) if number.isdigit() else None
+
     def _megatron_shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes by Megatron Core's names. Weights of layers have their number in front,
         those of experts that of the expert too; each layer's weights are there by its number as
@@ -168,16 +216,18 @@ class FolderWeights:
         for stem, rule, in_layer in self.layout.rules():
             experts = self.layout.experts if any("{expert}" in name for name in rule.names) else 0
             for kind in KINDS:
+                if not in_layer:
+                    shape = self._shape(Place(rule, kind))
+                    if shape is not None:
+                        shapes[stem + kind] = shape
+                    continue
                 found = {}
-                for layer in range(self.layout.layers) if in_layer else (None,):
+                for layer in range(self.layout.layers):
                     shape = self._shape(Place(rule, kind, layer, 0 if experts else None))
                     if shape is not None:
                         found[layer] = ((experts,) if experts else ()) + shape
                     for expert in range(1, experts):
                         self._shape(Place(rule, kind, layer, expert))
-                if not in_layer:
-                    shapes |= {stem + kind: shape for shape in found.values()}
-                    continue
                 if len(found) == self.layout.layers:
                     shapes[stem + kind] = (len(found), *found[0])
                 name = stem.removeprefix(PREFIX + LAYERS) + kind

@@ -1,0 +1,190 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Distributed checkpoints (torch_dist) of one process, tensor by tensor.
+
+Megatron Core reads and writes a whole sharded state dict at once. To convert a model that does not
+fit into memory, PyTorch's own reader and writer are used here with plans that hold one part of one
+tensor at a time. The format is the same.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import save as save_checkpoint
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from nemo_aligner.checkpoint.stored_weights import Slice
+
+COMMON_FILE = "common.pt"  # what a checkpoint holds beside tensors: here nothing
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One part of a tensor that is to be written.
+
+    Attributes:
+        key: of the tensor.
+        shape: of the whole tensor.
+        offset: where the part lies.
+        size: of the part.
+        dtype: of the tensor.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def write(chunks: Sequence[Chunk], read: Callable[[Chunk], Tensor], folder: Path) -> None:
+    """Write a distributed checkpoint into the existing, empty `folder`; in one process.
+
+    Args:
+        chunks: all parts of all tensors.
+        read: the values of one part, of the shape `chunk.size`; called once for each, in order.
+    """
+    save_checkpoint(
+        {},
+        storage_writer=FileSystemWriter(folder, single_file_per_rank=True),
+        planner=_WritePlanner(chunks, read),
+        no_dist=True,
+    )
+    torch.save({}, folder / COMMON_FILE)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+class _WritePlanner(SavePlanner):
+    """Reads each part when it is written."""
+
+    def __init__(self, chunks: Sequence[Chunk], read: Callable[[Chunk], Tensor]):
+        self.chunks = {(chunk.key, chunk.offset): chunk for chunk in chunks}
+        self.read = read
+
+    def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing to do: the parts are known."""
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_write_item(chunk) for chunk in self.chunks.values()])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        offset = write_item.index.offset
+        assert offset is not None
+        return self.read(self.chunks[write_item.index.fqn, tuple(offset)])
+
+
+def _write_item(chunk: Chunk) -> WriteItem:
+    offset = torch.Size(chunk.offset)
+    return WriteItem(
+        index=MetadataIndex(chunk.key, offset),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offset, torch.Size(chunk.size)),
+            properties=TensorProperties(dtype=chunk.dtype),
+            size=torch.Size(chunk.shape),
+        ),
+    )
+
+
+class TorchDistTensors:
+    """A `TensorSource` of a distributed checkpoint (torch_dist).
+
+    Args:
+        folder: of the checkpoint.
+        prefix: that its names have in the place of `model.`.
+    """
+
+    def __init__(self, folder: Path, prefix: str = "model."):
+        self.prefix = prefix
+        self.reader = FileSystemReader(folder)
+        self.metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        self.stored: dict[str, TensorStorageMetadata] = {
+            key: entry
+            for key, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix)
+        }
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {
+            "model." + key.removeprefix(self.prefix): tuple(entry.size)
+            for key, entry in self.stored.items()
+        }
+
+    def read(self, key: str, part: Slice) -> Tensor:
+        key = self.prefix + key.removeprefix("model.")
+        entry = self.stored[key]
+        starts = [axis if isinstance(axis, int) else axis.start or 0 for axis in part]
+        stops = [
+            axis + 1 if isinstance(axis, int) else size if axis.stop is None else axis.stop
+            for axis, size in zip(part, entry.size, strict=True)
+        ]
+        sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
+        result = torch.empty(sizes, dtype=entry.properties.dtype)
+        wanted = ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, entry, [wanted])
+        self.reader.read_data(LoadPlan(items), _ReadPlanner(result, starts)).wait()
+        return result[tuple(0 if isinstance(axis, int) else slice(None) for axis in part)]
+
+
+class _ReadPlanner(LoadPlanner):
+    """Puts what is read into `result`, whose first entry lies at `offset`."""
+
+    def __init__(self, result: Tensor, offset: Sequence[int]):
+        self.result, self.offset = result, offset
+
+    def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing to do: the plan is made by the caller."""
+
+    def create_local_plan(self) -> LoadPlan:
+        raise NotImplementedError("the plan is made by the caller")
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise NotImplementedError("the plan is made by the caller")
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise NotImplementedError("the plan is made by the caller")
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError("only tensors are read")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        where = tuple(
+            slice(start, start + length)
+            for start, length in zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        )
+        return self.result[where]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: `resolve_tensor` gave a view of the result."""

@@ -1,0 +1,106 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `python -m nemo_aligner.convert hf-to-nemo | nemo-to-hf | nemo-info`."""
+
+import argparse
+import errno
+import sys
+from pathlib import Path
+
+from nemo_aligner.core.errors import UserError
+
+DTYPES = ("as-stored", "fp32", "bf16", "fp16")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_aligner.convert",
+        description="Convert checkpoints between Hugging Face folders and .nemo, on a CPU. Jobs "
+        "take Hugging Face folders as they are, too "
+        "(pretrained_checkpoint.restore_from_path=FOLDER).",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    to_nemo = commands.add_parser("hf-to-nemo", help="write a .nemo from a Hugging Face folder")
+    to_nemo.add_argument("source", type=Path, metavar="HF_FOLDER")
+    to_nemo.add_argument(
+        "target", type=Path, metavar="OUT", help="file that ends in .nemo, or a folder"
+    )
+
+    to_hf = commands.add_parser("nemo-to-hf", help="write a Hugging Face folder")
+    to_hf.add_argument(
+        "source", type=Path, metavar="NEMO", help=".nemo file or folder, or a folder of NeMo 2.0"
+    )
+    to_hf.add_argument("target", type=Path, metavar="HF_FOLDER")
+    to_hf.add_argument(
+        "--architecture",
+        metavar="MODEL_TYPE",
+        help="model_type to write (llama, qwen2, ...); default: that of the folder that the model "
+        "came from, else the first one that can express it",
+    )
+    to_hf.add_argument(
+        "--shard-size", type=float, default=5.0, metavar="GB", help="largest file (default 5)"
+    )
+    to_hf.add_argument(
+        "--drop-head-bias",
+        action="store_true",
+        help="leave out the bias of a reward model's head, for which Hugging Face has no place; "
+        "all rewards shift by it",
+    )
+    for command in (to_nemo, to_hf):
+        command.add_argument(
+            "--dtype", choices=DTYPES, default="as-stored", help="of the weights that are written"
+        )
+        command.add_argument(
+            "--overwrite", action="store_true", help="replace what stands at the target"
+        )
+        command.add_argument("--quiet", action="store_true", help="no progress bar")
+
+    info = commands.add_parser("nemo-info", help="say what a checkpoint holds")
+    info.add_argument("source", type=Path, metavar="PATH")
+    info.add_argument("--json", action="store_true", help="as one JSON object")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        _run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        print(f"error: {error}; nothing was written to {args.target}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    # Megatron Core takes seconds to import.
+    from nemo_aligner.convert import hugging_face, info
+
+    if args.command == "nemo-info":
+        info.show(args.source, as_json=args.json)
+        return
+    options = hugging_face.Options(
+        dtype=args.dtype, overwrite=args.overwrite, progress=not args.quiet
+    )
+    if args.command == "hf-to-nemo":
+        hugging_face.to_nemo(args.source, args.target, options)
+    else:
+        hugging_face.from_nemo(
+            args.source,
+            args.target,
+            options,
+            model_type=args.architecture,
+            shard_bytes=int(args.shard_size * 1e9),
+            drop_head_bias=args.drop_head_bias,
+        )
+    print(args.target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
