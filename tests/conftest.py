@@ -119,17 +119,15 @@ def tiny_sentencepiece_model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def write_folder(tiny_tokenizer_dir, tmp_path):
-    """`write_folder(name, **settings) -> (folder, model)`: a model of `tests.hugging_face` as
+    """`write_folder(model, name="model", **settings) -> folder`: a model of transformers as
     `save_pretrained` writes it, with the tokenizer of `tiny_tokenizer_dir`.
     """
-    from tests import hugging_face
 
-    def write(name: str, **save_settings):
-        model = hugging_face.build(name)
-        folder = tmp_path / name.replace(" ", "_")
-        model.save_pretrained(folder, **save_settings)
+    def write(model, name: str = "model", **settings) -> Path:
+        folder = tmp_path / name
+        model.save_pretrained(folder, **settings)
         for file in Path(tiny_tokenizer_dir).iterdir():
             shutil.copy(file, folder / file.name)
-        return folder, model
+        return folder
 
     return write

@@ -63,7 +63,9 @@ class Model:
     keys: dict
 
 
-def _causal_lm(kind: str, **settings) -> Callable[[], torch.nn.Module]:
+def causal_lm(kind: str, **settings) -> Callable[[], torch.nn.Module]:
+    """How to build the model of the classes `<kind>Config` and `<kind>ForCausalLM`."""
+
     def build() -> torch.nn.Module:
         config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
         config._attn_implementation = "eager"
@@ -92,9 +94,9 @@ _GELU_WITH_BIAS = dict(
     normalization="layernorm", activation="gelu", bias=True, bias_activation_fusion=True
 )
 MODELS = {
-    "Llama 2": Model(_causal_lm("Llama", rms_norm_eps=1e-6), NEMO_LLAMA),
+    "Llama 2": Model(causal_lm("Llama", rms_norm_eps=1e-6), NEMO_LLAMA),
     "Llama 2, positions interpolated": Model(
-        _causal_lm(
+        causal_lm(
             "Llama",
             rms_norm_eps=1e-6,
             rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
@@ -102,11 +104,11 @@ MODELS = {
         NEMO_LLAMA | dict(seq_len_interpolation_factor=4.0),
     ),
     "Llama 3.1": Model(
-        _causal_lm("Llama", rms_norm_eps=1e-6, rope_parameters=LLAMA_3),
+        causal_lm("Llama", rms_norm_eps=1e-6, rope_parameters=LLAMA_3),
         NEMO_LLAMA | dict(rotary_base=500000.0, scale_positional_embedding=True),
     ),
     "Llama 3.2": Model(
-        _causal_lm(
+        causal_lm(
             "Llama",
             rms_norm_eps=1e-6,
             rope_parameters=LLAMA_3 | dict(factor=32.0),
@@ -122,12 +124,12 @@ MODELS = {
     ),
     # Hugging Face counts a position's own in its window, Megatron Core and NeMo do not.
     "Mistral": Model(
-        _causal_lm("Mistral", rms_norm_eps=1e-6, sliding_window=100),
+        causal_lm("Mistral", rms_norm_eps=1e-6, sliding_window=100),
         NEMO_LLAMA | dict(window_size=[99, 0]),
     ),
-    "Qwen 2": Model(_causal_lm("Qwen2", rms_norm_eps=1e-6), NEMO_LLAMA | dict(qkv_bias=True)),
+    "Qwen 2": Model(causal_lm("Qwen2", rms_norm_eps=1e-6), NEMO_LLAMA | dict(qkv_bias=True)),
     "Gemma": Model(
-        _causal_lm("Gemma", rms_norm_eps=1e-6, head_dim=16, tie_word_embeddings=True),
+        causal_lm("Gemma", rms_norm_eps=1e-6, head_dim=16, tie_word_embeddings=True),
         NEMO_LLAMA
         | dict(
             kv_channels=16,
@@ -149,11 +151,11 @@ MODELS = {
         ),
     ),
     "StarCoder 2": Model(
-        _causal_lm("Starcoder2", norm_epsilon=1e-6, sliding_window=None, use_bias=True),
+        causal_lm("Starcoder2", norm_epsilon=1e-6, sliding_window=None, use_bias=True),
         NEMO_LLAMA | _GELU_WITH_BIAS,
     ),
     "Nemotron": Model(
-        _causal_lm(
+        causal_lm(
             "Nemotron",
             norm_eps=1e-6,
             initializer_range=0.08,  # its logits would be of other sizes than those of the others
@@ -169,12 +171,53 @@ MODELS = {
 }
 
 
+# Sizes that divide into nothing: 301 ids, groups of three query heads, heads of another size than
+# hidden_size / heads.
+ODD = dict(
+    vocab_size=301,
+    hidden_size=36,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=10,
+    num_hidden_layers=3,
+)
+# Models of the architectures that are read as folders of Hugging Face.
+FOLDERS: dict[str, Callable[[], torch.nn.Module]] = {
+    name: MODELS[name].build
+    for name in (
+        "Llama 2",
+        "Llama 2, positions interpolated",
+        "Llama 3.1",
+        "Llama 3.2",
+        "Mistral",
+        "Qwen 2",
+        "Gemma",
+        "GPT-2",
+    )
+} | {
+    "Llama, odd sizes": causal_lm("Llama", **ODD),
+    "Qwen 2, odd sizes, tied": causal_lm("Qwen2", **ODD, tie_word_embeddings=True),
+    "Phi 3": causal_lm(
+        "Phi3",
+        pad_token_id=0,
+        sliding_window=100,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+    ),
+    "Mixtral": causal_lm("Mixtral", num_local_experts=3, num_experts_per_tok=2),
+}
+
+
 def build(name: str) -> torch.nn.Module:
-    """The model `name` in evaluation mode. Its norms and biases are random too, so that a wrong
-    form of them shows.
+    """The model `name` in evaluation mode."""
+    return randomized(MODELS[name].build)
+
+
+def randomized(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """A model in evaluation mode whose norms and biases are random too, so that a wrong form of
+    them shows.
     """
     torch.manual_seed(5)
-    model = MODELS[name].build().eval()
+    model = build().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -7,7 +7,7 @@ A *sharded state dict* of a model says which part of which global tensor each of
 torch_dist; for other forms a `TensorSource` reads those parts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +37,16 @@ class StoredWeights(Protocol):
         """Values for `sharded`, whose tensors the checkpoint has; all ranks call it."""
 
 
+def _present_name(key: str, stored: Container[str]) -> str:
+    """The name that a model gives to the tensor `key`: without Transformer Engine, this package
+    first stored the norm before experts under the name of the norm before an MLP.
+    """
+    stem, mlp_norm, kind = key.partition("mlp.linear_fc1.layer_norm_")
+    if not mlp_norm or f"{stem}mlp.linear_fc1.weight" in stored:
+        return key
+    return f"{stem}pre_mlp_layernorm.{kind}"
+
+
 class TorchDistWeights:
     """A distributed checkpoint of Megatron Core in the format torch_dist.
 
@@ -49,11 +59,12 @@ class TorchDistWeights:
         self.folder, self.prefix = str(folder), prefix
         self.stored = dist_checkpointing.load_tensors_metadata(self.folder)
         self.objects = load_sharded_metadata(self.folder)
+        self.renamed = {_present_name(key, self.stored): key for key in self.stored}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {
-            "model." + key.removeprefix(self.prefix): tuple(tensor.global_shape)
-            for key, tensor in self.stored.items()
+            "model." + key.removeprefix(self.prefix): tuple(self.stored[stored].global_shape)
+            for key, stored in self.renamed.items()
             if key.startswith(self.prefix)
         }
 
@@ -63,7 +74,8 @@ class TorchDistWeights:
         for chunk, items in sharded.items():
             for name, item in items.items():
                 if isinstance(item, ShardedBase):
-                    item.key = self.prefix + item.key.removeprefix("model.")
+                    key = self.prefix + item.key.removeprefix("model.")
+                    item.key = self.renamed.get(key, key)
                 if isinstance(item, ShardedObject) and item.unique_key not in self.objects:
                     # Extra states of Transformer Engine, which are empty unless it computes in
                     # fp8: checkpoints differ in which layers have one.

@@ -18,6 +18,9 @@ from tqdm import tqdm
 from nemo_aligner.checkpoint import hugging_face, nemo_archive
 from nemo_aligner.checkpoint.hugging_face import export
 from nemo_aligner.checkpoint.hugging_face.architecture import (
+    CAUSAL_LM,
+    PER_SAMPLE,
+    PER_TOKEN,
     Architecture,
     Unsupported,
     hugging_face_config,
@@ -180,7 +183,7 @@ def from_nemo(
         items = export.plan(weights, architecture, keys, rows, options.torch_dtype(), dropped)
         config = origin | config | _head_config(role, keys)
         config |= {
-            "architectures": [architecture.class_name + role],
+            "architectures": [architecture.class_for(role)],
             "vocab_size": rows,
             **dict.fromkeys(_DTYPE_KEYS, str(_main_dtype(items)).removeprefix("torch.")),
         }
@@ -228,10 +231,10 @@ def _described(
 
 
 def _role(keys: Mapping[str, Any], weights: TensorSource) -> str:
-    """The ending of the model's class: what its head is."""
+    """What the head of the model is for."""
     if f"model.{HEAD}" not in weights.shapes():
-        return "ForCausalLM"
-    return "ForTokenClassification" if keys["output_sequence"] else "ForSequenceClassification"
+        return CAUSAL_LM
+    return PER_TOKEN if keys["output_sequence"] else PER_SAMPLE
 
 
 def _left_out(
@@ -242,7 +245,7 @@ def _left_out(
     Raises:
         Unsupported: leaving them out would change what the model computes.
     """
-    if role == "ForCausalLM":
+    if role == CAUSAL_LM:
         return ()
     for key, ask in (
         ("use_avg_pool", keys["use_avg_pool"]),
@@ -254,7 +257,7 @@ def _left_out(
                 f"Hugging Face's reward models cannot express model.{key}=True; the rewards would "
                 "change."
             )
-    if role == "ForTokenClassification" or f"model.{HEAD_BIAS}" not in weights.shapes():
+    if role == PER_TOKEN or f"model.{HEAD_BIAS}" not in weights.shapes():
         return ()
     numbers = weights.shapes()[f"model.{HEAD_BIAS}"][0]
     bias = weights.read(f"model.{HEAD_BIAS}", (slice(0, numbers),))
@@ -267,7 +270,7 @@ def _left_out(
 
 
 def _head_config(role: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    if role == "ForCausalLM":
+    if role == CAUSAL_LM:
         return {}
     names = [f"LABEL_{label}" for label in range(keys["regression"]["num_attributes"])]
     return {

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
@@ -356,3 +357,20 @@ def test_more_expert_ranks_than_ranks_are_refused():
         ConfigError, match="model.expert_model_parallel_size=2 does not divide the 1 data-parallel"
     ):
         parallel_state.initialize(expert_model_parallel_size=2)
+
+
+def test_the_former_name_of_the_norm_before_experts_loads(tiny_tokenizer_dir, tmp_path):
+    """Without Transformer Engine it once was stored as the norm before an MLP."""
+    cfg = tiny_config(tiny_tokenizer_dir, num_moe_experts=2)
+    source = MegatronGPTModel(cfg)
+    sharded = source.sharded_weights()
+    for name, item in sharded["model0"].items():
+        if "pre_mlp_layernorm" in name:
+            item.data.detach().normal_()
+            item.key = item.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    nemo_archive.write_nemo(tmp_path / "former", source.cfg, sharded, as_directory=True)
+    restored = MegatronGPTModel.restore_from(str(tmp_path / "former"))
+    for (name, weight), (_, expected) in zip(
+        restored._named_weights(), source._named_weights(), strict=True
+    ):
+        assert torch.equal(weight, expected), name

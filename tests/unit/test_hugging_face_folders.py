@@ -1,29 +1,34 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folders as checkpoints of a job."""
+"""Hugging Face folders as checkpoints of a job, and what they describe."""
+
+import json
 
 import pytest
 import torch
+import transformers
 from omegaconf import OmegaConf
 
+from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 from nemo_aligner.training.megatron_steps import forward_collect
+from tests import hugging_face
 
 TOKENS = torch.randint(0, 300, (2, 1200), generator=torch.Generator().manual_seed(1))
-# Sizes that divide into nothing: 301 ids, groups of 3 heads, heads of another size than
-# hidden_size / heads.
-ODD = dict(
-    vocab_size=301,
-    hidden_size=36,
-    intermediate_size=52,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=1300,
-    initializer_range=0.15,
-)
+KINDS = tuple(hugging_face.FOLDERS)
+
+
+def load(folder, cls=MegatronGPTModel, **keys):
+    """The model of a folder, as a job loads it."""
+    job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, **keys})
+    model = load_from_nemo(cls, job, None, restore_path=folder)
+    model.set_eval()
+    return model
 
 
 def logits_of(model, tokens):
@@ -32,21 +37,185 @@ def logits_of(model, tokens):
     )
 
 
-def load(folder, **keys):
-    """The model of a folder, as a job loads it."""
-    job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, **keys})
-    model = load_from_nemo(MegatronGPTModel, job, None, restore_path=folder)
-    model.set_eval()
-    return model
-
-
-KINDS = ("Llama 2", "Llama 3.1", "Llama 3.2", "Mistral", "Qwen 2", "Gemma", "GPT-2")
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_folder_loads_directly(write_folder, name):
-    folder, hf = write_folder(name)
-    model = load(folder)
+    hf = hugging_face.randomized(hugging_face.FOLDERS[name])
+    model = load(write_folder(hf))
     with torch.no_grad():
         expected = hf(TOKENS).logits
-    torch.testing.assert_close(logits_of(model, TOKENS), expected, atol=1e-5, rtol=1e-5)
+    found = logits_of(model, TOKENS)[..., : expected.size(-1)]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Llama, odd sizes", "GPT-2"])
+def test_greedy_generation_equals_hugging_face(write_folder, name):
+    hf = hugging_face.randomized(hugging_face.FOLDERS[name])
+    model = load(write_folder(hf))
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(1, 40, (20,), generator=generator)
+    prompts = torch.randint(0, 299, (20, 40), generator=generator)
+    engine = MegatronGenerator(model.model, model.tokenizer, max_sequence_length=200)
+    # An end token would end the two at different lengths: 64 tokens of each are compared.
+    params = GenerationParams(max_length=64, min_length=64, use_greedy=True)
+    output = engine.generate(prompts, lengths, torch.arange(20), params)
+    ids = model.tokenizer.vocab_size
+    for prompt, length, row in zip(prompts, lengths, output.response_tokens, strict=True):
+        tokens = prompt[None, :length]
+        with torch.no_grad():
+            for _ in range(64):
+                logits = hf(tokens).logits[0, -1, :ids]
+                logits[model.tokenizer.eos_id] = -torch.inf  # the minimum length
+                tokens = torch.cat([tokens, logits.argmax().view(1, 1)], dim=1)
+        assert row[: length + 64].tolist() == tokens[0].tolist()
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_reward_model_gives_the_same_scores(write_folder, labels):
+    config = transformers.LlamaConfig(
+        **hugging_face.SIZES, num_labels=labels, pad_token_id=0, attn_implementation="eager"
+    )
+    hf = hugging_face.randomized(lambda: transformers.LlamaForSequenceClassification(config))
+    folder = write_folder(hf)
+    section = nemo_archive.read_config(folder)
+    assert section.regression.num_attributes == labels
+    model = load(folder, reward_model_class(section.reward_model_type))
+    assert model.has_trained_head
+    tokens = TOKENS[:, :20].clamp(min=1)
+    lengths = torch.tensor([20, 13])
+    with torch.no_grad():
+        padded = torch.where(torch.arange(20) < lengths[:, None], tokens, 0)
+        expected = hf(padded, attention_mask=(padded > 0).long()).logits
+    found = model.infer((tokens, lengths))
+    torch.testing.assert_close(found.view_as(expected), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_critic_gives_the_same_values(write_folder):
+    config = transformers.Qwen2Config(
+        **hugging_face.SIZES, num_labels=1, attn_implementation="eager"
+    )
+    hf = hugging_face.randomized(lambda: transformers.Qwen2ForTokenClassification(config))
+    model = load(write_folder(hf), MegatronGPTCriticModel, output_sequence=True)
+    tokens = TOKENS[:, :20]
+    with torch.no_grad():
+        expected = hf(tokens).logits.squeeze(-1)
+    found = forward_collect(
+        model.model, {"tokens": tokens}, micro_batch_size=2, output_fn=lambda output, _: output
+    )
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+# --- what is refused, by name ---
+
+
+def _tiny_llama(write_folder, **settings):
+    config = transformers.LlamaConfig(**hugging_face.SIZES | {"max_position_embeddings": 64})
+    return write_folder(transformers.LlamaForCausalLM(config), **settings)
+
+
+def _edit(folder, **keys):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"model_type": "cohere"}, "architecture 'cohere' is not supported; what is:.*llama"),
+        ({"model_type": "no_such"}, "transformers has no model_type 'no_such'"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"hidden_act": "mish"}, "hidden_act='mish'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+            "rope_type='yarn'",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_parameters": None},
+            "rope_type='dynamic'",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_is_named(write_folder, keys, says):
+    folder = _tiny_llama(write_folder)
+    _edit(folder, **keys)
+    with pytest.raises(UserError, match=says):
+        nemo_archive.read_config(folder)
+
+
+def test_older_forms_of_rotary_settings_mean_the_same(write_folder):
+    folder = _tiny_llama(write_folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    section = nemo_archive.read_config(folder)
+    assert section.rotary_base == 500000.0
+    assert section.scale_positional_embedding and section.scale_factor == 8.0
+
+
+def test_a_missing_shard_is_named(write_folder):
+    folder = _tiny_llama(write_folder, max_shard_size="20KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    shards[1].unlink()
+    with pytest.raises(UserError, match=f"lacks the file {shards[1].name}"):
+        load(folder)
+
+
+def test_a_truncated_file_is_named(write_folder):
+    folder = _tiny_llama(write_folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="model.safetensors is damaged or incomplete"):
+        load(folder)
+
+
+def test_another_shape_is_named(write_folder):
+    folder = _tiny_llama(write_folder)
+    _edit(folder, num_key_value_heads=4)
+    with pytest.raises(UserError, match=r"self_attn\.q_proj\.weight|self_attn\.k_proj\.weight"):
+        load(folder)
+    _edit(folder, num_key_value_heads=2, intermediate_size=64)
+    with pytest.raises(UserError, match=r"mlp\.linear_fc1\.weight of shape \(2, 96, 32\)"):
+        load(folder)
+
+
+def test_weights_without_a_place_are_refused(write_folder):
+    from safetensors.torch import load_file, save_file
+
+    folder = _tiny_llama(write_folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"q_proj\.bias' but not .*k_proj\.bias"):
+        load(folder)
+    for part in "kv":
+        tensors[f"model.layers.0.self_attn.{part}_proj.bias"] = torch.zeros(16)
+    tensors["model.layers.0.self_attn.sinks"] = torch.zeros(4)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"no place in a model of Llama.*sinks"):
+        load(folder)
+
+
+def test_pickled_weights_are_refused(write_folder):
+    folder = _tiny_llama(write_folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickled weights only.*safetensors"):
+        load(folder)
+
+
+def test_a_larger_tokenizer_is_refused(write_folder):
+    config = transformers.LlamaConfig(**hugging_face.SIZES | {"vocab_size": 280})
+    folder = write_folder(transformers.LlamaForCausalLM(config))
+    with pytest.raises(UserError, match="280.*300 ids of the tokenizer"):
+        load(folder)

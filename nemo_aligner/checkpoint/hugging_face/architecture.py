@@ -16,7 +16,12 @@ from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 
-ROLES = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+# What a model is for -> the ending of the name of its class
+CAUSAL_LM, PER_SAMPLE, PER_TOKEN = (
+    "ForCausalLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+)
 # Keys of `config.json` that do not change what a model computes in evaluation.
 NO_INFLUENCE = frozenset(
     """transformers_version architectures output_hidden_states output_attentions return_dict dtype
@@ -86,13 +91,13 @@ class Architecture:
 
     Attributes:
         model_type: `model_type` of `config.json`.
-        class_name: of its model classes, without the role (`ROLES`).
+        class_name: of its model classes, without their endings.
         same: keys of `config.json` -> keys of `model` with the same value.
         always: keys of `model` that every model of the architecture has.
         names: of the weights.
         choices: keys of `config.json` -> accepted values -> the keys of `model` that each means.
         parts: positions, windows and what else takes more than a table.
-        roles: model classes that Hugging Face has.
+        endings: of its classes, where they differ from `CAUSAL_LM`, `PER_SAMPLE`, `PER_TOKEN`.
         implied: keys of `config.json` that follow from others.
     """
 
@@ -103,8 +108,12 @@ class Architecture:
     names: Names
     choices: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
     parts: Sequence[Part] = ()
-    roles: Sequence[str] = ROLES
+    endings: Mapping[str, str] = field(default_factory=dict)
     implied: Sequence[str] = ()
+
+    def class_for(self, role: str) -> str:
+        """The name of the class for `CAUSAL_LM`, `PER_SAMPLE` or `PER_TOKEN`."""
+        return self.class_name + self.endings.get(role, role)
 
 
 def model_keys(

@@ -8,6 +8,7 @@ No code and no pickle of a folder is run.
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,23 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`config.json` of a folder with the defaults of its class, and these defaults alone.
+@dataclass(frozen=True)
+class FolderConfig:
+    """The configuration of a model in a folder.
+
+    Attributes:
+        given: what `config.json` says.
+        whole: the same as its class of transformers reads it, with the defaults of the class.
+        defaults: of the class.
+    """
+
+    given: dict[str, Any]
+    whole: dict[str, Any]
+    defaults: dict[str, Any]
+
+
+def read_config(path: Path) -> FolderConfig:
+    """The configuration in a folder.
 
     Raises:
         UserError: the file is damaged or names no class of transformers.
@@ -68,7 +84,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise UserError(f"{path / CONFIG_FILE} is not valid for {kind}: {error}") from error
     assert isinstance(config, PretrainedConfig)
     # What the file has and the class does not know stays: `quantization_config`, ...
-    return {**given, **whole}, config.to_dict()
+    return FolderConfig(given, {**given, **whole}, config.to_dict())
 
 
 class Tensors:

@@ -8,6 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.hugging_face.architecture import (
+    PER_SAMPLE,
+    PER_TOKEN,
     Architecture,
     Unsupported,
     model_keys,
@@ -20,7 +22,6 @@ from nemo_aligner.core.errors import UserError
 # Key of `model` with the keys of `config.json` that this package has no key for; they go back
 # into the folder that is written.
 ORIGIN = "hugging_face"
-_PER_SAMPLE, _PER_TOKEN = "ForSequenceClassification", "ForTokenClassification"
 _FILES_OF_TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -56,41 +57,41 @@ def model_section(path: Path) -> DictConfig:
     Raises:
         UserError: the folder is damaged, or what it describes cannot be computed here.
     """
-    config, defaults = read_config(path)
+    found = read_config(path)
+    config = found.whole
     architecture = architecture_of(path, config)
     try:
-        keys = model_keys(architecture, config, defaults)
+        keys = model_keys(architecture, config, found.defaults)
     except Unsupported as error:
         raise Unsupported(f"{path}: {error}") from error
     keys["encoder_seq_length"] = keys["max_position_embeddings"]
     keys |= _head_keys(config)
     if any((path / name).is_file() for name in _FILES_OF_TOKENIZERS):
         keys["tokenizer"] = {"library": "huggingface", "type": str(path)}
-    keys[ORIGIN] = _origin(architecture, config)
+    keys[ORIGIN] = _origin(architecture, found.given)
     return OmegaConf.create(keys)
 
 
 def _head_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Keys of a reward model, whose head gives numbers per sample, or of a critic (per token)."""
     classes = " ".join(config.get("architectures") or ())
-    if not classes.endswith((_PER_SAMPLE, _PER_TOKEN)):
+    if not classes.endswith((PER_SAMPLE, PER_TOKEN)):
         return {}
     numbers = len(config.get("id2label") or (0, 1))
     several = numbers > 1
     return {
         "reward_model_type": "regression" if several else "binary_ranking",
         "regression": {"num_attributes": numbers},
-        "output_sequence": classes.endswith(_PER_TOKEN),
+        "output_sequence": classes.endswith(PER_TOKEN),
     }
 
 
-def _origin(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
+def _origin(architecture: Architecture, given: dict[str, Any]) -> dict[str, Any]:
     """What of `config.json` no key of `model` stands for: token ids, names, ..."""
     read = {*architecture.same, *architecture.choices, "architectures", "transformers_version"}
     read |= {name for part in architecture.parts for name in part.reads}
     read |= {"dtype", "torch_dtype", "id2label", "label2id", "num_labels", "_name_or_path"}
-    kept = {name: value for name, value in config.items() if name not in read}
-    return {name: value for name, value in kept.items() if value is not None}
+    return {name: value for name, value in given.items() if name not in read and value is not None}
 
 
 def weights(path: Path) -> FolderWeights:

@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT-2: learned positions, biases, matrices stored transposed."""
 
-from nemo_aligner.checkpoint.hugging_face.architecture import Architecture, Names
+from nemo_aligner.checkpoint.hugging_face.architecture import CAUSAL_LM, Architecture, Names
 from nemo_aligner.checkpoint.hugging_face.rows import attention, whole
 
 GPT2 = Architecture(
     model_type="gpt2",
     class_name="GPT2",
+    endings={CAUSAL_LM: "LMHeadModel"},
     same={
         "vocab_size": "override_vocab_size",
         "n_embd": "hidden_size",

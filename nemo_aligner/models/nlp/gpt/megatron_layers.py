@@ -213,6 +213,11 @@ def build_layer_spec(
     submodules.self_attention.submodules.core_attention = SDPAttention
     submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
     if config.num_moe_experts:
+        # In checkpoints the norm before experts has its own name, as with Transformer Engine.
+        names = submodules.sharded_state_dict_keys_map
+        submodules.sharded_state_dict_keys_map = {
+            name: stored for name, stored in names.items() if name != "pre_mlp_layernorm."
+        }
         submodules.mlp.submodules.router = Router
         submodules.mlp.submodules.experts.module = Experts
     return TransformerBlockSubmodules(

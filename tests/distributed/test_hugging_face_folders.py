@@ -1,0 +1,79 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face folders at splits: each rank reads its own part, and the logits are theirs."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests import hugging_face
+from tests.distributed.launcher import progress, run_ranks
+
+TOKENS = torch.randint(0, 300, (2, 150), generator=torch.Generator().manual_seed(1))
+SPLITS = {
+    "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "PP2": {
+        "pipeline_model_parallel_size": 2,
+        "num_layers_in_first_pipeline_stage": 1,  # also for three layers
+    },
+    "EP2": {"expert_model_parallel_size": 2},
+}
+
+
+def logits(folder: str, split: dict) -> torch.Tensor | None:
+    """float32 `[B, S, V]` on ranks of the last stage, else None; all ranks call it."""
+    from nemo_aligner.launch.model_loading import load_from_nemo
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+    from nemo_aligner.parallel import parallel_state
+    from nemo_aligner.training.megatron_steps import forward_collect
+
+    job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, **split})
+    model = load_from_nemo(MegatronGPTModel, job, None, restore_path=folder)
+    model.set_eval()
+    found = forward_collect(
+        model.model, {"tokens": TOKENS}, micro_batch_size=2, output_fn=lambda output, _: output
+    )
+    if not parallel_state.is_pipeline_last_stage():
+        return None
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(found) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, found.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def at_each(folders: dict[str, str], splits: dict[str, dict]) -> dict:
+    from megatron.core.parallel_state import destroy_model_parallel
+
+    results = {}
+    for split, keys in splits.items():
+        for name, folder in folders.items():
+            if split == "EP2" and name != "Mixtral, 4 experts":
+                continue
+            results[split, name] = logits(folder, keys)
+            progress(f"{split} {name}")
+            destroy_model_parallel()
+    return results
+
+
+@pytest.mark.timeout(400)
+def test_logits_at_each_split_are_those_of_hugging_face(write_folder):
+    kinds = dict(hugging_face.FOLDERS)
+    kinds["Mixtral, 4 experts"] = hugging_face.causal_lm("Mixtral", num_local_experts=4)
+    models = {name: hugging_face.randomized(build) for name, build in kinds.items()}
+    folders = {name: str(write_folder(model, name)) for name, model in models.items()}
+    ranks = run_ranks(at_each, 2, 120, folders, SPLITS)
+    assert {name for _, name in ranks[0]} == set(models)
+    for found in ranks:
+        for (split, name), result in found.items():
+            if result is None:
+                continue
+            with torch.no_grad():
+                expected = models[name](TOKENS).logits
+            result = result[..., : expected.size(-1)]
+            torch.testing.assert_close(
+                result,
+                expected,
+                atol=1e-5,
+                rtol=1e-5,
+                msg=lambda m, s=split, n=name: f"{s} {n} {m}",
+            )

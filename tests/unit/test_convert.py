@@ -1,0 +1,200 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m nemo_aligner.convert`: there and back gives the same bits; errors leave nothing."""
+
+import errno
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from nemo_aligner.checkpoint import torch_dist_stream
+from nemo_aligner.checkpoint.hugging_face import export
+from nemo_aligner.convert.__main__ import main
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from tests import hugging_face
+from tests.tiny_models import GPT2_LIKE, tiny_config
+
+TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
+# Keys of config.json that say what a model computes, and ids that generation needs.
+MATTER = (
+    "model_type architectures hidden_size vocab_size intermediate_size num_hidden_layers "
+    "num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps rope_parameters "
+    "sliding_window tie_word_embeddings max_position_embeddings eos_token_id bos_token_id "
+    "pad_token_id n_embd n_head n_inner n_layer activation_function num_local_experts "
+    "num_experts_per_tok id2label"
+).split()
+
+
+def convert(*arguments) -> int:
+    return main([str(argument) for argument in arguments] + ["--quiet"])
+
+
+def tensors_of(folder) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize("name", hugging_face.FOLDERS)
+def test_there_and_back_gives_the_same_bits(write_folder, tmp_path, name):
+    hf = hugging_face.randomized(hugging_face.FOLDERS[name])
+    if name == "Qwen 2":
+        hf = hf.bfloat16()
+    folder = write_folder(hf, max_shard_size="40KB")
+    nemo = tmp_path / "model.nemo"
+    assert convert("hf-to-nemo", folder, nemo) == 0
+    assert convert("nemo-to-hf", nemo, tmp_path / "back", "--shard-size", 0.00004) == 0
+
+    before, after = tensors_of(folder), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert after[key].dtype == tensor.dtype and torch.equal(after[key], tensor), key
+    configs = [json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "back")]
+    for key in MATTER:
+        assert configs[0].get(key) == configs[1].get(key), key
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(after)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "back" / file).read_text() == (folder / file).read_text()
+
+    first, again = (
+        type(hf).from_pretrained(f, attn_implementation="eager")
+        for f in (folder, tmp_path / "back")
+    )
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, first(TOKENS).logits)
+
+
+def test_a_model_of_this_package_goes_to_hugging_face(tiny_tokenizer_dir, tmp_path):
+    """One that never was a folder: the first architecture that can express it is written, without
+    the padding of the vocabulary.
+    """
+    for name, keys, class_name in (
+        ("llama", {}, "LlamaForCausalLM"),
+        ("gpt2", GPT2_LIKE, "GPT2LMHeadModel"),
+    ):
+        model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, name, **keys))
+        model.save_to(str(tmp_path / f"{name}.nemo"))
+        assert convert("nemo-to-hf", tmp_path / f"{name}.nemo", tmp_path / name) == 0
+        hf = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, attn_implementation="eager"
+        )
+        assert type(hf).__name__ == class_name
+        assert hf.config.vocab_size == model.tokenizer.vocab_size == 300
+        from tests.unit.test_hugging_face_folders import logits_of
+
+        model.set_eval()
+        with torch.no_grad():
+            expected = hf(TOKENS).logits
+        found = logits_of(model, TOKENS)[..., :300]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_reward_model_goes_to_hugging_face(tiny_tokenizer_dir, tmp_path, capsys):
+    model = MegatronGPTRewardModel(tiny_config(tiny_tokenizer_dir, "llama"))
+    model.unwrapped()[0].rm_head.bias.data.fill_(0.5)
+    model.save_to(str(tmp_path / "rm.nemo"))
+    assert convert("nemo-to-hf", tmp_path / "rm.nemo", tmp_path / "rm") == 2
+    assert "bias [0.5]" in capsys.readouterr().err
+    assert convert("nemo-to-hf", tmp_path / "rm.nemo", tmp_path / "rm", "--drop-head-bias") == 0
+    hf = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "rm", attn_implementation="eager"
+    )
+    hf.config.pad_token_id = 299
+    model.set_eval()
+    lengths = torch.full((2,), TOKENS.size(1))
+    with torch.no_grad():
+        expected = hf(TOKENS.clamp(max=298)).logits.squeeze(-1) + 0.5
+    rewards = model.infer((TOKENS.clamp(max=298), lengths)).view(-1)
+    torch.testing.assert_close(rewards, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_dtype_can_be_asked_for(write_folder, tmp_path):
+    hf = hugging_face.randomized(hugging_face.FOLDERS["Llama 2"])
+    folder = write_folder(hf)
+    assert convert("hf-to-nemo", folder, tmp_path / "nemo", "--dtype", "bf16") == 0
+    assert convert("nemo-to-hf", tmp_path / "nemo", tmp_path / "back") == 0
+    for key, tensor in tensors_of(tmp_path / "back").items():
+        assert torch.equal(tensor, hf.state_dict()[key].bfloat16()), key
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+# --- errors: one message, nothing half-written ---
+
+
+@pytest.fixture
+def folder(write_folder):
+    return write_folder(hugging_face.randomized(hugging_face.FOLDERS["Llama 2"]))
+
+
+def left_beside(path) -> list[str]:
+    return sorted(child.name for child in path.iterdir() if "writing" in child.name)
+
+
+def test_what_stands_at_the_target_stays(folder, tmp_path, capsys):
+    nemo = tmp_path / "model.nemo"
+    nemo.write_text("precious")
+    assert convert("hf-to-nemo", folder, nemo) == 2
+    assert "exists" in capsys.readouterr().err and nemo.read_text() == "precious"
+    assert convert("hf-to-nemo", folder, nemo, "--overwrite") == 0
+
+
+def test_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
+    def full(*_arguments, **_settings):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_dist_stream, "write", full)
+        assert convert("hf-to-nemo", folder, tmp_path / "model.nemo") == 2
+    assert "No space left" in capsys.readouterr().err
+    assert not (tmp_path / "model.nemo").exists() and not left_beside(tmp_path)
+
+    assert convert("hf-to-nemo", folder, tmp_path / "model.nemo") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "write_tensors", full)
+        assert convert("nemo-to-hf", tmp_path / "model.nemo", tmp_path / "back") == 2
+    assert not (tmp_path / "back").exists() and not left_beside(tmp_path)
+
+
+def test_damage_found_while_writing_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
+    from nemo_aligner.checkpoint.hugging_face.folder import Tensors
+
+    def damaged(self, name, index):
+        raise self._damaged(self.files[name], OSError("short read"))
+
+    monkeypatch.setattr(Tensors, "part", damaged)
+    assert convert("hf-to-nemo", folder, tmp_path / "model.nemo") == 2
+    assert "damaged or incomplete" in capsys.readouterr().err
+    assert not (tmp_path / "model.nemo").exists() and not left_beside(tmp_path)
+
+
+def test_what_hugging_face_cannot_express_is_named(tiny_tokenizer_dir, tmp_path, capsys):
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", bias=True))
+    model.save_to(str(tmp_path / "model.nemo"))
+    assert convert("nemo-to-hf", tmp_path / "model.nemo", tmp_path / "hf") == 2
+    assert (
+        "Llama cannot express model.add_qkv_bias=True, model.bias=True" in capsys.readouterr().err
+    )
+    assert (
+        convert("nemo-to-hf", tmp_path / "model.nemo", tmp_path / "hf", "--architecture", "bert")
+        == 2
+    )
+    assert "'bert' is not known" in capsys.readouterr().err
+
+
+def test_info_counts_the_parameters(folder, tmp_path, capsys):
+    assert convert("hf-to-nemo", folder, tmp_path / "model.nemo") == 0
+    capsys.readouterr()
+    expected = sum(tensor.numel() for tensor in tensors_of(folder).values())
+    for path in (folder, tmp_path / "model.nemo"):
+        assert main(["nemo-info", str(path), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["parameters"] == expected
+        assert found["keys"]["num_layers"] == 2
+    assert main(["nemo-info", str(tmp_path)]) == 2
