@@ -181,7 +181,8 @@ ODD = dict(
     head_dim=10,
     num_hidden_layers=3,
 )
-# Models of the architectures that are read as folders of Hugging Face.
+# Models of the architectures that are read as folders of Hugging Face. The first words are the
+# architecture's.
 FOLDERS: dict[str, Callable[[], torch.nn.Module]] = {
     name: MODELS[name].build
     for name in (
@@ -205,6 +206,16 @@ FOLDERS: dict[str, Callable[[], torch.nn.Module]] = {
     ),
     "Mixtral": causal_lm("Mixtral", num_local_experts=3, num_experts_per_tok=2),
 }
+
+
+def with_head(kind: str, name: str, labels: int = 1) -> torch.nn.Module:
+    """The model `name` of `FOLDERS` with another head: `kind` is the ending of an `AutoModelFor`
+    class of transformers.
+    """
+    config = FOLDERS[name]().config
+    config.num_labels, config.pad_token_id = labels, 0
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    return randomized(lambda: auto.from_config(config, attn_implementation="eager"))
 
 
 def build(name: str) -> torch.nn.Module:

@@ -31,6 +31,7 @@ from nemo_aligner.checkpoint.dist_ckpt import barrier
 from nemo_aligner.checkpoint.folders import (
     MARKER,
     STATE_FILE,
+    WEIGHTS,
     WRITING_SUFFIX,
     complete_checkpoints,
     format_name,
@@ -45,6 +46,7 @@ from nemo_aligner.checkpoint.optimizer_forms import (
     read_main_weights,
     sharded_optimizer_state,
 )
+from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_save_hf
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
 
@@ -61,6 +63,12 @@ class CheckpointedModel(Protocol):
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo`."""
 
+    def check_hugging_face(self) -> None:
+        """Check that Hugging Face can express the model."""
+
+    def save_hugging_face(self, folder: Path, weights: Path) -> None:
+        """Write a Hugging Face folder with the weights of a checkpoint."""
+
 
 class CheckpointCallback:
     """Saves and loads the training state of one job.
@@ -75,7 +83,13 @@ class CheckpointCallback:
             or "min") besides the last two; -1 keeps all, 0 only the last two.
         save_nemo_on_train_end: write `<name>.nemo` at the end of training.
         always_save_nemo: write it with every checkpoint.
+        save_hf: write the Hugging Face folder `<name>-hf` at the end of training (True), or
+            replace it with every checkpoint ("every_checkpoint").
         enabled: False writes nothing (`exp_manager.create_checkpoint_callback`).
+
+    Raises:
+        ConfigError: another value of `save_hf`.
+        UserError: `save_hf`, and Hugging Face cannot express the model.
     """
 
     def __init__(
@@ -92,8 +106,12 @@ class CheckpointCallback:
         save_top_k: int = 1,
         save_nemo_on_train_end: bool = True,
         always_save_nemo: bool = False,
+        save_hf: bool | str | None = False,
         enabled: bool = True,
     ):
+        check_save_hf(save_hf)
+        if save_hf and enabled:
+            model.check_hugging_face()
         self.root = Path(log_dir) / "checkpoints"
         self.model = model
         self.optimizer = optimizer
@@ -105,6 +123,7 @@ class CheckpointCallback:
         self.save_top_k = save_top_k
         self.save_nemo_on_train_end = save_nemo_on_train_end
         self.always_save_nemo = always_save_nemo
+        self.save_hf = save_hf
         self.enabled = enabled
 
     # --- saving ---------------------------------------------------------------------------------
@@ -138,6 +157,8 @@ class CheckpointCallback:
         self._write(folder, {"trainer": counters, "metrics": metrics})
         if self.always_save_nemo or (is_train_end and self.save_nemo_on_train_end):
             self.model.save_to(str(self.root / f"{self.name}.nemo"))
+        if self.save_hf == EVERY_CHECKPOINT or (is_train_end and self.save_hf):
+            self.model.save_hugging_face(self.root / f"{self.name}-hf", folder / WEIGHTS)
         return folder
 
     def _write(self, folder: Path, state: dict[str, Any]) -> None:
@@ -147,10 +168,10 @@ class CheckpointCallback:
         if rank_zero:
             for leftover in self.root.glob("*" + WRITING_SUFFIX):
                 shutil.rmtree(leftover)
-            (writing / "weights").mkdir(parents=True)
+            (writing / WEIGHTS).mkdir(parents=True)
             (writing / "rng").mkdir()
         barrier()
-        dist_ckpt.save(self._sharded_state(is_loading=False), writing / "weights")
+        dist_ckpt.save(self._sharded_state(is_loading=False), writing / WEIGHTS)
         torch.save(_rng_state(), writing / "rng" / f"rank_{parallel_state.get_rank():05d}.pt")
         barrier()
         if rank_zero:
@@ -233,7 +254,7 @@ class CheckpointCallback:
         return stored["trainer"]
 
     def _load(self, folder: Path) -> None:
-        weights_folder = str(folder / "weights")
+        weights_folder = str(folder / WEIGHTS)
         state = self._sharded_state(is_loading=True)
         # By itself: it may read weights that the model reads too.
         own = {"optimizer": state.pop("optimizer")}

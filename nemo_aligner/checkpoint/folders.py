@@ -17,6 +17,7 @@ from nemo.utils import logging
 MARKER = "COMPLETE"  # written last; a folder without it is ignored
 STATE_FILE = "state.json"
 WRITING_SUFFIX = ".writing"
+WEIGHTS = "weights"  # folder of the distributed checkpoint
 
 Checkpoint = tuple[Path, dict[str, Any]]  # a complete folder and the contents of its state.json
 

@@ -35,6 +35,8 @@ from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
+EVERY_CHECKPOINT = "every_checkpoint"  # a value of `model.save_hf`
+
 # Section of `trainer` that holds a job's own settings.
 SECTIONS = {
     "gpt_ppo_actor": "ppo",
@@ -88,6 +90,7 @@ def check_values(
     if config_name == "inference_rm":
         check_reward_server(values, ranks)
         return
+    check_save_hf(values.get("model.save_hf"))
     _check_training(values, config_name, dp)
     if config_name == "gpt_ppo_actor":
         check_ppo_actor(values, dp)
@@ -97,6 +100,14 @@ def check_values(
         check_critic_server(values)
     elif config_name == "gpt_sft":
         _check_sft(values, dp)
+
+
+def check_save_hf(save_hf: object) -> None:
+    """Raise `ConfigError` unless `save_hf` is a value of `model.save_hf`."""
+    if save_hf not in (None, False, True, EVERY_CHECKPOINT):
+        raise ConfigError(
+            f"model.save_hf={save_hf!r} is not supported; use True, False or {EVERY_CHECKPOINT}."
+        )
 
 
 def check_flags(values: Values, config_name: str) -> None:

@@ -115,7 +115,7 @@ _REWARD_MODEL = dotted(
     """num_attributes merge_attributes attribute_weights loss_mask_val loss_func
     load_rm_head_weights""",
 )
-_COMMON = _TRAINER | _EXP_MANAGER | _ARCHITECTURE | _PARALLEL | _MODEL | _OPTIM
+_COMMON = _TRAINER | _EXP_MANAGER | _ARCHITECTURE | _PARALLEL | _MODEL | _OPTIM | {"model.save_hf"}
 _CHECKPOINT = {"pretrained_checkpoint.restore_from_path"}
 
 _REWARD_ADDRESS = "name ip port"

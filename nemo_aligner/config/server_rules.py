@@ -15,6 +15,11 @@ def check_critic_server(values: Values) -> None:
     _check_serving(values, "trainer.ppo")
     values.choice("model.loss_reduction", LOSS_REDUCTIONS)
     values.number("model.loss_clip_val", 0)
+    if values.get("model.save_hf") is True:
+        raise ConfigError(
+            "model.save_hf=True writes at the end of training, which a server does not have; use "
+            "every_checkpoint."
+        )
 
 
 def check_reward_server(values: Values, ranks: int) -> None:

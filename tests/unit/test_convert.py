@@ -17,6 +17,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests import hugging_face
 from tests.tiny_models import GPT2_LIKE, tiny_config
+from tests.unit.test_hugging_face_folders import EACH, logits_of
 
 TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 # Keys of config.json that say what a model computes, and ids that generation needs.
@@ -71,6 +72,21 @@ def test_there_and_back_gives_the_same_bits(write_folder, tmp_path, name):
         assert torch.equal(again(TOKENS).logits, first(TOKENS).logits)
 
 
+@pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification"])
+@pytest.mark.parametrize("name", EACH)
+def test_heads_go_there_and_back(write_folder, tmp_path, name, kind):
+    hf = hugging_face.with_head(kind, name, labels=2)
+    folder = write_folder(hf)
+    assert convert("hf-to-nemo", folder, tmp_path / "nemo") == 0
+    assert convert("nemo-to-hf", tmp_path / "nemo", tmp_path / "back") == 0
+    before, after = tensors_of(folder), tensors_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    again = auto.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    assert type(again) is type(hf) and again.config.num_labels == 2
+
+
 def test_a_model_of_this_package_goes_to_hugging_face(tiny_tokenizer_dir, tmp_path):
     """One that never was a folder: the first architecture that can express it is written, without
     the padding of the vocabulary.
@@ -87,8 +103,6 @@ def test_a_model_of_this_package_goes_to_hugging_face(tiny_tokenizer_dir, tmp_pa
         )
         assert type(hf).__name__ == class_name
         assert hf.config.vocab_size == model.tokenizer.vocab_size == 300
-        from tests.unit.test_hugging_face_folders import logits_of
-
         model.set_eval()
         with torch.no_grad():
             expected = hf(TOKENS).logits

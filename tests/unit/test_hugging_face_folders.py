@@ -10,11 +10,13 @@ import transformers
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 from nemo_aligner.training.megatron_steps import forward_collect
 from tests import hugging_face
@@ -69,12 +71,18 @@ def test_greedy_generation_equals_hugging_face(write_folder, name):
         assert row[: length + 64].tolist() == tokens[0].tolist()
 
 
-@pytest.mark.parametrize("labels", [1, 3])
-def test_a_reward_model_gives_the_same_scores(write_folder, labels):
-    config = transformers.LlamaConfig(
-        **hugging_face.SIZES, num_labels=labels, pad_token_id=0, attn_implementation="eager"
-    )
-    hf = hugging_face.randomized(lambda: transformers.LlamaForSequenceClassification(config))
+# One model of each architecture
+EACH = ("Llama 3.2", "Mistral", "Qwen 2, odd sizes, tied", "Gemma", "GPT-2", "Phi 3", "Mixtral")
+
+
+def test_each_architecture_is_there():
+    kinds = {hugging_face.FOLDERS[name]().config.model_type for name in EACH}
+    assert kinds == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(("name", "labels"), [*((name, 1) for name in EACH), ("Llama 2", 3)])
+def test_a_reward_model_gives_the_same_scores(write_folder, name, labels):
+    hf = hugging_face.with_head("SequenceClassification", name, labels)
     folder = write_folder(hf)
     section = nemo_archive.read_config(folder)
     assert section.regression.num_attributes == labels
@@ -89,19 +97,22 @@ def test_a_reward_model_gives_the_same_scores(write_folder, labels):
     torch.testing.assert_close(found.view_as(expected), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_critic_gives_the_same_values(write_folder):
-    config = transformers.Qwen2Config(
-        **hugging_face.SIZES, num_labels=1, attn_implementation="eager"
-    )
-    hf = hugging_face.randomized(lambda: transformers.Qwen2ForTokenClassification(config))
-    model = load(write_folder(hf), MegatronGPTCriticModel, output_sequence=True)
+@pytest.mark.parametrize("name", EACH)
+def test_a_critic_gives_the_same_values(write_folder, name):
+    hf = hugging_face.with_head("TokenClassification", name)
+    folder = write_folder(hf)
+    assert nemo_archive.read_config(folder).output_sequence
+    model = load(folder, MegatronGPTCriticModel)
     tokens = TOKENS[:, :20]
     with torch.no_grad():
         expected = hf(tokens).logits.squeeze(-1)
-    found = forward_collect(
-        model.model, {"tokens": tokens}, micro_batch_size=2, output_fn=lambda output, _: output
-    )
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits_of(model, tokens), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [MegatronGPTCriticModel, MegatronGPTRewardModel])
+def test_a_language_model_gets_a_new_head(write_folder, cls):
+    model = load(write_folder(hugging_face.randomized(hugging_face.FOLDERS["Llama 3.2"])), cls)
+    assert not model.has_trained_head
 
 
 # --- what is refused, by name ---

@@ -320,7 +320,6 @@ def test_nemo2_tokenizers(tmp_path):
 
 def test_folders_of_others_are_named(tmp_path):
     for file, message in (
-        ("config.json", "is a Hugging Face folder.*convert_llama_hf_to_nemo.py"),
         ("metadata.json", "is a checkpoint of a training run.*save_nemo_on_train_end"),
         ("text", "Forms that load: .nemo file or folder with a distributed checkpoint"),
     ):

@@ -8,14 +8,25 @@
     folder.py          the files of a folder, for reading
     weights.py         a folder's weights by the names of Megatron Core (a `TensorSource`)
     reading.py         a folder as a checkpoint: its keys and weights
-    export.py          weights of a `TensorSource` written as a folder
+    export.py          weights of a `TensorSource` written as safetensors
+    writing.py         a model written as a folder
 
 Nothing here computes on weights: tensors are taken apart, put together and transposed, so that
 what is written is what was read, bit for bit. docs/hugging_face.md says how to add an
 architecture.
 """
 
+from nemo_aligner.checkpoint.hugging_face.export import SHARD_BYTES
 from nemo_aligner.checkpoint.hugging_face.folder import is_folder
-from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, model_section, weights
+from nemo_aligner.checkpoint.hugging_face.reading import model_section, weights
+from nemo_aligner.checkpoint.hugging_face.writing import check, head_bias, write_folder
 
-__all__ = ["ORIGIN", "is_folder", "model_section", "weights"]
+__all__ = [
+    "SHARD_BYTES",
+    "check",
+    "head_bias",
+    "is_folder",
+    "model_section",
+    "weights",
+    "write_folder",
+]

@@ -60,6 +60,7 @@ class Names:
         outside: for tensors of Megatron Core outside the layers, how they are made.
         layer: the same within a layer, for names after `decoder.layers.`.
         layers: where Hugging Face has the tensors of a layer, after `base`.
+        token_head: of the head of a critic, in the place of `rm_head.` in `outside`.
 
     A name in `outside` that starts with "/" is not below `base`: it is that of a head.
     """
@@ -68,6 +69,7 @@ class Names:
     outside: Mapping[str, Rule]
     layer: Mapping[str, Rule]
     layers: str = "layers.{layer}."
+    token_head: str = "/score."
 
 
 @dataclass(frozen=True)

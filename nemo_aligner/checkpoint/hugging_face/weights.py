@@ -17,12 +17,13 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hugging_face.architecture import Architecture
 from nemo_aligner.checkpoint.hugging_face.folder import Tensors
-from nemo_aligner.checkpoint.hugging_face.rows import Heads, Rule, Run
+from nemo_aligner.checkpoint.hugging_face.rows import Heads, Rule, Run, whole
 from nemo_aligner.checkpoint.stored_weights import Slice
 from nemo_aligner.core.errors import UserError
 
 PREFIX = "model."  # of all names in a sharded state dict
 LAYERS = "decoder.layers."
+HEAD = "rm_head."
 KINDS = ("weight", "bias")
 _EXPERTS = ".experts.experts."
 # Buffers that some versions of transformers stored.
@@ -50,11 +51,15 @@ class Layout:
 
     Args:
         architecture: of the model.
-        keys: of the section `model`: sizes of the attention, numbers of layers and experts.
+        keys: of the section `model`: sizes of the attention, numbers of layers and experts, and
+            whether the head gives one number per token.
     """
 
     def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
         self.names = architecture.names
+        self.outside = dict(self.names.outside)
+        if keys.get("output_sequence"):
+            self.outside[HEAD] = whole(self.names.token_head)
         heads = int(keys["num_attention_heads"])
         groups = int(keys.get("num_query_groups") or heads)
         size = keys.get("kv_channels") or int(keys["hidden_size"]) // heads
@@ -66,7 +71,7 @@ class Layout:
         """Names of Megatron Core but for `weight` or `bias` with their rules, and whether they
         are a layer's.
         """
-        for name, rule in self.names.outside.items():
+        for name, rule in self.outside.items():
             yield PREFIX + name, rule, False
         for name, rule in self.names.layer.items():
             yield PREFIX + LAYERS + name, rule, True
@@ -88,7 +93,7 @@ class Layout:
         """
         name = key.removeprefix(PREFIX)
         layer = None
-        table = self.names.outside
+        table: Mapping[str, Rule] = self.outside
         if name.startswith(LAYERS):
             table = self.names.layer
             name = name.removeprefix(LAYERS)
@@ -161,7 +166,7 @@ class FolderWeights:
         base = self.layout.names.base
         heads = tuple(
             rule.names[0][1:]
-            for rule in self.layout.names.outside.values()
+            for rule in self.layout.outside.values()
             if rule.names[0].startswith("/")
         )
         return name if name.startswith((base, *heads)) else base + name

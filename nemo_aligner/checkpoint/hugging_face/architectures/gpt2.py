@@ -45,6 +45,7 @@ GPT2 = Architecture(
             "mlp.linear_fc2.": whole("mlp.c_proj.", transposed=True),
         },
         layers="h.{layer}.",
+        token_head="/classifier.",
     ),
     choices={
         "activation_function": {

@@ -26,7 +26,9 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
-from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint import hugging_face, nemo_archive
+from nemo_aligner.checkpoint.dist_ckpt import barrier
+from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.model_keys import check_model_keys
 from nemo_aligner.config.parallel_rules import check_pipeline_stages
@@ -371,6 +373,38 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         nemo_archive.write_nemo(
             save_path, config, self.sharded_weights(), as_directory=as_directory
         )
+
+    def check_hugging_face(self) -> None:
+        """Check that Hugging Face can express the model.
+
+        Raises:
+            UserError: it cannot; the message names the keys.
+        """
+        hugging_face.check(self.cfg)
+
+    def save_hugging_face(self, folder: Path, weights: Path) -> None:
+        """Write a Hugging Face folder with the weights of a checkpoint; all ranks call it, and
+        rank 0 writes.
+
+        A bias of a reward model's head, for which Hugging Face has no place, is left out with a
+        warning: all rewards shift by it.
+
+        Args:
+            folder: to write; one that exists is replaced.
+            weights: distributed checkpoint with the weights of this model.
+        """
+        if parallel_state.get_rank() == 0:
+            rows = self.cfg.override_vocab_size or self.tokenizer.vocab_size
+            source = TorchDistTensors(weights)
+            bias = hugging_face.head_bias(source)
+            if bias and any(bias):
+                logging.warning(
+                    f"{folder} lacks the bias {bias} of the head, for which Hugging Face has no "
+                    "place: its rewards are those of this model less the bias."
+                )
+            hugging_face.write_folder(folder, source, self.cfg, rows, drop_head_bias=True)
+            logging.info(f"saved {folder}")
+        barrier()
 
     def load_nemo_weights(
         self,

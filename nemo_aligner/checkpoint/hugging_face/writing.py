@@ -1,0 +1,229 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A model written as a Hugging Face folder: weights, configuration and tokenizer."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from nemo.utils import logging
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_aligner.checkpoint.hugging_face import export
+from nemo_aligner.checkpoint.hugging_face.architecture import (
+    CAUSAL_LM,
+    PER_SAMPLE,
+    PER_TOKEN,
+    Architecture,
+    Unsupported,
+    hugging_face_config,
+)
+from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
+from nemo_aligner.checkpoint.hugging_face.folder import CONFIG_FILE
+from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN
+from nemo_aligner.checkpoint.hugging_face.weights import Layout
+from nemo_aligner.checkpoint.stored_weights import TensorSource
+from nemo_aligner.config.defaults import complete_model
+from nemo_aligner.config.values import plain_dict
+from nemo_aligner.core.errors import UserError
+
+HEAD = "rm_head.weight"
+HEAD_BIAS = "rm_head.bias"
+# transformers 5 writes the one and reads both; 4 knows the other.
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_TOKENIZER_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
+
+
+def describe(
+    section: DictConfig, model_type: str | None = None
+) -> tuple[Architecture, dict[str, Any], dict[str, Any]]:
+    """The architecture that a model is written as, the keys of `config.json` that say what it
+    computes, and the complete keys of the model.
+
+    Args:
+        section: the section `model`.
+        model_type: architecture to write; None: the one that the model came from, else the first
+            that can express it.
+
+    Raises:
+        UserError: the architecture is not known, or cannot express the model.
+    """
+    keys = plain_dict(complete_model(section), resolve=True)
+    model_type = model_type or (keys.get(ORIGIN) or {}).get("model_type")
+    if model_type is None:
+        return *_first_that_can(keys), keys
+    if model_type not in ARCHITECTURES:
+        raise UserError(
+            f"the architecture {model_type!r} is not known; what is: "
+            f"{', '.join(sorted(ARCHITECTURES))}."
+        )
+    architecture = ARCHITECTURES[model_type]
+    return architecture, hugging_face_config(architecture, keys), keys
+
+
+def _first_that_can(keys: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
+    reasons = []
+    for architecture in ARCHITECTURES.values():
+        try:
+            return architecture, hugging_face_config(architecture, keys)
+        except Unsupported as error:
+            reasons.append(str(error))
+    listed = "\n  ".join(reasons)
+    raise Unsupported(f"no architecture of Hugging Face can express the model:\n  {listed}")
+
+
+def check(section: DictConfig) -> None:
+    """Check that a model can be written as a Hugging Face folder, before it is trained.
+
+    Raises:
+        UserError: it cannot; the message names the keys.
+    """
+    _architecture, _config, keys = describe(section)
+    _check_head(keys)
+
+
+def write_folder(
+    target: Path,
+    source: TensorSource,
+    section: DictConfig,
+    vocab_rows: int,
+    *,
+    model_type: str | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = export.SHARD_BYTES,
+    drop_head_bias: bool = False,
+    progress: Callable[[int, int], None] = lambda _written, _total: None,
+) -> None:
+    """Write a Hugging Face folder, which appears when it is complete; in one process. After an
+    error nothing is left.
+
+    Args:
+        target: the folder; one that exists is replaced.
+        source: of the weights, by the names of Megatron Core.
+        section: of the model, as for `describe`.
+        vocab_rows: rows of the embedding table without the padding of a split.
+        model_type: as for `describe`.
+        dtype: to convert the weights to; None: as stored.
+        shard_bytes: largest size of a file of weights.
+        drop_head_bias: leave out the bias of a reward model's head, for which Hugging Face has no
+            place.
+        progress: called with the bytes just written and those of all.
+
+    Raises:
+        UserError: Hugging Face cannot express the model, or the source is damaged.
+    """
+    architecture, config, keys = describe(section, model_type)
+    role = _role(keys, source)
+    left_out = _left_out(role, keys, source, drop_head_bias)
+    items = export.plan(source, architecture, keys, vocab_rows, dtype, left_out)
+    total = sum(sum(item.sizes().values()) for item in items)
+    config = (keys.get(ORIGIN) or {}) | config | _head_config(role, keys)
+    config |= {
+        "architectures": [architecture.class_for(role)],
+        "vocab_size": vocab_rows,
+        **dict.fromkeys(_DTYPE_KEYS, str(_main_dtype(items)).removeprefix("torch.")),
+    }
+    folder = target.with_name(target.name + ".writing")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+        layout = Layout(architecture, keys)
+        export.write_tensors(
+            folder, source, layout, items, shard_bytes, lambda written: progress(written, total)
+        )
+        _copy_tokenizer(section, folder)
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if target.exists():
+            shutil.rmtree(target)
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _role(keys: Mapping[str, Any], weights: TensorSource) -> str:
+    """What the head of the model is for."""
+    if f"model.{HEAD}" not in weights.shapes():
+        return CAUSAL_LM
+    return PER_TOKEN if keys["output_sequence"] else PER_SAMPLE
+
+
+def _check_head(keys: Mapping[str, Any]) -> None:
+    """Raise `Unsupported` where a head computes what Hugging Face's does not."""
+    for key, used in (
+        ("use_avg_pool", keys["use_avg_pool"]),
+        ("reward_standardization.enable", keys["reward_standardization"]["enable"]),
+        ("regression.merge_attributes", keys["regression"]["merge_attributes"]),
+    ):
+        if used:
+            raise Unsupported(
+                f"Hugging Face's reward models cannot express model.{key}=True; the rewards would "
+                "change."
+            )
+
+
+def _left_out(
+    role: str, keys: Mapping[str, Any], weights: TensorSource, drop_head_bias: bool
+) -> Sequence[str]:
+    """Names of weights that Hugging Face has no place for, and that may be left out.
+
+    Raises:
+        Unsupported: leaving them out would change what the model computes.
+    """
+    if role == CAUSAL_LM:
+        return ()
+    _check_head(keys)
+    bias = head_bias(weights)
+    if role == PER_TOKEN or bias is None:
+        return ()
+    if any(bias) and not drop_head_bias:
+        raise Unsupported(
+            f"the head of the reward model has the bias {bias}, for which Hugging Face's "
+            "has no place: all rewards would shift by it. Leave it out with --drop-head-bias."
+        )
+    return (HEAD_BIAS,)
+
+
+def head_bias(source: TensorSource) -> list[float] | None:
+    """The bias of the head of a reward model or critic; None: there is none."""
+    shape = source.shapes().get(f"model.{HEAD_BIAS}")
+    if shape is None:
+        return None
+    return source.read(f"model.{HEAD_BIAS}", (slice(0, shape[0]),)).tolist()
+
+
+def _head_config(role: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    if role == CAUSAL_LM:
+        return {}
+    names = [f"LABEL_{label}" for label in range(keys["regression"]["num_attributes"])]
+    return {
+        "id2label": {str(label): name for label, name in enumerate(names)},
+        "label2id": {name: label for label, name in enumerate(names)},
+    }
+
+
+def _main_dtype(items: Sequence[export.Written]) -> torch.dtype:
+    """That of most bytes: a reward model's head may be float32 in a bfloat16 model."""
+    total: dict[torch.dtype, int] = {}
+    for item in items:
+        total[item.dtype] = total.get(item.dtype, 0) + sum(item.sizes().values())
+    return max(total, key=lambda dtype: total[dtype])
+
+
+def _copy_tokenizer(section: DictConfig, folder: Path) -> None:
+    """Copy the tokenizer, with its chat template, and the generation settings beside it."""
+    tokenizer = section.get("tokenizer") or OmegaConf.create({})
+    source = Path(str(tokenizer.get("type")))
+    if tokenizer.get("library") == "huggingface" and source.is_dir():
+        for pattern in _TOKENIZER_FILES:
+            for file in source.glob(pattern):
+                if file.name != CONFIG_FILE and not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, folder / file.name)
+    else:
+        logging.warning(
+            f"{folder.name.removesuffix('.writing')} gets no tokenizer: that of the model "
+            f"(model.tokenizer.library={tokenizer.get('library')}) is no folder of Hugging Face."
+        )
