@@ -22,6 +22,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -430,14 +431,69 @@ def write_streamed(
     path = Path(path).expanduser().absolute()
     folder = path.with_name(path.name + ".writing")
     shutil.rmtree(folder, ignore_errors=True)
+    weights = folder / WEIGHTS_FOLDER
     try:
-        (folder / WEIGHTS_FOLDER).mkdir(parents=True)
-        torch_dist_stream.write(chunks, read, folder / WEIGHTS_FOLDER)
-        _finish(folder, path, config, as_directory)
+        weights.mkdir(parents=True)
+        if as_directory:
+            torch_dist_stream.write(chunks, read, weights)
+            _finish(folder, path, config, as_directory)
+            return
+        # The weights go straight into the tar file: they would be written twice otherwise.
+        with tarfile.open(_packed(path), "w:") as tar:
+            torch_dist_stream.write(
+                chunks,
+                read,
+                weights,
+                lambda name: _growing_member(tar, f"./{WEIGHTS_FOLDER}/{name}"),
+            )
+            _finish(folder, path, config, as_directory, tar)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         _packed(path).unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def _growing_member(tar: tarfile.TarFile, name: str) -> Iterator["_Member"]:
+    """A file in `tar`, open for writing, whose size is not known before."""
+    file: Any = tar.fileobj
+    header = file.tell()
+    file.write(bytes(tarfile.BLOCKSIZE))
+    member = _Member(file)
+    yield member
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime = member.tell(), int(time.time())
+    file.write(bytes(-info.size % tarfile.BLOCKSIZE))
+    tar.offset = file.tell()
+    file.seek(header)
+    file.write(info.tobuf(tarfile.GNU_FORMAT))  # has room for any size in one block
+    file.seek(tar.offset)
+
+
+class _Member:
+    """A part of a file, from where it is now to its end, as a file to write."""
+
+    def __init__(self, file: Any):
+        self.file, self.start = file, file.tell()
+
+    def write(self, data: Any) -> int:
+        """Write `data`; returns its length."""
+        return self.file.write(data)
+
+    def tell(self) -> int:
+        """Where the next byte goes."""
+        return self.file.tell() - self.start
+
+    def flush(self) -> None:
+        """Hand everything to the system."""
+        self.file.flush()
+
+    def fileno(self) -> int:
+        """Number of the whole file."""
+        return self.file.fileno()
+
+    def close(self) -> None:
+        """Do nothing: the whole file stays open."""
 
 
 def _packed(path: Path) -> Path:
@@ -445,9 +501,18 @@ def _packed(path: Path) -> Path:
     return path.with_name(path.name + ".tar.writing")
 
 
-def _finish(folder: Path, path: Path, config: DictConfig, as_directory: bool) -> None:
+def _finish(
+    folder: Path,
+    path: Path,
+    config: DictConfig,
+    as_directory: bool,
+    tar: tarfile.TarFile | None = None,
+) -> None:
     """Add configuration and tokenizer to `folder`, which holds the weights, and give it its place
     and form.
+
+    Args:
+        tar: the file to pack into, open, if it holds a part already.
     """
     OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
     if path.is_dir():
@@ -455,8 +520,9 @@ def _finish(folder: Path, path: Path, config: DictConfig, as_directory: bool) ->
     if as_directory:
         folder.rename(path)
         return
-    packed = _packed(path)
-    with tarfile.open(packed, "w:") as tar:
-        tar.add(folder, arcname=".")
-    packed.replace(path)
+    with contextlib.nullcontext(tar) if tar else tarfile.open(_packed(path), "w:") as packed:
+        packed.add(folder, arcname=".")
+    if tar is not None:
+        tar.close()
+    _packed(path).replace(path)
     shutil.rmtree(folder)

@@ -7,8 +7,11 @@ fit into memory, PyTorch's own reader and writer are used here with plans that h
 tensor at a time. The format is the same.
 """
 
+import contextlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import save as save_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -62,21 +67,46 @@ class Chunk:
     dtype: torch.dtype
 
 
-def write(chunks: Sequence[Chunk], read: Callable[[Chunk], Tensor], folder: Path) -> None:
+def write(
+    chunks: Sequence[Chunk],
+    read: Callable[[Chunk], Tensor],
+    folder: Path,
+    open_weights: Callable[[str], AbstractContextManager[Any]] | None = None,
+) -> None:
     """Write a distributed checkpoint into the existing, empty `folder`; in one process.
 
     Args:
         chunks: all parts of all tensors.
         read: the values of one part, of the shape `chunk.size`; called once for each, in order.
+        open_weights: opens the one large file, given its name, for writing in another place; None:
+            it is written into `folder`.
     """
-    save_checkpoint(
-        {},
-        storage_writer=FileSystemWriter(folder, single_file_per_rank=True),
-        planner=_WritePlanner(chunks, read),
-        no_dist=True,
-    )
+    writer = FileSystemWriter(folder, single_file_per_rank=True)
+    if open_weights is not None:
+        writer.fs = _WeightsElsewhere(open_weights)
+    try:
+        save_checkpoint(
+            {}, storage_writer=writer, planner=_WritePlanner(chunks, read), no_dist=True
+        )
+    except CheckpointException as error:
+        raise error.failures[0][0] from error  # what went wrong: a damaged source, a full disk
     torch.save({}, folder / COMMON_FILE)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+class _WeightsElsewhere(FileSystem):
+    """Files, but for the large one, which `open_weights` opens."""
+
+    def __init__(self, open_weights: Callable[[str], AbstractContextManager[Any]]):
+        super().__init__()
+        self.open_weights = open_weights
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        here = not str(path).endswith(DEFAULT_SUFFIX)
+        opened = super().create_stream(path, mode) if here else self.open_weights(Path(path).name)
+        with opened as stream:
+            yield stream
 
 
 class _WritePlanner(SavePlanner):

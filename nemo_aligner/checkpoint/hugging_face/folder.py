@@ -6,7 +6,6 @@ No code and no pickle of a folder is run.
 """
 
 import json
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,6 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# Open files keep the parts that were read in memory. Names of a layer lie in one or two files.
-_OPEN_FILES = 2
 
 
 def is_folder(path: Path) -> bool:
@@ -97,7 +94,7 @@ class Tensors:
     def __init__(self, path: Path):
         self.path = path
         self.files = _files(path)
-        self._open: OrderedDict[str, Any] = OrderedDict()
+        self._open: tuple[str, Any] | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in dict.fromkeys(self.files.values()):
             opened = self._opened(file)
@@ -128,15 +125,15 @@ class Tensors:
         return self._opened(self.files[name]).get_slice(name).get_dtype()
 
     def _opened(self, file: str) -> Any:
-        if file not in self._open:
+        # One at a time: what was read of a file stays in memory as long as it is open. The tensors
+        # of a layer lie in one or two files.
+        if self._open is None or self._open[0] != file:
+            self._open = None
             try:
-                self._open[file] = safe_open(self.path / file, framework="pt")
+                self._open = file, safe_open(self.path / file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise self._damaged(file, error) from error
-            if len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)
-        self._open.move_to_end(file)
-        return self._open[file]
+        return self._open[1]
 
     def _damaged(self, file: str, error: Exception) -> UserError:
         return UserError(f"{self.path / file} is damaged or incomplete ({error}); copy it again.")
