@@ -33,6 +33,7 @@ from nemo_aligner.checkpoint.folders import (
     STATE_FILE,
     WEIGHTS,
     WRITING_SUFFIX,
+    checkpoints_of_others,
     complete_checkpoints,
     format_name,
     outdated,
@@ -236,17 +237,27 @@ class CheckpointCallback:
             The trainer's counters, or None if there is no checkpoint.
 
         Raises:
-            UserError: `resume_from` is not a complete checkpoint.
+            UserError: `resume_from` is not a complete checkpoint, or there are only checkpoints of
+                NeMo-Aligner, which would have gone on from them.
         """
         barrier()
         folder = self.latest(resume_from)
         if folder is None:
+            others = checkpoints_of_others(self.root)
+            if others:
+                raise UserError(
+                    f"{self.root} holds training checkpoints that are not of this package, such "
+                    f"as {others[-1]}, so the job cannot resume from them; start from the .nemo "
+                    "file of that job in another folder (exp_manager.explicit_log_dir), or set "
+                    "exp_manager.resume_if_exists=False to start afresh here."
+                )
             return None
         stored = read_state(folder)
         if stored is None:
             raise UserError(
                 f"{folder} is not a complete checkpoint (no {MARKER} file); give another one in "
-                "exp_manager.resume_from_checkpoint."
+                "exp_manager.resume_from_checkpoint. From a checkpoint of NeMo-Aligner itself no "
+                "job can resume: start from its .nemo file in another folder."
             )
         self._load(folder)
         _restore_rng(folder)

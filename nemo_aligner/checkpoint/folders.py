@@ -14,6 +14,8 @@ from typing import Any
 
 from nemo.utils import logging
 
+from nemo_aligner.checkpoint.forms import CONFIG_FILE
+
 MARKER = "COMPLETE"  # written last; a folder without it is ignored
 STATE_FILE = "state.json"
 WRITING_SUFFIX = ".writing"
@@ -71,6 +73,25 @@ def complete_checkpoints(root: Path) -> list[Checkpoint]:
     found = [(path, read_state(path)) for path in root.iterdir() if path.is_dir()]
     complete = [(path, state) for path, state in found if state is not None]
     return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"])
+
+
+def checkpoints_of_others(root: Path) -> list[str]:
+    """Names under `root` that look like training checkpoints of NeMo-Aligner or Lightning: files
+    `.ckpt`, and folders with a distributed checkpoint or the files of each rank at their top.
+    """
+    if not root.is_dir():
+        return []
+    return sorted(path.name for path in root.iterdir() if _is_of_others(path))
+
+
+def _is_of_others(path: Path) -> bool:
+    if path.is_file():
+        return path.suffix == ".ckpt"
+    ours = path.name.endswith(WRITING_SUFFIX) or (path / MARKER).exists()
+    if ours or (path / CONFIG_FILE).exists():  # the second is a .nemo folder
+        return False
+    tops = ("metadata.json", "common.pt", "mp_rank_*", "tp_rank_*")
+    return any(next(path.glob(top), None) is not None for top in tops)
 
 
 def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int) -> str | None:

@@ -66,15 +66,44 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     ),
     "serve_reward_model.py": ("NLPDDPStrategy",),
 }
-# Its other scripts, by algorithm.
-OTHER_SCRIPTS = {
-    "DPO": "train_gpt_dpo",
-    "KTO": "train_gpt_kto",
-    "SPIN": "train_gpt_spin",
-    "REINFORCE": "train_gpt_reinforce_actor",
-    "knowledge distillation": "train_gpt_knowledge_distillation",
-    "SteerLM 2": "train_steerlm2",
+# Its other scripts, by algorithm; paths below its folder examples/.
+_GPT = "nlp/gpt/"
+OTHER_SCRIPTS: dict[str, tuple[str, ...]] = {
+    "DPO": (f"{_GPT}train_gpt_dpo.py", "nlp/data/dpo/prepare_packed_dpo_dataset.py"),
+    "KTO": (f"{_GPT}train_gpt_kto.py",),
+    "SPIN": (f"{_GPT}train_gpt_spin.py",),
+    "REINFORCE": (f"{_GPT}train_gpt_reinforce_actor.py",),
+    "knowledge distillation": (
+        f"{_GPT}train_gpt_knowledge_distillation.py",
+        "nlp/synthetic_data_gen/compute_topk_logits.py",
+    ),
+    "SteerLM 2": (f"{_GPT}train_steerlm2.py",),
+    "DRaFT+ (images)": (
+        "mm/stable_diffusion/train_sd_draftp.py",
+        "mm/stable_diffusion/train_sdxl_draftp.py",
+        "mm/stable_diffusion/anneal_sdxl.py",
+        "mm/clip/train_reward_model.py",
+        "mm/clip/test_reward_model.py",
+    ),
 }
+# Its scripts that write data: those that import nothing of NeMo, and those that import classes of
+# its removed collection without a stand-in.
+FREE_DATA_SCRIPTS = (
+    "nlp/cai/process_anthropic_hh_using_chat_prompt.py",
+    "nlp/data/kto/preprocess_anthropichh_data.py",
+    "nlp/data/steerlm/attribute_annotate.py",
+    "nlp/data/steerlm/common.py",
+    "nlp/data/steerlm/preprocess_helpsteer_data.py",
+    "nlp/data/steerlm/preprocess_helpsteer2_data.py",
+    "nlp/data/steerlm/preprocess_openassistant_data.py",
+    "nlp/data/steerlm/process_to_regression_format.py",
+)
+BOUND_DATA_SCRIPTS = (
+    "nlp/cai/cai_utils.py",
+    "nlp/cai/generate_rl_cai_dataset.py",
+    "nlp/cai/generate_sl_cai_dataset.py",
+    "nlp/data/sft/remove_long_dialogues.py",
+)
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -92,6 +121,9 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         names = STAND_INS.get(module.__name__, {})
 
         def stand_in(name: str) -> Any:
+            is_module = self.find_spec(f"{module.__name__}.{name}", None) is not None
+            if name not in names and is_module:  # Python imports it after an AttributeError
+                raise AttributeError(f"{module.__name__}.{name} is not imported yet")
             if name not in names:
                 # Of an AttributeError Python would keep only "cannot import name".
                 raise (AttributeError if name.startswith("__") else ImportError)(

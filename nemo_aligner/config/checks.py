@@ -154,13 +154,14 @@ def _known_prefixes(config_name: str) -> set[str]:
 
 def _walk(tree: Mapping, config_name: str, prefix: str = "") -> dict[str, object]:
     """Dotted key -> value for every key of `tree`, but for those below free, inert and unknown
-    keys.
+    keys, and below those that are refused (`LATER`, `ONLY`).
     """
     found, known = {}, _known_prefixes(config_name)
     for name, value in tree.items():
         key = f"{prefix}{name}"
         found[key] = value
         ends_here = key not in known or key in FREE or key in INERT[config_name]
+        ends_here = ends_here or (config_name, key) in LATER or key in ONLY
         if isinstance(value, Mapping) and not ends_here:
             found |= _walk(value, config_name, f"{key}.")
     return found

@@ -5,6 +5,7 @@
 * `INERT[name]`: dotted key -> `Inert(reason, neutral)`. Accepted without effect; a value that is
   not neutral is worth a warning. An inert key covers everything below it.
 * `INERT_ARCHITECTURE`: those of them that speak of the network.
+* `INERT_EXPERIMENT`: those of them that NeMo's `exp_manager` would act on.
 * `ONLY`: dotted key -> (accepted values, remedy). Any other value would change the mathematics
   if it were ignored.
 """
@@ -72,6 +73,19 @@ INERT_ARCHITECTURE = (
     | _inert("model", "pre_process post_process", "the pipeline stage decides it", True)
 )
 
+# Keys of NeMo's `exp_manager`, which does not get to see them: its callbacks are for Lightning's
+# loops, and some need packages.
+INERT_EXPERIMENT = _inert(
+    "exp_manager",
+    """create_early_stopping_callback early_stopping_callback_params
+    create_ipl_epoch_stopper_callback ipl_epoch_stopper_callback_params
+    create_preemption_callback log_step_timing log_delta_step_timing step_timing_kwargs
+    disable_validation_on_resume ema create_straggler_detection_callback
+    straggler_detection_params create_fault_tolerance_callback fault_tolerance
+    log_tflops_per_sec_per_gpu""",
+    _LIGHTNING,
+)
+
 _INERT_COMMON = (
     _inert(
         "trainer",
@@ -85,16 +99,7 @@ _INERT_COMMON = (
         _LIGHTNING,
     )
     | _inert("trainer", "gradient_clip_val", _CLIPPING, ...)
-    | _inert(
-        "exp_manager",
-        """create_early_stopping_callback early_stopping_callback_params
-        create_ipl_epoch_stopper_callback ipl_epoch_stopper_callback_params
-        create_preemption_callback log_step_timing log_delta_step_timing step_timing_kwargs
-        disable_validation_on_resume ema create_straggler_detection_callback
-        straggler_detection_params create_fault_tolerance_callback fault_tolerance
-        log_tflops_per_sec_per_gpu""",
-        _LIGHTNING,
-    )
+    | INERT_EXPERIMENT
     | _inert(
         "exp_manager.checkpoint_callback_params",
         """dirpath verbose save_last prefix postfix save_best_model async_save
@@ -172,7 +177,8 @@ _INERT_COMMON = (
         """contiguous_param_buffer grad_sync_on_finish average_in_collective
         grad_sync_dtype store_params store_param_remainders with_scaled_states param_sync_dtype
         dtype process_group capturable master_weights foreach fused amsgrad d_coef
-        delay_param_gather delay_grad_reduce align_param_gather ddp_bucket_size""",
+        delay_param_gather delay_grad_reduce align_param_gather align_grad_reduce
+        ddp_bucket_size""",
         _APEX,
     )
     | _inert(
@@ -305,6 +311,11 @@ INERT = {
     | _DATASET_INERT
     | _inert("model", "forward_mbs", _DEAD + "; use model.forward_micro_batch_size"),
     "gpt_sft": _INERT_COMMON
+    | _inert(
+        "model",
+        "inference",
+        "training generates no responses; GPTSFTModel.infer, called from Python, reads it",
+    )
     | _inert("model", "steerlm2", "SteerLM 2.0 is not part of this package", _STEERLM2)
     | _inert(
         "model",

@@ -130,6 +130,11 @@ LATER = {
             "prompt_template, and set it to False",
         }.items()
     },
+    ("gpt_sft", "trainer.sft.inference_metrics"): (
+        (),
+        "metrics of generated responses are not computed yet; compute them from the .nemo with "
+        "GPTSFTModel.infer and nemo_aligner.metrics.InferenceMetricsHandler, and remove the key",
+    ),
 }
 
 

@@ -65,6 +65,36 @@ RETIRED: dict[str, dict[str, str]] = {
     },
 }
 
+_ABSENT = "of an algorithm that this package does not have"
+_OWN_VALUE = "an inner constant of a server; the address and port are keys of the configuration"
+_GPT = "nemo_aligner.models.nlp.gpt"
+# Modules of NeMo-Aligner that cannot be imported, and constants (`module:NAME`): what they were.
+NOT_HERE: dict[str, str] = {
+    "nemo_aligner.algorithms.dpo": _ABSENT,
+    "nemo_aligner.algorithms.kto": _ABSENT,
+    "nemo_aligner.algorithms.reinforce": _ABSENT,
+    "nemo_aligner.algorithms.spin": _ABSENT,
+    f"{_GPT}.gpt_steerlm_model": _ABSENT,
+    f"{_GPT}.megatron_gpt_dpo_model": _ABSENT,
+    f"{_GPT}.megatron_gpt_knowledge_distillation": _ABSENT,
+    f"{_GPT}.megatron_gpt_kto_model": _ABSENT,
+    f"{_GPT}.megatron_gpt_reinforce_actor": _ABSENT,
+    f"{_GPT}.megatron_gpt_spin_model": _ABSENT,
+    "nemo_aligner.data.mm": "data sets of images",
+    "nemo_aligner.models.mm": "models of images",
+    "nemo_aligner.data.nlp.scripts": "a script that changes special tokens of SteerLM's data",
+    "nemo_aligner.data.nlp.tests": "tests",
+    "nemo_aligner.utils.tests": "tests",
+    "nemo_aligner.testing": "helpers of tests",
+    "nemo_aligner.package_info": "the version; use nemo_aligner.__version__",
+    "nemo_aligner.algorithms.critic_server_trainer:ENDPOINT_BIND_ADDRESS": _OWN_VALUE,
+    "nemo_aligner.algorithms.critic_server_trainer:MAX_BATCH": _OWN_VALUE,
+    "nemo_aligner.algorithms.reward_server:ENDPOINT_BIND_ADDRESS": _OWN_VALUE,
+    "nemo_aligner.algorithms.reward_server:MAX_BATCH": _OWN_VALUE,
+    "nemo_aligner.algorithms.supervised:IMAGE_CAPTION_KEY": "a metric of image models",
+    "nemo_aligner.utils.trt_llm:HAVE_TRTLLM": "whether TensorRT-LLM is there; it is not used",
+}
+
 
 class RetiredName:
     """What a retired name is bound to: making an object of it, or calling it, is an error."""

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -81,7 +82,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
     """Make the log folder and the loggers with NeMo's `exp_manager`; every rank calls it. Returns
     the log folder; None with `exp_manager=null`, which makes neither.
 
-    Checkpoints, resuming and time limits are this project's own, so NeMo does not see those keys.
+    Checkpoints, resuming and time limits are this project's own, and callbacks of Lightning's
+    loops have no use, so NeMo does not see those keys.
 
     Raises:
         UserError: the folder cannot be written.
@@ -96,6 +98,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
         options.max_time_per_run = None
         options.seconds_to_sleep = 0
         options.pop("checkpoint_callback_params", None)
+        for key in INERT_EXPERIMENT:
+            options.pop(key.removeprefix("exp_manager."), None)
     try:
         log_dir = Path(nemo_exp_manager(trainer, options))
     except OSError as error:

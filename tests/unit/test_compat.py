@@ -55,6 +55,14 @@ def test_what_has_no_stand_in_says_so(installed):
         importlib.import_module("nemo.collections.nlp.modules")
 
 
+def test_modules_can_be_imported_from_their_package(installed):
+    for module in stand_ins.STAND_INS:
+        package, _, name = module.rpartition(".")
+        scope = {}
+        exec(f"from {package} import {name}", scope)
+        assert scope[name] is importlib.import_module(module)
+
+
 def test_stand_ins_do_what_the_scripts_need(installed):
     from nemo.collections.nlp.parts.megatron_trainer_builder import MegatronTrainerBuilder
     from nemo.collections.nlp.parts.nlp_overrides import NLPDDPStrategy

@@ -179,6 +179,7 @@ def test_every_documented_command_is_there():
         "steerlm.rst": 6,
         "reinforce.rst": 2,
         "ppo.sh": 2,
+        "reinforce.sh": 1,
         "rm.sh": 1,
         "sft.sh": 1,
     }

@@ -166,6 +166,26 @@ def test_ranks_of_mpirun_are_those_of_the_job(monkeypatch, tmp_path):
     assert trainer.strategy.cluster_environment.creates_processes_externally
 
 
+def test_ranks_of_srun_are_those_of_the_job(monkeypatch, tmp_path):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    slurm = {
+        "NTASKS": "2",
+        "NTASKS_PER_NODE": "2",
+        "PROCID": "1",
+        "LOCALID": "1",
+        "NODEID": "0",
+        "JOB_NAME": "job",
+    }
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    cfg = configuration(tmp_path)
+    cfg.trainer.devices = 2
+    trainer = script_utils.resolve_and_create_trainer(cfg, "rm")
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank) == (2, 1, 1)
+    assert trainer.strategy.cluster_environment.creates_processes_externally
+
+
 def test_without_a_checkpoint_callback_nothing_is_written(nemo_file, tmp_path):
     job = start(nemo_file, tmp_path, create_checkpoint_callback=False)
     assert isinstance(job.callback, script_utils.FakeCheckpointCallback)

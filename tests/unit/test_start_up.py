@@ -70,6 +70,9 @@ main()
         (["size=2"], "name: one size: 2"),
         (["--config-name", "two", "+size=4"], "name: two size: 4"),
         (["--config-path", "other", "--config-name=three"], "name: three size: None"),
+        (["--config-dir", "other", "--config-name=three", "+size=5"], "name: three size: 5"),
+        (["~size"], "name: one size: None"),
+        (["++size=6", "++name=five"], "name: five size: 6"),
         (["--cfg", "job", "name=four"], "name: four\nsize: 1"),
     ],
 )

@@ -1,0 +1,545 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/migration.md says of YAML keys: each key without effect is accepted with its warning
+and has none, each refused value is refused with its remedy, each old form gives its note.
+"""
+
+import ast
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from omegaconf import OmegaConf
+
+from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.data_rules import DATA_IMPLS, OTHER_DATA_IMPLS, check_data_impl
+from nemo_aligner.config.defaults import complete, complete_config
+from nemo_aligner.config.inert_keys import INERT, ONLY
+from nemo_aligner.config.old_forms import LATER, OLD_FORMS
+from nemo_aligner.config.optim_rules import (
+    OTHER_OPTIMIZERS,
+    OTHER_SCHEDULES,
+    SCHEDULE_KEYS,
+    SCHEDULES,
+    check_optim,
+)
+from nemo_aligner.config.schema import CONFIG_NAMES
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.data.nlp import builders
+from nemo_aligner.generation import GenerationParams
+from nemo_aligner.launch.experiment import build_checkpoint_callback, setup_experiment
+from nemo_aligner.launch.processes import resolve_and_create_trainer
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.tokenizers import LIBRARIES, build_tokenizer
+from nemo_aligner.training.optim import build_scheduler
+from tests import ppo_fakes
+from tests.tiny_models import tiny_config
+from tests.unit.test_config_checks import check, load
+from tests.unit.test_model_keys import REFUSED
+
+ROOT = Path(__file__).parents[2]
+ODD = "odd"  # what nobody who reads a key could use
+
+
+def set_in(tree, key, value):
+    """Set a dotted key of nested dicts; what is in the place of a section gives way."""
+    *parents, last = key.split(".")
+    for name in parents:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {}
+        tree = tree[name]
+    tree[last] = value
+
+
+def with_keys(name, tmp_path, keys):
+    tree = OmegaConf.to_container(load(name, tmp_path))
+    for key, value in keys.items():
+        set_in(tree, key, value)
+    return OmegaConf.create(tree)
+
+
+def below(section, config_name):
+    """The keys without effect of a section, by their names in it."""
+    prefix = f"{section}."
+    return [key.removeprefix(prefix) for key in INERT[config_name] if key.startswith(prefix)]
+
+
+def odd(section, config_name):
+    """A section of nothing but its keys without effect, each with a value of no sense."""
+    tree = {}
+    for name in below(section, config_name):
+        set_in(tree, name, ODD)
+    return tree
+
+
+# --- keys without effect: accepted, with a warning
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_every_key_without_effect_is_accepted_with_its_warning(name, tmp_path):
+    def below_another(key):
+        return any(key.startswith(f"{other}.") for other in INERT[name])
+
+    inert = {key: each for key, each in INERT[name].items() if not below_another(key)}
+    cfg = with_keys(name, tmp_path, dict.fromkeys(inert, ODD))
+    notes = check_config(cfg, name, visible_devices=0, env={})
+    warned = {key for key in inert if not inert[key].is_neutral(ODD)}
+    forms = {f"{old.form}: {old.happens}" for old in OLD_FORMS}
+    expected = {f"{key}={ODD}: {inert[key].reason}" for key in warned}
+    assert set(notes) - forms == expected
+    assert len(warned) > 100
+
+    cfg = with_keys(name, tmp_path, dict.fromkeys(inert))
+    assert check_config(cfg, name, visible_devices=0, env={}) == []
+
+
+# --- keys without effect: nothing changes. Those of a model: test_model_keys.py
+
+
+def attributes(trainer):
+    """What Lightning's own loops would act on."""
+    names = """accumulate_grad_batches check_val_every_n_epoch gradient_clip_algorithm
+        limit_predict_batches limit_test_batches limit_train_batches limit_val_batches
+        log_every_n_steps max_epochs max_steps min_epochs min_steps num_sanity_val_steps
+        overfit_batches val_check_batch val_check_interval fast_dev_run barebones
+        _detect_anomaly gradient_clip_val default_root_dir"""
+    found = {name: getattr(trainer, name, None) for name in names.split()}
+    kinds = [*trainer.callbacks, trainer.profiler, trainer.strategy, *trainer.loggers]
+    return found, [type(each).__name__ for each in kinds]
+
+
+def test_keys_of_lightning_have_no_effect():
+    plain = {"devices": 1, "accelerator": "cpu", "precision": 32, "sft": {"max_steps": 3}}
+    trainers = []
+    for more in ({}, odd("trainer", "gpt_sft")):
+        cfg = OmegaConf.create({"trainer": {**plain, **more}})
+        trainers.append(attributes(resolve_and_create_trainer(cfg, "sft")))
+    assert trainers[0] == trainers[1]
+
+
+def test_keys_of_the_experiment_have_no_effect(tmp_path):
+    found = []
+    for more in ({}, odd("exp_manager", "gpt_ppo_actor")):
+        plain = {"explicit_log_dir": str(tmp_path / str(len(found))), "name": "x"}
+        cfg = {"trainer": {"devices": 1, "accelerator": "cpu", "precision": 32}}
+        cfg = OmegaConf.create({**cfg, "exp_manager": {**plain, **more}})
+        trainer = resolve_and_create_trainer(cfg, "ppo")
+        folder = setup_experiment(trainer, cfg)
+        callback = vars(build_checkpoint_callback(cfg, folder, None, None, None))
+        options = {key: value for key, value in callback.items() if key != "root"}
+        assert trainer.default_root_dir == str(folder)
+        values, kinds = attributes(trainer)
+        del values["default_root_dir"]
+        found.append((values, kinds, options, callback["root"].relative_to(folder)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "switch", ["create_fault_tolerance_callback", "create_straggler_detection_callback"]
+)
+def test_switches_of_missing_packages_end_no_job(switch, tmp_path):
+    """NeMo's `exp_manager` raises where it is asked for them."""
+    options = {"explicit_log_dir": str(tmp_path), "name": "x", switch: True}
+    cfg = {"trainer": {"devices": 1, "accelerator": "cpu"}, "exp_manager": options}
+    cfg = OmegaConf.create(cfg)
+    assert setup_experiment(resolve_and_create_trainer(cfg, "rm"), cfg) == tmp_path
+
+
+def test_keys_of_the_optimizer_have_no_effect(tiny_tokenizer_dir):
+    built = []
+    for more in ({}, odd("model.optim", "training_rm")):
+        model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, num_layers=1, optim=more))
+        optimizer, scheduler = model.setup_megatron_optimization(10)
+        rates = []
+        for _ in range(10):
+            rates.append(optimizer.param_groups[0]["lr"])
+            scheduler.step(increment=1)
+        built.append((optimizer.config, model.model[0].ddp_config, rates))
+    assert built[0] == built[1] and len(set(built[0][2])) > 3
+
+
+@pytest.fixture
+def files(tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"text": f"the film {i}"}) + "\n" for i in range(8)))
+    examples = tmp_path / "examples.jsonl"
+    lines = [json.dumps({"input": f"the film {i}", "output": "was bad"}) for i in range(8)]
+    examples.write_text("\n".join(lines) + "\n")
+    return str(pairs), str(examples)
+
+
+def batches(cfg, dataset, random):
+    loader = builders.build_dataloader(
+        cfg, dataset, 0, mbs=1, gbs=2, use_random_sampler=random, collate_fn=None
+    )
+    return [str(batch) for batch in loader]
+
+
+def test_keys_of_the_data_have_no_effect(files, tiny_tokenizer):
+    pairs, examples = files
+    found = []
+    for more in ({}, odd("model.data", "training_rm")):
+        data = {"data_impl": "jsonl", "num_workers": 0, **more}
+        cfg = OmegaConf.create({"model": {"data": data, "seed": 1}})
+        datasets = builders.build_train_valid_test_rm_datasets(
+            cfg=cfg.model,
+            data_prefix={"train": [pairs], "validation": [pairs], "test": [pairs]},
+            data_impl="jsonl",
+            splits_string=None,
+            train_valid_test_num_samples=[-1, -1, -1],
+            seq_length=24,
+            seed=1,
+            tokenizer=tiny_tokenizer,
+        )
+        found.append([batches(cfg, dataset, True) for dataset in datasets])
+    assert found[0] == found[1] and len(found[0][0]) == 2
+
+    found = []
+    for more in ({}, odd("model.data.train_ds", "gpt_sft")):
+        section = OmegaConf.create({"file_path": examples, "max_seq_length": 24, **more})
+        dataset = builders.build_sft_dataset(section, tiny_tokenizer, is_chat=False)
+        found.append([str(dataset[i]) for i in range(len(dataset))])
+    assert found[0] == found[1] and len(found[0]) == 8
+
+
+def test_keys_of_sampling_have_no_effect():
+    for name in ("ppo", "rs"):
+        more = odd(f"model.{name}.sampling_params", f"gpt_{name}_actor")
+        assert set(more) == {"add_BOS", "all_probs", "compute_logprob"}
+        plain = {"use_greedy": False, "temperature": 0.5, "end_strings": ["x"]}
+        lengths = {"max_length": 4}
+        changed = GenerationParams.from_config(lengths, {**plain, **more})
+        assert changed == GenerationParams.from_config(lengths, plain)
+
+
+def test_keys_of_the_trainers_have_no_effect():
+    """A job of each actor, and the settings of the critic's server."""
+    more = odd("trainer.ppo", "gpt_ppo_actor")
+    assert {"flask_server", "trt_llm", "batch_iterator", "wandb_table"} <= set(more)
+    jobs = []
+    for extra in ({}, more):
+        trainer = ppo_fakes.make_trainer(**extra)
+        trainer.fit()
+        jobs.append((trainer.events, trainer.state_dict(), trainer.model.weight))
+    assert jobs[0] == jobs[1] and len(jobs[0][0]) > 20
+
+    more = odd("trainer.ppo", "gpt_ppo_critic")
+    assert {"max_epochs", "val_check_interval", "save_interval"} <= set(more)
+    servers = []
+    for extra in ({}, more):
+        model = SimpleNamespace(cfg=OmegaConf.create({"encoder_seq_length": 8}), tokenizer=None)
+        cfg = OmegaConf.create({"combine_rm_and_critic_server": False, **extra})
+        parts = (None, None, ppo_fakes.FakeLogger(), None, None)
+        server = CriticServerTrainer(cfg, model, *parts, 4, 2)
+        plain = {k: v for k, v in vars(server).items() if isinstance(v, (int, float, str))}
+        servers.append((plain, server.batcher))
+    assert servers[0] == servers[1] and len(servers[0][0]) > 5
+
+
+# Keys without effect whose last name is also something else here: what that is.
+HOMONYMS = {
+    "batch_p2p_comm overlap_p2p_comm cpu_offloading": (
+        "fields of TransformerConfig that are always set or asked for"
+    ),
+    "bias_dropout_fusion": "the same",
+    "cp_comm_type": "the same",
+    "fp16_lm_cross_entropy": "an argument of a module of Megatron Core",
+    "init_method": "the same",
+    "pre_process": "the same",
+    "post_process": "the same",
+    "rampup_batch_size": "an argument of Megatron Core's microbatch calculator",
+    "callbacks": "of Lightning's trainer",
+    "strategy": "the same; and of NeMo's text generation",
+    "enable_model_summary": "an argument of Lightning's trainer that is always set",
+    "enable_progress_bar": "the same",
+    "dirpath": "of NeMo's callback, which its scripts have",
+    "pin_memory": "an argument of PyTorch",
+    "dtype": "of tensors",
+    "drop_last": "an argument of samplers",
+    "pad_samples_to_global_batch_size": "the same",
+    "fused metric name names prefix run sample seed": "plain words",
+    "mcore_gpt transformer_engine dist_ckpt_format dist_ckpt_load_strictness": (
+        "written into .nemo files, for NeMo"
+    ),
+    "model_parallel_size": "set to null before references are resolved",
+    "last_epoch": "a counter of FakeScheduler",
+    "inference": "a section of inference_rm; in gpt_sft of GPTSFTModel, see its reason",
+    "trt_llm": "a section with live keys",
+    "combine_rm_and_critic_server": "live in the critic and in remote_critic_rm",
+    "add_BOS compute_logprob": "arguments of GPTSFTModel.generate",
+    "chat_template": "live in model.tokenizer",
+    "gradient_clip_val limit_train_batches limit_val_batches max_steps max_epochs": (
+        "live in trainer.<algorithm>"
+    ),
+    "save_interval val_check_interval": "the same",
+    "mode monitor save_nemo_on_train_end": "live in exp_manager.checkpoint_callback_params",
+    "explicit_log_dir max_time_per_run resume_from_checkpoint": "live in exp_manager",
+    "data data_prefix global_batch_size offload_adam_states optim ppo": "live in other jobs",
+    "num_workers port restore_from_path": "live elsewhere",
+    "train_ds validation_ds test_ds": "live in gpt_sft",
+}
+
+
+def read_names():
+    """Attributes, arguments and texts of the code: whatever could read a key."""
+    names = set()
+    for file in [*ROOT.glob("nemo_aligner/**/*.py"), *ROOT.glob("examples/nlp/gpt/*.py")]:
+        if file.name in ("inert_keys.py", "schema.py", "old_forms.py"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.keyword):
+                names.add(node.arg)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names |= set(re.split(r"[\s.,]+", node.value) if len(node.value) < 200 else ())
+    return names
+
+
+def test_nothing_reads_a_key_without_effect():
+    known = {name for names in HOMONYMS for name in names.split()}
+    keys = {key.split(".")[-1] for table in INERT.values() for key in table}
+    assert known <= keys
+    assert (keys - known) & read_names() == set()
+
+
+# --- values that are refused
+
+
+@pytest.mark.parametrize("name", ["gpt_sft", "inference_rm"])
+def test_every_other_value_is_refused_with_its_remedy(name, tmp_path):
+    for key, (accepted, remedy) in ONLY.items():
+        value = REFUSED[key.split(".")[1]]
+        value = value["peft_scheme"] if key.endswith("peft_scheme") else value
+        cfg = with_keys(name, tmp_path, {key: value})
+        with pytest.raises(ConfigError) as caught:
+            check_config(cfg, name, visible_devices=0, env={})
+        assert f"{key}={value!r} is not supported here: {remedy}." in str(caught.value)
+        for value in (*accepted, None):
+            cfg = with_keys(name, tmp_path, {key: value})
+            assert check_config(cfg, name, visible_devices=0, env={}) == []
+
+
+@pytest.mark.parametrize(("job", "key"), LATER)
+def test_what_is_refused_so_far_is_refused_with_its_remedy(job, key, tmp_path):
+    accepted, remedy = LATER[job, key]
+    for value in (True, {"a": {"_target_": "b.C"}}):
+        with pytest.raises(ConfigError) as caught:
+            cfg = with_keys(job, tmp_path, {key: value})
+            check_config(cfg, job, visible_devices=0, env={})
+        assert key in str(caught.value)
+        if value is True:
+            assert f"{key}=True is not supported yet: {remedy}." == str(caught.value)
+    for value in accepted:
+        cfg = with_keys(job, tmp_path, {key: value})
+        assert check_config(cfg, job, visible_devices=0, env={}) == []
+
+
+def test_metrics_of_responses_are_refused_as_nemo_aligners_yaml_writes_them(tmp_path):
+    metrics = {"my_metric_name1": {"_target_": "a.Metric"}}
+    cfg = with_keys("gpt_sft", tmp_path, {"trainer.sft.inference_metrics": metrics})
+    with pytest.raises(ConfigError, match="GPTSFTModel.infer and nemo_aligner.metrics"):
+        check_config(cfg, "gpt_sft", visible_devices=0, env={})
+
+
+# --- forms with another meaning
+
+RECOMPUTE = "model.activations_checkpoint_"
+# What a user would write, in the order of the list.
+WRITTEN = (
+    {RECOMPUTE + "granularity": "selective", RECOMPUTE + "method": "uniform"},
+    {RECOMPUTE + "granularity": None, RECOMPUTE + "num_layers": 2},
+    {"trainer.gradient_clip_val": 0.123},
+    {"exp_manager": None},
+    {"model.optim": {"name": "adamw"}},
+    {"trainer.ppo.trt_llm.enable": True},
+    {"model.answer_only_loss": False},
+    {"inference.micro_batch_size": 7},
+)
+
+
+@pytest.mark.parametrize("number", range(len(OLD_FORMS)))
+def test_a_form_gives_its_note_in_its_jobs_alone(number, tmp_path):
+    form, written = OLD_FORMS[number], WRITTEN[number]
+    assert len(WRITTEN) == len(OLD_FORMS)
+    note = f"{form.form}: {form.happens}"
+    for name in CONFIG_NAMES:
+        try:
+            notes = check_config(
+                with_keys(name, tmp_path, written), name, visible_devices=0, env={}
+            )
+        except ConfigError as error:  # the job has no such key
+            assert name not in form.jobs and "Unknown configuration key" in str(error)
+        else:
+            assert (note in notes) == (name in form.jobs)
+
+
+@pytest.mark.parametrize(
+    ("keys", "checkpoints"),
+    [
+        ({"granularity": "selective"}, 2),  # the attention of each of two layers
+        ({"granularity": "selective", "method": "uniform"}, 2),
+        ({"granularity": None, "method": "uniform", "num_layers": 1}, 0),
+        ({"granularity": "full", "method": "uniform", "num_layers": 2}, 1),
+    ],
+)
+def test_recomputation_is_what_the_forms_say(keys, checkpoints, tiny_tokenizer_dir, monkeypatch):
+    calls, own = [], tensor_parallel.checkpoint
+
+    def checkpoint(*arguments, **named):
+        calls.append(1)
+        return own(*arguments, **named)
+
+    monkeypatch.setattr(tensor_parallel, "checkpoint", checkpoint)
+    keys = {f"activations_checkpoint_{key}": value for key, value in keys.items()}
+    model = GPTSFTModel(tiny_config(tiny_tokenizer_dir, **keys))
+    model.setup_megatron_optimization(1)
+    model.prepare_for_training_step()
+    tokens = torch.arange(8)[None]
+    model.get_loss_and_metrics({"tokens": tokens, "labels": tokens, "loss_mask": tokens > 3})
+    assert len(calls) == checkpoints
+
+
+def test_a_rate_that_nobody_gives_is_pytorchs():
+    optim = complete({"name": "adamw"}, "gpt_sft", "model.optim")
+    assert optim.lr == torch.optim.AdamW([torch.zeros(1)]).defaults["lr"]
+
+
+def test_the_older_name_of_a_key_counts_where_the_newer_is_not_given():
+    older = complete_config({"inference": {"micro_batch_size": 7}}, "inference_rm").inference
+    both = {"micro_batch_size": 7, "inference_micro_batch_size": 3}
+    assert older.inference_micro_batch_size == 7
+    assert (
+        complete_config({"inference": both}, "inference_rm").inference[
+            "inference_micro_batch_size"
+        ]
+        == 3
+    )
+
+
+# --- optimizers, schedules, tokenizers, data
+
+
+@pytest.mark.parametrize("name", OTHER_OPTIMIZERS)
+def test_other_optimizers_are_refused(name):
+    with pytest.raises(ConfigError, match=rf"'{name}' .*\(Megatron Core has Adam and SGD only\)"):
+        check_optim({"name": name})
+
+
+@pytest.mark.parametrize("name", OTHER_SCHEDULES)
+def test_other_schedules_are_refused(name):
+    with pytest.raises(ConfigError) as caught:
+        check_optim({"sched": {"name": name}})
+    assert f"'{name}' is not supported ({OTHER_SCHEDULES[name]})" in str(caught.value)
+
+
+class Optimizer:
+    def __init__(self):
+        self.param_groups = [{}]
+
+
+def rates(name, **keys):
+    base = {"d_model": 4} if name == "NoamAnnealing" else {}
+    base |= {"constant_steps": 3} if name == "T5InverseSquareRootAnnealing" else {}
+    base |= {"step_size": 3} if name == "StepLR" else {}
+    base |= {"warmup_steps": 1} if "Hold" in name else {}
+    keys = {"name": name, **base, **keys}
+    for key in set(keys) & set(SCHEDULES[name].keys):
+        if key.endswith("_ratio"):  # instead of the updates
+            keys[key.replace("_ratio", "_steps")] = None
+    schedule = build_scheduler(
+        Optimizer(), complete({"lr": 0.4, "sched": keys}, None, "model.optim"), 20
+    )
+    found = []
+    for _ in range(24):
+        found.append(schedule.optimizer.param_groups[0]["lr"])
+        schedule.step(increment=1)
+    return found
+
+
+SCHEDULE_VALUES = {
+    "warmup_steps": 5,
+    "warmup_ratio": 0.3,
+    "hold_steps": 7,
+    "hold_ratio": 0.4,
+    "constant_steps": 6,
+    "constant_ratio": 0.4,
+    "min_lr": 0.2,
+    "power": 3.0,
+    "cycle": True,
+    "d_model": 9,
+    "decay_rate": 0.9,
+    "step_size": 5,
+    "gamma": 0.7,
+}
+# Read, and without consequence: a rate that never falls is held anyway, and NeMo's class starts
+# the next cycle after the last update.
+SAME_RATES = {
+    ("WarmupHoldPolicy", "hold_steps"),
+    ("WarmupHoldPolicy", "hold_ratio"),
+    ("PolynomialDecayAnnealing", "cycle"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_reads_its_keys_and_no_others(name):
+    assert set(SCHEDULE_VALUES) == set(SCHEDULE_KEYS)
+    base = rates(name)
+    for key, value in SCHEDULE_VALUES.items():
+        reads = key in SCHEDULES[name].keys and (name, key) not in SAME_RATES
+        assert (rates(name, **{key: value}) != base) == reads, key
+
+
+@pytest.mark.parametrize("name", [name for name, each in LIBRARIES.items() if not each.reads])
+def test_libraries_of_other_tokenizers_are_refused(name):
+    with pytest.raises(ConfigError) as caught:
+        build_tokenizer(OmegaConf.create({"library": name}))
+    assert f"'{name}' is not supported; {LIBRARIES[name].note}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*OTHER_DATA_IMPLS, "memmap"])
+def test_other_forms_of_data_are_refused(name, tmp_path):
+    for form in DATA_IMPLS:
+        check_data_impl(form)
+    with pytest.raises(ConfigError, match=f"data_impl={name} is not supported; "):
+        check("gpt_rs_actor", tmp_path, f"model.data.data_impl={name}")
+
+
+# --- checkpoints of a training run of NeMo-Aligner
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "gpt-step=3-last/metadata.json",
+        "gpt-step=3-last/common.pt",
+        "gpt-step=3-last/mp_rank_00/model.ckpt",
+        "gpt-step=3-last/tp_rank_00_pp_rank_001/model.ckpt",
+        "gpt-step=3-last.ckpt",
+    ],
+)
+def test_training_checkpoints_of_nemo_aligner_are_refused(file, tmp_path):
+    callback = CheckpointCallback(tmp_path, None, None, None, name="x")
+    (tmp_path / "checkpoints/gpt.nemo").mkdir(parents=True)
+    (tmp_path / "checkpoints/gpt.nemo/model_config.yaml").touch()
+    (tmp_path / "checkpoints/gpt.nemo/mp_rank_00").mkdir()
+    (tmp_path / "checkpoints/gpt-step=4.writing").mkdir()
+    (tmp_path / "checkpoints/gpt-step=4.writing/common.pt").touch()
+    assert callback.load_latest() is None  # nothing of another
+    path = tmp_path / "checkpoints" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    with pytest.raises(
+        UserError, match="such as gpt-step=3-last.*start from the .nemo .* another"
+    ):
+        callback.load_latest()
+    if path.parent.name != "checkpoints":
+        with pytest.raises(UserError, match="start from its .nemo file in another folder"):
+            callback.load_latest(tmp_path / "checkpoints/gpt-step=3-last")

@@ -1,0 +1,281 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/migration.md says of NeMo-Aligner's scripts and names: which scripts find what they
+import, what a script made of its steps does and does not, what takes the place of a name.
+"""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from nemo.utils import logging
+from nemo.utils.exp_manager import exp_manager
+from omegaconf import OmegaConf
+
+from nemo_aligner.compat import stand_ins
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.retired import NOT_HERE, RETIRED
+from nemo_aligner.models.alignable_interface import (
+    AlignableGenerativeInterface,
+    PolicyWithReference,
+)
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.retired_hooks import RETIRED_HOOKS, RetiredHooks
+from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient, SaveFuture
+from nemo_aligner.training import megatron_steps
+from nemo_aligner.utils import train_script_utils as steps
+from tests.tiny_models import tiny_config
+
+ROOT = Path(__file__).parents[2]
+GONE = "nemo.collections.nlp"
+
+
+def read_imports():
+    found = {}
+    for line in Path(__file__).with_name("nemo_aligner_scripts.txt").read_text().splitlines():
+        if line.startswith("== "):
+            imports = found[line[3:]] = []
+        elif not line.startswith("#"):
+            imports.append(line)
+    return found
+
+
+IMPORTS = read_imports()
+OWN = [f"nlp/gpt/{name}" for name in stand_ins.SCRIPTS]
+
+
+def can_import(where):
+    module, _, name = where.partition(":")
+    try:
+        exec(f"from {module} import {name}" if name else f"import {module}", {})
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.fixture
+def installed():
+    finders = list(sys.meta_path)
+    stand_ins.install()
+    yield
+    sys.meta_path[:] = finders
+    for module in [name for name in sys.modules if name.startswith(stand_ins.PREFIX)]:
+        del sys.modules[module]
+
+
+# --- scripts
+
+
+def test_every_script_is_on_the_page():
+    others = [script for scripts in stand_ins.OTHER_SCRIPTS.values() for script in scripts]
+    ours = [*OWN, *others, *stand_ins.FREE_DATA_SCRIPTS, *stand_ins.BOUND_DATA_SCRIPTS]
+    assert sorted(ours) == sorted(IMPORTS)
+
+
+@pytest.mark.parametrize("script", OWN)
+def test_a_script_finds_what_it_imports(script):
+    removed = [where.partition(":")[2] for where in IMPORTS[script] if where.startswith(GONE)]
+    assert sorted(removed) == sorted(stand_ins.SCRIPTS[Path(script).name])
+    missing = [where for where in IMPORTS[script] if not can_import(where)]
+    assert len(IMPORTS[script]) > 8
+    assert missing == [where for where in IMPORTS[script] if where.startswith(GONE)]
+
+
+@pytest.mark.parametrize("script", [each for each in OWN if stand_ins.SCRIPTS[Path(each).name]])
+def test_a_script_finds_the_rest_with_the_runner(script, installed):
+    assert [where for where in IMPORTS[script] if not can_import(where)] == []
+
+
+def test_scripts_of_other_algorithms_cannot_run(installed):
+    """An import of theirs is missing or retired, with the runner too."""
+    retired = {f"{module}:{name}" for module, names in RETIRED.items() for name in names}
+    for scripts in stand_ins.OTHER_SCRIPTS.values():
+        for script in scripts:
+            assert any(w in retired or not can_import(w) for w in IMPORTS[script]), script
+
+
+def test_scripts_that_write_data(installed):
+    for script in stand_ins.FREE_DATA_SCRIPTS:
+        assert IMPORTS[script] == []
+    needed = {where for script in stand_ins.BOUND_DATA_SCRIPTS for where in IMPORTS[script]}
+    assert needed and not any(can_import(where) for where in needed)
+
+
+def test_the_reward_server_of_the_last_revision_needs_another_import():
+    from lightning.pytorch import Trainer
+    from pytorch_lightning import Trainer as OtherTrainer
+
+    from nemo_aligner.compat.nemo_classes import NLPDDPStrategy
+
+    options = {"accelerator": "cpu", "devices": 1, "logger": False}
+    assert Trainer(strategy=NLPDDPStrategy(), **options).world_size == 1
+    with pytest.raises(ValueError, match="invalid strategy"):
+        OtherTrainer(strategy=NLPDDPStrategy(), **options)
+
+
+def test_the_runner_works_under_torchrun(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "from nemo.collections.nlp.parts import nlp_overrides\n"
+        "open(os.environ['RANK'], 'w').write(' '.join([sys.argv[1], os.environ['WORLD_SIZE']]))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    command += ["--master_port=0", "-m", "nemo_aligner.compat", "script.py", "a.b=1"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["a.b=1 2"] * 2
+
+
+# --- what a script of these steps does, and does not
+
+
+def test_nemos_experiment_manager_writes_tensorboard_files_alone(tmp_path):
+    cfg = {
+        "trainer": {"devices": 1, "accelerator": "cpu", "precision": 32, "rm": {"odd": 1}},
+        "exp_manager": {"explicit_log_dir": str(tmp_path), "create_checkpoint_callback": False},
+    }
+    trainer = steps.resolve_and_create_trainer(OmegaConf.create(cfg), "rm")
+    exp_manager(trainer, OmegaConf.create(cfg["exp_manager"]))
+    logger = steps.CustomLoggerWrapper(trainer.loggers)
+    logger.log_metrics({"loss": 1.0}, step=1, prefix="train/")
+    logger.finalize()
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_the_checks_of_own_scripts_are_not_made(monkeypatch):
+    """`trainer.rm.odd` is unknown, `trainer.callbacks` without effect, both are noted by our own
+    scripts alone; the model notes its own key here too.
+    """
+    said = []
+    monkeypatch.setattr(logging, "warning", said.append)
+    trainer = {"devices": 1, "accelerator": "cpu", "precision": 32, "callbacks": [1]}
+    steps.resolve_and_create_trainer(OmegaConf.create({"trainer": trainer | {"rm": {"odd": 1}}}))
+    assert said == []
+    tree = {"trainer": trainer, "model": {"data": {"data_prefix": {"train": ["a"]}}}}
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    tree["model"] |= sizes | {"tokenizer": {"library": "byte-level"}}
+    (note,) = check_config(OmegaConf.create(tree), "training_rm", visible_devices=0, env={})
+    assert note.startswith("trainer.callbacks=[1]: ") and len(said) == 1
+    tree["trainer"] = trainer | {"rm": {"odd": 1}}
+    with pytest.raises(ConfigError, match="trainer.rm.odd"):
+        check_config(OmegaConf.create(tree), "training_rm", visible_devices=0, env={})
+
+
+def test_only_own_scripts_compare_the_steps_of_actor_and_critic():
+    """The trainer, which NeMo-Aligner's script calls, does not ask the critic."""
+    own = (ROOT / "examples/nlp/gpt/train_gpt_ppo_actor.py").read_text()
+    assert "rm_critic.check_status(" in own
+    from tests import ppo_fakes
+
+    trainer = ppo_fakes.make_trainer()
+
+    def check_status(*_arguments):
+        raise AssertionError("asked")
+
+    trainer.rm_critic.check_status = check_status
+    trainer.fit()
+    assert trainer.step > 0
+
+
+def test_a_script_without_the_decorator_ends_with_a_traceback(tmp_path):
+    text = (
+        "from nemo_aligner.core.errors import UserError\n{}def main():\n    raise UserError('x')\n"
+    )
+    decorator = "from nemo_aligner.launch.endings import user_errors_end_the_job\n@{}\n"
+    ends = {}
+    for name, line in (("plain", ""), ("own", decorator.format("user_errors_end_the_job"))):
+        (tmp_path / f"{name}.py").write_text(text.format(line) + "main()\n")
+        command = [sys.executable, str(tmp_path / f"{name}.py")]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert ended.returncode == 1
+        ends[name] = ended.stderr
+    assert "Traceback" in ends["plain"] and "Traceback" not in ends["own"]
+    assert "ERROR: x" in ends["own"]
+
+
+# --- names
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_what_is_not_here_cannot_be_imported(name):
+    module, _, constant = name.partition(":")
+    if constant:
+        assert not hasattr(importlib.import_module(module), constant)
+        return
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(module)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in RETIRED.items() for name in names]
+)
+def test_a_retired_name_says_what_to_do(module, name):
+    with pytest.warns(UserWarning, match="cannot be used") as said:
+        retired = getattr(importlib.import_module(module), name)
+    assert RETIRED[module][name] in str(said[0].message)
+    with pytest.raises(UserError) as caught:
+        retired()
+    assert RETIRED[module][name] in str(caught.value)
+
+
+@pytest.mark.parametrize("name", RETIRED_HOOKS)
+def test_a_method_that_nothing_calls_cannot_be_overridden_or_called(name):
+    with pytest.raises(ConfigError) as caught:
+        type("Mine", (MegatronGPTModel,), {name: lambda self: None})
+    assert f"Mine.{name} would never be called" in str(caught.value)
+    assert RETIRED_HOOKS[name] in str(caught.value)
+    model = type("Mine", (RetiredHooks,), {})()
+    arguments = inspect.signature(getattr(model, name)).parameters
+    with pytest.raises(UserError) as caught:
+        getattr(model, name)(*([None] * len(arguments)))
+    assert RETIRED_HOOKS[name] in str(caught.value)
+
+
+def test_what_replaces_those_methods_is_there():
+    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+
+    arguments = inspect.signature(GPTSFTModel.get_loss_and_metrics).parameters
+    assert list(arguments) == ["self", "batch", "forward_only"]
+    arguments = inspect.signature(MegatronGPTModel.module_provider).parameters
+    assert list(arguments)[:4] == ["self", "pre_process", "post_process", "vp_stage"]
+    assert "loss_fn" in inspect.signature(megatron_steps.forward_backward).parameters
+    assert "output_fn" in inspect.signature(megatron_steps.forward_collect).parameters
+
+
+def test_calls_that_need_another_form(tiny_tokenizer, tmp_path):
+    from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
+
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "the film"}\n{"text": "the film"}\n')
+    for cls in (RLHFDataset, RewardModelDataset):
+        encoded = cls([str(path)], tiny_tokenizer, 24).encode("the film")
+        assert list(encoded) == list(tiny_tokenizer.text_to_ids("the film"))
+    assert not hasattr(AlignableGenerativeInterface, "get_init_policy_logprobs")
+    assert hasattr(PolicyWithReference, "get_init_policy_logprobs")
+    arguments = list(inspect.signature(RemoteGPTRMCriticClient.train).parameters)
+    assert arguments == ["self", "rollout_batch"]
+    returned = inspect.signature(RemoteGPTRMCriticClient.save).return_annotation
+    assert returned in (SaveFuture, "SaveFuture")
+
+
+def test_optimizer_and_schedule_are_those_of_megatron_core(tiny_tokenizer_dir):
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, num_layers=1))
+    optimizer, scheduler = model.setup_megatron_optimization(10)
+    with pytest.raises(TypeError):
+        optimizer.step(lambda: 0.0)
+    assert isinstance(scheduler, OptimizerParamScheduler)
+    scheduler.step(increment=1)
+    scheduler.step(increment=1)
+    assert scheduler.num_steps == 2
+    assert SimpleNamespace(**scheduler.state_dict()).num_steps == 2
