@@ -110,11 +110,12 @@ nemo_aligner.compat script.py ...`. Otherwise remove or replace the import lines
         )
     }
 
-They call NeMo's `exp_manager`, which writes TensorBoard files but no `metrics.jsonl`, and they do
-not make the checks of this package's own scripts in `examples/nlp/gpt`: an unknown key is not
-refused, the warnings below about keys and forms do not come (those of models and data sets do),
-and whether actor and critic resume from the same step is not compared. `serve_reward_model.py`
-puts the model on a GPU itself; without one use this package's.
+They call NeMo's `exp_manager`, which writes TensorBoard files but no `metrics.jsonl`. Their
+configuration is checked as that of this package's own scripts in `examples/nlp/gpt`, with the
+warnings below about keys and forms, where they call `load_and_override_model_config`. An unknown
+key is not refused there but gets a warning, since a script of your own may read it. Whether actor
+and critic resume from the same step is compared by `PPOTrainer.fit`. `serve_reward_model.py` puts
+the model on a GPU itself; without one use this package's.
 
 Scripts of algorithms that this package does not have:
 
@@ -182,7 +183,8 @@ def yaml_keys() -> str:
     return f"""## YAML keys
 
 NeMo-Aligner's keys are accepted; missing ones have the defaults of [Configuration](config.md). A
-key that nobody knows is refused with the nearest known one.
+key that nobody knows is refused with the nearest known one (in other scripts than this package's
+own: a warning).
 
 Keys without effect. You get a warning if yours has a value that did something in NeMo-Aligner:
 

@@ -139,6 +139,7 @@ class PPOTrainer(RolloutTrainer):
         self.rm_critic = rm_critic
         self.batch_iterator_cls = batch_iterator_cls
         self.resumed = False
+        self.critic_is_checked = False
 
         self.ppo_epochs = int(cfg.ppo_epochs)
         self.critic_warmup_steps = int(cfg.critic_warmup_steps)
@@ -157,6 +158,17 @@ class PPOTrainer(RolloutTrainer):
         self.check_sizes(sampler, prompts * self.num_rollouts_per_prompt, name)
 
     ppo_optimization_step = property(attrgetter("optimization_step"))
+
+    def fit(self) -> None:
+        """As the base class, after a comparison of the actor's step with the critic's.
+
+        Raises:
+            UserError: they resume from different steps; says how to bring them together.
+        """
+        if not self.critic_is_checked:
+            self.rm_critic.check_status(self.step, self.ckpt_callback.saved_at("step"))
+            self.critic_is_checked = True  # from here on the critic is ahead of its checkpoint
+        super().fit()
 
     # ------------------------------------------------------------------------------- the algorithm
 

@@ -540,3 +540,28 @@ def test_global_batches_are_the_same_for_any_number_of_ranks(ranks):
 def test_chunk_refuses_ragged_tensors():
     with pytest.raises(AssertionError, match="different numbers of samples"):
         PPORolloutBatch(x=torch.zeros(3), y=torch.zeros(4)).chunk(0, 1, seed=0)
+
+
+def test_the_steps_of_actor_and_critic_are_compared_once_before_the_first_rollout():
+    trainer = make_trainer(max_steps=2, save_interval=1, val_check_interval=1)
+    trainer.load_state_dict(trainer.state_dict() | {"step": 1, "consumed_samples": 8})
+    trainer.ckpt_callback.saved.append(({}, False, {"step": 1}))
+    check, seen = trainer.rm_critic.check_status, []
+    trainer.rm_critic.check_status = lambda *args: (seen.extend(trainer.events), check(*args))
+    trainer.fit()
+    assert trainer.rm_critic.checked == [(1, {1: "step=1"})] and seen == []
+    trainer.max_steps = 3
+    trainer.fit()  # the critic has moved on with this actor
+    assert len(trainer.rm_critic.checked) == 1 and trainer.step == 3
+
+
+def test_an_actor_whose_critic_is_at_another_step_does_not_start():
+    trainer = make_trainer()
+
+    def refuse(*_args):
+        raise UserError("actor and critic do not match")
+
+    trainer.rm_critic.check_status = refuse
+    with pytest.raises(UserError, match="do not match"):
+        trainer.fit()
+    assert trainer.events == [] and trainer.step == 0

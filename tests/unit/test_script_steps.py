@@ -9,6 +9,8 @@ import torch
 from nemo.utils.exp_manager import exp_manager
 from omegaconf import OmegaConf
 
+from nemo_aligner.config import checks
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch import script_steps
 from nemo_aligner.launch.processes import JobTrainer
@@ -233,8 +235,11 @@ def test_horizon_of_the_learning_rate():
     assert script_steps._updates(*job, None, prompts) == expected
     job = job_of("ppo", settings | {"max_steps": 5}, ppo)
     assert script_steps._updates(*job, None, prompts) == 5 * 2 * 3
+    grpo = settings | {"advantage_estimator": "grpo"}
+    with pytest.raises(ConfigError, match="trainer.ppo.advantage_estimator does not work in a"):
+        script_steps._updates(*job_of("ppo", grpo, ppo), None, prompts)
     for key, value in (("num_rollouts_per_prompt", 2), ("kl_loss_coef", 0.1)):
-        with pytest.raises(ConfigError, match=f"model.ppo.{key} has no effect in a script"):
+        with pytest.raises(ConfigError, match=f"model.ppo.{key} does not work in a script"):
             script_steps._updates(*job_of("ppo", settings, ppo | {key: value}), None, prompts)
     job = job_of("ppo", {"max_steps": 77}, {})
     assert script_steps._updates(*job, None, None) == 77  # a critic
@@ -247,6 +252,107 @@ def test_horizon_of_the_learning_rate():
     built = JobTrainer(OmegaConf.create({"trainer": {"max_steps": 7}}), None, accelerator="cpu")
     assert script_steps._updates(built, None, None, None) == 7
     assert script_steps._updates(SimpleNamespace(max_steps=9), None, None, None) == 9
+
+
+RESTORE = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
+
+
+def job_configuration(name, nemo_file, **changes):
+    """The YAML file of a job as its script gets it, for the checkpoint `nemo_file`."""
+    cfg = complete_config({}, name)
+    files = {
+        "model.data.train_ds.file_path": "a.jsonl",
+        "model.data.validation_ds.file_path": "a.jsonl",
+    }
+    if name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm"):
+        splits = ("train", "validation", "test")
+        files = {"model.data.data_prefix": {split: ["a.jsonl"] for split in splits}}
+    elif name != "gpt_sft":
+        files = {}
+    changes = {
+        RESTORE.get(name, "pretrained_checkpoint.restore_from_path"): str(nemo_file),
+        "trainer.accelerator": "cpu",
+        "trainer.precision": 32,
+        "model.encoder_seq_length": 48,
+        **files,
+        **changes,
+    }
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key, value, force_add=True)
+    return cfg
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the checks that ran, in order, each with `complete`."""
+    seen = []
+
+    def recorded(name, check):
+        def run(*args, **options):
+            seen.append((name, options.get("complete")))
+            return check(*args, **options)
+
+        return run
+
+    for name in ("check_config", "check_values"):
+        monkeypatch.setattr(checks, name, recorded(name, getattr(checks, name)))
+    return seen
+
+
+EVERY_CHECK = [("check_config", None), ("check_values", False), ("check_values", True)]
+
+
+@pytest.mark.parametrize("name", checks.CONFIG_NAMES)
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_every_job_is_checked_once_where_it_reads_its_checkpoint(
+    name, is_checked, nemo_file, calls
+):
+    """Scripts of NeMo-Aligner have no other check; those of this package check at their start."""
+    cfg = job_configuration(name, nemo_file)
+    if is_checked:
+        checks.check_config(cfg, name)
+        assert calls == EVERY_CHECK[:2]
+    cfg.model = utils.load_and_override_model_config(nemo_file, cfg.model)
+    assert calls == EVERY_CHECK
+    assert cfg.model.num_layers == 2 and "nemo_aligner_checked" not in str(cfg)
+
+
+def test_a_script_without_checks_is_told_of_old_forms_and_unknown_keys(nemo_file, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("nemo.utils.logging.warning", warnings.append)
+    changes = {
+        "exp_manager": None,
+        "my_own.setting": 1,
+        "model.ppo.ratio_epz": 0.3,
+        "trainer.strategy": "ddp",
+        "pretrained_checkpoint.restore_from_path": None,  # a script may have another key for it
+    }
+    cfg = job_configuration("gpt_ppo_actor", nemo_file, **changes)
+    utils.load_and_override_model_config(nemo_file, cfg.model)
+    unknown, inert, old = warnings
+    assert "my_own" in unknown and "ratio_epz (did you mean model.ppo.ratio_eps?)" in unknown
+    assert "trainer.strategy=ddp: Lightning only launches" in inert
+    assert "exp_manager=null: the job writes no logs" in old
+
+
+def test_a_script_without_checks_is_refused_what_cannot_work(nemo_file):
+    key = "model.ppo.length_params.max_length"
+    cfg = job_configuration("gpt_ppo_actor", nemo_file, **{key: 0})
+    with pytest.raises(ConfigError, match=key):
+        utils.load_and_override_model_config(nemo_file, cfg.model)
+    # Only the checkpoint knows that the model has two layers.
+    sizes = {"trainer.devices": 4, "model.pipeline_model_parallel_size": 4}
+    cfg = job_configuration("gpt_ppo_actor", nemo_file, **sizes)
+    with pytest.raises(ConfigError, match="num_layers=2"):
+        utils.load_and_override_model_config(nemo_file, cfg.model)
+
+
+def test_a_section_that_is_no_part_of_a_job_is_not_checked(nemo_file, calls):
+    job = job_configuration("gpt_ppo_actor", nemo_file)
+    other = OmegaConf.create({"trainer": {"my_algorithm": {}}, "model": {"seed": 1}})
+    for section in (OmegaConf.create({"seed": 1}), other.model, job.model.ppo):
+        utils.load_and_override_model_config(nemo_file, section)
+    assert calls == []
 
 
 def test_temp_pop_puts_the_key_back_after_an_error():
