@@ -23,7 +23,7 @@ from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.endings import started_processes
 from nemo_aligner.parallel.device import get_backend
-from nemo_aligner.parallel.environment import adopt_mpi_ranks
+from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
 from nemo_aligner.servers.ports import find_free_port
 
 # What Lightning gets of the section `trainer`: it starts processes, but its loops are not used.
@@ -83,8 +83,8 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     """Resolve `cfg` in place and build the Lightning trainer from `LIGHTNING_OPTIONS` of
     `cfg.trainer`; the section `pop_trainer_key` with the job's own settings stays out.
 
-    The trainer knows devices, nodes and the launch form (plain `python`, torchrun, SLURM); its own
-    loops are not used.
+    The trainer knows devices, nodes and the launch form (plain `python`, torchrun, SLURM, mpirun);
+    its own loops are not used.
 
     Raises:
         ConfigError: a GPU was asked for on a machine without CUDA.
@@ -102,10 +102,13 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     if "LOCAL_WORLD_SIZE" in os.environ:  # under torchrun and mpirun their numbers count
         options["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
         options["num_nodes"] = int(os.environ["WORLD_SIZE"]) // options["devices"]
+    # Lightning would take SLURM's variables, of the allocation that mpirun runs in, for the ranks.
+    environments = [LightningEnvironment()] if has_mpi_ranks(os.environ) else None
     return JobTrainer(
         cfg,
         pop_trainer_key,
         **options,
+        plugins=environments,
         accelerator="gpu" if gpus and accelerator != "cpu" else "cpu",
         strategy=DDPStrategy(process_group_backend=get_backend(), timeout=timedelta(minutes=30)),
         enable_progress_bar=False,

@@ -157,7 +157,13 @@ def test_nemos_callback_leaves_checkpoints_alone(nemo_file, tmp_path):
     assert again.state["step"] == 3
 
 
-def test_ranks_of_mpirun_are_those_of_the_job(monkeypatch, tmp_path):
+@pytest.mark.parametrize("in_slurm", [False, True])
+def test_ranks_of_mpirun_are_those_of_the_job(monkeypatch, tmp_path, in_slurm):
+    """Also in an allocation of SLURM, whose variables are those of one task here."""
+    if in_slurm:
+        for name, value in (("NTASKS", "1"), ("PROCID", "0"), ("LOCALID", "0"), ("JOB_ID", "7")):
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        monkeypatch.setenv("SLURM_JOB_NAME", "ppo")
     for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
