@@ -6,6 +6,7 @@ import gc
 import json
 import pickle
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +131,46 @@ def test_bad_files_of_tokens_are_refused(tmp_path, tiny_tokenizer):
     )
 
 
+@pytest.mark.parametrize(
+    "impl, ending", [("mmap", ".idx"), ("mmap", ".bin"), ("packed_jsonl", "")]
+)
+def test_a_damaged_file_of_tokens_is_named(tmp_path, tiny_tokenizer, impl, ending):
+    """Cut off, or with a byte changed, it is read or named: there is no error of another kind."""
+    path = WRITERS[impl](tmp_path / "t", [[1, 2, 3], [4, 5]])
+    damaged = Path(f"{path}{ending}")
+    whole = damaged.read_bytes()
+    steps = range(0, len(whole), max(1, len(whole) // 60))
+    versions = [whole[:length] for length in steps]
+    versions += [whole[:n] + bytes([whole[n] ^ 0xFF]) + whole[n + 1 :] for n in steps]
+    refused = 0
+    for version in versions:
+        damaged.write_bytes(version)
+        try:
+            build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer, impl)
+        except UserError as error:
+            refused += 1
+            assert str(tmp_path / "t") in str(error)
+    assert refused > len(versions) // 3
+    damaged.write_bytes(whole)
+    build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer, impl)
+
+
+@pytest.mark.parametrize("name", ["module_no_one_has.x", "numpy.no_such_name", "memo"])
+def test_a_pickle_of_names_that_do_not_exist_is_refused(tmp_path, tiny_tokenizer, name):
+    module, _, attribute = name.rpartition(".")
+    path = Path(write_packed(tmp_path / "t", [[1, 2]]))
+    header = path.read_bytes()[: path.read_bytes().index(b"\n") + 1]
+    body = f"c{module}\n{attribute}\n.".encode() if module else b"g7\n."
+    path.write_bytes(header + body)
+    with pytest.raises(UserError, match="t.npy is not a .npy file of tokens, or is damaged"):
+        build(
+            build_train_valid_test_rlhf_datasets,
+            {"train": [str(path)]},
+            tiny_tokenizer,
+            "packed_jsonl",
+        )
+
+
 def test_a_pickle_that_runs_code_is_refused(tmp_path, tiny_tokenizer):
     class Evil:
         def __reduce__(self):
@@ -236,6 +277,34 @@ def test_a_dataset_class_blends_nothing_and_its_copies_keep_their_file(tmp_path,
     for prefix, splits in (({"train": [1, a, 1, b]}, None), ([1, a, 1, b], "75,25,0")):
         with pytest.raises(ConfigError, match="RLHFDataset that is built by its class"):
             build(function, prefix, tiny_tokenizer, splits=splits)
+
+
+def test_a_class_of_ones_own_is_told_of_broken_files(tmp_path, tiny_tokenizer):
+    class Own:
+        def __init__(self, data, **_options):
+            self.data = data
+
+        def __len__(self):
+            return len(self.data)
+
+        def __getitem__(self, index):
+            return self.data[index]
+
+    def build_own(path):
+        return build(partial(build_train_valid_test_datasets, Own), {"train": [str(path)]}, None)
+
+    good = write_jsonl(tmp_path / "good.jsonl", ["a", "b"])
+    own, *_ = build_own(good)
+    assert [own[n] for n in range(2)] == [{"text": "a"}, {"text": "b"}]
+    for name, text, message in (
+        ("none.jsonl", None, "data file .*none.jsonl does not exist"),
+        ("empty.jsonl", "\n", "data file .*empty.jsonl is empty"),
+        ("bad.jsonl", '{"text": "a"}\n{"text": ', "bad.jsonl, line 2: not valid JSON"),
+    ):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=message):
+            build_own(tmp_path / name)
 
 
 def test_pairs_of_a_blend_stay_pairs(tmp_path, tiny_tokenizer):
