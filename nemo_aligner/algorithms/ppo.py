@@ -37,8 +37,14 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import check_policy_equals_reference, rollout_health
-from nemo_aligner.algorithms.ppo_data import DataSettings, make_kl_controller, make_ppo_data
+from nemo_aligner.algorithms.ppo_data import (
+    DataSettings,
+    make_kl_controller,
+    make_ppo_data,
+    objective_of,
+)
 from nemo_aligner.algorithms.rollout_log import TRAIN_TABLE_ROWS
+from nemo_aligner.algorithms.rollout_state import changes_of_objective
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
@@ -147,6 +153,14 @@ class PPOTrainer(RolloutTrainer):
         harm = self.data_settings.harm_of_kl_estimator()
         if harm and cfg.initial_policy_kl_penalty > 0:
             logging.warning(harm)
+        if kl_loss_coef > 0 and cfg.initial_policy_kl_penalty > 0:
+            logging.warning(
+                "the KL to the reference is penalized twice: in the reward by "
+                f"trainer.ppo.initial_policy_kl_penalty={cfg.initial_policy_kl_penalty} and in "
+                f"the loss by model.ppo.kl_loss_coef={kl_loss_coef}. Both apply; set one of them "
+                "to 0 unless you mean that."
+            )
+        self.objective = objective_of(cfg, self.data_settings, kl_loss_coef)
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl = cfg.initial_policy_kl_penalty > 0 or kl_loss_coef > 0
         if self.ppo_epochs < 1:
@@ -388,10 +402,15 @@ class PPOTrainer(RolloutTrainer):
             critic_save.result()
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | self.kl_controller.state_dict()
+        """The counters, the weight of an adaptive KL, and `objective`, what this run optimizes."""
+        state = super().state_dict() | self.kl_controller.state_dict()
+        return state | {"objective": self.objective}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        changes = changes_of_objective(self.objective, state_dict.get("objective"))
+        if changes:
+            logging.warning(changes)
         self.kl_controller.load_state_dict(state_dict)
         self.resumed = True
 
