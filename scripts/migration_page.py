@@ -87,8 +87,10 @@ def scripts() -> str:
 The steps of a script (`init_using_ptl`, `init_peft`, `add_custom_checkpoint_callback`, ...) keep
 their names and their order; `nemo_aligner/launch/script_steps.py` has them. NeMo's own
 `exp_manager` may be called; its checkpoint callback says where checkpoints go and which are kept,
-and this package writes them. A script without the decorator `user_errors_end_the_job` ends an
-error of a user with a traceback, which this package's own scripts do not.
+and this package writes and finds them. `exp_manager=null` works where the script itself allows it,
+which `train_gpt_rs_actor.py` does not: it reads `cfg.exp_manager.get(...)`. A script without the
+decorator `user_errors_end_the_job` ends an error of a user with a traceback, which this package's
+own scripts do not.
 
 NeMo 3 has no `nemo.collections.nlp`. `python -m nemo_aligner.compat script.py key=value ...` runs
 a script in which these modules can be imported; nothing else differs, and no normal import of
@@ -114,8 +116,7 @@ They call NeMo's `exp_manager`, which writes TensorBoard files but no `metrics.j
 configuration is checked as that of this package's own scripts in `examples/nlp/gpt`, with the
 warnings below about keys and forms, where they call `load_and_override_model_config`. An unknown
 key is not refused there but gets a warning, since a script of your own may read it. Whether actor
-and critic resume from the same step is compared by `PPOTrainer.fit`. `serve_reward_model.py` puts
-the model on a GPU itself; without one use this package's.
+and critic resume from the same step is compared by `PPOTrainer.fit`.
 
 Scripts of algorithms that this package does not have:
 

@@ -14,13 +14,14 @@ import difflib
 import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.inert_keys import INERT, ONLY
 from nemo_aligner.config.old_forms import LATER, old_form_notes
-from nemo_aligner.config.rules import check_values, config_name_of, restore_key
+from nemo_aligner.config.rules import check_values, job_of_model, restore_key
 from nemo_aligner.config.schema import CONFIG_NAMES, FREE, LIVE
 from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.errors import ConfigError
@@ -104,10 +105,10 @@ def check_loaded(model_cfg: DictConfig, loaded: DictConfig, restore_path: str | 
     Raises:
         ConfigError: with the key, the value and the remedy.
     """
-    job = model_cfg._get_root()
-    config_name = config_name_of(job) if isinstance(job, DictConfig) else None
-    if config_name is None or job._get_node("model") is not model_cfg:
+    config_name = job_of_model(model_cfg)
+    if config_name is None:
         return
+    job = cast(DictConfig, model_cfg._get_root())
     is_checked = job._get_flag(CHECKED)
     whole = OmegaConf.create(plain_dict(job), flags={"allow_objects": True})
     key = restore_key(config_name)

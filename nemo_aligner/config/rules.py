@@ -61,6 +61,13 @@ def config_name_of(cfg: DictConfig) -> str | None:
     return next((job for job, name in SECTIONS.items() if name in sections), None)
 
 
+def job_of_model(model_cfg: DictConfig) -> str | None:
+    """Which job of `CONFIG_NAMES` `model_cfg` is the section `model` of; None if of none."""
+    job = model_cfg._get_root()
+    is_section = isinstance(job, DictConfig) and job._get_node("model") is model_cfg
+    return config_name_of(job) if is_section else None
+
+
 def restore_key(config_name: str) -> str:
     """Key that names the weights that a job starts from."""
     return RESTORE_KEYS.get(config_name, RESTORE_KEY)

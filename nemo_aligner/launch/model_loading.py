@@ -14,6 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from nemo_aligner.checkpoint import nemo2, nemo_archive
 from nemo_aligner.config.checks import check_loaded
 from nemo_aligner.config.defaults import drop_unset, model_fallback
+from nemo_aligner.config.rules import job_of_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -61,6 +62,8 @@ def load_and_override_model_config(
     for key in PARALLEL_SIZES:
         if key not in merged:
             merged[key] = model_fallback(key)
+    if job_of_model(model_cfg_to_overwrite) == "gpt_rs_actor":
+        merged.pop("ppo", None)  # of a checkpoint that PPO trained: its lengths are not this job's
     check_loaded(model_cfg_to_overwrite, merged, restore_path)
     return merged
 

@@ -51,17 +51,15 @@ def test_ppo_at_two_ranks_gives_the_numbers_of_our_scripts_and_resumes(inputs, s
     """Actor on TP 2 against a critic on DP 2, then the other way round."""
     warned_of = "+trainer.ppo.a_key_of_its_own=1"
     log = run_pair(inputs, tmp_path, [], [TENSOR_PARALLEL, warned_of])
-    assert log.count("trainer.ppo.a_key_of_its_own") >= 2  # the configuration, and the warning
-    assert log.count("This package reads none of these keys:") == 1
+    assert log.count("This package reads none of these keys:") == 1  # on rank 0
+    assert log.count("trainer.ppo.a_key_of_its_own") == 1
     for job in ("actor", "critic"):
-        state, expected = last_state(tmp_path / job), last_state(single / job)
-        assert state["trainer"] == expected["trainer"], job
-        names = {name for name in expected["metrics"] if "time" not in name}
-        names -= {"train_generated_tokens_per_s", "save_number"}
-        assert len(names) > 3
-        for name in names:
-            found = pytest.approx(expected["metrics"][name], rel=1e-4, abs=1e-5, nan_ok=True)
-            assert state["metrics"][name] == found, name
+        assert last_state(tmp_path / job)["trainer"] == last_state(single / job)["trainer"]
+    metrics, expected = (last_state(run / "actor")["metrics"] for run in (tmp_path, single))
+    assert {"train_critic_loss", "train_actor_loss", "train_init_policy_kl"} <= {*expected}
+    for name in expected:
+        found = pytest.approx(expected[name], rel=1e-4, abs=1e-5, nan_ok=True)
+        assert metrics[name] == found, name
 
     more = ["trainer.ppo.max_steps=6", "trainer.ppo.val_check_interval=3"]
     port = find_free_port()

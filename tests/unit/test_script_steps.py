@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of NeMo-Aligner's scripts, called in the order in which its scripts call them."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -139,6 +140,24 @@ def test_a_job_starts_saves_and_resumes(nemo_file, tmp_path):
 
     fresh = start(nemo_file, tmp_path, resume_if_exists=False)
     assert fresh.trainer.ckpt_path is None and fresh.scheduler.num_steps == 0
+
+
+def test_a_job_that_must_resume_does_so_or_is_refused(nemo_file, tmp_path, monkeypatch):
+    """NeMo itself knows no checkpoint of this package."""
+    warnings = []
+    monkeypatch.setattr("nemo.utils.logging.warning", warnings.append)
+    must = {"resume_ignore_no_checkpoint": False}
+    with pytest.raises(UserError, match="checkpoints holds no complete checkpoint; set exp_man"):
+        start(nemo_file, tmp_path, **must)
+    first = start(nemo_file, tmp_path)
+    first.callback.custom_save({"val_loss": 0.5}, trainer_state={"step": 2, "consumed_samples": 4})
+    second = start(nemo_file, tmp_path, **must)
+    assert second.state["step"] == 2
+    assert not [line for line in warnings if "Training from scratch" in str(line)]
+    given = tmp_path / "elsewhere"
+    shutil.copytree(second.trainer.ckpt_path, given)
+    third = start(nemo_file, tmp_path, resume_from_checkpoint=str(given))
+    assert third.trainer.ckpt_path == str(given) and third.state["step"] == 2
 
 
 def test_nemos_callback_leaves_checkpoints_alone(nemo_file, tmp_path):
@@ -351,6 +370,19 @@ def test_a_script_without_checks_is_refused_what_cannot_work(nemo_file):
     cfg = job_configuration("gpt_ppo_actor", nemo_file, **sizes)
     with pytest.raises(ConfigError, match="num_layers=2"):
         utils.load_and_override_model_config(nemo_file, cfg.model)
+
+
+def test_rejection_sampling_leaves_out_what_ppo_put_into_a_checkpoint(nemo_file, tmp_path):
+    trained_by_ppo = tmp_path / "ppo.nemo"
+    trained_by_ppo.mkdir()
+    cfg = utils.load_checkpoint_model_config(nemo_file)
+    cfg.ppo = {"length_params": {"max_length": 5}}
+    OmegaConf.save(cfg, trained_by_ppo / "model_config.yaml")
+    for name, has_it in (("gpt_rs_actor", False), ("gpt_ppo_actor", True)):
+        job = job_configuration(name, trained_by_ppo)
+        loaded = utils.load_and_override_model_config(trained_by_ppo, job.model)
+        assert ("ppo" in loaded) == has_it
+    assert loaded.ppo.length_params.max_length == 24  # half of the job's length
 
 
 def test_a_section_that_is_no_part_of_a_job_is_not_checked(nemo_file, calls):

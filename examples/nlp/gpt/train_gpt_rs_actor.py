@@ -50,8 +50,6 @@ def train(cfg: DictConfig) -> None:
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
-    # Of a checkpoint that PPO trained: its length_params are not this job's.
-    cfg.model.pop("ppo", None)
     cfg.model = complete_model(cfg.model, "gpt_rs_actor")
     job = start_job(cfg, "rs")
 
