@@ -17,7 +17,8 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.json_lines import JsonLines, Record
 
 # What a pickled array of arrays of numbers is made of, by module (of NumPy 1 and 2) and name.
-_ARRAY_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray")
+_MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_ARRAY_MODULES = ("numpy", *_MULTIARRAY)
 _ARRAY_NAMES = ("_reconstruct", "ndarray", "dtype", "scalar")
 # What reading a file that is damaged or of another form raises.
 _DAMAGED = (
@@ -117,6 +118,8 @@ class _ArrayUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _ARRAY_MODULES and name in _ARRAY_NAMES:
+            if module in _MULTIARRAY:  # the file may be of another version than this NumPy
+                module = np.empty(0).__reduce__()[0].__module__
             return super().find_class(module, name)
         raise UserError(f"it holds {module}.{name}, but only arrays of numbers are loaded")
 
