@@ -65,7 +65,8 @@ def _check_resume(
     resume_from_checkpoint: str | None = None,
 ) -> None:
     """NeMo's function of this name, by which its `exp_manager` sets `trainer.ckpt_path`; a
-    `JobTrainer` resumes from the newest complete checkpoint of this package.
+    `JobTrainer` resumes from `resume_from_checkpoint`, else from the newest complete checkpoint of
+    this package.
 
     NeMo would look for files of its own: it would say that training starts from scratch, and with
     `resume_ignore_no_checkpoint=False` refuse to resume.
@@ -73,13 +74,14 @@ def _check_resume(
     Raises:
         UserError: there is none, and `resume_ignore_no_checkpoint` is off.
     """
-    if isinstance(trainer, JobTrainer) and resume_if_exists and not resume_from_checkpoint:
+    if isinstance(trainer, JobTrainer) and resume_if_exists:
+        resume_if_exists = False
         folder = Path(dirpath or Path(log_dir) / "checkpoints")
         found = complete_checkpoints(folder)
-        if not found and not resume_ignore_no_checkpoint:
+        if found and not resume_from_checkpoint:
+            resume_from_checkpoint = str(found[-1][0])
+        if not resume_from_checkpoint and not resume_ignore_no_checkpoint:
             raise no_checkpoint_error(folder)
-        resume_if_exists = False
-        resume_from_checkpoint = str(found[-1][0]) if found else None
     nemo_check_resume(
         trainer,
         log_dir,

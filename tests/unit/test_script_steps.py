@@ -156,7 +156,7 @@ def test_a_job_that_must_resume_does_so_or_is_refused(nemo_file, tmp_path, monke
     assert not [line for line in warnings if "Training from scratch" in str(line)]
     given = tmp_path / "elsewhere"
     shutil.copytree(second.trainer.ckpt_path, given)
-    third = start(nemo_file, tmp_path, resume_from_checkpoint=str(given))
+    third = start(nemo_file, tmp_path, resume_from_checkpoint=str(given), **must)
     assert third.trainer.ckpt_path == str(given) and third.state["step"] == 2
 
 
