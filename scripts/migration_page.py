@@ -101,8 +101,10 @@ def scripts() -> str:
 The steps of a script (`init_using_ptl`, `init_peft`, `add_custom_checkpoint_callback`, ...) keep
 their names and their order; `nemo_aligner/launch/script_steps.py` has them. NeMo's own
 `exp_manager` may be called; its checkpoint callback says where checkpoints go and which are kept,
-and this package writes them. A script without the decorator `user_errors_end_the_job` ends an
-error of a user with a traceback, which this package's own scripts do not.
+and this package writes and finds them. `exp_manager=null` works where the script itself allows it,
+which `train_gpt_rs_actor.py` does not: it reads `cfg.exp_manager.get(...)`. A script without the
+decorator `user_errors_end_the_job` ends an error of a user with a traceback, which this package's
+own scripts do not.
 
 NeMo 3 has no `nemo.collections.nlp`. `python -m nemo_aligner.compat script.py key=value ...` runs
 a script in which these modules can be imported; nothing else differs, and no normal import of
@@ -124,10 +126,11 @@ nemo_aligner.compat script.py ...`. Otherwise remove or replace the import lines
         )
     }
 
-They call NeMo's `exp_manager`, which writes TensorBoard files but no `metrics.jsonl`, and they do
-not make the checks of this package's own scripts in `examples/nlp/gpt`: an unknown key is not
-refused, the warnings below about keys and forms do not come (those of models and data sets do),
-and whether actor and critic resume from the same step is not compared.
+They call NeMo's `exp_manager`, which writes TensorBoard files but no `metrics.jsonl`. Their
+configuration is checked as that of this package's own scripts in `examples/nlp/gpt`, with the
+warnings below about keys and forms, where they call `load_and_override_model_config`. An unknown
+key is not refused there but gets a warning, since a script of your own may read it. Whether actor
+and critic resume from the same step is compared by `PPOTrainer.fit`.
 
 NeMo-Aligner's last revision has `pytorch_lightning` in `serve_reward_model.py`, whose trainer
 takes no `NLPDDPStrategy`: write `lightning.pytorch` there, as in 0.7.0.
@@ -202,7 +205,8 @@ def yaml_keys() -> str:
     return f"""## YAML keys
 
 NeMo-Aligner's keys are accepted; missing ones have the defaults of [Configuration](config.md). A
-key that nobody knows is refused with the nearest known one.
+key that nobody knows is refused with the nearest known one (in other scripts than this package's
+own: a warning).
 
 Keys without effect. You get a warning if yours has a value that did something in NeMo-Aligner:
 

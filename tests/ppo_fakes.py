@@ -204,6 +204,7 @@ class FakeCritic:
         self.fail_at_train = fail_at_train
         self.train_batches = []
         self.saved_steps = []
+        self.checked = []
 
     def infer_rm_critic(self, rollout_batch):
         self.events.append("critic_infer")
@@ -212,6 +213,9 @@ class FakeCritic:
         rewards = tokens.sum(-1) / rollout_batch["response_lengths"] / 10
         parts = {"kind": rewards, "terse": -rollout_batch["response_lengths"].float()}
         return FakeFuture(self.events, "critic_infer_result", Scores(rewards, values, parts))
+
+    def check_status(self, expected_actor_step, checkpoints):
+        self.checked.append((expected_actor_step, checkpoints))
 
     def train(self, data):
         self.events.append("critic_train")
@@ -266,6 +270,9 @@ class FakeLogger:
 class FakeCheckpoints:
     def __init__(self, events):
         self.events, self.saved = events, []
+
+    def saved_at(self, counter):
+        return {state[counter]: f"step={state[counter]}" for _, _, state in self.saved}
 
     def custom_save(self, monitor_candidates, is_train_end=False, trainer_state=None):
         self.events.append("actor_save")

@@ -37,8 +37,14 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import check_policy_equals_reference, rollout_health
-from nemo_aligner.algorithms.ppo_data import DataSettings, make_kl_controller, make_ppo_data
+from nemo_aligner.algorithms.ppo_data import (
+    DataSettings,
+    make_kl_controller,
+    make_ppo_data,
+    objective_of,
+)
 from nemo_aligner.algorithms.rollout_log import TRAIN_TABLE_ROWS
+from nemo_aligner.algorithms.rollout_state import changes_of_objective
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
@@ -139,6 +145,7 @@ class PPOTrainer(RolloutTrainer):
         self.rm_critic = rm_critic
         self.batch_iterator_cls = batch_iterator_cls
         self.resumed = False
+        self.critic_is_checked = False
 
         self.ppo_epochs = int(cfg.ppo_epochs)
         self.critic_warmup_steps = int(cfg.critic_warmup_steps)
@@ -146,6 +153,14 @@ class PPOTrainer(RolloutTrainer):
         harm = self.data_settings.harm_of_kl_estimator()
         if harm and cfg.initial_policy_kl_penalty > 0:
             logging.warning(harm)
+        if kl_loss_coef > 0 and cfg.initial_policy_kl_penalty > 0:
+            logging.warning(
+                "the KL to the reference is penalized twice: in the reward by "
+                f"trainer.ppo.initial_policy_kl_penalty={cfg.initial_policy_kl_penalty} and in "
+                f"the loss by model.ppo.kl_loss_coef={kl_loss_coef}. Both apply; set one of them "
+                "to 0 unless you mean that."
+            )
+        self.objective = objective_of(cfg, self.data_settings, kl_loss_coef)
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl = cfg.initial_policy_kl_penalty > 0 or kl_loss_coef > 0
         if self.ppo_epochs < 1:
@@ -157,6 +172,17 @@ class PPOTrainer(RolloutTrainer):
         self.check_sizes(sampler, prompts * self.num_rollouts_per_prompt, name)
 
     ppo_optimization_step = property(attrgetter("optimization_step"))
+
+    def fit(self) -> None:
+        """As the base class, after a comparison of the actor's step with the critic's.
+
+        Raises:
+            UserError: they resume from different steps; says how to bring them together.
+        """
+        if not self.critic_is_checked:
+            self.rm_critic.check_status(self.step, self.ckpt_callback.saved_at("step"))
+            self.critic_is_checked = True  # from here on the critic is ahead of its checkpoint
+        super().fit()
 
     # ------------------------------------------------------------------------------- the algorithm
 
@@ -376,10 +402,15 @@ class PPOTrainer(RolloutTrainer):
             critic_save.result()
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | self.kl_controller.state_dict()
+        """The counters, the weight of an adaptive KL, and `objective`, what this run optimizes."""
+        state = super().state_dict() | self.kl_controller.state_dict()
+        return state | {"objective": self.objective}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        changes = changes_of_objective(self.objective, state_dict.get("objective"))
+        if changes:
+            logging.warning(changes)
         self.kl_controller.load_state_dict(state_dict)
         self.resumed = True
 

@@ -487,10 +487,12 @@ class RolloutTrainer(ABC):
         self, extra_candidates: dict[str, Any] | None, is_train_end: bool
     ) -> None:
         """Write model, optimizer and counters; inside `ready_to_save`."""
+        state = self.state_dict()
+        counters = {key: value for key, value in state.items() if not isinstance(value, dict)}
         self.ckpt_callback.custom_save(
-            monitor_candidates=self.state_dict() | (extra_candidates or {}),
+            monitor_candidates=counters | (extra_candidates or {}),
             is_train_end=is_train_end,
-            trainer_state=self.state_dict(),
+            trainer_state=state,
         )
 
     def state_dict(self) -> dict[str, Any]:

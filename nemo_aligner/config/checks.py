@@ -2,26 +2,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a user's configuration before anything expensive is built.
 
-A script completes the configuration and calls `check_config(cfg, name)`; it calls
-`check_values(cfg, name, complete=True)` (rules.py) once `cfg.model` also holds what the checkpoint
-says, for only then TP, PP and CP are known for sure. This module finds unknown keys, missing
-values and keys without effect. Nothing here imports PyTorch or NeMo before it is needed.
+A script of this package completes the configuration and calls `check_config(cfg, name)` at its
+start. `launch/model_loading.py:load_and_override_model_config`, which scripts of NeMo-Aligner call
+too, calls `check_loaded` once it knows what the checkpoint says, for only then TP, PP and CP are
+known for sure; it makes up for the check at the start where a script has none. This module finds
+unknown keys, missing values and keys without effect. Nothing here imports PyTorch or NeMo before
+it is needed.
 """
 
 import difflib
 import functools
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import cast
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.inert_keys import INERT, ONLY
 from nemo_aligner.config.old_forms import LATER, old_form_notes
-from nemo_aligner.config.rules import check_values
+from nemo_aligner.config.rules import check_values, job_of_model, restore_key
 from nemo_aligner.config.schema import CONFIG_NAMES, FREE, LIVE
 from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel.environment import is_rank_zero
+
+# Flag of a configuration that `check_config` has passed.
+CHECKED = "nemo_aligner_checked"
 
 
 def check_config(
@@ -30,6 +37,7 @@ def check_config(
     *,
     visible_devices: int | None = None,
     env: Mapping[str, str] | None = None,
+    may_have_other_keys: bool = False,
 ) -> list[str]:
     """Check a user's configuration before anything is built: keys, missing values, combinations.
 
@@ -40,10 +48,13 @@ def check_config(
         config_name: one of `CONFIG_NAMES`.
         visible_devices: GPUs of this machine; None asks PyTorch.
         env: environment variables; None: those of this process.
+        may_have_other_keys: warn of unknown keys instead of refusing them; for a script that may
+            read keys of its own.
 
     Returns:
-        The notes about keys without effect and about forms of NeMo-Aligner that mean something
-        else here (`inert_keys.py`, `old_forms.py`); rank 0 also logs them, as two warnings.
+        The notes about unknown keys, about keys without effect and about forms of NeMo-Aligner
+        that mean something else here (`inert_keys.py`, `old_forms.py`); rank 0 also logs them, as
+        one warning each.
 
     Raises:
         ConfigError: with the key, the value and the remedy.
@@ -52,26 +63,73 @@ def check_config(
         raise ConfigError(
             f"config_name={config_name!r} is unknown; use one of {', '.join(CONFIG_NAMES)}."
         )
-    cfg = complete_config(cfg, config_name)
-    written = plain_dict(cfg)
-    check_keys(written, config_name)
+    completed = complete_config(cfg, config_name)
+    written = plain_dict(completed)
+    unknown = unknown_keys(written, config_name) if may_have_other_keys else []
+    if not may_have_other_keys:
+        check_keys(written, config_name)
     missing = [key for key, value in _walk(written, config_name).items() if value == "???"]
     if missing:
         raise ConfigError(
             f"Not set: {', '.join(missing)}; give a value, for example {missing[0]}=..."
         )
-    tree = resolved(cfg)
+    tree = resolved(completed)
     check_sections(tree, config_name)
     check_values(tree, config_name, complete=False, visible_devices=visible_devices, env=env)
     inert, old = inert_notes(tree, config_name), old_form_notes(Values(tree), config_name)
-    if (inert or old) and is_rank_zero():
-        from nemo.utils import logging  # here: importing NeMo takes seconds
+    notes = {
+        "This package reads none of these keys:": unknown,
+        "These configuration keys have no effect:": inert,
+        "This configuration means something else:": old,
+    }
+    for title, lines in notes.items():
+        if lines and is_rank_zero():
+            from nemo.utils import logging  # here: importing NeMo takes seconds
 
-        if inert:
-            logging.warning("These configuration keys have no effect:\n  " + "\n  ".join(inert))
-        if old:
-            logging.warning("This configuration means something else:\n  " + "\n  ".join(old))
-    return inert + old
+            logging.warning("\n  ".join([title, *lines]))
+    if isinstance(cfg, DictConfig):
+        cfg._set_flag(CHECKED, True)
+    return unknown + inert + old
+
+
+def check_loaded(model_cfg: DictConfig, loaded: DictConfig, restore_path: str | Path) -> None:
+    """Check the job whose section `model` is `model_cfg`, now that `loaded`, the same section over
+    a checkpoint's configuration, is known; where `model_cfg` is no part of a job do nothing.
+
+    Without a `check_config` before, that comes first. Keys that this package does not know then
+    get a warning: they may be those of the script.
+
+    Args:
+        restore_path: of the checkpoint, for a script that takes it from a key of its own.
+
+    Raises:
+        ConfigError: with the key, the value and the remedy.
+    """
+    config_name = job_of_model(model_cfg)
+    if config_name is None:
+        return
+    job = cast(DictConfig, model_cfg._get_root())
+    is_checked = job._get_flag(CHECKED)
+    whole = OmegaConf.create(plain_dict(job), flags={"allow_objects": True})
+    key = restore_key(config_name)
+    if OmegaConf.select(whole, key, throw_on_missing=False) is None:
+        OmegaConf.update(whole, key, str(restore_path), force_add=True)
+    if not is_checked:
+        check_config(whole, config_name, may_have_other_keys=True)
+        job._set_flag(CHECKED, True)
+    whole.model = loaded
+    check_values(whole, config_name, complete=True)
+
+
+def unknown_keys(tree: Mapping, config_name: str) -> list[str]:
+    """The unknown keys of `tree`, a plain nested dict, each with the nearest known key."""
+    known = _known_prefixes(config_name)
+    unknown = []
+    for key in _walk(tree, config_name):
+        if key not in known:
+            suggestion = nearest_key(key, LIVE[config_name])
+            unknown.append(key + (f" (did you mean {suggestion}?)" if suggestion else ""))
+    return unknown
 
 
 def check_keys(tree: Mapping, config_name: str) -> None:
@@ -80,12 +138,7 @@ def check_keys(tree: Mapping, config_name: str) -> None:
     Raises:
         ConfigError: all unknown keys in one message, each with the nearest known key.
     """
-    known = _known_prefixes(config_name)
-    unknown = []
-    for key in _walk(tree, config_name):
-        if key not in known:
-            suggestion = nearest_key(key, LIVE[config_name])
-            unknown.append(key + (f" (did you mean {suggestion}?)" if suggestion else ""))
+    unknown = unknown_keys(tree, config_name)
     if unknown:
         raise ConfigError(
             f"Unknown configuration key{'s' if len(unknown) > 1 else ''} for {config_name}: "

@@ -50,6 +50,31 @@ RESTORE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_
 RESTORE_KEY = "pretrained_checkpoint.restore_from_path"  # of all others
 
 
+def config_name_of(cfg: DictConfig) -> str | None:
+    """Which job of `CONFIG_NAMES` a whole configuration is for; None if it has none of their
+    sections, so that it is no whole one or is for something else.
+    """
+    if "rm_model_file" in cfg:
+        return "inference_rm"
+    trainer = cfg.get("trainer")
+    sections = [name for name in SECTIONS.values() if trainer is not None and name in trainer]
+    if "ppo" in sections:
+        return "gpt_ppo_actor" if "remote_critic_rm" in cfg else "gpt_ppo_critic"
+    return next((job for job, name in SECTIONS.items() if name in sections), None)
+
+
+def job_of_model(model_cfg: DictConfig) -> str | None:
+    """Which job of `CONFIG_NAMES` `model_cfg` is the section `model` of; None if of none."""
+    job = model_cfg._get_root()
+    is_section = isinstance(job, DictConfig) and job._get_node("model") is model_cfg
+    return config_name_of(job) if is_section else None
+
+
+def restore_key(config_name: str) -> str:
+    """Key that names the weights that a job starts from."""
+    return RESTORE_KEYS.get(config_name, RESTORE_KEY)
+
+
 def check_values(
     cfg: DictConfig | dict,
     config_name: str,
@@ -169,24 +194,24 @@ def _check_devices(
 
 def _check_start(values: Values, config_name: str) -> bool:
     """Check the weights that the job starts from; returns whether they are random."""
-    restore_key = RESTORE_KEYS.get(config_name, RESTORE_KEY)
-    restore = values.get(restore_key)
+    key = restore_key(config_name)
+    restore = values.get(key)
     if restore is not None and not os.path.exists(str(restore)):
         raise ConfigError(
-            f"{restore_key}={restore} does not exist; give the path of a .nemo file or folder."
+            f"{key}={restore} does not exist; give the path of a .nemo file or folder."
         )
     serves_a_function = values.get("inference.reward_fn") is not None
     if restore is not None or (config_name == "inference_rm" and serves_a_function):
         return False
     if config_name not in ("gpt_sft", "training_rm"):
         raise ConfigError(
-            f"{restore_key} is not set; give the path of the .nemo file or folder to start from."
+            f"{key} is not set; give the path of the .nemo file or folder to start from."
         )
-    _check_from_scratch(values, restore_key)
+    _check_from_scratch(values, key)
     return True
 
 
-def _check_from_scratch(values: Values, restore_key: str) -> None:
+def _check_from_scratch(values: Values, key: str) -> None:
     """Without a checkpoint the architecture must be given."""
     needed = [
         "model.num_layers",
@@ -197,7 +222,7 @@ def _check_from_scratch(values: Values, restore_key: str) -> None:
     missing = [key for key in needed if values.get(key) is None]
     if missing:
         raise ConfigError(
-            f"{restore_key} is not set, so the model starts from random weights, but "
+            f"{key} is not set, so the model starts from random weights, but "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set either; name a "
             "checkpoint or give the architecture."
         )

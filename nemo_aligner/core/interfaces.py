@@ -108,6 +108,9 @@ class CheckpointWriter(Protocol):
     ) -> Any:
         """Write a checkpoint with `trainer_state`, ranked by one of `monitor_candidates`."""
 
+    def saved_at(self, counter: str) -> dict[int, str]:
+        """Folder of each complete checkpoint, by the counter `counter` of its `trainer_state`."""
+
 
 class RunTimer(Protocol):
     """The wall-clock limit of this run (`training/timers.py`)."""

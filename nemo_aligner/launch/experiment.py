@@ -21,7 +21,11 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
+from nemo_aligner.launch.processes import (
+    init_distributed,
+    no_checkpoint_error,
+    resolve_and_create_trainer,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.loggers import CustomLoggerWrapper
@@ -172,8 +176,5 @@ def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> di
         return None
     state = ckpt_callback.load_latest()
     if state is None and not options.resume_ignore_no_checkpoint:
-        raise UserError(
-            f"exp_manager.resume_if_exists=True, but {ckpt_callback.root} holds no complete "
-            "checkpoint; set exp_manager.resume_ignore_no_checkpoint=True to start afresh."
-        )
+        raise no_checkpoint_error(ckpt_callback.root)
     return state

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models from `.nemo` files, built with the file's configuration and that of the user."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,10 +12,13 @@ from nemo.utils import logging
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint import nemo2, nemo_archive
+from nemo_aligner.config.checks import check_loaded
 from nemo_aligner.config.defaults import drop_unset, model_fallback
+from nemo_aligner.config.rules import job_of_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.parallel.environment import adopt_mpi_ranks
 
 Model = TypeVar("Model", bound=MegatronGPTModel)
 
@@ -40,7 +44,15 @@ def load_and_override_model_config(
     part of the file's configuration before. Where the tokenizer is not given, the file's own is
     used. Parallel sizes that neither has are those of `conf/model_fallbacks.yaml`: older YAML
     files refer to them.
+
+    Where `model_cfg_to_overwrite` is the section `model` of a job's configuration, the whole of it
+    is checked (`check_loaded`).
+
+    Raises:
+        UserError: the path does not exist.
+        ConfigError: the job's configuration cannot work.
     """
+    adopt_mpi_ranks(os.environ)  # the check counts ranks, and in other scripts nobody else does it
     base = nemo_archive.read_config(nemo_archive.check_restore_path(restore_path))
     if remove_meta_info:
         for key in META_KEYS:
@@ -50,6 +62,9 @@ def load_and_override_model_config(
     for key in PARALLEL_SIZES:
         if key not in merged:
             merged[key] = model_fallback(key)
+    if job_of_model(model_cfg_to_overwrite) == "gpt_rs_actor":
+        merged.pop("ppo", None)  # of a checkpoint that PPO trained: its lengths are not this job's
+    check_loaded(model_cfg_to_overwrite, merged, restore_path)
     return merged
 
 

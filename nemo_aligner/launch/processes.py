@@ -14,16 +14,19 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from nemo.utils import exp_manager as nemo_exp_manager
 from nemo.utils.callbacks import NeMoModelCheckpoint
+from nemo.utils.exp_manager import check_resume as nemo_check_resume
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices
 from nemo_aligner.config.values import plain_dict
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.endings import started_processes
 from nemo_aligner.parallel.device import get_backend
-from nemo_aligner.parallel.environment import adopt_mpi_ranks
+from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
 from nemo_aligner.servers.ports import find_free_port
 
 # What Lightning gets of the section `trainer`: it starts processes, but its loops are not used.
@@ -51,26 +54,51 @@ class JobTrainer(Trainer):
         self.section = section
         super().__init__(**options)
 
-    @Trainer.ckpt_path.getter
-    def ckpt_path(self) -> str | None:
-        """What NeMo's `exp_manager` found to resume from; with `exp_manager.resume_if_exists` and
-        its own callback for checkpoints, else the newest complete checkpoint of this package.
-        """
-        path = Trainer.ckpt_path.fget(self)
-        options = self.job_cfg.get("exp_manager") or {}
-        folder = checkpoint_folder(self)
-        if path is not None or folder is None or not options.get("resume_if_exists"):
-            return path
-        found = complete_checkpoints(folder)
-        return str(found[-1][0]) if found else None
 
+def _check_resume(
+    trainer: Trainer,
+    log_dir: str | Path,
+    resume_if_exists: bool = False,
+    resume_past_end: bool = False,
+    resume_ignore_no_checkpoint: bool = False,
+    dirpath: str | None = None,
+    resume_from_checkpoint: str | None = None,
+) -> None:
+    """NeMo's function of this name, by which its `exp_manager` sets `trainer.ckpt_path`; a
+    `JobTrainer` resumes from `resume_from_checkpoint`, else from the newest complete checkpoint of
+    this package.
 
-def checkpoint_folder(trainer: Trainer) -> Path | None:
-    """Where NeMo's `exp_manager` wants the checkpoints of the job; None if it was not asked to
-    write any.
+    NeMo would look for files of its own: it would say that training starts from scratch, and with
+    `resume_ignore_no_checkpoint=False` refuse to resume.
+
+    Raises:
+        UserError: there is none, and `resume_ignore_no_checkpoint` is off.
     """
-    callback = nemo_checkpoint_callback(trainer)
-    return None if callback is None else Path(callback.dirpath)
+    if isinstance(trainer, JobTrainer) and resume_if_exists:
+        resume_if_exists = False
+        folder = Path(dirpath or Path(log_dir) / "checkpoints")
+        found = complete_checkpoints(folder)
+        if found and not resume_from_checkpoint:
+            resume_from_checkpoint = str(found[-1][0])
+        if not resume_from_checkpoint and not resume_ignore_no_checkpoint:
+            raise no_checkpoint_error(folder)
+    nemo_check_resume(
+        trainer,
+        log_dir,
+        resume_if_exists,
+        resume_past_end,
+        resume_ignore_no_checkpoint,
+        dirpath,
+        resume_from_checkpoint,
+    )
+
+
+def no_checkpoint_error(folder: Path) -> UserError:
+    """Of a job that must resume, and `folder` holds nothing to resume from."""
+    return UserError(
+        f"exp_manager.resume_if_exists=True, but {folder} holds no complete checkpoint; set "
+        "exp_manager.resume_ignore_no_checkpoint=True to start afresh."
+    )
 
 
 def nemo_checkpoint_callback(trainer: Trainer) -> NeMoModelCheckpoint | None:
@@ -83,8 +111,8 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     """Resolve `cfg` in place and build the Lightning trainer from `LIGHTNING_OPTIONS` of
     `cfg.trainer`; the section `pop_trainer_key` with the job's own settings stays out.
 
-    The trainer knows devices, nodes and the launch form (plain `python`, torchrun, SLURM); its own
-    loops are not used.
+    The trainer knows devices, nodes and the launch form (plain `python`, torchrun, SLURM, mpirun);
+    its own loops are not used.
 
     Raises:
         ConfigError: a GPU was asked for on a machine without CUDA.
@@ -93,6 +121,7 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     # NeMo's callback parses the names of an earlier run's checkpoints, fails at val_loss=nan, and
     # removes all but the best. Which of ours are kept is for `CheckpointCallback` alone.
     NeMoModelCheckpoint.nemo_topk_check_previous_run = lambda _self: None
+    nemo_exp_manager.check_resume = _check_resume
     OmegaConf.resolve(cfg)
     trainer_cfg = plain_dict(complete(cfg.trainer, "gpt_sft", "trainer"))
     options = {key: trainer_cfg[key] for key in LIGHTNING_OPTIONS}
@@ -102,10 +131,13 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     if "LOCAL_WORLD_SIZE" in os.environ:  # under torchrun and mpirun their numbers count
         options["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
         options["num_nodes"] = int(os.environ["WORLD_SIZE"]) // options["devices"]
+    # Lightning would take SLURM's variables, of the allocation that mpirun runs in, for the ranks.
+    environments = [LightningEnvironment()] if has_mpi_ranks(os.environ) else None
     return JobTrainer(
         cfg,
         pop_trainer_key,
         **options,
+        plugins=environments,
         accelerator="gpu" if gpus and accelerator != "cpu" else "cpu",
         strategy=DDPStrategy(process_group_backend=get_backend(), timeout=timedelta(minutes=30)),
         enable_progress_bar=False,

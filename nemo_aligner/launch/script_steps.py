@@ -24,6 +24,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.folders import read_state
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.launch.experiment import CHECKPOINT_OPTIONS
 from nemo_aligner.launch.processes import JobTrainer, launch_processes, nemo_checkpoint_callback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -147,8 +148,12 @@ def _updates(
 
 
 def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> None:
-    """Raise `ConfigError` for keys that NeMo-Aligner's PPO script does not hand to the trainer."""
+    """Raise `ConfigError` for keys that NeMo-Aligner's PPO script does not hand to the trainer, or
+    that need another client than it builds.
+    """
+    estimator = ADVANTAGE_ESTIMATORS[settings.advantage_estimator]
     used = {
+        "trainer.ppo.advantage_estimator": not estimator.needs_critic,
         "model.ppo.num_rollouts_per_prompt": rollout.num_rollouts_per_prompt != 1,
         "model.ppo.kl_loss_coef": bool(rollout.kl_loss_coef),
         "trainer.ppo.overlong_buffer_len": bool(settings.overlong_buffer_len),
@@ -156,7 +161,7 @@ def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> Non
     for key, is_used in used.items():
         if is_used:
             raise ConfigError(
-                f"{key} has no effect in a script of NeMo-Aligner, which does not know it; use "
+                f"{key} does not work in a script of NeMo-Aligner, which does not know it; use "
                 "examples/nlp/gpt/train_gpt_ppo_actor.py of this package."
             )
 

@@ -5,7 +5,7 @@
 import os
 import sys
 import zlib
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from nemo_aligner.core.errors import ConfigError
 
@@ -48,3 +48,11 @@ def adopt_mpi_ranks(env: MutableMapping[str, str]) -> None:
     env["RANK"], env["WORLD_SIZE"] = env["OMPI_COMM_WORLD_RANK"], ranks
     env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = local, here
     env["NODE_RANK"] = str((int(env["RANK"]) - int(local)) // int(here))
+
+
+def has_mpi_ranks(env: Mapping[str, str]) -> bool:
+    """Whether `adopt_mpi_ranks` has set the ranks in `env`: mpirun started this process, and no
+    torchrun below it.
+    """
+    adopted = env.get("RANK") is not None and env.get("RANK") == env.get("OMPI_COMM_WORLD_RANK")
+    return adopted and "TORCHELASTIC_RUN_ID" not in env

@@ -33,7 +33,7 @@ class ScriptJob:
     left.
 
     Args:
-        script: file name in examples/nlp/gpt.
+        script: file name in examples/nlp/gpt, or an absolute path.
         log: path of its output.
         overrides: `key=value` arguments.
         ranks: processes on this machine.

@@ -59,10 +59,10 @@ def inputs(tmp_path_factory, tiny_tokenizer_dir):
     return folder
 
 
-def critic(inputs, folder, port, ranks=1, launcher="python", *extra):
+def critic(inputs, folder, port, ranks=1, launcher="python", *extra, script="serve_ppo_critic.py"):
     folder.mkdir(exist_ok=True)
     return ScriptJob(
-        "serve_ppo_critic.py",
+        script,
         folder / "critic.log",
         [
             "trainer.accelerator=cpu",
@@ -84,10 +84,12 @@ def critic(inputs, folder, port, ranks=1, launcher="python", *extra):
     )
 
 
-def actor(inputs, folder, port, ranks=1, launcher="python", *extra):
+def actor(
+    inputs, folder, port, ranks=1, launcher="python", *extra, script="train_gpt_ppo_actor.py"
+):
     prompts = f"[{inputs}/prompts.jsonl]"
     return ScriptJob(
-        "train_gpt_ppo_actor.py",
+        script,
         folder / "actor.log",
         [
             "trainer.accelerator=cpu",

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_aligner.config.parallel_rules import count_ranks
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.parallel.environment import adopt_mpi_ranks
+from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
 
 
 def mpi(rank, ranks, local_rank, here, **more):
@@ -40,14 +40,16 @@ def test_processes_of_several_nodes_need_an_address():
     env = mpi(11, 16, 3, 8, MASTER_ADDR="node0", MASTER_PORT="29500")
     adopt_mpi_ranks(env)
     assert (env["RANK"], env["LOCAL_RANK"], env["NODE_RANK"]) == ("11", "3", "1")
-    assert env["MASTER_ADDR"] == "node0"
+    assert env["MASTER_ADDR"] == "node0" and has_mpi_ranks(env)
 
 
 @pytest.mark.parametrize("env", [{}, {"RANK": "1", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "3"}])
 def test_other_launchers_are_left_alone(env):
     before = dict(env)
     adopt_mpi_ranks(env)
-    assert env == before
+    assert env == before and not has_mpi_ranks(env)
     env |= mpi(5, 8, 5, 8) | {"RANK": "1"}  # torchrun below mpirun
     adopt_mpi_ranks(env)
-    assert env["RANK"] == "1"
+    assert env["RANK"] == "1" and not has_mpi_ranks(env)
+    env |= {"RANK": "5", "TORCHELASTIC_RUN_ID": "none"}  # the same rank by chance
+    assert not has_mpi_ranks(env)

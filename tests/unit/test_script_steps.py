@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of NeMo-Aligner's scripts, called in the order in which its scripts call them."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from nemo.utils.exp_manager import exp_manager
 from omegaconf import OmegaConf
 
+from nemo_aligner.config import checks
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch import script_steps
 from nemo_aligner.launch.processes import JobTrainer
@@ -139,6 +142,24 @@ def test_a_job_starts_saves_and_resumes(nemo_file, tmp_path):
     assert fresh.trainer.ckpt_path is None and fresh.scheduler.num_steps == 0
 
 
+def test_a_job_that_must_resume_does_so_or_is_refused(nemo_file, tmp_path, monkeypatch):
+    """NeMo itself knows no checkpoint of this package."""
+    warnings = []
+    monkeypatch.setattr("nemo.utils.logging.warning", warnings.append)
+    must = {"resume_ignore_no_checkpoint": False}
+    with pytest.raises(UserError, match="checkpoints holds no complete checkpoint; set exp_man"):
+        start(nemo_file, tmp_path, **must)
+    first = start(nemo_file, tmp_path)
+    first.callback.custom_save({"val_loss": 0.5}, trainer_state={"step": 2, "consumed_samples": 4})
+    second = start(nemo_file, tmp_path, **must)
+    assert second.state["step"] == 2
+    assert not [line for line in warnings if "Training from scratch" in str(line)]
+    given = tmp_path / "elsewhere"
+    shutil.copytree(second.trainer.ckpt_path, given)
+    third = start(nemo_file, tmp_path, resume_from_checkpoint=str(given), **must)
+    assert third.trainer.ckpt_path == str(given) and third.state["step"] == 2
+
+
 def test_nemos_callback_leaves_checkpoints_alone(nemo_file, tmp_path):
     """It would keep the best by the metric in a name, and fail at one without a number."""
     params = configuration(tmp_path).exp_manager.checkpoint_callback_params
@@ -155,7 +176,13 @@ def test_nemos_callback_leaves_checkpoints_alone(nemo_file, tmp_path):
     assert again.state["step"] == 3
 
 
-def test_ranks_of_mpirun_are_those_of_the_job(monkeypatch, tmp_path):
+@pytest.mark.parametrize("in_slurm", [False, True])
+def test_ranks_of_mpirun_are_those_of_the_job(monkeypatch, tmp_path, in_slurm):
+    """Also in an allocation of SLURM, whose variables are those of one task here."""
+    if in_slurm:
+        for name, value in (("NTASKS", "1"), ("PROCID", "0"), ("LOCALID", "0"), ("JOB_ID", "7")):
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        monkeypatch.setenv("SLURM_JOB_NAME", "ppo")
     for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
@@ -253,8 +280,11 @@ def test_horizon_of_the_learning_rate():
     assert script_steps._updates(*job, None, prompts) == expected
     job = job_of("ppo", settings | {"max_steps": 5}, ppo)
     assert script_steps._updates(*job, None, prompts) == 5 * 2 * 3
+    grpo = settings | {"advantage_estimator": "grpo"}
+    with pytest.raises(ConfigError, match="trainer.ppo.advantage_estimator does not work in a"):
+        script_steps._updates(*job_of("ppo", grpo, ppo), None, prompts)
     for key, value in (("num_rollouts_per_prompt", 2), ("kl_loss_coef", 0.1)):
-        with pytest.raises(ConfigError, match=f"model.ppo.{key} has no effect in a script"):
+        with pytest.raises(ConfigError, match=f"model.ppo.{key} does not work in a script"):
             script_steps._updates(*job_of("ppo", settings, ppo | {key: value}), None, prompts)
     job = job_of("ppo", {"max_steps": 77}, {})
     assert script_steps._updates(*job, None, None) == 77  # a critic
@@ -267,6 +297,120 @@ def test_horizon_of_the_learning_rate():
     built = JobTrainer(OmegaConf.create({"trainer": {"max_steps": 7}}), None, accelerator="cpu")
     assert script_steps._updates(built, None, None, None) == 7
     assert script_steps._updates(SimpleNamespace(max_steps=9), None, None, None) == 9
+
+
+RESTORE = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
+
+
+def job_configuration(name, nemo_file, **changes):
+    """The YAML file of a job as its script gets it, for the checkpoint `nemo_file`."""
+    cfg = complete_config({}, name)
+    files = {
+        "model.data.train_ds.file_path": "a.jsonl",
+        "model.data.validation_ds.file_path": "a.jsonl",
+    }
+    if name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm"):
+        splits = ("train", "validation", "test")
+        files = {"model.data.data_prefix": {split: ["a.jsonl"] for split in splits}}
+    elif name != "gpt_sft":
+        files = {}
+    changes = {
+        RESTORE.get(name, "pretrained_checkpoint.restore_from_path"): str(nemo_file),
+        "trainer.accelerator": "cpu",
+        "trainer.precision": 32,
+        "model.encoder_seq_length": 48,
+        **files,
+        **changes,
+    }
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key, value, force_add=True)
+    return cfg
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the checks that ran, in order, each with `complete`."""
+    seen = []
+
+    def recorded(name, check):
+        def run(*args, **options):
+            seen.append((name, options.get("complete")))
+            return check(*args, **options)
+
+        return run
+
+    for name in ("check_config", "check_values"):
+        monkeypatch.setattr(checks, name, recorded(name, getattr(checks, name)))
+    return seen
+
+
+EVERY_CHECK = [("check_config", None), ("check_values", False), ("check_values", True)]
+
+
+@pytest.mark.parametrize("name", checks.CONFIG_NAMES)
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_every_job_is_checked_once_where_it_reads_its_checkpoint(
+    name, is_checked, nemo_file, calls
+):
+    """Scripts of NeMo-Aligner have no other check; those of this package check at their start."""
+    cfg = job_configuration(name, nemo_file)
+    if is_checked:
+        checks.check_config(cfg, name)
+        assert calls == EVERY_CHECK[:2]
+    cfg.model = utils.load_and_override_model_config(nemo_file, cfg.model)
+    assert calls == EVERY_CHECK
+    assert cfg.model.num_layers == 2 and "nemo_aligner_checked" not in str(cfg)
+
+
+def test_a_script_without_checks_is_told_of_old_forms_and_unknown_keys(nemo_file, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("nemo.utils.logging.warning", warnings.append)
+    changes = {
+        "exp_manager": None,
+        "my_own.setting": 1,
+        "model.ppo.ratio_epz": 0.3,
+        "trainer.strategy": "ddp",
+        "pretrained_checkpoint.restore_from_path": None,  # a script may have another key for it
+    }
+    cfg = job_configuration("gpt_ppo_actor", nemo_file, **changes)
+    utils.load_and_override_model_config(nemo_file, cfg.model)
+    unknown, inert, old = warnings
+    assert "my_own" in unknown and "ratio_epz (did you mean model.ppo.ratio_eps?)" in unknown
+    assert "trainer.strategy=ddp: Lightning only launches" in inert
+    assert "exp_manager=null: the job writes no logs" in old
+
+
+def test_a_script_without_checks_is_refused_what_cannot_work(nemo_file):
+    key = "model.ppo.length_params.max_length"
+    cfg = job_configuration("gpt_ppo_actor", nemo_file, **{key: 0})
+    with pytest.raises(ConfigError, match=key):
+        utils.load_and_override_model_config(nemo_file, cfg.model)
+    # Only the checkpoint knows that the model has two layers.
+    sizes = {"trainer.devices": 4, "model.pipeline_model_parallel_size": 4}
+    cfg = job_configuration("gpt_ppo_actor", nemo_file, **sizes)
+    with pytest.raises(ConfigError, match="num_layers=2"):
+        utils.load_and_override_model_config(nemo_file, cfg.model)
+
+
+def test_rejection_sampling_leaves_out_what_ppo_put_into_a_checkpoint(nemo_file, tmp_path):
+    trained_by_ppo = tmp_path / "ppo.nemo"
+    trained_by_ppo.mkdir()
+    cfg = utils.load_checkpoint_model_config(nemo_file)
+    cfg.ppo = {"length_params": {"max_length": 5}}
+    OmegaConf.save(cfg, trained_by_ppo / "model_config.yaml")
+    for name, has_it in (("gpt_rs_actor", False), ("gpt_ppo_actor", True)):
+        job = job_configuration(name, trained_by_ppo)
+        loaded = utils.load_and_override_model_config(trained_by_ppo, job.model)
+        assert ("ppo" in loaded) == has_it
+    assert loaded.ppo.length_params.max_length == 24  # half of the job's length
+
+
+def test_a_section_that_is_no_part_of_a_job_is_not_checked(nemo_file, calls):
+    job = job_configuration("gpt_ppo_actor", nemo_file)
+    other = OmegaConf.create({"trainer": {"my_algorithm": {}}, "model": {"seed": 1}})
+    for section in (OmegaConf.create({"seed": 1}), other.model, job.model.ppo):
+        utils.load_and_override_model_config(nemo_file, section)
+    assert calls == []
 
 
 def test_temp_pop_puts_the_key_back_after_an_error():

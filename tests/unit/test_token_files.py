@@ -6,6 +6,7 @@ import gc
 import json
 import pickle
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +131,66 @@ def test_bad_files_of_tokens_are_refused(tmp_path, tiny_tokenizer):
     )
 
 
+@pytest.mark.parametrize(
+    "impl, ending", [("mmap", ".idx"), ("mmap", ".bin"), ("packed_jsonl", "")]
+)
+def test_a_damaged_file_of_tokens_is_named(tmp_path, tiny_tokenizer, impl, ending):
+    """Cut off, or with a byte changed, it is read or named: there is no error of another kind."""
+    path = WRITERS[impl](tmp_path / "t", [[1, 2, 3], [4, 5]])
+    damaged = Path(f"{path}{ending}")
+    whole = damaged.read_bytes()
+    steps = range(0, len(whole), max(1, len(whole) // 60))
+    versions = [whole[:length] for length in steps]
+    # A changed byte in a pickle may crash NumPy itself: only in its header.
+    end = whole.index(b"\n") if impl == "packed_jsonl" else len(whole)
+    changed = [n for n in steps if n < end]
+    versions += [whole[:n] + bytes([whole[n] ^ 0xFF]) + whole[n + 1 :] for n in changed]
+    refused = 0
+    for version in versions:
+        damaged.write_bytes(version)
+        try:
+            build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer, impl)
+        except UserError as error:
+            refused += 1
+            assert str(tmp_path / "t") in str(error)
+    assert refused > len(versions) // 3
+    damaged.write_bytes(whole)
+    build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer, impl)
+
+
+def write_pickle(path, body):
+    """A .npy file whose array of arrays is the pickle `body`."""
+    write_packed(path, [[1]])
+    file = path.with_suffix(".npy")
+    header = file.read_bytes().partition(b"\n")[0] + b"\n"
+    file.write_bytes(header + body)
+    return str(file)
+
+
+@pytest.mark.parametrize("module", [b"numpy.core.multiarray", b"numpy._core.multiarray"])
+def test_arrays_of_another_version_of_numpy_are_read(tmp_path, tiny_tokenizer, module):
+    array = np.empty(1, dtype=object)
+    array[0] = np.array([1, 2, 3])
+    body = pickle.dumps(array, protocol=3)
+    own = np.empty(0).__reduce__()[0].__module__.encode()
+    assert own in body
+    path = write_pickle(tmp_path / "t", body.replace(own, module))
+    function = build_train_valid_test_rlhf_datasets
+    dataset, *_ = build(function, {"train": [path]}, tiny_tokenizer, "packed_jsonl")
+    assert dataset[0]["text"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"cnumpy\nscalar\n.", b"cno_module\nx\n.", b"", b"g7\n.", b"cnumpy\nndarray\n(tR."],
+    ids=["no such name", "no such module", "cut off", "no such object", "no arguments"],
+)
+def test_a_broken_pickle_is_refused(tmp_path, tiny_tokenizer, body):
+    prefix = {"train": [write_pickle(tmp_path / "t", body)]}
+    with pytest.raises(UserError, match="t.npy is not a .npy file of tokens, or is damaged"):
+        build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, "packed_jsonl")
+
+
 def test_a_pickle_that_runs_code_is_refused(tmp_path, tiny_tokenizer):
     class Evil:
         def __reduce__(self):
@@ -236,6 +297,34 @@ def test_a_dataset_class_blends_nothing_and_its_copies_keep_their_file(tmp_path,
     for prefix, splits in (({"train": [1, a, 1, b]}, None), ([1, a, 1, b], "75,25,0")):
         with pytest.raises(ConfigError, match="RLHFDataset that is built by its class"):
             build(function, prefix, tiny_tokenizer, splits=splits)
+
+
+def test_a_class_of_ones_own_is_told_of_broken_files(tmp_path, tiny_tokenizer):
+    class Own:
+        def __init__(self, data, **_options):
+            self.data = data
+
+        def __len__(self):
+            return len(self.data)
+
+        def __getitem__(self, index):
+            return self.data[index]
+
+    def build_own(path):
+        return build(partial(build_train_valid_test_datasets, Own), {"train": [str(path)]}, None)
+
+    good = write_jsonl(tmp_path / "good.jsonl", ["a", "b"])
+    own, *_ = build_own(good)
+    assert [own[n] for n in range(2)] == [{"text": "a"}, {"text": "b"}]
+    for name, text, message in (
+        ("none.jsonl", None, "data file .*none.jsonl does not exist"),
+        ("empty.jsonl", "\n", "data file .*empty.jsonl is empty"),
+        ("bad.jsonl", '{"text": "a"}\n{"text": ', "bad.jsonl, line 2: not valid JSON"),
+    ):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=message):
+            build_own(tmp_path / name)
 
 
 def test_pairs_of_a_blend_stay_pairs(tmp_path, tiny_tokenizer):

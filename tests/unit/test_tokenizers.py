@@ -80,6 +80,11 @@ def test_special_tokens_of_hugging_face(tiny_tokenizer_dir, tiny_tokenizer):
         assert tokenizer.vocab_size == tiny_tokenizer.vocab_size + 2
     with pytest.raises(ConfigError, match="special_tokens=.*'stop': 'x'.*unknown kind"):
         build(**common, special_tokens={"stop": "x"})
+    tokenizer = build(**common, special_tokens={"additional_special_tokens": ["<a>", "<b>"]})
+    assert tokenizer.text_to_ids("<b>the<a>")[0] == 301
+    for wrong in ({"stop": "x"}, {"additional_special_tokens": 5}, [5]):
+        with pytest.raises(ConfigError, match="additional_special_tokens=.*cannot be added"):
+            build(**common, additional_special_tokens=wrong)
 
 
 def test_special_tokens_of_sentencepiece(tiny_sentencepiece_model):
@@ -92,6 +97,11 @@ def test_special_tokens_of_sentencepiece(tiny_sentencepiece_model):
         assert tokenizer.text_to_ids("the<extra>")[-1] == plain.vocab_size
         with pytest.raises(ConfigError, match="need model.tokenizer.sentencepiece_legacy=True"):
             build(**common, sentencepiece_legacy=False, **{key: ["<extra>"]})
+        named = build(**common, **{key: {"sep_token": "<extra>"}})
+        assert named.text_to_ids("the<extra>")[-1] == plain.vocab_size
+        remedy = r"the list model.tokenizer.additional_special_tokens=\['<a>', '<b>'\]"
+        with pytest.raises(ConfigError, match=f"{key}=.*NeMo 2 left such tokens out.*{remedy}"):
+            build(**common, **{key: {"additional_special_tokens": ["<a>", "<b>"]}})
 
 
 def test_tiktoken(tmp_path, monkeypatch):

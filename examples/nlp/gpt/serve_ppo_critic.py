@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_config, complete_model
-from nemo_aligner.config.rules import check_values
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 
@@ -46,7 +45,6 @@ def serve(cfg: DictConfig) -> None:
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
-    check_values(cfg, "gpt_ppo_critic", complete=True)  # again, now with what the checkpoint says
     cfg.model = complete_model(cfg.model, "gpt_ppo_critic")
     reward_model_type(cfg.model.reward_model_type)  # refuses a kind that does not exist
     job = start_job(cfg, "ppo")

@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete, complete_config, complete_model
-from nemo_aligner.config.rules import check_values
 from nemo_aligner.config.server_rules import check_one_reward_per_sample
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.command_line import hydra_runner
@@ -48,7 +47,6 @@ def serve_model(cfg: DictConfig) -> None:
 
     restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
-    check_values(cfg, "inference_rm", complete=True)  # again, now with what the checkpoint says
     cfg.model = complete_model(cfg.model, "inference_rm")
     check_one_reward_per_sample(cfg.model)
     trainer = resolve_and_create_trainer(cfg)
@@ -117,7 +115,9 @@ def tokenizer_config(cfg: DictConfig) -> DictConfig:
     model_cfg = cfg.model
     if cfg.rm_model_file is not None:
         restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
-        model_cfg = load_and_override_model_config(restore_path, cfg.model)
+        # Apart from the job: the checks of a model's configuration are not for a function.
+        alone = OmegaConf.masked_copy(model_cfg, ["tokenizer", "overwrite_base_config"])
+        model_cfg = load_and_override_model_config(restore_path, alone)
     return complete(model_cfg.tokenizer, "inference_rm", "model.tokenizer")
 
 

@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_config, complete_model
-from nemo_aligner.config.rules import check_values
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -59,7 +58,6 @@ def train(cfg: DictConfig) -> None:
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
-    check_values(cfg, "gpt_ppo_actor", complete=True)  # again, now with what the checkpoint says
     cfg.model = complete_model(cfg.model, "gpt_ppo_actor")
     job = start_job(cfg, "ppo")
 
@@ -139,7 +137,6 @@ def train(cfg: DictConfig) -> None:
         state = load_trainer_state(cfg, ckpt_callback)
         if state is not None:
             ppo_trainer.load_state_dict(state)
-        rm_critic.check_status(ppo_trainer.step, ckpt_callback.saved_at("step"))
         ppo_trainer.fit()
     finally:
         rm_critic.communicator.close()

@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_config, complete_model
-from nemo_aligner.config.rules import check_values
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 
@@ -51,9 +50,6 @@ def train(cfg: DictConfig) -> None:
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)
-    # Of a checkpoint that PPO trained: its length_params are not this job's.
-    cfg.model.pop("ppo", None)
-    check_values(cfg, "gpt_rs_actor", complete=True)  # again, now with what the checkpoint says
     cfg.model = complete_model(cfg.model, "gpt_rs_actor")
     job = start_job(cfg, "rs")
 

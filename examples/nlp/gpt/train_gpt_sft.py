@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_config, complete_model, drop_unset
-from nemo_aligner.config.rules import check_values
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 
@@ -47,7 +46,6 @@ def train(cfg: DictConfig) -> None:
     cfg.model = (
         drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
     )
-    check_values(cfg, "gpt_sft", complete=True)  # again, now with what the checkpoint says
     cfg.model = complete_model(cfg.model, "gpt_sft")
     job = start_job(cfg, "sft")
 

@@ -27,7 +27,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_config, complete_model, drop_unset
-from nemo_aligner.config.rules import check_values
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -71,7 +70,6 @@ def train(cfg: DictConfig) -> None:
     cfg.model = (
         drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
     )
-    check_values(cfg, "training_rm", complete=True)  # again, now with what the checkpoint says
     cfg.model = complete_model(cfg.model, "training_rm")
     model_class = reward_model_class(cfg.model.reward_model_type)
     model_class.check_training_config(cfg.model)

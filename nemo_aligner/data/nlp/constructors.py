@@ -15,6 +15,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.data.nlp.json_lines import JsonLines, Record
 
 NEMO_ALIGNER_ARGUMENTS = (
     "cfg",
@@ -123,16 +124,20 @@ def build_dataset_generic(
 
     Raises:
         ConfigError: another `data_impl`.
+        UserError: a file is missing or empty, or a line is broken; names the file and the line.
     """
     if not str(data_impl).startswith("json"):
         raise ConfigError(
             f"model.data.data_impl={data_impl}: a dataset class of one's own is built from jsonl "
             "files. Convert the data to jsonl."
         )
-    records = []
-    for path in data_prefix:
-        with open(path, encoding="utf-8") as file:
-            records += [json.loads(line) for line in file if line.strip()]
+    records: list[Record] = []
+
+    def keep(record: Record) -> int:
+        records.append(record)
+        return 0
+
+    JsonLines(data_prefix, [], keep)
     return cls(
         cfg=cfg,
         tokenizer=tokenizer,

@@ -5,6 +5,7 @@ of NumPy.
 """
 
 import pickle
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,23 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.json_lines import JsonLines, Record
 
 # What a pickled array of arrays of numbers is made of, by module (of NumPy 1 and 2) and name.
-_ARRAY_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray")
+_MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_ARRAY_MODULES = ("numpy", *_MULTIARRAY)
 _ARRAY_NAMES = ("_reconstruct", "ndarray", "dtype", "scalar")
+# What reading a file that is damaged or of another form raises.
+_DAMAGED = (
+    ValueError,
+    TypeError,
+    EOFError,
+    pickle.UnpicklingError,
+    struct.error,
+    ImportError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+    MemoryError,
+    AssertionError,
+)
 
 
 class TokenFiles(Sequence):
@@ -50,7 +66,14 @@ class TokenFiles(Sequence):
                 raise UserError(f"data file {path} is empty.")
             for number in range(len(file)):
                 try:
-                    notes.append(inspect({"text": file[number]}))
+                    tokens = file[number]
+                except _DAMAGED as error:
+                    raise UserError(
+                        f"{path}, document {number} cannot be read ({error}): the file is damaged "
+                        "or incomplete; write it again."
+                    ) from None
+                try:
+                    notes.append(inspect({"text": tokens}))
                 except UserError as error:
                     raise UserError(f"{path}, document {number}: {error}") from None
         self.notes = np.array(notes, dtype=np.int64)
@@ -82,7 +105,12 @@ def _read_indexed(prefix: Path) -> IndexedDataset:
     with Path(f"{prefix}.idx").open("rb") as file:
         if file.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
             raise UserError(f"{prefix}.idx is not the index of an indexed dataset.")
-    return IndexedDataset(str(prefix))
+    try:
+        return IndexedDataset(str(prefix))
+    except _DAMAGED as error:
+        raise UserError(
+            f"{prefix}.idx is damaged or incomplete ({error!r}); write it and the .bin again."
+        ) from None
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -90,6 +118,8 @@ class _ArrayUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _ARRAY_MODULES and name in _ARRAY_NAMES:
+            if module in _MULTIARRAY:  # the file may be of another version than this NumPy
+                module = np.empty(0).__reduce__()[0].__module__
             return super().find_class(module, name)
         raise UserError(f"it holds {module}.{name}, but only arrays of numbers are loaded")
 
@@ -111,8 +141,11 @@ def _read_array(path: Path) -> list[np.ndarray]:
                 file.seek(0)
                 array = np.load(file, allow_pickle=False)
         samples = [np.asarray(sample) for sample in array]
-    except (ValueError, UserError, pickle.UnpicklingError, EOFError, TypeError) as error:
-        raise UserError(f"{path} is not a .npy file of tokens: {error}.") from None
+    except (UserError, *_DAMAGED) as error:
+        raise UserError(
+            f"{path} is not a .npy file of tokens, or is damaged: {error}. Write it again with "
+            "numpy.save."
+        ) from None
     for number, sample in enumerate(samples):
         if sample.ndim != 1 or not np.issubdtype(sample.dtype, np.integer):
             raise UserError(

@@ -43,6 +43,11 @@ class Library:
     note: str = ""
 
 
+# Of special tokens, by transformers.
+KINDS = (
+    "bos_token, eos_token, pad_token, unk_token, sep_token, cls_token, mask_token and "
+    "additional_special_tokens (a list)"
+)
 _NOT_TEXT = "it is not a tokenizer of text for GPT models; use another checkpoint"
 LIBRARIES = {
     "sentencepiece": Library("model, sentencepiece_legacy, special_tokens, chat_template"),
@@ -99,6 +104,8 @@ def _sentencepiece(cfg: DictConfig) -> SentencePieceTokenizer:
             "model.tokenizer.sentencepiece_legacy=True: only the legacy mode adds tokens to a "
             "SentencePiece model."
         )
+    for key in ("special_tokens", "additional_special_tokens"):
+        _check_one_text_per_kind(key, _plain(cfg, key))
     if special_tokens:
         logging.warning(
             "model.tokenizer.special_tokens adds its tokens to the SentencePiece model. NeMo "
@@ -154,8 +161,7 @@ def _auto_tokenizer(cfg: DictConfig, name: str, shown: object) -> AutoTokenizer:
     except TypeError as error:
         raise ConfigError(
             f"model.tokenizer.special_tokens={special_tokens} has an unknown kind of token "
-            f"({error}); known are bos_token, eos_token, pad_token, unk_token, sep_token, "
-            "cls_token, mask_token and additional_special_tokens."
+            f"({error}); known are {KINDS}."
         ) from error
     except (ValueError, OSError) as error:
         raise UserError(
@@ -230,7 +236,13 @@ def _add_tokens(tokenizer: TokenizerSpec, tokens: Any, library: str) -> None:
     if isinstance(tokenizer, AutoTokenizer):
         if not isinstance(tokens, dict):
             tokens = {"additional_special_tokens": tokens}
-        tokenizer.add_special_tokens(tokens)
+        try:
+            tokenizer.add_special_tokens(tokens)
+        except (ValueError, TypeError, AttributeError, AssertionError) as error:
+            raise ConfigError(
+                f"model.tokenizer.additional_special_tokens={tokens} cannot be added: {error}; "
+                f"give a list of texts, or a dict of {KINDS}."
+            ) from error
     elif isinstance(tokenizer, SentencePieceTokenizer):
         tokenizer.add_special_tokens(tokens)
     else:
@@ -238,6 +250,24 @@ def _add_tokens(tokenizer: TokenizerSpec, tokens: Any, library: str) -> None:
             f"model.tokenizer.additional_special_tokens={tokens} cannot be added with "
             f"model.tokenizer.library={library}; set it to null."
         )
+
+
+def _check_one_text_per_kind(key: str, tokens: Any) -> None:
+    """Raise `ConfigError` for a kind of token with several texts, as Hugging Face has it."""
+    if not isinstance(tokens, dict):
+        return
+    for kind, text in tokens.items():
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"model.tokenizer.{key}={tokens}: a SentencePiece tokenizer has one text for each "
+                f"kind of token, but {kind} is {text!r}. NeMo 2 left such tokens out: remove "
+                f"{kind} if the checkpoint was trained so; to add them give their texts as the "
+                f"list model.tokenizer.additional_special_tokens={_as_list(text)}."
+            )
+
+
+def _as_list(text: Any) -> list[Any]:
+    return text if isinstance(text, list) else []
 
 
 def _check_file(cfg: DictConfig, key: str, what: str) -> None:

@@ -1,0 +1,72 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts that make the calls of NeMo-Aligner's scripts (other_scripts/), as jobs of two ranks:
+the same numbers as this package's own scripts, the same checks.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_aligner.checkpoint.folders import complete_checkpoints
+from nemo_aligner.servers.ports import find_free_port
+from tests.functional import test_ppo_job
+from tests.functional.jobs import assert_ended_well
+from tests.functional.test_ppo_job import inputs, single  # noqa: F401  (fixtures)
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
+
+OTHERS = Path(__file__).parent / "other_scripts"
+TENSOR_PARALLEL = "++model.tensor_model_parallel_size=2"
+
+
+def critic(inputs, folder, port, *extra):  # noqa: F811
+    script = OTHERS / "ppo_critic.py"
+    return test_ppo_job.critic(inputs, folder, port, 2, "python", *extra, script=script)
+
+
+def actor(inputs, folder, port, *extra):  # noqa: F811
+    script = OTHERS / "ppo_actor.py"
+    return test_ppo_job.actor(inputs, folder, port, 2, "python", *extra, script=script)
+
+
+def run_pair(inputs, folder, critic_extra, actor_extra):  # noqa: F811
+    """Critic and actor to the end; returns the log of the actor."""
+    port = find_free_port()
+    with (
+        critic(inputs, folder, port, *critic_extra) as server,
+        actor(inputs, folder, port, *actor_extra) as job,
+    ):
+        assert_ended_well(job, job.wait(300))
+        assert_ended_well(server, server.stop())
+        return job.log
+
+
+def last_state(folder):
+    """Counters and metrics of the newest checkpoint."""
+    return complete_checkpoints(folder / "checkpoints")[-1][1]
+
+
+def test_ppo_at_two_ranks_gives_the_numbers_of_our_scripts_and_resumes(inputs, single, tmp_path):  # noqa: F811
+    """Actor on TP 2 against a critic on DP 2, then the other way round."""
+    warned_of = "+trainer.ppo.a_key_of_its_own=1"
+    log = run_pair(inputs, tmp_path, [], [TENSOR_PARALLEL, warned_of])
+    assert log.count("This package reads none of these keys:") == 1  # on rank 0
+    assert log.count("trainer.ppo.a_key_of_its_own") == 1
+    for job in ("actor", "critic"):
+        assert last_state(tmp_path / job)["trainer"] == last_state(single / job)["trainer"]
+    metrics, expected = (last_state(run / "actor")["metrics"] for run in (tmp_path, single))
+    assert {"train_critic_loss", "train_actor_loss", "train_init_policy_kl"} <= {*expected}
+    for name in expected:
+        found = pytest.approx(expected[name], rel=1e-4, abs=1e-5, nan_ok=True)
+        assert metrics[name] == found, name
+
+    more = ["trainer.ppo.max_steps=6", "trainer.ppo.val_check_interval=3"]
+    port = find_free_port()
+    with critic(inputs, tmp_path / "fresh", port) as server:
+        with actor(inputs, tmp_path, port, *more) as job:
+            assert job.wait(300) == 1
+            assert "actor and critic do not match: this actor is at step 3" in job.log
+        assert_ended_well(server, server.stop())
+    run_pair(inputs, tmp_path, [TENSOR_PARALLEL], more)
+    assert last_state(tmp_path / "actor")["trainer"]["step"] == 6
