@@ -126,6 +126,23 @@ MODELS = {
         NEMO_LLAMA | dict(window_size=[99, 0]),
     ),
     "Qwen 2": Model(_causal_lm("Qwen2", rms_norm_eps=1e-6), NEMO_LLAMA | dict(qkv_bias=True)),
+    "Qwen 3": Model(
+        _causal_lm("Qwen3", rms_norm_eps=1e-6, head_dim=16),
+        NEMO_LLAMA | dict(kv_channels=16, qk_layernorm=True),
+    ),
+    # Half of each layer's linear layers are stored as one.
+    "Phi 3": Model(
+        _causal_lm(
+            "Phi3",
+            rms_norm_eps=1e-6,
+            sliding_window=100,
+            pad_token_id=0,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.75
+            ),
+        ),
+        NEMO_LLAMA | dict(window_size=[99, 0], rotary_percentage=0.75),
+    ),
     "Gemma": Model(
         _causal_lm("Gemma", rms_norm_eps=1e-6, head_dim=16, tie_word_embeddings=True),
         NEMO_LLAMA
@@ -216,21 +233,37 @@ def _gpt2_layer(source: dict, i: int) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def _layer(source: dict, i: int) -> dict[str, dict[str, torch.Tensor]]:
-    at = f"model.layers.{i}."
-    gate = _linear(source, at + "mlp.gate_proj")
-    up = _linear(source, at + "mlp.up_proj") or _linear(source, at + "mlp.c_fc")
+def _qkv(source: dict, at: str) -> list[dict[str, torch.Tensor]]:
+    """Queries, keys and values; Phi 3 stores them as one."""
+    joined = _linear(source, at + "qkv_proj")
+    if not joined:
+        return [_linear(source, f"{at}{x}_proj") for x in "qkv"]
+    sizes = [HEADS * HEAD, GROUPS * HEAD, GROUPS * HEAD]
+    return [
+        {kind: value.split(sizes)[n] for kind, value in joined.items()} for n in range(len(sizes))
+    ]
+
+
+def _mlp(source: dict, at: str) -> dict[str, dict[str, torch.Tensor]]:
+    gate = _linear(source, at + "gate_proj")
+    up = _linear(source, at + "up_proj") or _linear(source, at + "c_fc")
     first = {kind: torch.cat([gate[kind], up[kind]]) for kind in gate} or up
     return {
+        "linear_fc1": first or _linear(source, at + "gate_up_proj"),
+        "linear_fc2": _linear(source, at + "down_proj") or _linear(source, at + "c_proj"),
+    }
+
+
+def _layer(source: dict, i: int) -> dict[str, dict[str, torch.Tensor]]:
+    at = f"model.layers.{i}."
+    return {
         "input_layernorm": _linear(source, at + "input_layernorm"),
-        "self_attention.linear_qkv": _join_qkv(
-            [_linear(source, f"{at}self_attn.{x}_proj") for x in "qkv"], GROUPS
-        ),
+        "self_attention.linear_qkv": _join_qkv(_qkv(source, at + "self_attn."), GROUPS),
+        "self_attention.q_layernorm": _linear(source, at + "self_attn.q_norm"),
+        "self_attention.k_layernorm": _linear(source, at + "self_attn.k_norm"),
         "self_attention.linear_proj": _linear(source, at + "self_attn.o_proj"),
         "pre_mlp_layernorm": _linear(source, at + "post_attention_layernorm"),
-        "mlp.linear_fc1": first,
-        "mlp.linear_fc2": _linear(source, at + "mlp.down_proj")
-        or _linear(source, at + "mlp.c_proj"),
+        **{f"mlp.{name}": found for name, found in _mlp(source, at + "mlp.").items()},
     }
 
 

@@ -404,5 +404,4 @@ ONLY: dict[str, tuple[tuple, str]] = {
     ),
     "model.moe_token_dropping": ((False,), "no token is ever dropped; set it to False"),
     "model.moe_input_jitter_eps": ((0,), "the router computes without noise; set it to null"),
-    "model.qk_layernorm": ((False,), "normalised queries and keys are not supported"),
 }

@@ -58,7 +58,7 @@ _EXP_MANAGER = (
 _ARCHITECTURE = dotted(
     "model",
     """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
-    normalization layernorm_epsilon layernorm_zero_centered_gamma activation
+    normalization layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm activation
     position_embedding_type rotary_base rotary_percentage rotary_interleaved
     seq_len_interpolation_factor scale_positional_embedding scale_factor window_size
     apply_embedding_scaling openai_gelu bias_activation_fusion bias add_qkv_bias qkv_bias
@@ -275,7 +275,7 @@ FLAGS = (
     )
     | dotted(
         "model",
-        """layernorm_zero_centered_gamma rotary_interleaved scale_positional_embedding
+        """layernorm_zero_centered_gamma qk_layernorm rotary_interleaved scale_positional_embedding
         apply_embedding_scaling openai_gelu bias_activation_fusion use_scaled_init_method bias
         add_qkv_bias qkv_bias share_embeddings_and_output_weights moe_router_pre_softmax
         tokenizer.use_fast tokenizer.sentencepiece_legacy

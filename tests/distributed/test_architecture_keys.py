@@ -15,6 +15,7 @@ KEYS = {
     "num_layers": 3,
     "apply_embedding_scaling": True,
     "layernorm_zero_centered_gamma": True,
+    "qk_layernorm": True,
     "scale_positional_embedding": True,
     "window_size": [3, 0],
     "activation": "geglu",
@@ -24,6 +25,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 SPLITS = {
     "PP2, 2 layers and 1": PP2 | {"num_layers_in_first_pipeline_stage": 2},
     "PP2, 1 layer and 2": PP2 | {"num_layers_in_last_pipeline_stage": 2},
+    "TP2": {"tensor_model_parallel_size": 2},
     "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "CP2": {"context_parallel_size": 2},
 }

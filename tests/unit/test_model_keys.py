@@ -65,6 +65,7 @@ CHANGES_SHAPES = {
     "num_query_groups": ("llama", {}, 4),
     "kv_channels": ("llama", {}, 16),
     "bias": ("llama", {}, True),
+    "qk_layernorm": ("llama", {}, True),
     "qkv_bias": ("llama", {}, True),
     "add_qkv_bias": ("llama", {}, True),
     "share_embeddings_and_output_weights": ("llama", {}, True),
@@ -116,7 +117,6 @@ REFUSED = {
     "moe_grouped_gemm": True,
     "moe_token_dropping": True,
     "moe_input_jitter_eps": 0.1,
-    "qk_layernorm": True,
     # keys that act, with values that nothing here computes
     "activation": "approx-gelu",
     "normalization": "low_precision_layernorm",
@@ -403,11 +403,11 @@ def test_a_checkpoint_is_checked_like_a_configuration(build, tmp_path):
     model = build()
     path = str(tmp_path / "m.nemo")
     OmegaConf.set_struct(model.cfg, False)
-    model.cfg.qk_layernorm = True
+    model.cfg.headscale = True
     model.save_to(path)
-    with pytest.raises(ConfigError, match="model.qk_layernorm=True"):
+    with pytest.raises(ConfigError, match="model.headscale=True"):
         MegatronGPTModel.restore_from(path)
-    with pytest.raises(ConfigError, match="model.qk_layernorm=True"):
+    with pytest.raises(ConfigError, match="model.headscale=True"):
         load_from_nemo(MegatronGPTModel, OmegaConf.create({}), None, restore_path=path)
 
 
@@ -493,6 +493,33 @@ def test_zero_centered_norms_keep_the_last_bits_in_bf16(normalization):
         assert not torch.equal(norm(x), rounded.bfloat16())  # as if the weight were 0
 
 
+@pytest.mark.parametrize("normalization", ["layernorm", "rmsnorm"])
+def test_queries_and_keys_are_normalized_per_head(build, normalization):
+    """By the formula, with the weight's two forms."""
+    seen = {}
+    for zero_centered in (False, True):
+        model = build(
+            qk_layernorm=True,
+            normalization=normalization,
+            layernorm_zero_centered_gamma=zero_centered,
+            layernorm_epsilon=0.5,
+        )
+        attention = model.unwrapped()[0].decoder.layers[1].self_attention
+        assert attention.k_layernorm.weight.shape == (8,)
+        norm = attention.q_layernorm
+        with torch.no_grad():
+            norm.weight.uniform_(-1, 1, generator=torch.Generator().manual_seed(5))
+        norm.register_forward_hook(lambda _, x, y: seen.update(x=x[0].detach(), y=y.detach()))
+        logits_of(model)
+        x = seen["x"]
+        assert x.shape == (24, 2, 4, 8)  # [s, b, heads, head size]
+        if normalization == "layernorm":
+            x = x - x.mean(-1, keepdim=True)
+        scale = norm.weight.detach() + (1 if zero_centered else 0)
+        expected = x / (x.square().mean(-1, keepdim=True) + 0.5).sqrt() * scale
+        torch.testing.assert_close(seen["y"], expected)
+
+
 def test_a_window_by_hand(build):
     """One layer with window [2, 0]: a position depends on itself and the two before it."""
     model = build(num_layers=1, window_size=[2, 0], position_embedding_type="none")
@@ -508,6 +535,7 @@ def test_a_window_by_hand(build):
     [
         {"window_size": [3, 0]},
         {"scale_positional_embedding": True, "apply_embedding_scaling": True},
+        {"qk_layernorm": True},
         {"layernorm_zero_centered_gamma": True, "activation": "geglu", "openai_gelu": True},
     ],
     ids=lambda keys: next(iter(keys)),

@@ -243,7 +243,7 @@ def test_nemo2_folder(source, tiny_tokenizer_dir, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"qk_layernorm": True}, "config.qk_layernorm=True"),
+        ({"qk_l2_norm": True}, "config.qk_l2_norm=True"),
         ({"num_moe_experts": 8}, "config.num_moe_experts=8"),
         ({"attn_logit_softcapping": 50.0}, "config.attn_logit_softcapping=50.0"),
         ({"softmax_scale": 0.1}, "config.softmax_scale=0.1"),

@@ -205,6 +205,7 @@ def _normalization_settings(cfg: DictConfig) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": name == "layernorm1p"
         or bool(cfg.layernorm_zero_centered_gamma),
         "layernorm_epsilon": cfg.layernorm_epsilon,
+        "qk_layernorm": bool(cfg.qk_layernorm),
     }
 
 

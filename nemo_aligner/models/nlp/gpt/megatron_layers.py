@@ -203,14 +203,19 @@ def build_layer_spec(
     the local ones.
     """
     if use_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+        )
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization=config.normalization
     )
     submodules = layer.submodules
     submodules.input_layernorm = LocalNorm
     submodules.pre_mlp_layernorm = LocalNorm
-    submodules.self_attention.submodules.core_attention = SDPAttention
+    attention = submodules.self_attention.submodules
+    attention.core_attention = SDPAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = LocalNorm
     submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
     if config.num_moe_experts:
         submodules.mlp.submodules.router = Router
