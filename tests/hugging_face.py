@@ -31,6 +31,7 @@ LLAMA_3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )
+EXPERTS, EXPERT_FFN, SHARED_FFN = 4, 24, 40
 # Keys that all of NeMo's converters set, and those of its Llama configuration.
 NEMO = dict(
     num_layers=LAYERS,
@@ -66,7 +67,7 @@ class Model:
 def _causal_lm(kind: str, **settings) -> Callable[[], torch.nn.Module]:
     def build() -> torch.nn.Module:
         config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
-        config._attn_implementation = "eager"
+        config._attn_implementation = config._experts_implementation = "eager"
         return getattr(transformers, f"{kind}ForCausalLM")(config)
 
     return build
@@ -91,6 +92,12 @@ def _gpt2() -> torch.nn.Module:
 _GELU_WITH_BIAS = dict(
     normalization="layernorm", activation="gelu", bias=True, bias_activation_fusion=True
 )
+_EXPERTS = dict(
+    num_experts=EXPERTS,
+    num_experts_per_tok=3,
+    moe_intermediate_size=EXPERT_FFN,
+)
+_NEMO_EXPERTS = dict(num_moe_experts=EXPERTS, moe_router_topk=3, moe_ffn_hidden_size=EXPERT_FFN)
 MODELS = {
     "Llama 2": Model(_causal_lm("Llama", rms_norm_eps=1e-6), NEMO_LLAMA),
     "Llama 2, positions interpolated": Model(
@@ -126,11 +133,83 @@ MODELS = {
         NEMO_LLAMA | dict(window_size=[99, 0]),
     ),
     "Qwen 2": Model(_causal_lm("Qwen2", rms_norm_eps=1e-6), NEMO_LLAMA | dict(qkv_bias=True)),
+    "Qwen 2, windows in the later layers": Model(
+        _causal_lm(
+            "Qwen2",
+            rms_norm_eps=1e-6,
+            use_sliding_window=True,
+            sliding_window=100,
+            max_window_layers=1,
+        ),
+        NEMO_LLAMA | dict(qkv_bias=True, window_size=[99, 0], window_attn_skip_freq=[0, 1]),
+    ),
+    "Qwen 2, YaRN": Model(
+        _causal_lm(
+            "Qwen2",
+            rms_norm_eps=1e-6,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=10000.0,
+                factor=4.0,
+                original_max_position_embeddings=300,
+            ),
+        ),
+        NEMO_LLAMA
+        | dict(
+            qkv_bias=True,
+            position_embedding_type="yarn",
+            yarn_rotary_scaling_factor=4.0,
+            yarn_original_max_position_embeddings=300,
+        ),
+    ),
+    "Llama 2, YaRN with all its settings": Model(
+        _causal_lm(
+            "Llama",
+            rms_norm_eps=1e-6,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=500000.0,
+                factor=8.0,
+                original_max_position_embeddings=150,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                mscale=0.9,
+                mscale_all_dim=0.4,
+                truncate=False,
+            ),
+        ),
+        NEMO_LLAMA
+        | dict(
+            rotary_base=500000.0,
+            position_embedding_type="yarn",
+            yarn_rotary_scaling_factor=8.0,
+            yarn_original_max_position_embeddings=150,
+            yarn_beta_fast=16.0,
+            yarn_beta_slow=2.0,
+            yarn_mscale=0.9,
+            yarn_mscale_all_dim=0.4,
+            yarn_correction_range_round_to_int=False,
+        ),
+    ),
+    "Granite, its attention alone": Model(
+        _causal_lm("Granite", rms_norm_eps=1e-6, attention_multiplier=0.2),
+        NEMO_LLAMA | dict(query_pre_attn_scalar=25),
+    ),
+    "SmolLM 3": Model(
+        _causal_lm(
+            "SmolLM3",
+            rms_norm_eps=1e-6,
+            no_rope_layer_interval=2,
+            pad_token_id=0,
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+        ),
+        NEMO_LLAMA | dict(no_rope_freq=2),
+    ),
     "Qwen 3": Model(
         _causal_lm("Qwen3", rms_norm_eps=1e-6, head_dim=16),
         NEMO_LLAMA | dict(kv_channels=16, qk_layernorm=True),
     ),
-    # Half of each layer's linear layers are stored as one.
+    # It stores queries, keys and values as one matrix, and the two halves of a SwiGLU.
     "Phi 3": Model(
         _causal_lm(
             "Phi3",
@@ -142,6 +221,42 @@ MODELS = {
             ),
         ),
         NEMO_LLAMA | dict(window_size=[99, 0], rotary_percentage=0.75),
+    ),
+    "Mixtral": Model(
+        _causal_lm("Mixtral", rms_norm_eps=1e-6, num_local_experts=EXPERTS, initializer_range=0.1),
+        NEMO_LLAMA | dict(rotary_base=1000000.0, num_moe_experts=EXPERTS, moe_router_topk=2),
+    ),
+    "Qwen 3 MoE": Model(
+        _causal_lm(
+            "Qwen3Moe",
+            rms_norm_eps=1e-6,
+            # With larger weights rounding would decide between two experts at one position.
+            initializer_range=0.1,
+            head_dim=HEAD,
+            norm_topk_prob=True,
+            **_EXPERTS,
+        ),
+        NEMO_LLAMA | _NEMO_EXPERTS | dict(qk_layernorm=True),
+    ),
+    # The first layer has no experts, and the weights of those of the second do not sum to 1.
+    "Qwen 2 MoE": Model(
+        _causal_lm(
+            "Qwen2Moe",
+            rms_norm_eps=1e-6,
+            decoder_sparse_step=2,
+            shared_expert_intermediate_size=SHARED_FFN,
+            norm_topk_prob=False,
+            **_EXPERTS,
+        ),
+        NEMO_LLAMA
+        | _NEMO_EXPERTS
+        | dict(
+            qkv_bias=True,
+            moe_layer_freq=[0, 1],
+            moe_router_pre_softmax=True,
+            moe_shared_expert_intermediate_size=SHARED_FFN,
+            moe_shared_expert_gate=True,
+        ),
     ),
     "Gemma": Model(
         _causal_lm("Gemma", rms_norm_eps=1e-6, head_dim=16, tie_word_embeddings=True),
@@ -254,8 +369,22 @@ def _mlp(source: dict, at: str) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
+def _experts(source: dict, at: str) -> dict[str, dict[str, torch.Tensor]]:
+    """A mixture of experts; Hugging Face stacks the weights of all."""
+    found = {"router": _linear(source, at + "gate")}
+    for name, stack in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+        for n, weight in enumerate(source[f"{at}experts.{stack}"]):
+            found[f"experts.local_experts.{n}.{name}"] = {"weight": weight}
+    if at + "shared_expert_gate.weight" in source:
+        shared = _mlp(source, at + "shared_expert.")
+        found |= {f"shared_experts.{name}": tensors for name, tensors in shared.items()}
+        found["shared_experts"] = {"gate_weight": source[at + "shared_expert_gate.weight"]}
+    return found
+
+
 def _layer(source: dict, i: int) -> dict[str, dict[str, torch.Tensor]]:
     at = f"model.layers.{i}."
+    feed_forward = _experts if at + "mlp.experts.down_proj" in source else _mlp
     return {
         "input_layernorm": _linear(source, at + "input_layernorm"),
         "self_attention.linear_qkv": _join_qkv(_qkv(source, at + "self_attn."), GROUPS),
@@ -263,7 +392,7 @@ def _layer(source: dict, i: int) -> dict[str, dict[str, torch.Tensor]]:
         "self_attention.k_layernorm": _linear(source, at + "self_attn.k_norm"),
         "self_attention.linear_proj": _linear(source, at + "self_attn.o_proj"),
         "pre_mlp_layernorm": _linear(source, at + "post_attention_layernorm"),
-        **{f"mlp.{name}": found for name, found in _mlp(source, at + "mlp.").items()},
+        **{f"mlp.{name}": each for name, each in feed_forward(source, at + "mlp.").items()},
     }
 
 

@@ -65,7 +65,7 @@ def test_greedy_responses_equal_hugging_face(tiny_tokenizer_dir, name):
         assert output.response_tokens[row, :end].tolist() == sample
 
 
-@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma", "Mistral", "Qwen 3"])
+@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma", "Mistral", "Qwen 2 MoE", "Qwen 2, YaRN"])
 def test_a_nemo_file_says_what_the_model_is(tiny_tokenizer_dir, tmp_path, name):
     """Written and loaded over the configuration of a job, it computes the same."""
     model, _ = build(tiny_tokenizer_dir, name)
