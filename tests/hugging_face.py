@@ -31,6 +31,7 @@ LLAMA_3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )
+EXPERTS, EXPERT_FFN, SHARED_FFN = 4, 24, 40
 # Keys that all of NeMo's converters set, and those of its Llama configuration.
 NEMO = dict(
     num_layers=LAYERS,
@@ -68,7 +69,7 @@ def causal_lm(kind: str, **settings) -> Callable[[], torch.nn.Module]:
 
     def build() -> torch.nn.Module:
         config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
-        config._attn_implementation = "eager"
+        config._attn_implementation = config._experts_implementation = "eager"
         return getattr(transformers, f"{kind}ForCausalLM")(config)
 
     return build
@@ -93,6 +94,12 @@ def _gpt2() -> torch.nn.Module:
 _GELU_WITH_BIAS = dict(
     normalization="layernorm", activation="gelu", bias=True, bias_activation_fusion=True
 )
+_EXPERTS = dict(
+    num_experts=EXPERTS,
+    num_experts_per_tok=3,
+    moe_intermediate_size=EXPERT_FFN,
+)
+_NEMO_EXPERTS = dict(num_moe_experts=EXPERTS, moe_router_topk=3, moe_ffn_hidden_size=EXPERT_FFN)
 MODELS = {
     "Llama 2": Model(causal_lm("Llama", rms_norm_eps=1e-6), NEMO_LLAMA),
     "Llama 2, positions interpolated": Model(
@@ -128,6 +135,131 @@ MODELS = {
         NEMO_LLAMA | dict(window_size=[99, 0]),
     ),
     "Qwen 2": Model(causal_lm("Qwen2", rms_norm_eps=1e-6), NEMO_LLAMA | dict(qkv_bias=True)),
+    "Qwen 2, windows in the later layers": Model(
+        causal_lm(
+            "Qwen2",
+            rms_norm_eps=1e-6,
+            use_sliding_window=True,
+            sliding_window=100,
+            max_window_layers=1,
+        ),
+        NEMO_LLAMA | dict(qkv_bias=True, window_size=[99, 0], window_attn_skip_freq=[0, 1]),
+    ),
+    "Qwen 2, YaRN": Model(
+        causal_lm(
+            "Qwen2",
+            rms_norm_eps=1e-6,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=10000.0,
+                factor=4.0,
+                original_max_position_embeddings=300,
+            ),
+        ),
+        NEMO_LLAMA
+        | dict(
+            qkv_bias=True,
+            position_embedding_type="yarn",
+            yarn_rotary_scaling_factor=4.0,
+            yarn_original_max_position_embeddings=300,
+        ),
+    ),
+    "Llama 2, YaRN with all its settings": Model(
+        causal_lm(
+            "Llama",
+            rms_norm_eps=1e-6,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=500000.0,
+                factor=8.0,
+                original_max_position_embeddings=150,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                mscale=0.9,
+                mscale_all_dim=0.4,
+                truncate=False,
+            ),
+        ),
+        NEMO_LLAMA
+        | dict(
+            rotary_base=500000.0,
+            position_embedding_type="yarn",
+            yarn_rotary_scaling_factor=8.0,
+            yarn_original_max_position_embeddings=150,
+            yarn_beta_fast=16.0,
+            yarn_beta_slow=2.0,
+            yarn_mscale=0.9,
+            yarn_mscale_all_dim=0.4,
+            yarn_correction_range_round_to_int=False,
+        ),
+    ),
+    "Granite, its attention alone": Model(
+        causal_lm("Granite", rms_norm_eps=1e-6, attention_multiplier=0.2),
+        NEMO_LLAMA | dict(query_pre_attn_scalar=25),
+    ),
+    "SmolLM 3": Model(
+        causal_lm(
+            "SmolLM3",
+            rms_norm_eps=1e-6,
+            no_rope_layer_interval=2,
+            pad_token_id=0,
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+        ),
+        NEMO_LLAMA | dict(no_rope_freq=2),
+    ),
+    "Qwen 3": Model(
+        causal_lm("Qwen3", rms_norm_eps=1e-6, head_dim=16),
+        NEMO_LLAMA | dict(kv_channels=16, qk_layernorm=True),
+    ),
+    # It stores queries, keys and values as one matrix, and the two halves of a SwiGLU.
+    "Phi 3": Model(
+        causal_lm(
+            "Phi3",
+            rms_norm_eps=1e-6,
+            sliding_window=100,
+            pad_token_id=0,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.75
+            ),
+        ),
+        NEMO_LLAMA | dict(window_size=[99, 0], rotary_percentage=0.75),
+    ),
+    "Mixtral": Model(
+        causal_lm("Mixtral", rms_norm_eps=1e-6, num_local_experts=EXPERTS, initializer_range=0.1),
+        NEMO_LLAMA | dict(rotary_base=1000000.0, num_moe_experts=EXPERTS, moe_router_topk=2),
+    ),
+    "Qwen 3 MoE": Model(
+        causal_lm(
+            "Qwen3Moe",
+            rms_norm_eps=1e-6,
+            # With larger weights rounding would decide between two experts at one position.
+            initializer_range=0.1,
+            head_dim=HEAD,
+            norm_topk_prob=True,
+            **_EXPERTS,
+        ),
+        NEMO_LLAMA | _NEMO_EXPERTS | dict(qk_layernorm=True),
+    ),
+    # The first layer has no experts, and the weights of those of the second do not sum to 1.
+    "Qwen 2 MoE": Model(
+        causal_lm(
+            "Qwen2Moe",
+            rms_norm_eps=1e-6,
+            decoder_sparse_step=2,
+            shared_expert_intermediate_size=SHARED_FFN,
+            norm_topk_prob=False,
+            **_EXPERTS,
+        ),
+        NEMO_LLAMA
+        | _NEMO_EXPERTS
+        | dict(
+            qkv_bias=True,
+            moe_layer_freq=[0, 1],
+            moe_router_pre_softmax=True,
+            moe_shared_expert_intermediate_size=SHARED_FFN,
+            moe_shared_expert_gate=True,
+        ),
+    ),
     "Gemma": Model(
         causal_lm("Gemma", rms_norm_eps=1e-6, head_dim=16, tie_word_embeddings=True),
         NEMO_LLAMA
@@ -270,21 +402,51 @@ def _gpt2_layer(source: dict, i: int) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def _layer(source: dict, i: int) -> dict[str, dict[str, torch.Tensor]]:
-    at = f"model.layers.{i}."
-    gate = _linear(source, at + "mlp.gate_proj")
-    up = _linear(source, at + "mlp.up_proj") or _linear(source, at + "mlp.c_fc")
+def _qkv(source: dict, at: str) -> list[dict[str, torch.Tensor]]:
+    """Queries, keys and values; Phi 3 stores them as one."""
+    joined = _linear(source, at + "qkv_proj")
+    if not joined:
+        return [_linear(source, f"{at}{x}_proj") for x in "qkv"]
+    sizes = [HEADS * HEAD, GROUPS * HEAD, GROUPS * HEAD]
+    return [
+        {kind: value.split(sizes)[n] for kind, value in joined.items()} for n in range(len(sizes))
+    ]
+
+
+def _mlp(source: dict, at: str) -> dict[str, dict[str, torch.Tensor]]:
+    gate = _linear(source, at + "gate_proj")
+    up = _linear(source, at + "up_proj") or _linear(source, at + "c_fc")
     first = {kind: torch.cat([gate[kind], up[kind]]) for kind in gate} or up
     return {
+        "linear_fc1": first or _linear(source, at + "gate_up_proj"),
+        "linear_fc2": _linear(source, at + "down_proj") or _linear(source, at + "c_proj"),
+    }
+
+
+def _experts(source: dict, at: str) -> dict[str, dict[str, torch.Tensor]]:
+    """A mixture of experts; Hugging Face stacks the weights of all."""
+    found = {"router": _linear(source, at + "gate")}
+    for name, stack in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+        for n, weight in enumerate(source[f"{at}experts.{stack}"]):
+            found[f"experts.local_experts.{n}.{name}"] = {"weight": weight}
+    if at + "shared_expert_gate.weight" in source:
+        shared = _mlp(source, at + "shared_expert.")
+        found |= {f"shared_experts.{name}": tensors for name, tensors in shared.items()}
+        found["shared_experts"] = {"gate_weight": source[at + "shared_expert_gate.weight"]}
+    return found
+
+
+def _layer(source: dict, i: int) -> dict[str, dict[str, torch.Tensor]]:
+    at = f"model.layers.{i}."
+    feed_forward = _experts if at + "mlp.experts.down_proj" in source else _mlp
+    return {
         "input_layernorm": _linear(source, at + "input_layernorm"),
-        "self_attention.linear_qkv": _join_qkv(
-            [_linear(source, f"{at}self_attn.{x}_proj") for x in "qkv"], GROUPS
-        ),
+        "self_attention.linear_qkv": _join_qkv(_qkv(source, at + "self_attn."), GROUPS),
+        "self_attention.q_layernorm": _linear(source, at + "self_attn.q_norm"),
+        "self_attention.k_layernorm": _linear(source, at + "self_attn.k_norm"),
         "self_attention.linear_proj": _linear(source, at + "self_attn.o_proj"),
         "pre_mlp_layernorm": _linear(source, at + "post_attention_layernorm"),
-        "mlp.linear_fc1": first,
-        "mlp.linear_fc2": _linear(source, at + "mlp.down_proj")
-        or _linear(source, at + "mlp.c_proj"),
+        **{f"mlp.{name}": each for name, each in feed_forward(source, at + "mlp.").items()},
     }
 
 

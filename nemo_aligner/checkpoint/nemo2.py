@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "MistralModel": {},
     "NemotronModel": {},
     "Qwen2Model": {},
+    "Qwen3Model": {},
     "StarcoderModel": {},
     "Starcoder2Model": {},
     "Phi3Model": {},
@@ -49,7 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SAME = frozenset(
     """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
-    hidden_dropout attention_dropout layernorm_epsilon layernorm_zero_centered_gamma add_qkv_bias
+    hidden_dropout attention_dropout layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm
+    add_qkv_bias
     init_method_std rotary_base rotary_interleaved seq_len_interpolation_factor
     position_embedding_type share_embeddings_and_output_weights make_vocab_size_divisible_by
     window_size bias_activation_fusion""".split()

@@ -374,7 +374,15 @@ INERT["inference_rm"].pop("inference")  # there it is the server
 
 # --- values that would change the mathematics if they were ignored ---
 
-_PRE_LN = "only pre-LayerNorm models exist here"
+_PRE_LN = (
+    "Megatron Core has one order of a layer: norm, attention, norm, feed-forward layer. Others "
+    "cannot be built: norms behind the attention and the feed-forward layer (Gemma 2 and 3), or "
+    "both computed side by side (GPT-J, GPT-NeoX, Falcon, Phi)"
+)
+_BIASES = (
+    "Megatron Core has biases in all linear layers of a layer (model.bias), or in queries, keys "
+    "and values alone (model.qkv_bias)"
+)
 _LLAMA_3 = "only Llama 3's value is supported; set it to null"
 
 # key -> (accepted values, what to do instead). None (not set) is always accepted.
@@ -386,6 +394,23 @@ ONLY: dict[str, tuple[tuple, str]] = {
     "model.hyena": ((), "Hyena layers cannot be built here"),
     "model.transformer_block_type": (("pre_ln",), _PRE_LN),
     "model.apply_residual_connection_post_layernorm": ((False,), _PRE_LN),
+    "model.parallel_attention": ((False,), _PRE_LN),
+    "model.attention_bias": ((False,), _BIASES),
+    "model.mlp_bias": ((False,), _BIASES),
+    "model.lm_head_bias": ((False,), "Megatron Core's output layer has no bias"),
+    "model.attn_logit_softcapping": (
+        (),
+        "Megatron Core and Transformer Engine have no cap of attention scores (Gemma 2)",
+    ),
+    "model.final_logit_softcapping": ((), "Megatron Core has no cap of the logits (Gemma 2)"),
+    "model.softmax_scale": (
+        (),
+        "use model.query_pre_attn_scalar, which is 1 / softmax_scale**2",
+    ),
+    "model.rope_local_base_freq": (
+        (),
+        "all layers share model.rotary_base in Megatron Core (Gemma 3 has two)",
+    ),
     "model.attention_type": (("multihead",), "only self-attention with a causal mask exists here"),
     "model.peft.peft_scheme": (
         ("none",),
@@ -415,5 +440,4 @@ ONLY: dict[str, tuple[tuple, str]] = {
     ),
     "model.moe_token_dropping": ((False,), "no token is ever dropped; set it to False"),
     "model.moe_input_jitter_eps": ((0,), "the router computes without noise; set it to null"),
-    "model.qk_layernorm": ((False,), "normalised queries and keys are not supported"),
 }

@@ -278,6 +278,7 @@ def _check_experts(v: Values, fixed: bool) -> None:
     v.choice("model.moe_token_dispatcher_type", ("alltoall",))
     v.choice("model.moe_router_load_balancing_type", ("aux_loss", "none"))
     v.whole("model.moe_ffn_hidden_size", 1)
+    v.whole("model.moe_shared_expert_intermediate_size", 1)
     if experts or fixed:  # the configuration of a dense checkpoint may well hold such keys
         return
     moe_keys = [f"model.{key}" for key in v.get("model") if key.startswith("moe_")]

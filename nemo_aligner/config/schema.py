@@ -58,13 +58,17 @@ _EXP_MANAGER = (
 _ARCHITECTURE = dotted(
     "model",
     """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
-    normalization layernorm_epsilon layernorm_zero_centered_gamma activation
+    normalization layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm activation
     position_embedding_type rotary_base rotary_percentage rotary_interleaved
     seq_len_interpolation_factor scale_positional_embedding scale_factor window_size
+    window_attn_skip_freq query_pre_attn_scalar no_rope_freq yarn_rotary_scaling_factor
+    yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
+    yarn_mscale_all_dim yarn_correction_range_round_to_int
     apply_embedding_scaling openai_gelu bias_activation_fusion bias add_qkv_bias qkv_bias
     share_embeddings_and_output_weights make_vocab_size_divisible_by override_vocab_size
     init_method_std use_scaled_init_method hidden_dropout attention_dropout num_moe_experts
-    moe_router_topk moe_ffn_hidden_size moe_router_pre_softmax moe_router_load_balancing_type""",
+    moe_router_topk moe_ffn_hidden_size moe_router_pre_softmax moe_router_load_balancing_type
+    moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate""",
 ) | dotted(
     "model.tokenizer",
     """library type model vocab_file merge_file use_fast delimiter sentencepiece_legacy
@@ -276,10 +280,11 @@ FLAGS = (
     )
     | dotted(
         "model",
-        """layernorm_zero_centered_gamma rotary_interleaved scale_positional_embedding
+        """layernorm_zero_centered_gamma qk_layernorm rotary_interleaved scale_positional_embedding
+        yarn_correction_range_round_to_int
         apply_embedding_scaling openai_gelu bias_activation_fusion use_scaled_init_method bias
         add_qkv_bias qkv_bias share_embeddings_and_output_weights moe_router_pre_softmax
-        tokenizer.use_fast tokenizer.sentencepiece_legacy
+        moe_shared_expert_gate tokenizer.use_fast tokenizer.sentencepiece_legacy
         tokenizer.trust_remote_code sequence_parallel megatron_amp_O2 use_cpu_initialization
         persist_layer_norm masked_softmax_fusion bias_dropout_add_fusion apply_rope_fusion
         gradient_accumulation_fusion optim.overlap_grad_sync output_sequence use_avg_pool

@@ -87,6 +87,9 @@ REPLACED = {
     "megatron.core.models.common.embeddings.rotary_pos_embedding": {
         "get_pos_emb_on_this_cp_rank": "asks for pinned memory, which needs CUDA",
     },
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": {
+        "get_pos_emb_on_this_cp_rank": "asks for pinned memory, which needs CUDA",
+    },
     "megatron.core.optimizer.distrib_optimizer": {
         "DistributedOptimizer._set_main_param_and_optimizer_states": f"{_ADAM_STATE} that the "
         "checkpoint lacks",
@@ -132,6 +135,12 @@ SWITCHED = {
     "megatron.core.models.common.embeddings.rotary_pos_embedding": {
         "RotaryEmbedding.cp_group": (_ONE_CONTEXT_RANK, _DECODING),
         "RotaryEmbedding.forward.cache_clear": (
+            "the cache of embeddings knows their length alone, not the context-parallel ranks",
+            _DECODING,
+        ),
+    },
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": {
+        "YarnRotaryEmbedding.forward.cache_clear": (
             "the cache of embeddings knows their length alone, not the context-parallel ranks",
             _DECODING,
         ),

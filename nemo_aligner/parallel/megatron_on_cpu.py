@@ -97,6 +97,7 @@ def replacements() -> dict[tuple[str, str], Any]:
     optimizer = "megatron.core.optimizer.distrib_optimizer"
     dispatcher = "megatron.core.transformer.moe.token_dispatcher"
     rotary = "megatron.core.models.common.embeddings.rotary_pos_embedding"
+    yarn = "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding"
     random = "megatron.core.tensor_parallel.random"
     return {
         ("torch.cuda", "current_device"): lambda: torch.device("cpu"),
@@ -107,6 +108,7 @@ def replacements() -> dict[tuple[str, str], Any]:
         (random, "_get_cuda_rng_state"): _get_rng_state,
         (random, "_set_cuda_rng_state"): _set_rng_state,
         (rotary, "get_pos_emb_on_this_cp_rank"): _chunks_of_context_rank,
+        (yarn, "get_pos_emb_on_this_cp_rank"): _chunks_of_context_rank,
         (
             optimizer,
             "DistributedOptimizer._set_main_param_and_optimizer_states",

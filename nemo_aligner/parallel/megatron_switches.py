@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -72,7 +73,8 @@ def _leave_context_parallelism(modules: list[Any], owners: list[Any]) -> Callabl
             module.cp_group = group
         for module, setting in zip(attention, settings, strict=True):
             module.set_context_parallel_group(*setting)
-        RotaryEmbedding.forward.cache_clear()  # it remembers embeddings by length alone
+        for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+            kind.forward.cache_clear()  # it remembers embeddings by length alone
 
     alone = [[None, None, None, setting[-1]] for setting in settings]
     set_all([1] * len(configs), [None] * len(rotary), alone)

@@ -24,7 +24,7 @@ def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dic
         num_microbatches: of the pass, on this rank.
 
     Returns:
-        Means over layers, micro-batches and data-parallel ranks, equal on every rank:
+        Means over layers with experts, micro-batches and data-parallel ranks, equal on every rank:
         `moe_load_balancing_loss` (1 where every expert gets equally many tokens with equal
         probability) and `moe_z_loss` (mean squared log-sum-exp of the router's logits); each only
         if its coefficient is set, and none for a dense model.
@@ -46,8 +46,17 @@ def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dic
     tracker.clear()  # not zeroed: the next model may have more layers
     if parallel_state.get_world_size() > 1:
         torch.distributed.all_reduce(sums)
-    count = config.num_layers * num_microbatches * parallel_state.get_data_parallel_world_size()
+    count = sum(expert_layers(config)) * num_microbatches
+    count *= parallel_state.get_data_parallel_world_size()
     return {
         f"moe_{name}": float(value) / (count * wanted[name])
         for name, value in zip(wanted, sums, strict=True)
     }
+
+
+def expert_layers(config: TransformerConfig) -> list[bool]:
+    """Of each layer of the whole model, whether it has experts; the model has some."""
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, list):
+        return [bool(one) for one in pattern]
+    return [layer % pattern == 0 for layer in range(config.num_layers)]

@@ -1,55 +1,118 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline stages of different sizes, and keys of NeMo that act on embeddings, positions, norms
-and attention, give the numbers of one rank at each kind of split.
+"""Pipeline stages of different sizes, keys that act on embeddings, positions, norms and attention,
+and layers with experts between others give the numbers of one rank at each kind of split.
 """
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from nemo_aligner.training.megatron_steps import forward_collect
 from tests.distributed.launcher import progress, run_ranks
 from tests.distributed.test_quick_splits import updates
 from tests.tiny_models import tiny_config
 
-KEYS = {
+DENSE = {
     "num_layers": 3,
     "apply_embedding_scaling": True,
     "layernorm_zero_centered_gamma": True,
+    "qk_layernorm": True,
     "scale_positional_embedding": True,
     "window_size": [3, 0],
+    "window_attn_skip_freq": 2,
+    "no_rope_freq": [0, 1, 0],
+    "query_pre_attn_scalar": 5,
     "activation": "geglu",
     "openai_gelu": True,
 }
+# A layer without experts on each of two pipeline stages.
+EXPERTS = {
+    "num_layers": 4,
+    "init_method_std": 0.3,
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_layer_freq": [0, 1, 1, 0],
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
+    "position_embedding_type": "yarn",
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 16,
+}
 PP2 = {"pipeline_model_parallel_size": 2}
-SPLITS = {
-    "PP2, 2 layers and 1": PP2 | {"num_layers_in_first_pipeline_stage": 2},
-    "PP2, 1 layer and 2": PP2 | {"num_layers_in_last_pipeline_stage": 2},
-    "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "CP2": {"context_parallel_size": 2},
+TP2 = {"tensor_model_parallel_size": 2}
+TP2_SP = TP2 | {"sequence_parallel": True}
+CP2 = {"context_parallel_size": 2}
+# name -> (keys, splits)
+CASES = {
+    "dense": (
+        DENSE,
+        {
+            "PP2, 2 layers and 1": PP2 | {"num_layers_in_first_pipeline_stage": 2},
+            "PP2, 1 layer and 2": PP2 | {"num_layers_in_last_pipeline_stage": 2},
+            "TP2": TP2,
+            "TP2+SP": TP2_SP,
+            "CP2": CP2,
+        },
+    ),
+    "experts": (
+        EXPERTS,
+        {"PP2": PP2, "TP2+SP": TP2_SP, "CP2": CP2, "EP2": {"expert_model_parallel_size": 2}},
+    ),
 }
 
 
-def at_each(nemo: str) -> dict:
+def numbers(nemo: str, **split) -> dict:
+    """What `updates` gives, and greedy responses; all ranks call it."""
+    from nemo_aligner.checkpoint import nemo_archive
+    from nemo_aligner.generation import GenerationParams, MegatronGenerator
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    results = updates(nemo, **split)
+    cfg = OmegaConf.merge(nemo_archive.read_config(nemo), split)
+    model = MegatronGPTModel.restore_from(nemo, override_config_path=cfg)
+    tokens = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(4))
+
+    def logits():
+        return forward_collect(
+            model.model, {"tokens": tokens}, micro_batch_size=2, output_fn=lambda x, _: x
+        )
+
+    before = logits()  # of sequences as long as the samples below
+    params = GenerationParams(max_length=6, use_greedy=True, return_logprobs=True)
+    output = MegatronGenerator(model.model, model.tokenizer, 40).generate(
+        tokens[:, :6], torch.tensor([6, 4]), torch.arange(2), params
+    )
+    if before is not None:  # the last pipeline stage
+        assert torch.equal(before, logits())
+    else:
+        logits()
+    return results | {"responses": output.response_tokens, "their logprobs": output.logprobs}
+
+
+def at_each(nemo: str, splits: dict) -> dict:
     from megatron.core.parallel_state import destroy_model_parallel
 
     results = {}
-    for name, split in SPLITS.items():
-        results[name] = updates(nemo, **split)
+    for name, split in splits.items():
+        results[name] = numbers(nemo, **split)
         progress(name)
         destroy_model_parallel()  # the ranks stay
     return results
 
 
 @pytest.mark.timeout(400)
-def test_two_ranks_update_as_one_does(tiny_tokenizer_dir, tmp_path):
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_as_one_does(tiny_tokenizer_dir, tmp_path, case):
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
+    keys, splits = CASES[case]
     nemo = str(tmp_path / "policy.nemo")
-    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **KEYS)).save_to(nemo)
-    one = updates(nemo)
-    for rank in run_ranks(at_each, 2, 120, nemo):
-        for split in SPLITS:
-            for name in ("steps", "logprobs"):
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **keys)).save_to(nemo)
+    one = numbers(nemo)
+    for rank in run_ranks(at_each, 2, 120, nemo, splits):
+        for split in splits:
+            for name in one:
                 torch.testing.assert_close(
                     rank[split][name], one[name], rtol=1e-5, atol=1e-5, msg=f"{split} {name}"
                 )

@@ -265,14 +265,21 @@ def test_gradients_of_the_balance_losses(tiny_tokenizer_dir):
     assert not balance_gradient(silent, hidden)[0].any()
 
 
-def test_balance_losses_are_metrics(tiny_tokenizer_dir):
+@pytest.mark.parametrize("layers", [1, [0, 0, 1]])
+def test_balance_losses_are_metrics(tiny_tokenizer_dir, layers):
+    """Means over the layers with experts: one of them."""
     cfg = tiny_config(
-        tiny_tokenizer_dir, **MOE, num_layers=1, moe_aux_loss_coeff=0.7, moe_z_loss_coeff=0.2
+        tiny_tokenizer_dir,
+        **MOE,
+        num_layers=1 if layers == 1 else 3,
+        moe_layer_freq=layers,
+        moe_aux_loss_coeff=0.7,
+        moe_z_loss_coeff=0.2,
     )
     model = MegatronGPTModel(cfg)
     model.setup_megatron_optimization(max_steps=1)
     seen = []
-    model.unwrapped()[0].decoder.layers[0].mlp.register_forward_hook(
+    model.unwrapped()[0].decoder.layers[-1].mlp.register_forward_hook(
         lambda layer, inputs, _: seen.append(
             layer.router.gating(inputs[0]).detach().reshape(-1, EXPERTS)
         )
@@ -338,6 +345,27 @@ def test_auxiliary_loss_balances_the_experts(tiny_tokenizer_dir):
         ),
         ({"moe_token_dispatcher_type": "allgather"}, "'allgather'.*only alltoall"),
         ({"moe_grouped_gemm": True}, "moe_grouped_gemm=True"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be a whole number from 1 on"),
+        ({"moe_layer_freq": [1, 0, 1]}, "list with 1 .experts. or 0 .*num_layers=2"),
+        ({"moe_layer_freq": [0, 0]}, "no layer of pipeline stage 0 has experts"),
+        (
+            {"moe_layer_freq": 2, "pipeline_model_parallel_size": 2},
+            "no layer of pipeline stage 1 has experts with model.moe_layer_freq=2",
+        ),
+        (
+            {
+                "num_layers": 4,
+                "moe_layer_freq": [1, 0, 1, 0],
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_last_pipeline_stage": 1,
+            },
+            "no layer of pipeline stage 1",
+        ),
+        (
+            {"moe_shared_expert_intermediate_size": 16, "bias": True},
+            "moe_shared_expert_intermediate_size=16 needs model.bias=False",
+        ),
+        ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True weights .*is not set"),
         ({"tensor_model_parallel_size": 2}, "needs model.sequence_parallel=True"),
         (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bias": True},

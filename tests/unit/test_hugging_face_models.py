@@ -7,6 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
+from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_collect
@@ -43,7 +44,28 @@ def test_logits_equal_hugging_face_at_long_positions(tiny_tokenizer_dir, name):
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma", "Mistral"])
+@pytest.mark.parametrize("name", hugging_face.MODELS)
+def test_greedy_responses_equal_hugging_face(tiny_tokenizer_dir, name):
+    """Decoded with a cache, from ragged prompts that are longer than the windows; Hugging Face
+    computes every prefix anew.
+    """
+    model, hf = build(tiny_tokenizer_dir, name)
+    prompts, lengths = TOKENS[:, :120], torch.tensor([120, 113])
+    params = GenerationParams(max_length=10, use_greedy=True)
+    output = MegatronGenerator(model.model, model.tokenizer, 200).generate(
+        prompts, lengths, torch.arange(2), params
+    )
+    for row, length in enumerate(lengths.tolist()):
+        sample = prompts[row, :length].tolist()
+        while len(sample) < length + 10 and sample[-1] != model.tokenizer.eos_id:
+            with torch.no_grad():
+                logits = hf(torch.tensor([sample])).logits[0, -1]
+            sample.append(int(logits[: model.tokenizer.vocab_size].argmax()))
+        end = int(output.response_lengths[row])
+        assert output.response_tokens[row, :end].tolist() == sample
+
+
+@pytest.mark.parametrize("name", ["Llama 3.1", "Gemma", "Mistral", "Qwen 2 MoE", "Qwen 2, YaRN"])
 def test_a_nemo_file_says_what_the_model_is(tiny_tokenizer_dir, tmp_path, name):
     """Written and loaded over the configuration of a job, it computes the same."""
     model, _ = build(tiny_tokenizer_dir, name)

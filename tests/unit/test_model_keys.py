@@ -33,6 +33,13 @@ TOKENS = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(
 MOE = dict(num_moe_experts=4, moe_ffn_hidden_size=24)
 SLOW = dict(rotary_base=4 * 10**12, init_method_std=0.4)  # a wave of more than 8192 positions
 LEARNED = dict(max_position_embeddings=None)
+YARN = dict(
+    position_embedding_type="yarn",
+    yarn_rotary_scaling_factor=4.0,
+    yarn_original_max_position_embeddings=16,
+    init_method_std=0.4,
+)
+LONG_YARN = YARN | {"yarn_original_max_position_embeddings": 4096}
 
 # Keys that NeMo's MegatronGPTModel (1.10 to 2.2) read, or its YAML files set, and keys of its
 # Megatron Core configuration that its converters set. Sorted by what they do here.
@@ -52,6 +59,16 @@ CHANGES_LOGITS = {
     "scale_positional_embedding": ("llama", SLOW, True),
     "scale_factor": ("llama", SLOW | {"scale_positional_embedding": True}, 32),
     "window_size": ("llama", {}, [3, 0]),
+    "window_attn_skip_freq": ("llama", {"window_size": [3, 0]}, 2),
+    "query_pre_attn_scalar": ("llama", {"init_method_std": 0.4}, 2),
+    "no_rope_freq": ("llama", {}, 2),
+    "yarn_rotary_scaling_factor": ("llama", YARN, 8.0),
+    "yarn_original_max_position_embeddings": ("llama", YARN, 64),
+    "yarn_beta_fast": ("llama", LONG_YARN, 128.0),
+    "yarn_beta_slow": ("llama", YARN, 0.25),
+    "yarn_mscale": ("llama", YARN | {"yarn_mscale_all_dim": 0.5}, 2.0),
+    "yarn_mscale_all_dim": ("llama", YARN | {"yarn_mscale": 2.0}, 0.5),
+    "yarn_correction_range_round_to_int": ("llama", LONG_YARN, False),
     "apply_embedding_scaling": ("llama", {}, True),
     "moe_router_topk": ("llama", MOE, 3),
     "moe_router_pre_softmax": ("llama", MOE, True),
@@ -65,6 +82,7 @@ CHANGES_SHAPES = {
     "num_query_groups": ("llama", {}, 4),
     "kv_channels": ("llama", {}, 16),
     "bias": ("llama", {}, True),
+    "qk_layernorm": ("llama", {}, True),
     "qkv_bias": ("llama", {}, True),
     "add_qkv_bias": ("llama", {}, True),
     "share_embeddings_and_output_weights": ("llama", {}, True),
@@ -74,6 +92,9 @@ CHANGES_SHAPES = {
     "max_position_embeddings": ("gpt2", {}, 64),
     "num_moe_experts": ("llama", {}, 4),
     "moe_ffn_hidden_size": ("llama", MOE, 32),
+    "moe_layer_freq": ("llama", MOE, 2),
+    "moe_shared_expert_intermediate_size": ("llama", MOE, 16),
+    "moe_shared_expert_gate": ("llama", MOE | {"moe_shared_expert_intermediate_size": 16}, True),
 }
 # The initial weights differ:
 CHANGES_INITIAL_WEIGHTS = {
@@ -116,7 +137,6 @@ REFUSED = {
     "moe_grouped_gemm": True,
     "moe_token_dropping": True,
     "moe_input_jitter_eps": 0.1,
-    "qk_layernorm": True,
     # keys that act, with values that nothing here computes
     "activation": "approx-gelu",
     "normalization": "low_precision_layernorm",
@@ -128,9 +148,19 @@ REFUSED = {
     # fields of Megatron Core's TransformerConfig, which NeMo set by name
     "qk_l2_norm": True,
     "softmax_type": "learnable",
-    "no_rope_freq": 4,
+    "no_rope_freq": 1,
+    "parallel_attention": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "lm_head_bias": True,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "softmax_scale": 0.1,
+    "rope_local_base_freq": 10000.0,
+    "query_pre_attn_scalar": 0,
+    "rotary_base": [10000, 1000000],
+    "yarn_rotary_scaling_factor": 0,
     "window_attn_skip_freq": 2,
-    "moe_shared_expert_intermediate_size": 16,
     "multi_latent_attention": True,
     "mcore_customization_config": {"parallel_attention": True},
 }
@@ -304,8 +334,9 @@ def test_key_reaches_megatron_core(build, key):
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_a_value_that_is_not_supported_is_refused_by_the_constructor(build, key):
+    others = YARN if key.startswith("yarn") else {}
     with pytest.raises(ConfigError, match=rf"(model|trainer)\.{key}"):
-        build(**{key: REFUSED[key]})
+        build(**others | {key: REFUSED[key]})
 
 
 def test_every_refused_key_is_tested_and_its_accepted_values_build(build):
@@ -392,6 +423,46 @@ def test_only_rotary_positions_are_scaled(build):
         build("gpt2", scale_positional_embedding=True)
 
 
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (
+            {"position_embedding_type": "longrope"},
+            "'longrope' is not supported: Megatron Core has",
+        ),
+        ({"position_embedding_type": "yarn"}, "yarn needs model.yarn_rotary_scaling_factor"),
+        (YARN | {"yarn_original_max_position_embeddings": None}, "needs .*original_max.*None"),
+        (YARN | {"rotary_percentage": 0.5}, "rotary_percentage=0.5 with .*=yarn"),
+        (YARN | {"rotary_interleaved": True}, "rotary_interleaved=True with .*set it to False"),
+        (YARN | {"seq_len_interpolation_factor": 2.0}, "factor=2.0 with .*set it to null"),
+        (YARN | {"scale_positional_embedding": True}, "scales rotary embeddings, but .*yarn"),
+        ({"window_attn_skip_freq": 2}, "window_attn_skip_freq=2 says .*window_size is not set"),
+        ({"window_size": [3, 0], "window_attn_skip_freq": [1, 0, 1]}, "list with 1 .window. or 0"),
+        ({"window_size": [3, 0], "window_attn_skip_freq": 1}, "whole number from 2 on"),
+        ({"no_rope_freq": [2, 0]}, "no_rope_freq=.2, 0. must be"),
+        ({"no_rope_freq": 2, "position_embedding_type": "none"}, "leaves out rotary embeddings"),
+        ({"transformer_block_type": "normformer"}, "norms behind .*Gemma 2 and 3.*side by side"),
+        (
+            {"mcore_customization_config": {"query_pre_attn_scalar": 224}},
+            "query_pre_attn_scalar=224 does not act there; set model.query_pre_attn_scalar",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(build, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        build(**keys)
+
+
+def test_a_number_stands_for_a_pattern_of_layers(build):
+    model = build(num_layers=4, window_size=[3, 0], window_attn_skip_freq=2, no_rope_freq=2)
+    layers = model.unwrapped()[0].decoder.layers
+    windows = [layer.self_attention.core_attention.window for layer in layers]
+    assert windows == [3, None, 3, None]
+    lists = {"window_attn_skip_freq": [1, 0, 1, 0], "no_rope_freq": [0, 1, 0, 1]}
+    other = build(num_layers=4, window_size=[3, 0], **lists)
+    assert torch.equal(logits_of(model), logits_of(other))
+
+
 @pytest.mark.parametrize("name", CONFIG_NAMES)
 def test_the_yaml_files_of_the_jobs_give_no_note(name):
     cfg = OmegaConf.load(CONF / f"{name}.yaml")
@@ -403,11 +474,11 @@ def test_a_checkpoint_is_checked_like_a_configuration(build, tmp_path):
     model = build()
     path = str(tmp_path / "m.nemo")
     OmegaConf.set_struct(model.cfg, False)
-    model.cfg.qk_layernorm = True
+    model.cfg.headscale = True
     model.save_to(path)
-    with pytest.raises(ConfigError, match="model.qk_layernorm=True"):
+    with pytest.raises(ConfigError, match="model.headscale=True"):
         MegatronGPTModel.restore_from(path)
-    with pytest.raises(ConfigError, match="model.qk_layernorm=True"):
+    with pytest.raises(ConfigError, match="model.headscale=True"):
         load_from_nemo(MegatronGPTModel, OmegaConf.create({}), None, restore_path=path)
 
 
@@ -493,6 +564,33 @@ def test_zero_centered_norms_keep_the_last_bits_in_bf16(normalization):
         assert not torch.equal(norm(x), rounded.bfloat16())  # as if the weight were 0
 
 
+@pytest.mark.parametrize("normalization", ["layernorm", "rmsnorm"])
+def test_queries_and_keys_are_normalized_per_head(build, normalization):
+    """By the formula, with the weight's two forms."""
+    seen = {}
+    for zero_centered in (False, True):
+        model = build(
+            qk_layernorm=True,
+            normalization=normalization,
+            layernorm_zero_centered_gamma=zero_centered,
+            layernorm_epsilon=0.5,
+        )
+        attention = model.unwrapped()[0].decoder.layers[1].self_attention
+        assert attention.k_layernorm.weight.shape == (8,)
+        norm = attention.q_layernorm
+        with torch.no_grad():
+            norm.weight.uniform_(-1, 1, generator=torch.Generator().manual_seed(5))
+        norm.register_forward_hook(lambda _, x, y: seen.update(x=x[0].detach(), y=y.detach()))
+        logits_of(model)
+        x = seen["x"]
+        assert x.shape == (24, 2, 4, 8)  # [s, b, heads, head size]
+        if normalization == "layernorm":
+            x = x - x.mean(-1, keepdim=True)
+        scale = norm.weight.detach() + (1 if zero_centered else 0)
+        expected = x / (x.square().mean(-1, keepdim=True) + 0.5).sqrt() * scale
+        torch.testing.assert_close(seen["y"], expected)
+
+
 def test_a_window_by_hand(build):
     """One layer with window [2, 0]: a position depends on itself and the two before it."""
     model = build(num_layers=1, window_size=[2, 0], position_embedding_type="none")
@@ -508,6 +606,7 @@ def test_a_window_by_hand(build):
     [
         {"window_size": [3, 0]},
         {"scale_positional_embedding": True, "apply_embedding_scaling": True},
+        {"qk_layernorm": True},
         {"layernorm_zero_centered_gamma": True, "activation": "geglu", "openai_gelu": True},
     ],
     ids=lambda keys: next(iter(keys)),

@@ -243,7 +243,7 @@ def test_nemo2_folder(source, tiny_tokenizer_dir, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"qk_layernorm": True}, "config.qk_layernorm=True"),
+        ({"qk_l2_norm": True}, "config.qk_l2_norm=True"),
         ({"num_moe_experts": 8}, "config.num_moe_experts=8"),
         ({"attn_logit_softcapping": 50.0}, "config.attn_logit_softcapping=50.0"),
         ({"softmax_scale": 0.1}, "config.softmax_scale=0.1"),
@@ -269,7 +269,11 @@ def test_nemo2_arguments_without_counterpart_are_refused(
 
 
 def test_nemo2_keys():
-    gemma = LLAMA | COMMON | {"scale_factor": 32, **nemo2.ROPE_SCALING, "window_size": [7, 0]}
+    gemma = (
+        LLAMA
+        | COMMON
+        | {"qk_layernorm": True, "scale_factor": 32, **nemo2.ROPE_SCALING, "window_size": [7, 0]}
+    )
     gemma |= {"activation_func": {"_target_": "nemo.openai_gelu"}, "vocab_size": 300}
     keys = nemo2._model_keys(gemma, "model.yaml")
     expected = {
@@ -284,6 +288,7 @@ def test_nemo2_keys():
         "scale_positional_embedding": True,
         "scale_factor": 32,
         "window_size": [7, 0],
+        "qk_layernorm": True,
     }
     assert {key: keys[key] for key in expected} == expected
     assert not {"seq_length", "add_bias_linear", "vocab_size", "fp8_margin"} & keys.keys()

@@ -19,8 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_aligner.config.model_keys import has_no_effect, known_model_keys
+from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.models.nlp.gpt.megatron_experts import expert_settings
+from nemo_aligner.models.nlp.gpt.layer_patterns import layer_pattern
+from nemo_aligner.models.nlp.gpt.megatron_experts import check_expert_stages, expert_settings
+from nemo_aligner.models.nlp.gpt.megatron_positions import YarnTransformerConfig, yarn_settings
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
@@ -123,7 +126,9 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
     """
     dtype = torch_dtype(cfg.precision)
     optional = {"kv_channels": cfg.kv_channels} if cfg.kv_channels else {}
-    return TransformerConfig(
+    yarn = yarn_settings(cfg)
+    config_class = YarnTransformerConfig if yarn else TransformerConfig
+    config = config_class(
         num_layers=cfg.num_layers,
         hidden_size=cfg.hidden_size,
         ffn_hidden_size=cfg.ffn_hidden_size,
@@ -136,8 +141,9 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
         add_qkv_bias=cfg.add_qkv_bias,
         hidden_dropout=cfg.hidden_dropout,
         attention_dropout=cfg.attention_dropout,
-        window_size=_window(cfg),
+        **_attention_settings(cfg),
         rotary_interleaved=cfg.rotary_interleaved,
+        **yarn,
         init_method_std=cfg.init_method_std,
         output_layer_init_method=None
         if cfg.use_scaled_init_method
@@ -155,6 +161,8 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
         **_fusion_settings(cfg),
         **expert_settings(cfg),
     )
+    check_expert_stages(config)
+    return config
 
 
 def _activation_settings(cfg: DictConfig) -> dict[str, Any]:
@@ -206,7 +214,41 @@ def _normalization_settings(cfg: DictConfig) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": name == "layernorm1p"
         or bool(cfg.layernorm_zero_centered_gamma),
         "layernorm_epsilon": cfg.layernorm_epsilon,
+        "qk_layernorm": bool(cfg.qk_layernorm),
     }
+
+
+def _attention_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Scale of the attention scores, windows, and layers without rotation."""
+    settings: dict[str, Any] = {"window_size": _window(cfg)}
+    scalar, freq = cfg.query_pre_attn_scalar, cfg.window_attn_skip_freq
+    if scalar is not None:
+        if isinstance(scalar, bool) or not isinstance(scalar, int | float) or scalar <= 0:
+            raise ConfigError(
+                f"model.query_pre_attn_scalar={scalar!r} must be a positive number: attention "
+                "scores are divided by its square root."
+            )
+        settings["softmax_scale"] = scalar**-0.5
+    if freq is not None:
+        settings["window_attn_skip_freq"] = layer_pattern(
+            cfg, "window_attn_skip_freq", 2, "window"
+        )
+        if cfg.window_size is None:
+            raise ConfigError(
+                f"model.window_attn_skip_freq={freq} says which layers have a window, but "
+                "model.window_size is not set; set it, or the former to null."
+            )
+    if cfg.no_rope_freq is not None:
+        pattern = layer_pattern(cfg, "no_rope_freq", 2, "no rotation")
+        if isinstance(pattern, int):
+            pattern = [int((layer + 1) % pattern == 0) for layer in range(cfg.num_layers)]
+        if cfg.position_embedding_type not in ("rope", "yarn"):
+            raise ConfigError(
+                f"model.no_rope_freq={cfg.no_rope_freq} leaves out rotary embeddings, but "
+                f"model.position_embedding_type={cfg.position_embedding_type}; set it to null."
+            )
+        settings["no_rope_freq"] = pattern
+    return settings
 
 
 def _window(cfg: DictConfig) -> tuple[int, int] | None:
@@ -294,6 +336,8 @@ def check_megatron_fields(cfg: DictConfig, config: TransformerConfig) -> None:
         if isinstance(built, tuple):
             built = list(built)
         if value is not None and value != built and (value or built):
+            if name in ARCHITECTURE_KEYS:
+                raise ConfigError(f"{key}={value!r} does not act there; set model.{name}.")
             raise ConfigError(
                 f"{key}={value!r} is a setting of Megatron Core that is not supported here (the "
                 f"model has {built!r}); a model that needs it cannot be computed, else set it to "

@@ -10,11 +10,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.models.nlp.gpt.layer_patterns import layer_pattern
+from nemo_aligner.training.expert_losses import expert_layers
 
 
 def expert_settings(cfg: DictConfig) -> dict[str, Any]:
@@ -39,12 +43,16 @@ def expert_settings(cfg: DictConfig) -> dict[str, Any]:
             )
         return {}
     _check_experts(cfg)
+    _check_shared_experts(cfg)
     _check_router(cfg)
     return dict(
         num_moe_experts=cfg.num_moe_experts,
         expert_model_parallel_size=cfg.expert_model_parallel_size,
         moe_router_topk=cfg.moe_router_topk,
         moe_ffn_hidden_size=cfg.moe_ffn_hidden_size,
+        moe_layer_freq=_layers_with_experts(cfg),
+        moe_shared_expert_intermediate_size=cfg.moe_shared_expert_intermediate_size,
+        moe_shared_expert_gate=bool(cfg.moe_shared_expert_gate),
         moe_router_pre_softmax=bool(cfg.moe_router_pre_softmax),
         moe_router_load_balancing_type=cfg.moe_router_load_balancing_type,
         moe_aux_loss_coeff=cfg.moe_aux_loss_coeff,
@@ -53,6 +61,58 @@ def expert_settings(cfg: DictConfig) -> dict[str, Any]:
         moe_router_dtype="fp32",
         moe_grouped_gemm=False,
     )
+
+
+def _layers_with_experts(cfg: DictConfig) -> int | list[int]:
+    """`model.moe_layer_freq`; a list of ones is 1, because a checkpoint names the layers of a
+    mixed model otherwise than those of a uniform one.
+    """
+    pattern = layer_pattern(cfg, "moe_layer_freq", 1, "experts")
+    return 1 if pattern == [1] * cfg.num_layers else pattern
+
+
+def check_expert_stages(config: TransformerConfig) -> None:
+    """Check that every pipeline stage has a layer with experts, if the model has experts.
+
+    The optimizer of a stage without them has another form, in which no checkpoint of another split
+    could be loaded.
+
+    Raises:
+        ConfigError: a stage has none.
+    """
+    if not config.num_moe_experts:
+        return
+    has_experts = expert_layers(config)
+    chunks: list[int | None] = [None]
+    if config.virtual_pipeline_model_parallel_size:
+        chunks = list(range(config.virtual_pipeline_model_parallel_size))
+    for stage in range(config.pipeline_model_parallel_size):
+        layers = []
+        for chunk in chunks:
+            first = get_transformer_layer_offset(config, chunk, stage)
+            layers += has_experts[first : first + get_num_layers_to_build(config, chunk, stage)]
+        if not any(layers):
+            raise ConfigError(
+                f"no layer of pipeline stage {stage} has experts with model.moe_layer_freq="
+                f"{config.moe_layer_freq}; use fewer than "
+                f"model.pipeline_model_parallel_size={config.pipeline_model_parallel_size} "
+                "stages, or stages of other sizes (num_layers_in_first_pipeline_stage)."
+            )
+
+
+def _check_shared_experts(cfg: DictConfig) -> None:
+    """Raise `ConfigError` for shared experts that cannot be computed."""
+    size = cfg.moe_shared_expert_intermediate_size
+    if size is not None and cfg.bias:
+        raise ConfigError(
+            f"model.moe_shared_expert_intermediate_size={size} needs model.bias=False: shared "
+            "experts have no bias in Megatron Core."
+        )
+    if cfg.moe_shared_expert_gate and size is None:
+        raise ConfigError(
+            "model.moe_shared_expert_gate=True weights the output of shared experts, but "
+            "model.moe_shared_expert_intermediate_size is not set; set it, or the gate to False."
+        )
 
 
 def _check_experts(cfg: DictConfig) -> None:

@@ -32,7 +32,7 @@ from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.model_keys import check_model_keys
 from nemo_aligner.config.parallel_rules import check_pipeline_stages
-from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_transformer_config,
     check_megatron_fields,
@@ -40,6 +40,7 @@ from nemo_aligner.models.nlp.gpt.megatron_config import (
     torch_dtype,
 )
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
+from nemo_aligner.models.nlp.gpt.megatron_positions import position_arguments
 from nemo_aligner.models.nlp.gpt.retired_hooks import RetiredHooks
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from nemo_aligner.parallel import parallel_state
@@ -152,28 +153,12 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def module_args(self) -> dict[str, Any]:
         """Constructor arguments of `GPTModel` that come from the configuration."""
         cfg = self.cfg
-        if cfg.position_embedding_type not in ("rope", "learned_absolute", "none"):
-            raise ConfigError(
-                f"model.position_embedding_type={cfg.position_embedding_type!r} is not "
-                "supported; use rope, learned_absolute or none."
-            )
-        if cfg.scale_positional_embedding and cfg.position_embedding_type != "rope":
-            raise ConfigError(
-                "model.scale_positional_embedding=True scales rotary embeddings, but "
-                f"model.position_embedding_type={cfg.position_embedding_type}; set it to False."
-            )
         return dict(
             config=self.transformer_config,
             vocab_size=self.padded_vocab_size,
-            max_sequence_length=cfg.max_position_embeddings,
             parallel_output=True,
             share_embeddings_and_output_weights=cfg.share_embeddings_and_output_weights,
-            position_embedding_type=cfg.position_embedding_type,
-            rotary_percent=cfg.rotary_percentage,
-            rotary_base=cfg.rotary_base,
-            seq_len_interpolation_factor=cfg.seq_len_interpolation_factor,
-            rope_scaling=cfg.scale_positional_embedding,
-            rope_scaling_factor=cfg.scale_factor,
+            **position_arguments(cfg),
         )
 
     def module_provider(

@@ -13,19 +13,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from nemo_aligner.models.nlp.gpt.megatron_config import use_transformer_engine
@@ -63,6 +59,11 @@ class SDPAttention(MegatronModule):
             config.attention_dropout if attention_dropout is None else attention_dropout
         )
         self.softmax_scale = softmax_scale
+        self.window: int | None = None  # positions before its own that each position attends to
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = config.window_size[0]
 
     def _visible(self, positions: Tensor, width: int) -> Tensor:
         """bool `[len(positions), width]`: which of `width` positions each of `positions` attends
@@ -70,8 +71,8 @@ class SDPAttention(MegatronModule):
         """
         distance = positions.unsqueeze(1) - torch.arange(width, device=positions.device)
         visible = distance >= 0
-        if self.config.window_size is not None:
-            visible &= distance <= self.config.window_size[0]
+        if self.window is not None:
+            visible &= distance <= self.window
         return visible
 
     def forward(
@@ -96,8 +97,7 @@ class SDPAttention(MegatronModule):
         # [b, heads, s, hn]
         queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         sq, sk = queries.size(2), keys.size(2)
-        window = self.config.window_size
-        narrow = window is not None and sk > window[0] + 1
+        narrow = self.window is not None and sk > self.window + 1
         if positions is None and (narrow or (mask is None and 1 < sq < sk)):
             positions = torch.arange(sk - sq, sk, device=query.device)
         if positions is not None:
@@ -198,21 +198,32 @@ def scale_embeddings(model: Any) -> None:
 
 def build_layer_spec(
     config: TransformerConfig, vp_stage: int | None = None
-) -> ModuleSpec | TransformerBlockSubmodules:
+) -> TransformerBlockSubmodules:
     """Layers of a GPT for this pipeline stage: Transformer Engine's where it is available, else
     the local ones.
     """
-    if use_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, normalization=config.normalization
+    engine = use_transformer_engine()
+    block = get_gpt_decoder_block_spec(
+        config, engine, normalization=config.normalization, vp_stage=vp_stage
     )
-    submodules = layer.submodules
+    if not engine:
+        block.layer_norm = LocalNorm
+        for layer in block.layer_specs:
+            _use_our_parts(layer, config)
+    return block
+
+
+def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Put our norms, attention, router and experts into a local layer."""
+    submodules: Any = layer.submodules
     submodules.input_layernorm = LocalNorm
     submodules.pre_mlp_layernorm = LocalNorm
-    submodules.self_attention.submodules.core_attention = SDPAttention
+    attention = submodules.self_attention.submodules
+    attention.core_attention = SDPAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = LocalNorm
     submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
-    if config.num_moe_experts:
+    if isinstance(submodules.mlp.submodules, MoESubmodules):
         # In checkpoints the norm before experts has its own name, as with Transformer Engine.
         names = submodules.sharded_state_dict_keys_map
         submodules.sharded_state_dict_keys_map = {
@@ -220,6 +231,3 @@ def build_layer_spec(
         }
         submodules.mlp.submodules.router = Router
         submodules.mlp.submodules.experts.module = Experts
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=LocalNorm
-    )
