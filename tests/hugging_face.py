@@ -316,27 +316,20 @@ ODD = dict(
 # Models of the architectures that are read as folders of Hugging Face. The first words are the
 # architecture's.
 FOLDERS: dict[str, Callable[[], torch.nn.Module]] = {
-    name: MODELS[name].build
-    for name in (
-        "Llama 2",
-        "Llama 2, positions interpolated",
-        "Llama 3.1",
-        "Llama 3.2",
-        "Mistral",
-        "Qwen 2",
-        "Gemma",
-        "GPT-2",
-    )
+    name: model.build
+    for name, model in MODELS.items()
+    if not name.startswith(("Granite", "SmolLM"))
 } | {
     "Llama, odd sizes": causal_lm("Llama", **ODD),
     "Qwen 2, odd sizes, tied": causal_lm("Qwen2", **ODD, tie_word_embeddings=True),
-    "Phi 3": causal_lm(
-        "Phi3",
-        pad_token_id=0,
-        sliding_window=100,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+    "Qwen 3 MoE, experts in one layer": causal_lm(
+        "Qwen3Moe",
+        mlp_only_layers=[0],
+        norm_topk_prob=False,
+        initializer_range=0.1,
+        head_dim=HEAD,
+        **_EXPERTS,
     ),
-    "Mixtral": causal_lm("Mixtral", num_local_experts=3, num_experts_per_tok=2),
 }
 
 

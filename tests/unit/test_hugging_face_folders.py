@@ -72,7 +72,20 @@ def test_greedy_generation_equals_hugging_face(write_folder, name):
 
 
 # One model of each architecture
-EACH = ("Llama 3.2", "Mistral", "Qwen 2, odd sizes, tied", "Gemma", "GPT-2", "Phi 3", "Mixtral")
+EACH = (
+    "Llama 3.2",
+    "Mistral",
+    "Qwen 2, odd sizes, tied",
+    "Qwen 3",
+    "Gemma",
+    "GPT-2",
+    "Phi 3",
+    "Nemotron",
+    "StarCoder 2",
+    "Mixtral",
+    "Qwen 2 MoE",
+    "Qwen 3 MoE",
+)
 
 
 def test_each_architecture_is_there():
@@ -137,8 +150,15 @@ def _edit(folder, **keys):
         ({"hidden_act": "mish"}, "hidden_act='mish'"),
         ({"attention_bias": True}, "attention_bias=True"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
-            "rope_type='yarn'",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 1e4,
+                    "attention_factor": 1.5,
+                }
+            },
+            "attention_factor=1.5",
         ),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_parameters": None},

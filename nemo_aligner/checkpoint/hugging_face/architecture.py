@@ -38,7 +38,6 @@ NOT_COMPARED = frozenset(
     encoder_seq_length qkv_bias bias_activation_fusion openai_gelu""".split()
 )
 _ROPE_KEYS = (
-    "rotary_base",
     "rotary_percentage",
     "rotary_interleaved",
     "seq_len_interpolation_factor",
@@ -217,17 +216,56 @@ def computed(keys: Mapping[str, Any]) -> dict[str, Any]:
     if result["normalization"] == "layernorm1p":
         result |= {"normalization": "layernorm", "layernorm_zero_centered_gamma": True}
     result["activation"] = _activation(values)
-    if values["position_embedding_type"] != "rope":
-        result |= dict.fromkeys(_ROPE_KEYS)
-    elif not values["scale_positional_embedding"]:
-        result["scale_factor"] = None
-    if values["position_embedding_type"] != "learned_absolute":
+    kind = values["position_embedding_type"]
+    for key in result:
+        if (key in _ROPE_KEYS and kind != "rope") or (key.startswith("yarn_") and kind != "yarn"):
+            result[key] = None
+    if kind in ("rope", "yarn"):
+        result["rotary_base"] = float(values["rotary_base"])
+        if not values["scale_positional_embedding"]:
+            result["scale_factor"] = None
+    if kind != "learned_absolute":
         result["max_position_embeddings"] = None
+    if result["query_pre_attn_scalar"] is None:
+        result["query_pre_attn_scalar"] = float(result["kv_channels"])
+    result["window_attn_skip_freq"] = windowed_layers(values)
+    result["window_size"] = values["window_size"] if windowed_layers(values) else None
     if not values["num_moe_experts"]:
         result |= {key: None for key in result if key.startswith("moe_")}
     else:
-        result["ffn_hidden_size"] = None
+        result["moe_layer_freq"] = expert_layers(values)
+        if all(result["moe_layer_freq"]):
+            result["ffn_hidden_size"] = None
     return result
+
+
+def windowed_layers(keys: Mapping[str, Any]) -> list[int]:
+    """For each layer 1 if its attention has a window, else 0; empty if none has.
+
+    Args:
+        keys: complete section `model`.
+    """
+    window, freq = keys.get("window_size"), keys.get("window_attn_skip_freq")
+    if window is None or list(window) == [-1, -1]:
+        return []
+    layers = int(keys["num_layers"])
+    if freq is None:
+        return [1] * layers
+    if isinstance(freq, int):  # as Megatron Core counts: each layer with this number has none
+        return [int((layer + 1) % freq != 0) for layer in range(layers)]
+    return list(freq)
+
+
+def expert_layers(keys: Mapping[str, Any]) -> list[int]:
+    """For each layer 1 if it has experts, else 0.
+
+    Args:
+        keys: complete section `model`, of a model with experts.
+    """
+    freq, layers = keys["moe_layer_freq"], int(keys["num_layers"])
+    if isinstance(freq, int):
+        return [int(layer % freq == 0) for layer in range(layers)]
+    return list(freq)
 
 
 def _activation(values: Mapping[str, Any]) -> str:

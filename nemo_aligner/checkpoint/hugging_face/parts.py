@@ -7,7 +7,12 @@ experts.
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.checkpoint.hugging_face.architecture import Part, Unsupported
+from nemo_aligner.checkpoint.hugging_face.architecture import (
+    Part,
+    Unsupported,
+    expert_layers,
+    windowed_layers,
+)
 from nemo_aligner.checkpoint.hugging_face.rows import Rule, attention, joined, whole
 
 Config = Mapping[str, Any]
@@ -48,6 +53,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "mscale": "yarn_mscale",
+    "mscale_all_dim": "yarn_mscale_all_dim",
+}
 # How a configuration names its rotary positions: transformers 5, and before.
 _ROPE_NAMES = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
@@ -75,11 +86,32 @@ def _rope_keys(config: Config) -> dict[str, Any]:
                     f"Megatron Core computes with {value}."
                 )
         keys |= {"scale_positional_embedding": True, "scale_factor": float(given["factor"])}
+    elif kind == "yarn":
+        keys |= _yarn_keys(given, config)
     elif kind != "default":
         raise Unsupported(
             f"rope_parameters.rope_type={kind!r} is not supported; what is: default, linear, "
-            "llama3."
+            "llama3, yarn."
         )
+    return keys
+
+
+def _yarn_keys(given: Config, config: Config) -> dict[str, Any]:
+    if given.get("attention_factor") is not None:
+        raise Unsupported(
+            f"rope_parameters.attention_factor={given['attention_factor']} is not supported with "
+            "yarn; Megatron Core computes it from the factor, mscale and mscale_all_dim."
+        )
+    original = given.get("original_max_position_embeddings")
+    keys: dict[str, Any] = {
+        "position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": float(given["factor"]),
+        "yarn_original_max_position_embeddings": original or config["max_position_embeddings"],
+        "yarn_correction_range_round_to_int": bool(given.get("truncate", True)),
+    }
+    for name, key in YARN.items():
+        if given.get(name) is not None:
+            keys[key] = float(given[name])
     return keys
 
 
@@ -89,6 +121,14 @@ def _rope_config(keys: Config) -> dict[str, Any]:
         rope = {"rope_type": "llama3", "factor": float(keys["scale_factor"]), **LLAMA3}
     elif keys.get("seq_len_interpolation_factor"):
         rope = {"rope_type": "linear", "factor": float(keys["seq_len_interpolation_factor"])}
+    if keys["position_embedding_type"] == "yarn":
+        rope = {
+            "rope_type": "yarn",
+            "factor": float(keys["yarn_rotary_scaling_factor"]),
+            "original_max_position_embeddings": keys["yarn_original_max_position_embeddings"],
+            "truncate": keys["yarn_correction_range_round_to_int"],
+            **{name: keys[key] for name, key in YARN.items() if keys[key] is not None},
+        }
     # Both forms: transformers before 5 reads the second one only.
     result: dict[str, Any] = {"rope_theta": float(keys["rotary_base"])}
     if rope["rope_type"] != "default":
@@ -106,22 +146,22 @@ ROPE = Part(_ROPE_NAMES, _rope_keys, _rope_config)
 
 def _window_keys(config: Config) -> dict[str, Any]:
     # Hugging Face counts a position's own in its window, Megatron Core does not.
-    window = config.get("sliding_window")
-    kinds = set(config.get("layer_types") or ())
-    if not window or kinds == {"full_attention"}:
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if not window:
         return {"window_size": None}
-    if len(kinds) > 1:
-        raise Unsupported(
-            f"sliding_window={window} in some layers only (layer_types) is not supported."
-        )
-    return {"window_size": [int(window) - 1, 0]}
+    keys: dict[str, Any] = {"window_size": [int(window) - 1, 0]}
+    if kinds is not None:
+        pattern = [int(kind == "sliding_attention") for kind in kinds]
+        if not any(pattern):
+            return {"window_size": None}
+        if not all(pattern):
+            keys["window_attn_skip_freq"] = pattern
+    return keys
 
 
 def _window_config(keys: Config) -> dict[str, Any]:
-    window = keys.get("window_size")
-    if window is None or list(window) == [-1, -1]:
-        return {"sliding_window": None}
-    return {"sliding_window": int(window[0]) + 1}
+    layers = windowed_layers(keys)
+    return {"sliding_window": int(keys["window_size"][0]) + 1 if any(layers) else None}
 
 
 WINDOW = Part(("sliding_window", "layer_types"), _window_keys, _window_config)
@@ -130,19 +170,24 @@ WINDOW = Part(("sliding_window", "layer_types"), _window_keys, _window_config)
 def _switched_window_keys(config: Config) -> dict[str, Any]:
     if not config.get("use_sliding_window"):
         return {"window_size": None}
-    first, layers = config.get("max_window_layers", 0), config.get("num_hidden_layers")
-    if not config.get("layer_types") and first not in (0, layers):
-        raise Unsupported(
-            f"use_sliding_window=True with max_window_layers={first} is not supported: only some "
-            "layers have a window."
-        )
-    return {"window_size": None} if first == layers else _window_keys(config)
+    if config.get("layer_types") is None:
+        first = config.get("max_window_layers") or 0
+        kinds = ["full_attention", "sliding_attention"]
+        layers = range(config["num_hidden_layers"])
+        config = {**config, "layer_types": [kinds[layer >= first] for layer in layers]}
+    return _window_keys(config)
 
 
 def _switched_window_config(keys: Config) -> dict[str, Any]:
-    window = _window_config(keys)
-    used = window["sliding_window"] is not None
-    return window | {"use_sliding_window": used} | ({"max_window_layers": 0} if used else {})
+    layers = windowed_layers(keys)
+    if not any(layers):
+        return {"use_sliding_window": False}
+    kinds = ["full_attention", "sliding_attention"]
+    return _window_config(keys) | {
+        "use_sliding_window": True,
+        "max_window_layers": layers.index(1),
+        "layer_types": [kinds[windowed] for windowed in layers],
+    }
 
 
 # Qwen's, which a key of its own switches on
@@ -151,6 +196,55 @@ SWITCHED_WINDOW = Part(
     _switched_window_keys,
     _switched_window_config,
 )
+
+
+def _expert_layers_keys(config: Config) -> dict[str, Any]:
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    pattern = [
+        int(layer not in dense and (layer + 1) % step == 0)
+        for layer in range(config["num_hidden_layers"])
+    ]
+    if not any(pattern):
+        raise Unsupported(
+            f"decoder_sparse_step={step} and mlp_only_layers={list(dense)} leave no layer with "
+            "experts."
+        )
+    return {} if all(pattern) else {"moe_layer_freq": pattern}
+
+
+def _expert_layers_config(keys: Config) -> dict[str, Any]:
+    if not keys["num_moe_experts"]:
+        return {}
+    pattern = expert_layers(keys)
+    dense = [layer for layer, experts in enumerate(pattern) if not experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+# Qwen's: some layers may have one MLP instead
+EXPERT_LAYERS = Part(
+    ("decoder_sparse_step", "mlp_only_layers"), _expert_layers_keys, _expert_layers_config
+)
+
+
+def _number_of_experts_keys(config: Config) -> dict[str, Any]:
+    return {"num_moe_experts": config.get("num_experts") or config.get("num_local_experts")}
+
+
+# transformers 5 has another name for it inside.
+NUMBER_OF_EXPERTS = Part(
+    ("num_experts", "num_local_experts"),
+    _number_of_experts_keys,
+    lambda keys: {"num_experts": keys["num_moe_experts"]},
+)
+QWEN_EXPERTS = {
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "num_experts_per_tok": "moe_router_topk",
+}
+# Whether the weights of the chosen experts add up to 1
+NORMALIZED_WEIGHTS: dict[Any, dict[str, Any]] = {
+    True: {"moe_router_pre_softmax": False},
+    False: {"moe_router_pre_softmax": True},
+}
 
 # --- names of weights ---
 
@@ -175,4 +269,15 @@ MLP: dict[str, Rule] = {
 QUERY_KEY_NORM: dict[str, Rule] = {
     "self_attention.q_layernorm.": whole("self_attn.q_norm."),
     "self_attention.k_layernorm.": whole("self_attn.k_norm."),
+}
+_EXPERT = "mlp.experts.{expert}."
+# Beside layers with one MLP
+EXPERTS: dict[str, Rule] = {
+    "mlp.router.": whole("mlp.gate."),
+    "mlp.experts.experts.linear_fc1.": joined(_EXPERT + "gate_proj.", _EXPERT + "up_proj."),
+    "mlp.experts.experts.linear_fc2.": whole(_EXPERT + "down_proj."),
+    "pre_mlp_layernorm.": whole("post_attention_layernorm.", beside="mlp.gate.weight"),
+    "mlp.linear_fc1.layer_norm_": whole(
+        "post_attention_layernorm.", beside="mlp.down_proj.weight"
+    ),
 }

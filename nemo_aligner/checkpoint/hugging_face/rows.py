@@ -45,10 +45,13 @@ class Rule:
     Attributes:
         names: of the tensors of Hugging Face.
         transposed: whether Hugging Face stores the matrices transposed (GPT-2 does).
+        beside: a tensor of Hugging Face, with its kind, that a layer must have for the rule to
+            apply to it; None: it applies to all.
     """
 
     names: Sequence[str]
     transposed: bool = False
+    beside: str | None = None
 
     def runs(self, rows: int, heads: Heads) -> list[Run]:
         """The runs of a tensor of Megatron Core with `rows` rows, in its order."""
@@ -85,9 +88,9 @@ class _Attention(Rule):
         ]
 
 
-def whole(name: str, transposed: bool = False) -> Rule:
+def whole(name: str, transposed: bool = False, beside: str | None = None) -> Rule:
     """The tensor `name` as it is."""
-    return Rule((name,), transposed)
+    return Rule((name,), transposed, beside)
 
 
 def joined(*names: str) -> Rule:

@@ -6,6 +6,7 @@
 needs, through it.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -242,6 +243,10 @@ class FolderWeights:
 
     def _shape(self, place: Place) -> tuple[int, ...] | None:
         """Shape of the tensor at `place`; None: the folder has none of its parts."""
+        if place.rule.beside is not None:
+            beside = self.layout.name(place.rule.beside, dataclasses.replace(place, kind=""))
+            if beside not in self._with_base:
+                return None
         names = [self.layout.name(template, place) for template in place.rule.names]
         there = [name for name in names if name in self._with_base]
         if not there:
