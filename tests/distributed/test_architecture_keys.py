@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.training.megatron_steps import forward_collect
 from tests.distributed.launcher import progress, run_ranks
-from tests.distributed.test_quick_splits import updates
+from tests.distributed.test_quick_splits import actor_of, update, updates
 from tests.tiny_models import tiny_config
 
 DENSE = {
@@ -62,7 +62,7 @@ CASES = {
 }
 
 
-def numbers(nemo: str, **split) -> dict:
+def compute(nemo: str, **split) -> dict:
     """What `updates` gives, and greedy responses; all ranks call it."""
     from nemo_aligner.checkpoint import nemo_archive
     from nemo_aligner.generation import GenerationParams, MegatronGenerator
@@ -95,7 +95,7 @@ def at_each(nemo: str, splits: dict) -> dict:
 
     results = {}
     for name, split in splits.items():
-        results[name] = numbers(nemo, **split)
+        results[name] = compute(nemo, **split)
         progress(name)
         destroy_model_parallel()  # the ranks stay
     return results
@@ -109,10 +109,59 @@ def test_two_ranks_compute_as_one_does(tiny_tokenizer_dir, tmp_path, case):
     keys, splits = CASES[case]
     nemo = str(tmp_path / "policy.nemo")
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **keys)).save_to(nemo)
-    one = numbers(nemo)
+    one = compute(nemo)
     for rank in run_ranks(at_each, 2, 120, nemo, splits):
         for split in splits:
             for name in one:
                 torch.testing.assert_close(
                     rank[split][name], one[name], rtol=1e-5, atol=1e-5, msg=f"{split} {name}"
                 )
+
+
+def across_a_checkpoint(nemo: str, folder: str, save: bool, **split) -> list[float]:
+    """Numbers of the update behind a checkpoint: `save` it after two updates, or load it. All
+    ranks call it.
+    """
+    from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+
+    job = actor_of(nemo, **split)
+    callback = CheckpointCallback(folder, *job, name="policy", save_nemo_on_train_end=False)
+    if save:
+        for _ in range(2):
+            update(*job)
+        callback.custom_save({}, is_train_end=True, trainer_state={"step": 2})
+    else:
+        assert callback.load_latest() == {"step": 2}
+    return update(*job)
+
+
+def resumed_at_each(nemo: str, folder: str, splits: dict) -> dict:
+    from megatron.core.parallel_state import destroy_model_parallel
+
+    results = {}
+    for name, split in splits.items():
+        loaded = across_a_checkpoint(nemo, f"{folder}/one rank", False, **split)
+        destroy_model_parallel()
+        saved = across_a_checkpoint(nemo, f"{folder}/{name}", True, **split)
+        destroy_model_parallel()
+        results[name] = loaded, saved
+        progress(name)
+    return results
+
+
+@pytest.mark.timeout(400)
+def test_a_model_of_unlike_layers_resumes_at_another_split(tiny_tokenizer_dir, tmp_path):
+    """A checkpoint names its layers otherwise than that of a uniform model."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    nemo = str(tmp_path / "policy.nemo")
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **EXPERTS)).save_to(nemo)
+    expected = across_a_checkpoint(nemo, str(tmp_path / "one rank"), True)
+    splits = {name: CASES["experts"][1][name] for name in ("PP2", "EP2")}
+    for rank in run_ranks(resumed_at_each, 2, 120, nemo, str(tmp_path), splits):
+        for name in splits:
+            for numbers in rank[name]:
+                assert numbers == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+    for name in splits:
+        again = across_a_checkpoint(nemo, str(tmp_path / name), False)
+        assert again == pytest.approx(expected, rel=1e-5, abs=1e-6), name

@@ -23,14 +23,10 @@ SPLITS = {
 }
 
 
-def updates(nemo: str, **split) -> dict:
-    """Loss, gradient norm and ratio of two updates, and the log-probs of all samples after them;
-    all ranks call it.
-    """
+def actor_of(nemo: str, **split) -> tuple:
+    """An actor with the weights of `nemo`, its optimizer and its schedule; all ranks call it."""
     from nemo_aligner.checkpoint import nemo_archive
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-    from nemo_aligner.parallel import parallel_state
-    from nemo_aligner.training.update import optimizer_step
 
     sampling = {**PPO["sampling_params"], "temperature": 0.8}
     ppo = {**PPO, "sampling_params": sampling}
@@ -38,30 +34,47 @@ def updates(nemo: str, **split) -> dict:
         nemo_archive.read_config(nemo), {"ppo": ppo, "micro_batch_size": 1}, split
     )
     actor = MegatronGPTActorModel.restore_from(nemo, override_config_path=cfg)
-    optimizer, scheduler = actor.setup_megatron_optimization(max_steps=10)
+    return actor, *actor.setup_megatron_optimization(max_steps=10)
+
+
+def global_batch() -> dict[str, torch.Tensor]:
+    """The samples of all ranks."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.tensor([11, 5, 8, 4])
     columns = torch.arange(WIDTH - 1)
-    batch = {
+    return {
         "response_tokens": torch.randint(0, 300, (SAMPLES, WIDTH), generator=generator),
         "is_end": torch.tensor([True, True, False, True]),
         "mask": ((columns >= 2) & (columns < lengths[:, None] - 1)).float(),
         "advantages": torch.randn(SAMPLES, WIDTH - 1, generator=generator),
         "prev_logprobs": -5.5 + 0.3 * torch.randn(SAMPLES, WIDTH - 1, generator=generator),
     }
-    tokens = batch["response_tokens"]
+
+
+def update(actor, optimizer, scheduler) -> list[float]:
+    """Loss, gradient norm and ratio of one update; all ranks call it."""
+    from nemo_aligner.parallel import parallel_state
+    from nemo_aligner.training.update import optimizer_step
+
     size, rank = (
         parallel_state.get_data_parallel_world_size(),
         parallel_state.get_data_parallel_rank(),
     )
-    batch = {key: value.chunk(size)[rank] for key, value in batch.items()}
-    steps = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        actor.prepare_for_training_step()
-        loss, metrics = actor.get_loss_and_metrics(batch)
-        steps.append([loss, optimizer_step(optimizer, scheduler, 1.0), metrics["ppo_ratio"]])
+    batch = {key: value.chunk(size)[rank] for key, value in global_batch().items()}
+    optimizer.zero_grad()
+    actor.prepare_for_training_step()
+    loss, metrics = actor.get_loss_and_metrics(batch)
+    return [loss, optimizer_step(optimizer, scheduler, 1.0), metrics["ppo_ratio"]]
+
+
+def updates(nemo: str, **split) -> dict:
+    """What `update` gives, twice, and the log-probs of all samples after them; all ranks call
+    it.
+    """
+    actor, optimizer, scheduler = actor_of(nemo, **split)
+    steps = [update(actor, optimizer, scheduler) for _ in range(2)]
     actor.set_eval()
+    tokens = global_batch()["response_tokens"]
     return {"steps": torch.tensor(steps), "logprobs": actor.get_inference_log_probs(tokens)}
 
 
