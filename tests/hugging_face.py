@@ -322,6 +322,16 @@ FOLDERS: dict[str, Callable[[], torch.nn.Module]] = {
 } | {
     "Llama, odd sizes": causal_lm("Llama", **ODD),
     "Qwen 2, odd sizes, tied": causal_lm("Qwen2", **ODD, tie_word_embeddings=True),
+    "Llama 2, YaRN with a given scale": causal_lm(
+        "Llama",
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=10000.0,
+            factor=4.0,
+            original_max_position_embeddings=300,
+            attention_factor=1.25,
+        ),
+    ),
     "Qwen 3 MoE, experts in one layer": causal_lm(
         "Qwen3Moe",
         mlp_only_layers=[0],

@@ -19,6 +19,10 @@ SPLITS = {
     "EP2": {"expert_model_parallel_size": 2},
 }
 
+EXPERTS = ("Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "Qwen 3 MoE, experts in one layer")
+# Their first layer has no experts, and each stage must have one that has.
+NOT_AT = {"PP2": ("Qwen 2 MoE", "Qwen 3 MoE, experts in one layer")}
+
 
 def logits(folder: str, split: dict) -> torch.Tensor | None:
     """float32 `[B, S, V]` on ranks of the last stage, else None; all ranks call it."""
@@ -47,7 +51,7 @@ def at_each(folders: dict[str, str], splits: dict[str, dict]) -> dict:
     results = {}
     for split, keys in splits.items():
         for name, folder in folders.items():
-            if split == "EP2" and name not in ("Mixtral", "Qwen 2 MoE", "Qwen 3 MoE"):
+            if name in NOT_AT.get(split, ()) or (split == "EP2" and name not in EXPERTS):
                 continue
             results[split, name] = logits(folder, keys)
             progress(f"{split} {name}")

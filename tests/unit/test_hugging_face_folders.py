@@ -150,17 +150,6 @@ def _edit(folder, **keys):
         ({"hidden_act": "mish"}, "hidden_act='mish'"),
         ({"attention_bias": True}, "attention_bias=True"),
         (
-            {
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "factor": 4.0,
-                    "rope_theta": 1e4,
-                    "attention_factor": 1.5,
-                }
-            },
-            "attention_factor=1.5",
-        ),
-        (
             {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_parameters": None},
             "rope_type='dynamic'",
         ),

@@ -4,6 +4,7 @@
 experts.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,11 +98,6 @@ def _rope_keys(config: Config) -> dict[str, Any]:
 
 
 def _yarn_keys(given: Config, config: Config) -> dict[str, Any]:
-    if given.get("attention_factor") is not None:
-        raise Unsupported(
-            f"rope_parameters.attention_factor={given['attention_factor']} is not supported with "
-            "yarn; Megatron Core computes it from the factor, mscale and mscale_all_dim."
-        )
     original = given.get("original_max_position_embeddings")
     keys: dict[str, Any] = {
         "position_embedding_type": "yarn",
@@ -112,7 +108,24 @@ def _yarn_keys(given: Config, config: Config) -> dict[str, Any]:
     for name, key in YARN.items():
         if given.get(name) is not None:
             keys[key] = float(given[name])
+    if not (keys.get("yarn_mscale") and keys.get("yarn_mscale_all_dim")):
+        keys["yarn_mscale"] = keys["yarn_mscale_all_dim"] = None
+    attention_factor = given.get("attention_factor")
+    if attention_factor is not None:
+        # Queries and keys are multiplied by 1 + 0.1 mscale ln(factor), which the second key would
+        # divide.
+        keys["yarn_mscale"] = (attention_factor - 1) / (0.1 * math.log(given["factor"]))
+        keys["yarn_mscale_all_dim"] = 0.0
     return keys
+
+
+def _yarn_config(keys: Config) -> dict[str, Any]:
+    given = {name: keys[key] for name, key in YARN.items() if keys[key] is not None}
+    if given.get("mscale_all_dim") == 0 and "mscale" in given:
+        factor = math.log(float(keys["yarn_rotary_scaling_factor"]))
+        del given["mscale_all_dim"]
+        given["attention_factor"] = 1 + 0.1 * given.pop("mscale") * factor
+    return given
 
 
 def _rope_config(keys: Config) -> dict[str, Any]:
@@ -127,7 +140,7 @@ def _rope_config(keys: Config) -> dict[str, Any]:
             "factor": float(keys["yarn_rotary_scaling_factor"]),
             "original_max_position_embeddings": keys["yarn_original_max_position_embeddings"],
             "truncate": keys["yarn_correction_range_round_to_int"],
-            **{name: keys[key] for name, key in YARN.items() if keys[key] is not None},
+            **_yarn_config(keys),
         }
     # Both forms: transformers before 5 reads the second one only.
     result: dict[str, Any] = {"rope_theta": float(keys["rotary_base"])}
