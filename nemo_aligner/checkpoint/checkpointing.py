@@ -4,6 +4,8 @@
 
     <log dir>/checkpoints/<filename with metrics>/
         weights/             model, optimizer and schedule; loads at another TP / PP / DP
+        model_config.yaml    the model's configuration, with the tokenizer's files beside it, as in
+                             a `.nemo`: the folder can be used like one
         rng/rank_00000.pt    random-number states of each rank
         state.json           counters of the trainer, monitored metrics, number of the save
         COMPLETE             written last; a folder without it is ignored and removed
@@ -29,6 +31,8 @@ from nemo.utils import logging
 from nemo_aligner.checkpoint import dist_ckpt
 from nemo_aligner.checkpoint.dist_ckpt import barrier
 from nemo_aligner.checkpoint.folders import (
+    CHECKPOINT_WEIGHTS,
+    CHECKPOINTS,
     MARKER,
     STATE_FILE,
     WRITING_SUFFIX,
@@ -60,6 +64,9 @@ class CheckpointedModel(Protocol):
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo`."""
+
+    def save_config_to(self, folder: Path) -> None:
+        """Write the configuration and the tokenizer, as a `.nemo` has them, on this rank."""
 
 
 class CheckpointCallback:
@@ -94,7 +101,7 @@ class CheckpointCallback:
         always_save_nemo: bool = False,
         enabled: bool = True,
     ):
-        self.root = Path(log_dir) / "checkpoints"
+        self.root = Path(log_dir) / CHECKPOINTS
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -147,10 +154,10 @@ class CheckpointCallback:
         if rank_zero:
             for leftover in self.root.glob("*" + WRITING_SUFFIX):
                 shutil.rmtree(leftover)
-            (writing / "weights").mkdir(parents=True)
+            (writing / CHECKPOINT_WEIGHTS).mkdir(parents=True)
             (writing / "rng").mkdir()
         barrier()
-        dist_ckpt.save(self._sharded_state(is_loading=False), writing / "weights")
+        dist_ckpt.save(self._sharded_state(is_loading=False), writing / CHECKPOINT_WEIGHTS)
         torch.save(_rng_state(), writing / "rng" / f"rank_{parallel_state.get_rank():05d}.pt")
         barrier()
         if rank_zero:
@@ -158,6 +165,7 @@ class CheckpointCallback:
             number = previous[-1][1]["save_number"] + 1 if previous else 0
             text = json.dumps({"save_number": number, **state}, indent=1)
             (writing / STATE_FILE).write_text(text)
+            self.model.save_config_to(writing)
             (writing / MARKER).touch()
             if folder.exists():
                 shutil.rmtree(folder)
@@ -233,7 +241,7 @@ class CheckpointCallback:
         return stored["trainer"]
 
     def _load(self, folder: Path) -> None:
-        weights_folder = str(folder / "weights")
+        weights_folder = str(folder / CHECKPOINT_WEIGHTS)
         state = self._sharded_state(is_loading=True)
         # By itself: it may read weights that the model reads too.
         own = {"optimizer": state.pop("optimizer")}

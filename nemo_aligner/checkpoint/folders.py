@@ -17,6 +17,8 @@ from nemo.utils import logging
 MARKER = "COMPLETE"  # written last; a folder without it is ignored
 STATE_FILE = "state.json"
 WRITING_SUFFIX = ".writing"
+CHECKPOINTS = "checkpoints"  # in the folder of a job
+CHECKPOINT_WEIGHTS = "weights"  # in a checkpoint
 
 Checkpoint = tuple[Path, dict[str, Any]]  # a complete folder and the contents of its state.json
 
@@ -70,6 +72,19 @@ def complete_checkpoints(root: Path) -> list[Checkpoint]:
     found = [(path, read_state(path)) for path in root.iterdir() if path.is_dir()]
     complete = [(path, state) for path, state in found if state is not None]
     return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"])
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a job.
+
+    Args:
+        folder: of the job, or its folder of checkpoints.
+    """
+    for root in (folder / CHECKPOINTS, folder):
+        found = complete_checkpoints(root)
+        if found:
+            return found[-1][0]
+    return None
 
 
 def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int) -> str | None:

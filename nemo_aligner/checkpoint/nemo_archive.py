@@ -6,7 +6,8 @@
     <tokenizer files>    SentencePiece model, or the folder of a Hugging Face tokenizer
     model_weights/       Megatron Core distributed checkpoint; loads at any TP / PP / DP
 
-Folders of NeMo 2.0 are read too, and weights in NeMo's older forms (`checkpoint.forms`). Reading
+Checkpoint folders of jobs (`checkpointing.py`), which hold the first two beside `weights/`, and
+folders of NeMo 2.0 are read too, and weights in NeMo's older forms (`checkpoint.forms`). Reading
 the configuration or the tokenizer does not unpack the weights.
 
 What is written loads in NeMo-Aligner's NeMo (2.1). There, `tokenizer.type` is the name or folder
@@ -35,6 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint import dist_ckpt, forms, nemo2
 from nemo_aligner.checkpoint.dist_ckpt import barrier
+from nemo_aligner.checkpoint.folders import CHECKPOINT_WEIGHTS, MARKER
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.rank_files import RankFiles
 from nemo_aligner.checkpoint.stored_weights import SourceWeights, StoredWeights, TorchDistWeights
@@ -94,7 +96,11 @@ def check_restore_path(
         )
     if path.is_dir():
         if not nemo2.is_folder(path) and not (path / CONFIG_FILE).is_file():
-            for file, form in (("config.json", "hugging_face"), (forms.BACKEND_FILE, "training")):
+            for file, form in (
+                ("config.json", "hugging_face"),
+                (forms.BACKEND_FILE, "training"),
+                (MARKER, "training"),
+            ):
                 if (path / file).is_file():
                     raise forms.refusal(form, f"{key}={path}")
             raise UserError(
@@ -222,6 +228,8 @@ def stored_weights(path: str | Path) -> Iterator[StoredWeights]:
 
 def _weights_in(folder: Path, path: Path) -> StoredWeights:
     """The weights in `folder`, unpacked from the `.nemo` at `path`."""
+    if (folder / MARKER).is_file():  # a checkpoint of a job
+        return TorchDistWeights(folder / CHECKPOINT_WEIGHTS)
     weights = folder / WEIGHTS_FOLDER
     backend = weights / forms.BACKEND_FILE
     form = forms.form_of_weights(
@@ -346,6 +354,13 @@ def _with_attention_states(sharded_weights: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def write_config(folder: Path, config: DictConfig) -> None:
+    """Write the configuration of a model and its tokenizer's files into `folder`; one rank calls
+    it.
+    """
+    OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
+
+
 def write_nemo(
     path: str | Path,
     config: DictConfig,
@@ -373,7 +388,7 @@ def write_nemo(
     dist_ckpt.save(_with_attention_states(sharded_weights), folder / WEIGHTS_FOLDER)
     barrier()
     if rank_zero:
-        OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
+        write_config(folder, config)
         if path.is_dir():
             shutil.rmtree(path)
         if as_directory:
