@@ -159,13 +159,12 @@ def _with_models(
     from nemo_aligner.evaluate.sources import responses_of_policy
     from nemo_aligner.generate.policy import quiet_logs
     from nemo_aligner.generate.prompts import ChatForm
-    from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
+    from nemo_aligner.launch.processes import resolve_and_create_trainer
 
     quiet_logs()
     # First, so that a mistake ends the command before a policy has generated.
     rm_cfg = None if is_function(args.reward) else reward_model_settings(args.reward, cfg)
     trainer = resolve_and_create_trainer(cfg)
-    init_distributed(trainer)
     form = ChatForm(args.chat, args.system)
     responses = [
         files[source]

@@ -89,13 +89,14 @@ def reward_model_settings(reward: str, cfg: DictConfig) -> DictConfig:
 
 
 def model_rewards(
-    rm_cfg: DictConfig, trainer: "Trainer", sides: Sequence[Sequence[Response]]
+    rm_cfg: DictConfig, trainer: "Trainer | None", sides: Sequence[Sequence[Response]]
 ) -> list[list[float]]:
     """The rewards that a reward model gives to the responses of each policy; all ranks call it,
     and rank 0 gets them.
 
     Args:
         rm_cfg: from `reward_model_settings`.
+        trainer: as in `generate.policy.load_policy`.
 
     Raises:
         UserError: it is no reward model, or a sample is longer than it reads.
@@ -104,7 +105,7 @@ def model_rewards(
     from nemo_aligner.config.rules import check_values
     from nemo_aligner.config.server_rules import check_one_reward_per_sample
     from nemo_aligner.generate.policy import check_same_weights, model_config
-    from nemo_aligner.launch.processes import init_distributed
+    from nemo_aligner.launch.processes import launch_processes
     from nemo_aligner.launch.reward_models import load_reward_model
     from nemo_aligner.parallel import parallel_state
     from nemo_aligner.servers.scoring import Scorer
@@ -114,7 +115,7 @@ def model_rewards(
     check_values(rm_cfg, "inference_rm", complete=True)  # again, now with what the file says
     rm_cfg.model = complete_model(rm_cfg.model, "inference_rm")
     check_one_reward_per_sample(rm_cfg.model)
-    init_distributed(trainer)
+    launch_processes(trainer)
     model = load_reward_model(rm_cfg.model, trainer, path, "--reward")
     scorer = Scorer(
         lambda tokens, lengths, _starts: {"rewards": model.infer((tokens, lengths))},

@@ -87,9 +87,11 @@ def main(argv: list[str] | None = None) -> None:
     check_config(cfg, "generate")
     form = ChatForm.of_options(args.chat, args.plain, args.system, terminal=args.prompts is None)
 
-    from nemo_aligner.generate.policy import load_policy
+    from nemo_aligner.generate.policy import load_policy, quiet_logs
+    from nemo_aligner.launch.processes import resolve_and_create_trainer
 
-    policy = load_policy(cfg)
+    quiet_logs()
+    policy = load_policy(cfg, resolve_and_create_trainer(cfg))
     if args.prompts is None:
         from nemo_aligner.generate.terminal import converse
 

@@ -21,7 +21,7 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.generate.settings import RESTORE_KEY
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
+from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.servers.control_group import ControlGroup
 
@@ -52,17 +52,16 @@ class Policy:
     group: ControlGroup
 
 
-def load_policy(cfg: DictConfig, trainer: Trainer | None = None) -> Policy:
+def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
     """The policy that a configuration of `conf/generate.yaml` names; every rank calls it.
 
     Args:
         cfg: checked (`config.checks.check_config`).
-        trainer: of this process, if it has one already.
+        trainer: of this job; None in a process that has joined its group already.
 
     Raises:
         UserError: no policy can be loaded from there, or it does not fit the settings.
     """
-    quiet_logs()
     cfg = cfg.copy()
     path = newest_weights(cfg.pretrained_checkpoint.restore_from_path, RESTORE_KEY)
     cfg.model = model_config(path, cfg.model)
@@ -72,9 +71,7 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None = None) -> Policy:
     check_values(cfg, "generate", complete=True)  # again, now with what the checkpoint says
     cfg.model = complete_model(cfg.model, "generate")
     cfg.trainer.precision = cfg.model.precision
-    if trainer is None:
-        trainer = resolve_and_create_trainer(cfg)
-    init_distributed(trainer)
+    launch_processes(trainer)
     group = ControlGroup()
     check_same_weights(group, path)
     model = load_from_nemo(MegatronGPTModel, cfg.model, trainer, restore_path=path)

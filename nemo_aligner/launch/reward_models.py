@@ -14,7 +14,7 @@ from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 
 
 def load_reward_model(
-    model_cfg: DictConfig, trainer: Trainer, restore_path: Path, key: str
+    model_cfg: DictConfig, trainer: Trainer | None, restore_path: Path, key: str
 ) -> MegatronGPTRewardModel:
     """The reward model in `restore_path`; every rank calls it.
 
