@@ -93,8 +93,10 @@ def main(argv: list[str] | None = None) -> None:
 
     from nemo_aligner.config.checks import check_config
     from nemo_aligner.evaluate.sources import check_sources, read_files
+    from nemo_aligner.generate.responses import check_writable
 
     check_sources(sources, args.prompts)
+    check_writable(Path(args.out) / "evaluation.html")
     check_config(cfg, "evaluate")
     evaluate(cfg, sources, args, read_files(sources))
 
@@ -118,10 +120,7 @@ def evaluate(
     names = distinct_names(sources)
     if len(files) == len(sources) == 2:  # before a model is loaded
         check_pairs(files[sources[0]], files[sources[1]], names)
-    by_function = is_function(args.reward)
-    needs_models = len(files) < len(sources) or not by_function
-    if by_function and not needs_models and not is_rank_zero():
-        return
+    needs_models = len(files) < len(sources) or not is_function(args.reward)
     responses, rewards = (
         _with_models(cfg, sources, args, files)
         if needs_models

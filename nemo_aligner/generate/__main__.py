@@ -81,9 +81,10 @@ def main(argv: list[str] | None = None) -> None:
     from nemo_aligner.generate.prompts import ChatForm
 
     if args.prompts is not None:
-        from nemo_aligner.generate.responses import check_prompts
+        from nemo_aligner.generate.responses import check_writable, read_prompts
 
-        check_prompts(args.prompts)  # before anything expensive
+        read_prompts(args.prompts)  # before anything expensive
+        check_writable(args.out)
     check_config(cfg, "generate")
     form = ChatForm.of_options(args.chat, args.plain, args.system, terminal=args.prompts is None)
 

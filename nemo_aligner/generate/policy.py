@@ -6,7 +6,6 @@ import logging as python_logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Trainer
 from nemo.utils import logging
 from omegaconf import DictConfig
@@ -20,7 +19,11 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.generate.settings import RESTORE_KEY
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
-from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+from nemo_aligner.launch.model_loading import (
+    load_and_override_model_config,
+    load_checkpoint_model_config,
+    load_from_nemo,
+)
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.servers.control_group import ControlGroup
@@ -64,8 +67,8 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
     """
     cfg = cfg.copy()
     path = newest_weights(cfg.pretrained_checkpoint.restore_from_path, RESTORE_KEY)
+    refuse_heads(path)
     cfg.model = model_config(path, cfg.model)
-    refuse_heads(path, cfg.model)
     if cfg.length_params.max_length is None:
         cfg.length_params.max_length = max(cfg.model.encoder_seq_length // 2, 1)
     check_values(cfg, "generate", complete=True)  # again, now with what the checkpoint says
@@ -119,9 +122,9 @@ def model_config(path: Path, given: DictConfig) -> DictConfig:
     return load_and_override_model_config(path, given)
 
 
-def refuse_heads(path: Path, model_cfg: DictConfig) -> None:
+def refuse_heads(path: Path) -> None:
     """Raise `UserError` if the model is a reward model or a critic: it has no output layer."""
-    name = str(model_cfg.get("target") or "").rpartition(".")[2]
+    name = str(load_checkpoint_model_config(path).get("target") or "").rpartition(".")[2]
     if any(part in name for part in WITH_HEADS):
         raise UserError(
             f"{path} holds a {name}, which gives rewards or values and cannot generate; name a "
@@ -148,7 +151,6 @@ def quiet_logs() -> None:
         python_logging.getLogger(name).setLevel(python_logging.WARNING)
 
 
-@torch.no_grad()
 def free(policy: Policy) -> None:
     """Give the memory of a policy's weights back."""
     policy.generator.model.clear()

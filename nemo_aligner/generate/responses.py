@@ -38,11 +38,6 @@ class Response:
     tokenizer: str | None = None
 
 
-def check_prompts(path: str | Path) -> None:
-    """Raise `UserError` unless `path` is a readable file of prompts."""
-    read_prompts(path)
-
-
 def read_prompts(path: str | Path) -> list[str]:
     """The prompts of a file with lines `{"text": prompt}`.
 
@@ -96,6 +91,21 @@ def write_responses(path: str | Path, responses: Iterable[Response]) -> None:
     with replaced(path) as file:
         for response in responses:
             file.write(json.dumps(dataclasses.asdict(response), ensure_ascii=False) + "\n")
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise `UserError` if a file cannot be written at `path`; nothing is created."""
+    path = Path(path).absolute()
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    why = None
+    if path.is_dir():
+        why = "it is a folder"
+    elif not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = f"{folder} is no folder that can be written to"
+    if why is not None:
+        raise UserError(f"{path} cannot be written: {why}; give another place.")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@
 import contextlib
 import dataclasses
 import importlib
+import io
 import signal
 import sys
 from collections.abc import Callable
@@ -53,6 +54,8 @@ def converse(policy: Policy, form: ChatForm) -> None:
             if first:
                 print(f"({error})", file=sys.stderr, flush=True)
             continue
+        except KeyboardInterrupt:  # within a response, where other ranks wait for this one
+            raise SystemExit(130) from None
         turn += 1
         if chat:
             messages = [*asked, {"role": "assistant", "content": response}]
@@ -62,6 +65,8 @@ def _greet(policy: Policy, chat: bool) -> None:
     kind = "in the tokenizer's chat template" if chat else "each line is a prompt of its own"
     commands = f"{NEW} starts a new conversation, {EXIT} ends it" if chat else f"{EXIT} ends it"
     print(f"{policy.path}: {kind}; {commands}.", file=sys.stderr, flush=True)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text end nothing
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # arrows and history at the prompt
 

@@ -16,6 +16,7 @@ import torch
 from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
 from nemo.utils import logging
+from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import UserError
@@ -28,6 +29,7 @@ from nemo_aligner.generation import GenerationParams
 from nemo_aligner.generation.streaming import TextStream
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests.naive_generation import naive_generate
 from tests.tiny_models import tiny_config
 
@@ -36,6 +38,7 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
+ENDS = tuple("abcdefgh")  # letters that end a response, so that some do
 SHORT = ("trainer.accelerator=cpu", "length_params.max_length=9")
 
 
@@ -99,11 +102,14 @@ def test_a_file_of_prompts_is_generated_as_naively(model, nemo, prompts, tmp_pat
     out = tmp_path / "new" / "out.jsonl"
     settings = [*SHORT, "responses_per_prompt=2", "micro_batch_size=3", "model.seed=11"]
     settings += ["sampling_params.temperature=0.7", "sampling_params.top_k=40"]
+    settings += [f"sampling_params.end_strings=[{','.join(ENDS)}]"]
     main([nemo, "--prompts", prompts, "--out", str(out), *settings])
     assert "8 responses" in capsys.readouterr().out
     records = lines(out)
     assert [record["prompt"] for record in records] == [text for text in PROMPTS for _ in "12"]
-    params = GenerationParams(max_length=9, min_length=1, temperature=0.7, top_k=40)
+    params = GenerationParams(
+        max_length=9, min_length=1, temperature=0.7, top_k=40, end_strings=ENDS
+    )
     tokenizer = model.tokenizer
     assert sum(record["is_end"] for record in records) not in (0, len(records))
     for number, record in enumerate(records):
@@ -177,8 +183,9 @@ def test_a_job_generates_with_its_newest_checkpoint(tiny_tokenizer_dir, prompts,
         ("newest", newest),
         ("older", older),
     ):
-        main([str(path), "--prompts", prompts, "--out", str(tmp_path / name), *SHORT])
-        found[name] = [record["response_tokens"] for record in lines(tmp_path / name)]
+        out = tmp_path / f"{name}.jsonl"
+        main([str(path), "--prompts", prompts, "--out", str(out), *SHORT])
+        found[name] = [record["response_tokens"] for record in lines(out)]
     assert found["nemo"] == found["job"] == found["checkpoints"] == found["newest"]
     assert found["older"] != found["newest"]
     (older / "model_config.yaml").unlink()  # as older versions wrote them
@@ -195,7 +202,15 @@ def tokenizers(tiny_tokenizer, tiny_sentencepiece_model):
     return {
         "huggingface": tiny_tokenizer,
         "sentencepiece": SentencePieceTokenizer(tiny_sentencepiece_model),
-        "legacy": SentencePieceTokenizer(tiny_sentencepiece_model, legacy=True),
+        "legacy": build_tokenizer(
+            OmegaConf.create(
+                {
+                    "library": "sentencepiece",
+                    "model": tiny_sentencepiece_model,
+                    "sentencepiece_legacy": True,
+                }
+            )
+        ),
         "bytes": ByteLevelTokenizer({"bos_token": "<bos>", "eos_token": "<eos>"}),
     }
 
@@ -238,12 +253,12 @@ def test_a_text_that_changes_is_shown_to_its_end():
 # ---- the terminal
 
 
-def talk(monkeypatch, capsys, nemo, text, *words) -> tuple[list[str], str]:
-    """The lines that the command prints, and its messages."""
+def talk(monkeypatch, capsys, nemo, text, *words) -> tuple[str, str]:
+    """What the command prints, and its messages."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     main([nemo, *words])
     ended = capsys.readouterr()
-    return ended.out.splitlines(), ended.err
+    return ended.out, ended.err
 
 
 def reply(model, text: str, turn: int, **params) -> str:
@@ -261,7 +276,7 @@ def test_a_conversation_grows_until_it_starts_anew(model, nemo, monkeypatch, cap
     first = reply(model, "<user>hi;<a>", 0)
     second = reply(model, f"<user>hi;<assistant>{first};<user>so?;<a>", 1)
     third = reply(model, "<user>hi;<a>", 2)
-    assert "\n".join(printed) == "\n".join([first, second, third]).rstrip("\n")
+    assert printed == f"{first}\n{second}\n{third}\n"
     assert "chat template" in said and "/new" in said
     assert first != third  # the same question, with another random stream
 
@@ -270,7 +285,7 @@ def test_plain_lines_are_prompts_of_their_own(model, nemo, monkeypatch, capsys):
     words = ("--plain", *SHORT, "sampling_params.use_greedy=True")
     printed, said = talk(monkeypatch, capsys, nemo, "the film\nthe film\n", *words)
     wanted = reply(model, "the film", 0, use_greedy=True)
-    assert "\n".join(printed) == "\n".join([wanted, wanted]).rstrip("\n")
+    assert printed == f"{wanted}\n{wanted}\n"
     assert "each line is a prompt of its own" in said
 
 
@@ -307,7 +322,10 @@ def test_mistakes_are_one_message_each(nemo, prompts, tmp_path, capsys):
         ((nemo, *both, "length_params.max_length=0"), "length_params.max_length=0 must be at"),
         ((nemo, *both, "length_params.max_length=48"), "leaves no room for a prompt"),
         ((nemo, *both, "micro_batch_size=0"), "micro_batch_size=0 must be at least 1"),
-        ((nemo, *both, "trainer={"), "the settings trainer={ cannot be read"),
+        (
+            (nemo, *both, "trainer={"),
+            "the settings trainer={ trainer.accelerator=cpu cannot be read",
+        ),
         (
             (nemo, *both, "responses_per_prompt=2", "sampling_params.use_greedy=True"),
             "responses_per_prompt=2 responses to a prompt would be the same",
@@ -331,10 +349,14 @@ def test_a_reward_model_cannot_generate(tiny_tokenizer_dir, prompts, tmp_path, c
 
 
 def test_a_folder_that_cannot_be_written(nemo, prompts, tmp_path, capsys):
+    """It is found before the policy is loaded."""
     (tmp_path / "file").write_text("")
-    out = tmp_path / "file" / "out.jsonl"
-    message = error_of(capsys, nemo, "--prompts", prompts, "--out", out, *SHORT)
-    assert "out.jsonl cannot be written" in message
+    for out, why in (
+        (tmp_path / "file" / "new" / "out.jsonl", "file is no folder that can be written to"),
+        (tmp_path, "it is a folder"),
+    ):
+        message = error_of(capsys, nemo, "--prompts", prompts, "--out", out, "trainer.devices=9")
+        assert f"{out} cannot be written: {tmp_path / why if 'file' in why else why}" in message
 
 
 def test_a_chat_needs_a_template(tiny_tokenizer, chat_tokenizer_dir):
