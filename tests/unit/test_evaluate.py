@@ -171,7 +171,7 @@ def test_mistakes_are_one_message_each(folder, tmp_path, capsys):
         ((a, "--reward", function, "bootstrap.resample=5"), "did you mean bootstrap.resamples"),
         ((a, "--reward", function, "bootstrap.confidence=2"), "bootstrap.confidence=2 must be"),
         ((a, "--reward", function, "inference.reward_fn_workers=0"), "reward_fn_workers=0 must"),
-        ((a, "--reward", rm, CPU, "reward_model.regresion.x=1"), "did you mean model.regression"),
+        ((a, "--reward", rm, CPU, "reward_model.force_head_typ=x"), "did you mean model.force_h"),
     ):
         with pytest.raises(SystemExit) as ended:
             main([*words, "--out", str(tmp_path / "out")])

@@ -36,7 +36,7 @@ from tests.tiny_models import tiny_config
 PROMPTS = ["the film", "a dull plot and a", "I loved the", "Review: the film was bad."]
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "<{{ m.role[0] }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 ENDS = tuple("abcdefgh")  # letters that end a response, so that some do
 SHORT = ("trainer.accelerator=cpu", "length_params.max_length=9")
@@ -157,7 +157,7 @@ def test_chat_puts_prompts_into_the_template(model, nemo, prompts, tmp_path):
     out = tmp_path / "out.jsonl"
     main([nemo, "--prompts", prompts, "--out", str(out), "--system", "be", *SHORT])
     for record, text in zip(lines(out), PROMPTS, strict=True):
-        wanted = f"<system>be;<user>{text};<a>"
+        wanted = f"<s>be;<u>{text};<a>"
         assert record["prompt"] == text
         assert model.tokenizer.ids_to_text(record["prompt_tokens"]) == wanted
 
@@ -265,7 +265,7 @@ def reply(model, text: str, turn: int, **params) -> str:
     """What the policy says to a whole prompt at a turn of the conversation."""
     ids = model.tokenizer.text_to_ids(text)
     params = GenerationParams(max_length=9, min_length=1, **params)
-    ids, _ = naive_generate(model, ids, _seed(1234, turn, 0), params)
+    ids, _ = naive_generate(model, ids, _seed(1234, turn, 0), params, limit=48)
     return response_text(model.tokenizer, ids[len(model.tokenizer.text_to_ids(text)) :])
 
 
@@ -273,9 +273,9 @@ def test_a_conversation_grows_until_it_starts_anew(model, nemo, monkeypatch, cap
     printed, said = talk(
         monkeypatch, capsys, nemo, "hi\n\nso?\n/new\nhi\n/exit\nnever\n", "--chat", *SHORT
     )
-    first = reply(model, "<user>hi;<a>", 0)
-    second = reply(model, f"<user>hi;<assistant>{first};<user>so?;<a>", 1)
-    third = reply(model, "<user>hi;<a>", 2)
+    first = reply(model, "<u>hi;<a>", 0)
+    second = reply(model, f"<u>hi;<a>{first};<u>so?;<a>", 1)
+    third = reply(model, "<u>hi;<a>", 2)
     assert printed == f"{first}\n{second}\n{third}\n"
     assert "chat template" in said and "/new" in said
     assert first != third  # the same question, with another random stream
