@@ -4,6 +4,8 @@
 
     <log dir>/checkpoints/<filename with metrics>/
         weights/             model, optimizer and schedule; loads at another TP / PP / DP
+        model_config.yaml    the model's configuration, with the tokenizer's files beside it, as in
+                             a `.nemo`: the folder can be used like one
         rng/rank_00000.pt    random-number states of each rank
         state.json           counters of the trainer, monitored metrics, number of the save
         COMPLETE             written last; a folder without it is ignored and removed
@@ -29,9 +31,10 @@ from nemo.utils import logging
 from nemo_aligner.checkpoint import dist_ckpt
 from nemo_aligner.checkpoint.dist_ckpt import barrier
 from nemo_aligner.checkpoint.folders import (
+    CHECKPOINT_WEIGHTS,
+    CHECKPOINTS,
     MARKER,
     STATE_FILE,
-    WEIGHTS,
     WRITING_SUFFIX,
     checkpoints_of_others,
     complete_checkpoints,
@@ -69,6 +72,9 @@ class CheckpointedModel(Protocol):
 
     def save_hugging_face(self, folder: Path, weights: Path) -> None:
         """Write a Hugging Face folder with the weights of a checkpoint."""
+
+    def save_config_to(self, folder: Path) -> None:
+        """Write the configuration and the tokenizer, as a `.nemo` has them, on this rank."""
 
 
 class CheckpointCallback:
@@ -113,7 +119,7 @@ class CheckpointCallback:
         check_save_hf(save_hf)
         if save_hf and enabled:
             model.check_hugging_face()
-        self.root = Path(log_dir) / "checkpoints"
+        self.root = Path(log_dir) / CHECKPOINTS
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -159,7 +165,9 @@ class CheckpointCallback:
         if self.always_save_nemo or (is_train_end and self.save_nemo_on_train_end):
             self.model.save_to(str(self.root / f"{self.name}.nemo"))
         if self.save_hf == EVERY_CHECKPOINT or (is_train_end and self.save_hf):
-            self.model.save_hugging_face(self.root / f"{self.name}-hf", folder / WEIGHTS)
+            self.model.save_hugging_face(
+                self.root / f"{self.name}-hf", folder / CHECKPOINT_WEIGHTS
+            )
         return folder
 
     def _write(self, folder: Path, state: dict[str, Any]) -> None:
@@ -169,10 +177,10 @@ class CheckpointCallback:
         if rank_zero:
             for leftover in self.root.glob("*" + WRITING_SUFFIX):
                 shutil.rmtree(leftover)
-            (writing / WEIGHTS).mkdir(parents=True)
+            (writing / CHECKPOINT_WEIGHTS).mkdir(parents=True)
             (writing / "rng").mkdir()
         barrier()
-        dist_ckpt.save(self._sharded_state(is_loading=False), writing / WEIGHTS)
+        dist_ckpt.save(self._sharded_state(is_loading=False), writing / CHECKPOINT_WEIGHTS)
         torch.save(_rng_state(), writing / "rng" / f"rank_{parallel_state.get_rank():05d}.pt")
         barrier()
         if rank_zero:
@@ -180,6 +188,7 @@ class CheckpointCallback:
             number = previous[-1][1]["save_number"] + 1 if previous else 0
             text = json.dumps({"save_number": number, **state}, indent=1)
             (writing / STATE_FILE).write_text(text)
+            self.model.save_config_to(writing)
             (writing / MARKER).touch()
             if folder.exists():
                 shutil.rmtree(folder)
@@ -265,7 +274,7 @@ class CheckpointCallback:
         return stored["trainer"]
 
     def _load(self, folder: Path) -> None:
-        weights_folder = str(folder / WEIGHTS)
+        weights_folder = str(folder / CHECKPOINT_WEIGHTS)
         state = self._sharded_state(is_loading=True)
         # By itself: it may read weights that the model reads too.
         own = {"optimizer": state.pop("optimizer")}

@@ -19,7 +19,8 @@ from nemo_aligner.checkpoint.forms import CONFIG_FILE
 MARKER = "COMPLETE"  # written last; a folder without it is ignored
 STATE_FILE = "state.json"
 WRITING_SUFFIX = ".writing"
-WEIGHTS = "weights"  # folder of the distributed checkpoint
+CHECKPOINTS = "checkpoints"  # in the folder of a job
+CHECKPOINT_WEIGHTS = "weights"  # in a checkpoint
 
 Checkpoint = tuple[Path, dict[str, Any]]  # a complete folder and the contents of its state.json
 
@@ -92,6 +93,19 @@ def _is_of_others(path: Path) -> bool:
         return False
     tops = ("metadata.json", "common.pt", "mp_rank_*", "tp_rank_*")
     return any(next(path.glob(top), None) is not None for top in tops)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a job.
+
+    Args:
+        folder: of the job, or its folder of checkpoints.
+    """
+    for root in (folder / CHECKPOINTS, folder):
+        found = complete_checkpoints(root)
+        if found:
+            return found[-1][0]
+    return None
 
 
 def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int) -> str | None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nemo_aligner.checkpoint.folders import CHECKPOINT_WEIGHTS, MARKER
 from nemo_aligner.core.errors import UserError
 
 CONFIG_FILE = "model_config.yaml"
@@ -65,6 +66,11 @@ FORMS = {
     "nemo2": Form(
         "NeMo 2.0 folder",
         f"{NEMO2_CONTEXT}/model.yaml or {NEMO2_CONTEXT}/io.json, {NEMO2_WEIGHTS}/",
+        loads=True,
+    ),
+    "checkpoint": Form(
+        "checkpoint folder of a job",
+        f"{CONFIG_FILE}, {CHECKPOINT_WEIGHTS}/, {MARKER}",
         loads=True,
     ),
     "legacy_layers": Form(

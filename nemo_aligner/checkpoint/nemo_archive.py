@@ -6,7 +6,8 @@
     <tokenizer files>    SentencePiece model, or the folder of a Hugging Face tokenizer
     model_weights/       Megatron Core distributed checkpoint; loads at any TP / PP / DP
 
-Folders of NeMo 2.0 are read too, and weights in NeMo's older forms (`checkpoint.forms`). Reading
+Checkpoint folders of jobs (`checkpointing.py`), which hold the first two beside `weights/`, and
+folders of NeMo 2.0 are read too, and weights in NeMo's older forms (`checkpoint.forms`). Reading
 the configuration or the tokenizer does not unpack the weights.
 
 What is written loads in NeMo-Aligner's NeMo (2.1). There, `tokenizer.type` is the name or folder
@@ -37,6 +38,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint import dist_ckpt, forms, hugging_face, nemo2, torch_dist_stream
 from nemo_aligner.checkpoint.dist_ckpt import barrier
+from nemo_aligner.checkpoint.folders import CHECKPOINT_WEIGHTS, MARKER
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.rank_files import RankFiles
 from nemo_aligner.checkpoint.stored_weights import (
@@ -107,7 +109,7 @@ def check_restore_path(
         if not nemo2.is_folder(path) and not (path / CONFIG_FILE).is_file():
             if hugging_face.is_folder(path):
                 return path
-            if (path / forms.BACKEND_FILE).is_file():
+            if (path / forms.BACKEND_FILE).is_file() or (path / MARKER).is_file():
                 raise forms.refusal("training", f"{key}={path}")
             raise UserError(
                 f"{key}={path} is a directory without {CONFIG_FILE}; it is not an unpacked .nemo. "
@@ -250,6 +252,8 @@ def stored_tensors(path: str | Path) -> Iterator[TensorSource]:
 
 def _weights_in(folder: Path, path: Path) -> StoredWeights:
     """The weights in `folder`, unpacked from the `.nemo` at `path`."""
+    if (folder / MARKER).is_file():  # a checkpoint of a job
+        return TorchDistWeights(folder / CHECKPOINT_WEIGHTS)
     weights = folder / WEIGHTS_FOLDER
     backend = weights / forms.BACKEND_FILE
     form = forms.form_of_weights(
@@ -383,6 +387,13 @@ def _with_attention_states(sharded_weights: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def write_config(folder: Path, config: DictConfig) -> None:
+    """Write the configuration of a model and its tokenizer's files into `folder`; one rank calls
+    it.
+    """
+    OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
+
+
 def write_nemo(
     path: str | Path,
     config: DictConfig,
@@ -514,7 +525,7 @@ def _finish(
     Args:
         tar: the file to pack into, open, if it holds a part already.
     """
-    OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
+    write_config(folder, config)
     if path.is_dir():
         shutil.rmtree(path)
     if as_directory:

@@ -22,7 +22,7 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.inert_keys import INERT, ONLY
 from nemo_aligner.config.old_forms import LATER, old_form_notes
 from nemo_aligner.config.rules import check_values, job_of_model, restore_key
-from nemo_aligner.config.schema import CONFIG_NAMES, FREE, LIVE
+from nemo_aligner.config.schema import COMMAND_NAMES, FREE, LIVE
 from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel.environment import is_rank_zero
@@ -45,7 +45,7 @@ def check_config(
 
     Args:
         cfg: the configuration as Hydra composed it.
-        config_name: one of `CONFIG_NAMES`.
+        config_name: one of `CONFIG_NAMES` or `COMMAND_NAMES`.
         visible_devices: GPUs of this machine; None asks PyTorch.
         env: environment variables; None: those of this process.
         may_have_other_keys: warn of unknown keys instead of refusing them; for a script that may
@@ -59,10 +59,8 @@ def check_config(
     Raises:
         ConfigError: with the key, the value and the remedy.
     """
-    if config_name not in CONFIG_NAMES:
-        raise ConfigError(
-            f"config_name={config_name!r} is unknown; use one of {', '.join(CONFIG_NAMES)}."
-        )
+    if config_name not in LIVE:
+        raise ConfigError(f"config_name={config_name!r} is unknown; use one of {', '.join(LIVE)}.")
     completed = complete_config(cfg, config_name)
     written = plain_dict(completed)
     unknown = unknown_keys(written, config_name) if may_have_other_keys else []
@@ -140,10 +138,11 @@ def check_keys(tree: Mapping, config_name: str) -> None:
     """
     unknown = unknown_keys(tree, config_name)
     if unknown:
+        page = "generate_evaluate" if config_name in COMMAND_NAMES else "config"
         raise ConfigError(
             f"Unknown configuration key{'s' if len(unknown) > 1 else ''} for {config_name}: "
             f"{'; '.join(unknown)}. "
-            "Correct or remove it; docs/config.md lists every key."
+            f"Correct or remove it; docs/{page}.md lists every key."
         )
 
 

@@ -31,7 +31,7 @@ from nemo_aligner.core.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
 FALLBACKS = "model_fallbacks"
-LANGUAGE_MODEL_JOBS = ("gpt_ppo_actor", "gpt_rs_actor", "gpt_sft")
+LANGUAGE_MODEL_JOBS = ("gpt_ppo_actor", "gpt_rs_actor", "gpt_sft", "generate")
 
 # Keys for which null has no meaning of its own and reads as "the default".
 NULL_IS_DEFAULT = (

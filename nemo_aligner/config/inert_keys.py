@@ -12,7 +12,7 @@
 
 from dataclasses import dataclass
 
-from nemo_aligner.config.schema import dotted
+from nemo_aligner.config.schema import COMMAND_NAMES, dotted
 
 
 @dataclass(frozen=True)
@@ -371,6 +371,7 @@ for _table in INERT.values():  # top-level leftovers of NeMo's launchers
         _table.setdefault(_key, Inert(_NEMO, ("megatron_gpt",) if _key == "name" else ()))
 INERT["gpt_sft"].pop("name")  # there it names the experiment
 INERT["inference_rm"].pop("inference")  # there it is the server
+INERT |= {name: {} for name in COMMAND_NAMES}
 
 # --- values that would change the mathematics if they were ignored ---
 

@@ -30,7 +30,8 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     v.whole(section + "rollout_batch_seq_length", 2)
     v.number(section + "alarms.truncated_fraction", 0, 1)
     v.choice(model + "loss_reduction", LOSS_REDUCTIONS)
-    _check_generation(v, model, remote)
+    check_generation(v, model)
+    v.whole(f"{remote}.pad_to_length", 1)
     check_shared_queue(
         section,
         v.get(f"{section}batch_iterator.use_flask"),
@@ -57,7 +58,12 @@ def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: in
         )
 
 
-def _check_generation(v: Values, model: str, remote: str) -> None:
+def check_generation(v: Values, model: str = "") -> None:
+    """Check `length_params` and `sampling_params`.
+
+    Args:
+        model: "model.ppo.", "model.rs." or "".
+    """
     longest = v.whole(model + "length_params.max_length", 1)
     shortest = v.whole(model + "length_params.min_length", 0)
     context = v.whole("model.encoder_seq_length", 2)
@@ -71,7 +77,6 @@ def _check_generation(v: Values, model: str, remote: str) -> None:
             f"{model}length_params.min_length={shortest} is above max_length={longest}; lower "
             "min_length."
         )
-    v.whole(f"{remote}.pad_to_length", 1)
     sampling = model + "sampling_params."
     v.number(sampling + "temperature", 0, above=True)
     v.number(sampling + "top_p", 0, 1, above=True)
@@ -79,17 +84,20 @@ def _check_generation(v: Values, model: str, remote: str) -> None:
     v.whole(sampling + "top_k", 0)
 
 
-def check_responses_differ(v: Values, model: str, responses: int) -> None:
+def check_responses_differ(
+    v: Values, model: str, responses: int, key: str = "num_rollouts_per_prompt"
+) -> None:
     """Raise `ConfigError` if several `responses` to a prompt would all be the same.
 
     Args:
-        model: "model.ppo." or "model.rs.".
+        model: "model.ppo.", "model.rs." or "".
+        key: that asks for them.
     """
     sampling = model + "sampling_params."
     greedy = v.get(sampling + "use_greedy") or v.get(sampling + "top_k") == 1
     if responses > 1 and greedy:
         raise ConfigError(
-            f"{model}num_rollouts_per_prompt={responses} responses to a prompt would be the same "
+            f"{model}{key}={responses} responses to a prompt would be the same "
             "with sampling_params.use_greedy=True or top_k=1; sample, or draw one response."
         )
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from omegaconf import DictConfig
 
+from nemo_aligner.config.command_rules import check_evaluation, check_generation_command
 from nemo_aligner.config.data_rules import check_data_impl, check_labels_can_be_read
 from nemo_aligner.config.defaults import complete_config, model_fallback
 from nemo_aligner.config.model_keys import refuse_model_values
@@ -29,7 +30,14 @@ from nemo_aligner.config.parallel_rules import (
 )
 from nemo_aligner.config.ppo_rules import check_ppo_actor
 from nemo_aligner.config.rollout_rules import check_rs_actor
-from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FLAGS, LIVE, NULLABLE_FLAGS, REQUIRED
+from nemo_aligner.config.schema import (
+    ARCHITECTURE_KEYS,
+    COMMAND_NAMES,
+    FLAGS,
+    LIVE,
+    NULLABLE_FLAGS,
+    REQUIRED,
+)
 from nemo_aligner.config.server_rules import check_critic_server, check_reward_server
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
@@ -115,6 +123,11 @@ def check_values(
     if config_name == "inference_rm":
         check_reward_server(values, ranks)
         return
+    if config_name in COMMAND_NAMES:
+        check_generation_command(values)
+        if config_name == "evaluate":
+            check_evaluation(values)
+        return
     check_save_hf(values.get("model.save_hf"))
     _check_training(values, config_name, dp)
     if config_name == "gpt_ppo_actor":
@@ -194,6 +207,8 @@ def _check_devices(
 
 def _check_start(values: Values, config_name: str) -> bool:
     """Check the weights that the job starts from; returns whether they are random."""
+    if config_name == "evaluate":  # it may have responses in place of a policy
+        return False
     key = restore_key(config_name)
     restore = values.get(key)
     if restore is not None and not os.path.exists(str(restore)):

@@ -25,6 +25,8 @@ CONFIG_NAMES = (
     "inference_rm",
     "gpt_sft",
 )
+# Of the commands that use a trained policy; their keys are explained in docs/generate_evaluate.md.
+COMMAND_NAMES = ("generate", "evaluate")
 
 
 def dotted(prefix: str, names: str) -> set[str]:
@@ -207,6 +209,21 @@ _SFT = (
     )
 )
 
+_GENERATE = (
+    dotted("trainer", "num_nodes devices accelerator precision logger")
+    | _ARCHITECTURE
+    | _PARALLEL
+    | (_MODEL - dotted("model", "micro_batch_size global_batch_size"))
+    | _CHECKPOINT
+    | set(f"responses_per_prompt micro_batch_size sampling_params.add_BOS {_SAMPLING}".split())
+    | dotted("length_params", "max_length min_length")
+)
+_EVALUATE = (
+    dotted("bootstrap", "resamples confidence seed")
+    | dotted("inference", "reward_fn_workers reward_fn_timeout_s reward_fn_fallback")
+    | {"reward_model"}
+)
+
 LIVE = {
     "gpt_ppo_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _ACTOR,
     # A critic serves until it is stopped: it has neither a time limit nor an end of training.
@@ -225,6 +242,8 @@ LIVE = {
     | _REWARD_MODEL
     | _REWARD_SERVER,
     "gpt_sft": _COMMON | _PEFT | _SFT,
+    "generate": _GENERATE,
+    "evaluate": _GENERATE | _EVALUATE,
 }
 
 FREE = (
@@ -241,6 +260,7 @@ FREE = (
     "exp_manager.neptune_logger_kwargs",
     "remote_rm.reward_models",
     "remote_critic_rm.reward_models",
+    "reward_model",
 )
 
 # Keys that say how the weights look. Null means "as in the checkpoint" (`defaults.drop_unset`).
@@ -270,6 +290,7 @@ FLAGS = (
     )
     | dotted("trainer", "rs.run_init_validation rm.train_random_sampler rm.val_random_sampler")
     | {"remote_critic_rm.combine_rm_and_critic_server"}
+    | dotted("sampling_params", "use_greedy add_BOS")
     | dotted(
         "exp_manager",
         """use_datetime_version resume_if_exists resume_past_end resume_ignore_no_checkpoint
@@ -317,6 +338,11 @@ _REQUIRED_POLICY = """rollout_micro_batch_size num_rollout_samples num_rollouts_
     sampling_params.use_greedy sampling_params.temperature sampling_params.top_k
     sampling_params.top_p sampling_params.repetition_penalty length_params.max_length
     length_params.min_length"""
+_REQUIRED_GENERATE = dotted("trainer", "num_nodes devices accelerator") | set(
+    """responses_per_prompt micro_batch_size model.seed sampling_params.use_greedy
+    sampling_params.temperature sampling_params.top_k sampling_params.top_p
+    sampling_params.repetition_penalty length_params.min_length""".split()
+)
 _REQUIRED_LOOP = "max_epochs max_steps val_check_interval save_interval model_gbs"
 REQUIRED = {
     "gpt_ppo_actor": _REQUIRED_TRAINING
@@ -354,4 +380,8 @@ REQUIRED = {
         "model", "data.num_workers data.train_ds.max_seq_length data.validation_ds.max_seq_length"
     )
     | dotted("model.data.validation_ds", "micro_batch_size global_batch_size"),
+    "generate": _REQUIRED_GENERATE,
+    "evaluate": _REQUIRED_GENERATE
+    | dotted("bootstrap", "resamples confidence seed")
+    | dotted("inference", "reward_fn_workers reward_fn_timeout_s"),
 }

@@ -1,7 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the project uses of NeMo's tokenizers."""
+"""What the project uses of NeMo's tokenizers, and the text of a response."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -25,3 +26,13 @@ class Tokenizer(Protocol):
 
     def ids_to_text(self, ids: list[int], **options: Any) -> str:
         """Decode ids; the options depend on the kind of tokenizer."""
+
+
+def response_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of a response: without its end token, and without special tokens where a Hugging
+    Face tokenizer decodes.
+    """
+    ids = list(ids)
+    if ids[-1:] == [tokenizer.eos_id]:
+        ids.pop()
+    return tokenizer.ids_to_text(ids) if ids else ""

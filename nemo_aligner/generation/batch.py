@@ -102,11 +102,14 @@ class DecodingBatch:
         scores = (logits / temperature).log_softmax(dim=1)
         return tokens, scores.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1)
 
-    def append(self, tokens: Tensor, logprobs: Tensor | None) -> None:
+    def append(self, tokens: Tensor, logprobs: Tensor | None) -> Tensor:
         """Write column `cursor` and advance it.
 
         Where a prompt continues, the column keeps its token; after an end it keeps eos; elsewhere
         it takes the chosen `tokens` `[b]`.
+
+        Returns:
+            bool `[b]`, True for the samples that took theirs.
 
         Raises:
             RuntimeError: the model's logits are not finite.
@@ -131,6 +134,7 @@ class DecodingBatch:
         self.is_end |= ended
         self.done |= ended | (cursor + 1 >= self.limits)
         self.cursor += 1
+        return active
 
     def all_done(self) -> bool:
         """True once every response has ended."""

@@ -17,7 +17,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.generation.batch import DecodingBatch
 from nemo_aligner.generation.end_conditions import EndConditions
-from nemo_aligner.generation.interface import GenerationOutput, TextGenerator
+from nemo_aligner.generation.interface import GenerationOutput, OnTokens, TextGenerator
 from nemo_aligner.generation.params import GenerationParams
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import rebalance_nd_tensor
@@ -73,8 +73,13 @@ class MegatronGenerator(TextGenerator):
         prompt_lengths: Tensor,
         sample_seeds: Tensor,
         params: GenerationParams,
+        on_tokens: OnTokens | None = None,
     ) -> GenerationOutput:
-        """See `TextGenerator.generate`; every rank of a TP x PP x CP group calls it."""
+        """See `TextGenerator.generate`; every rank of a TP x PP x CP group calls it.
+
+        With context parallelism `on_tokens` sees the samples of its own rank alone, which rank 0
+        numbers as the caller does.
+        """
         device = get_device()
         prompts, lengths = prompts.to(device), prompt_lengths.to(device)
         limits = self._length_limits(prompts, lengths, params)
@@ -88,14 +93,14 @@ class MegatronGenerator(TextGenerator):
             prompts: Tensor, lengths: Tensor, limits: Tensor, seeds: Tensor
         ) -> GenerationOutput:
             batch = DecodingBatch(prompts, lengths, limits, seeds, params, end, self.vocab_size)
-            return self._decode(batch)
+            return self._decode(batch, on_tokens)
 
         inputs = prompts, lengths, limits, sample_seeds.to(device)
         if parallel_state.get_context_parallel_world_size() == 1:
             return decode(*inputs)
         return _divide_among_context_ranks(decode, inputs, pad_id=end.token_ids[0])
 
-    def _decode(self, batch: DecodingBatch) -> GenerationOutput:
+    def _decode(self, batch: DecodingBatch, on_tokens: OnTokens | None = None) -> GenerationOutput:
         """Generate the responses of a batch; all ranks of a TP x PP group call it."""
         context = StaticInferenceContext(batch.tokens.size(0), batch.tokens.size(1))
         with decoding_mode(self.model):
@@ -107,7 +112,9 @@ class MegatronGenerator(TextGenerator):
                 tokens, logprobs = self._broadcast_choice(chosen, batch)
                 failure = None
                 try:
-                    batch.append(tokens, logprobs)
+                    new = batch.append(tokens, logprobs)
+                    if on_tokens is not None and bool(new.any()):
+                        on_tokens(batch.index[new], batch.tokens[new, batch.cursor - 1])
                 except RuntimeError as error:
                     failure = error
                 done = batch.all_done()

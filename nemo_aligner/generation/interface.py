@@ -6,11 +6,16 @@ Shapes: b samples, W width of the prompts, P prompt length, R total length (prom
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from nemo_aligner.generation.params import GenerationParams
+
+# Called after each column with the samples that got a token, int64 `[n]` places in the caller's
+# batch, and their tokens, int64 `[n]`.
+OnTokens = Callable[[Tensor, Tensor], None]
 
 
 @dataclass
@@ -43,6 +48,7 @@ class TextGenerator(ABC):
         prompt_lengths: Tensor,
         sample_seeds: Tensor,
         params: GenerationParams,
+        on_tokens: OnTokens | None = None,
     ) -> GenerationOutput:
         """Generate one response to each prompt.
 
@@ -57,6 +63,7 @@ class TextGenerator(ABC):
             prompt_lengths: int64 `[b]`, P.
             sample_seeds: int64 `[b]`, seeds of the samples' random streams.
             params: how to generate.
+            on_tokens: called with the tokens as they are generated.
 
         Returns:
             The responses, on `get_device()`; the same on all ranks of a model.

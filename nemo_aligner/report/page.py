@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts the page together: per job what it learned, its alarms, then curves, times and samples."""
 
-import time
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from nemo_aligner.report.charts import TIMERS, chart_grid, format_number, group_curves
+from nemo_aligner.report.elements import document, folded, sample_table, when
 from nemo_aligner.report.reading import Curve, JobRecord, is_number, read_run
-from nemo_aligner.report.style import STYLE
 from nemo_aligner.report.summary import Found, alarms, what_it_learned
 
 FIRST_SAMPLES = 5  # shown at once; the others unfold
@@ -28,18 +27,12 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 def render(run_dir: Path) -> str:
     """The HTML page of a run."""
     jobs = read_run(run_dir)
-    title = escape(f"{run_dir.resolve().name}: training report")
+    title = f"{run_dir.resolve().name}: training report"
     links = " ".join(
         f'<a href="#job{number}">{escape(job.name)}</a>' for number, job in enumerate(jobs)
     )
     sections = "".join(_job_section(job, f"job{number}") for number, job in enumerate(jobs))
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head>\n"
-        f"<body><h1>{title}</h1><p>Written {_when(time.time())}.</p><nav>{links}</nav>\n"
-        f"{sections}</body></html>\n"
-    )
+    return document(title, f"<nav>{links}</nav>\n{sections}")
 
 
 def _job_section(job: JobRecord, anchor: str) -> str:
@@ -49,10 +42,10 @@ def _job_section(job: JobRecord, anchor: str) -> str:
     moving, constant = group_curves(rest)
     tables = [part for key, rows in job.tables.items() if (part := _samples(key, rows))]
     body = _learned(measures) + "".join(tables[:1]) + _alarms(job)
-    body += _folded(f"More curves ({len(moving)})", chart_grid(moving))
-    body += _folded(f"Values that did not change ({len(constant)})", chart_grid(constant))
-    body += _folded("Time per phase", _timer_table(job.series))
-    body += _folded("More samples", "".join(tables[1:]))
+    body += folded(f"More curves ({len(moving)})", chart_grid(moving))
+    body += folded(f"Values that did not change ({len(constant)})", chart_grid(constant))
+    body += folded("Time per phase", _timer_table(job.series))
+    body += folded("More samples", "".join(tables[1:]))
     return (
         f'<section id="{anchor}"><h2>{escape(job.name)}</h2><p>{escape(_notes(job))}</p>{body}'
         "</section>\n"
@@ -64,17 +57,11 @@ def _notes(job: JobRecord) -> str:
     if job.started is not None and job.updated is not None:
         minutes = (job.updated - job.started) / 60
         notes.append(
-            f"First metric {_when(job.started)}, last {_when(job.updated)} ({minutes:.1f} "
-            "minutes)."
+            f"First metric {when(job.started)}, last {when(job.updated)} ({minutes:.1f} minutes)."
         )
     if job.broken_lines:
         notes.append(f"{job.broken_lines} unreadable line(s) were left out.")
     return " ".join(notes)
-
-
-def _folded(summary: str, body: str) -> str:
-    """`body` behind a line that unfolds it; nothing if it is empty."""
-    return f"<details><summary>{escape(summary)}</summary>{body}</details>" if body else ""
 
 
 # ------------------------------------------------------------------------------------- what it did
@@ -181,25 +168,12 @@ def _samples(key: str, rows: list[dict[str, Any]]) -> str:
         ]
     more = cells[FIRST_SAMPLES:]
     title = escape(key.removeprefix("table/"))
-    return (
-        f"<h3>{title} ({len(cells)})</h3>{_sample_table(names, cells[:FIRST_SAMPLES])}"
-        + _folded(f"{len(more)} more", _sample_table(names, more) if more else "")
+    return f"<h3>{title} ({len(cells)})</h3>{sample_table(names, cells[:FIRST_SAMPLES])}" + folded(
+        f"{len(more)} more", sample_table(names, more) if more else ""
     )
-
-
-def _sample_table(names: tuple[str, ...], cells: list[tuple[str, ...]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells
-    )
-    return f'<table class="samples"><tr>{head}</tr>{body}</table>'
 
 
 def _response(row: dict[str, Any]) -> str:
     reward = row.get("reward")
     shown = f"\n(reward {format_number(reward)})" if is_number(reward) else ""
     return f"{str(row['response']).strip()}{shown}"
-
-
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -29,6 +29,7 @@ from nemo.utils import logging
 
 from nemo_aligner.config.server_rules import check_reward_function_options
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.servers.schema import RequestError
 from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
 
@@ -160,15 +161,10 @@ class RewardFunction:
         prompts, responses, lengths = [], [], []
         for row, start, end in zip(tokens, starts.tolist(), ends.tolist()):
             ids = row[:end].tolist()
-            prompts.append(self._detokenize(ids[:start]))
-            response = ids[start:]
-            lengths.append(len(response))
-            ended = response[-1:] == [self.tokenizer.eos_id]
-            responses.append(self._detokenize(response[:-1] if ended else response))
+            prompts.append(self.tokenizer.ids_to_text(ids[:start]) if start else "")
+            lengths.append(len(ids) - start)
+            responses.append(response_text(self.tokenizer, ids[start:]))
         return prompts, responses, lengths
-
-    def _detokenize(self, ids: list[int]) -> str:
-        return self.tokenizer.ids_to_text(ids) if ids else ""
 
     def no_sentences(self, sentences: list[str]) -> tuple:
         """Take the place of a served model's `tokenize`: sentences cannot be scored.

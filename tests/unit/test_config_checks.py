@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config import schema as config_schema
 from nemo_aligner.config.checks import (
-    CONFIG_NAMES,
     check_config,
     check_keys,
     inert_notes,
@@ -24,6 +23,7 @@ from nemo_aligner.config.parallel_rules import (
     data_parallel_size,
 )
 from nemo_aligner.config.rules import check_values
+from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.config.values import require_multiple
 from nemo_aligner.core.errors import ConfigError, UserError
 

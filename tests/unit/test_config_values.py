@@ -6,10 +6,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_aligner.config import schema as config_schema
-from nemo_aligner.config.checks import CONFIG_NAMES, check_config
+from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.parallel_rules import check_architecture
 from nemo_aligner.config.rules import check_flags, check_required, check_values
+from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError, UserError
 from tests.tiny_models import tiny_config

@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete, complete_config, complete_model
 from nemo_aligner.config.server_rules import check_one_reward_per_sample
-from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 
@@ -40,9 +39,9 @@ def serve_model(cfg: DictConfig) -> None:
     from nemo_aligner.algorithms.reward_server import RewardModelServer
     from nemo_aligner.checkpoint.nemo_archive import check_restore_path
     from nemo_aligner.launch.experiment import log_config
-    from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
+    from nemo_aligner.launch.model_loading import load_and_override_model_config
     from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
-    from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
+    from nemo_aligner.launch.reward_models import load_reward_model
     from nemo_aligner.servers.scoring import model_limits
 
     restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
@@ -53,15 +52,7 @@ def serve_model(cfg: DictConfig) -> None:
     log_config(cfg)
     init_distributed(trainer)
 
-    model_class = reward_model_class(cfg.model.reward_model_type)
-    model = load_from_nemo(model_class, cfg.model, trainer, restore_path=restore_path)
-    if not model.has_trained_head:
-        raise UserError(
-            f"rm_model_file={restore_path} holds no head that was trained to give rewards: a "
-            "language model has none, and a critic's gives values. Train a reward model from it "
-            "(train_reward_model.py) and serve that one."
-        )
-    model.prepare_for_inference()
+    model = load_reward_model(cfg.model, trainer, restore_path, "rm_model_file")
     vocab_size, max_length = model_limits(model)
     RewardModelServer(
         infer_fn=model.infer,

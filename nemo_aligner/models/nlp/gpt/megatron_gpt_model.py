@@ -354,9 +354,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         directory.
         """
         as_directory = str(save_path).endswith("/") or not Path(save_path).suffix
-        config = OmegaConf.create(OmegaConf.to_container(self.cfg, resolve=True))
         nemo_archive.write_nemo(
-            save_path, config, self.sharded_weights(), as_directory=as_directory
+            save_path, self._resolved_config(), self.sharded_weights(), as_directory=as_directory
         )
 
     def check_hugging_face(self) -> None:
@@ -390,6 +389,15 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             hugging_face.write_folder(folder, source, self.cfg, rows, drop_head_bias=True)
             logging.info(f"saved {folder}")
         barrier()
+
+    def save_config_to(self, folder: Path) -> None:
+        """Write the configuration and the tokenizer's files into `folder`, as a `.nemo` has them;
+        one rank calls it.
+        """
+        nemo_archive.write_config(folder, self._resolved_config())
+
+    def _resolved_config(self) -> DictConfig:
+        return OmegaConf.create(OmegaConf.to_container(self.cfg, resolve=True))
 
     def load_nemo_weights(
         self,

@@ -1,0 +1,230 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `python -m nemo_aligner.evaluate POLICY [OTHER] --reward REWARD ...`."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.generate.settings import CommandParser, compose_settings, quiet_libraries
+from nemo_aligner.launch.endings import user_errors_end_the_job
+
+if TYPE_CHECKING:
+    from nemo_aligner.evaluate.measures import Results, Scored
+    from nemo_aligner.generate.responses import Response
+
+DESCRIPTION = """\
+Say how good the responses of a policy are, and how often it beats another one.
+
+Each source is a policy (a .nemo file or folder, a checkpoint folder of a job, or the folder of a
+job: its newest checkpoint) that responds to --prompts now, or a .jsonl file of responses that
+python -m nemo_aligner.generate wrote. --reward is a reward model (the same forms as a policy) or a
+Python function, path/to/file.py:function, as rejection sampling and PPO use it.
+
+examples:
+  mean reward of a policy on a file of prompts:
+    python -m nemo_aligner.evaluate results/gpt_ppo_actor --prompts val.jsonl --reward rm.nemo
+  exact match: the mean of a function that gives 0 or 1:
+    python -m nemo_aligner.evaluate ppo.nemo --prompts val.jsonl \\
+        --reward examples/rewards/arithmetic.py:exact_answer sampling_params.use_greedy=True
+  win rate of PPO over SFT under a reward model, also at equal length:
+    python -m nemo_aligner.evaluate ppo.nemo sft.nemo --prompts val.jsonl --reward rm.nemo
+  the same from two files of responses:
+    python -m nemo_aligner.evaluate ppo.jsonl sft.jsonl --reward rm.nemo
+  on two ranks, each model split over both:
+    ... trainer.devices=2 model.tensor_model_parallel_size=2
+
+It prints a table and writes evaluation.html, metrics.json, scores.jsonl (each response with its
+reward) and the responses of policies to --out.
+"""
+EPILOG = "Every setting is explained in docs/generate_evaluate.md."
+
+
+def parser() -> CommandParser:
+    """The parser of the command line."""
+    result = CommandParser(
+        prog="python -m nemo_aligner.evaluate",
+        usage="%(prog)s SOURCE [SOURCE] --reward REWARD [--prompts FILE] [--out FOLDER] "
+        "[key=value ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+    )
+    result.add_argument("--reward", help="reward model, or path/to/file.py:function")
+    result.add_argument("--prompts", metavar="FILE", help='jsonl, lines {"text": prompt}')
+    result.add_argument(
+        "--out",
+        metavar="FOLDER",
+        default="results/evaluate",
+        help="folder to write to (default %(default)s)",
+    )
+    result.add_argument(
+        "--chat",
+        action="store_true",
+        help="put each prompt into the tokenizer's chat template, as a user's message",
+    )
+    result.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    return result
+
+
+@user_errors_end_the_job
+def main(argv: list[str] | None = None) -> None:
+    """Evaluate as the command line asks."""
+    args, sources, settings = parser().split(sys.argv[1:] if argv is None else argv)
+    if not 1 <= len(sources) <= 2:
+        raise UserError(
+            f"one source or two are needed, not {len(sources)}: a policy or a .jsonl file of "
+            "responses; --help shows examples."
+        )
+    if args.reward is None:
+        raise UserError(
+            "--reward is missing: name a reward model or a function, path/to/file.py:function."
+        )
+    if args.system is not None and not args.chat:
+        raise UserError("--system is a part of a chat: add --chat.")
+    quiet_libraries()
+    cfg = compose_settings("evaluate", settings)
+
+    from nemo_aligner.config.checks import check_config
+    from nemo_aligner.evaluate.sources import check_sources, read_files
+    from nemo_aligner.generate.responses import check_writable
+
+    check_sources(sources, args.prompts)
+    check_writable(Path(args.out) / "evaluation.html")
+    check_config(cfg, "evaluate")
+    evaluate(cfg, sources, args, read_files(sources))
+
+
+def evaluate(
+    cfg: DictConfig,
+    sources: Sequence[str],
+    args: argparse.Namespace,
+    files: "dict[str, list[Response]]",
+) -> None:
+    """Get the responses, score them, and show the numbers; all ranks call it.
+
+    Args:
+        args: the options of the command line.
+        files: the responses of those sources that are files.
+    """
+    from nemo_aligner.evaluate.measures import Bootstrap, Scored, check_pairs, measure
+    from nemo_aligner.evaluate.rewards import is_function
+    from nemo_aligner.parallel.environment import is_rank_zero
+
+    names = distinct_names(sources)
+    if len(files) == len(sources) == 2:  # before a model is loaded
+        check_pairs(files[sources[0]], files[sources[1]], names)
+    needs_models = len(files) < len(sources) or not is_function(args.reward)
+    responses, rewards = (
+        _with_models(cfg, sources, args, files)
+        if needs_models
+        else ([files[source] for source in sources], None)
+    )
+    if not is_rank_zero():
+        return
+    if len(sources) == 2:
+        check_pairs(responses[0], responses[1], names)
+    if rewards is None:
+        rewards = _by_function(cfg, args.reward, responses)
+    sides = [Scored(*each) for each in zip(names, responses, rewards, strict=True)]
+    results = measure(sides, Bootstrap(**cfg.bootstrap))
+    facts = (("reward", args.reward), ("prompts", args.prompts or "those of the responses"))
+    _report(results, sides, Path(args.out), cfg, facts)
+
+
+def distinct_names(sources: Sequence[str]) -> list[str]:
+    """What to call the sources: as the user did, numbered where both are the same."""
+    if len(set(sources)) == len(sources):
+        return list(sources)
+    return [f"{source} ({number})" for number, source in enumerate(sources, start=1)]
+
+
+def _with_models(
+    cfg: DictConfig,
+    sources: Sequence[str],
+    args: argparse.Namespace,
+    files: "dict[str, list[Response]]",
+) -> "tuple[list[list[Response]], list[list[float]] | None]":
+    """The responses of each source, and their rewards if a reward model gives them, one model
+    after the other.
+    """
+    from nemo_aligner.evaluate.rewards import is_function, model_rewards, reward_model_settings
+    from nemo_aligner.evaluate.sources import responses_of_policy
+    from nemo_aligner.generate.policy import quiet_logs
+    from nemo_aligner.generate.prompts import ChatForm
+    from nemo_aligner.launch.processes import resolve_and_create_trainer
+
+    quiet_logs()
+    # First, so that a mistake ends the command before a policy has generated.
+    rm_cfg = None if is_function(args.reward) else reward_model_settings(args.reward, cfg)
+    trainer = resolve_and_create_trainer(cfg)
+    form = ChatForm(args.chat, args.system)
+    responses = [
+        files[source]
+        if source in files
+        else responses_of_policy(
+            source, cfg, trainer, args.prompts, form, Path(args.out) / f"responses_{number}.jsonl"
+        )
+        for number, source in enumerate(sources, start=1)
+    ]
+    return responses, None if rm_cfg is None else model_rewards(rm_cfg, trainer, responses)
+
+
+def _by_function(
+    cfg: DictConfig, reward: str, responses: "list[list[Response]]"
+) -> list[list[float]]:
+    from nemo_aligner.evaluate.rewards import function_rewards
+
+    everything = [response for side in responses for response in side]
+    rewards = iter(function_rewards(reward, everything, cfg.inference))
+    return [[next(rewards) for _ in side] for side in responses]
+
+
+def _report(
+    results: "Results",
+    sides: "Sequence[Scored]",
+    out: Path,
+    cfg: DictConfig,
+    facts: Sequence[tuple[str, str]],
+) -> None:
+    """Print the table, and write the page, the metrics and the scored responses."""
+    from nemo_aligner.evaluate.page import render
+    from nemo_aligner.evaluate.table import as_metrics, as_text, comparison_rows, policy_rows
+    from nemo_aligner.generate.responses import replaced
+
+    for rows in (policy_rows(results), comparison_rows(results)):
+        if rows:
+            print(f"{as_text(rows)}\n")
+    shown = OmegaConf.to_container(cfg, resolve=True)
+    percent = f"{100 * cfg.bootstrap.confidence:g}% of {cfg.bootstrap.resamples} resamples"
+    settings = [(key, str(value)) for key, value in _leaves(shown)]
+    page = render(results, sides, [*facts, ("intervals", percent), *settings])
+    with replaced(out / "evaluation.html") as file:
+        file.write(page)
+    with replaced(out / "metrics.json") as file:
+        json.dump(as_metrics(results) | dict(facts) | {"settings": shown}, file, indent=1)
+    with replaced(out / "scores.jsonl") as file:
+        for side in sides:
+            for response, reward in zip(side.responses, side.rewards, strict=True):
+                line = {"source": side.name, "reward": reward} | dataclasses.asdict(response)
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    print(f"{out / 'evaluation.html'}, metrics.json, scores.jsonl")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a nested dict."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+if __name__ == "__main__":
+    main()

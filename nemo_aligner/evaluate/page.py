@@ -1,0 +1,85 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The page of an evaluation, in the look of the training report."""
+
+from collections.abc import Sequence
+from html import escape
+
+from nemo_aligner.evaluate.measures import Results, Scored
+from nemo_aligner.evaluate.table import Row, comparison_rows, policy_rows
+from nemo_aligner.report.charts import chart_grid, format_number
+from nemo_aligner.report.elements import document, folded, sample_table
+from nemo_aligner.report.reading import Curve
+
+FIRST_SAMPLES = 6  # shown at once; the others unfold
+MAX_SAMPLES = 24
+
+
+def render(results: Results, sides: Sequence[Scored], facts: Sequence[Row]) -> str:
+    """The HTML page.
+
+    Args:
+        facts: (name, value) of what the numbers were made with.
+    """
+    title = " against ".join(side.name for side in sides)
+    curves = {side.name: share_below(side.rewards) for side in sides}
+    body = _table(comparison_rows(results)) + _table(policy_rows(results))
+    if all(len(curve) > 1 for curve in curves.values()):
+        body += chart_grid([("share of responses by reward", curves)])
+    body += _samples(sides)
+    body += folded("How this was made", _table([("", ""), *facts]))
+    return document(f"{title}: evaluation", body)
+
+
+def share_below(rewards: Sequence[float]) -> Curve:
+    """The share of responses with at most each reward."""
+    ordered = sorted(rewards)
+    return {reward: (number + 1) / len(ordered) for number, reward in enumerate(ordered)}
+
+
+def _table(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    head, *others = rows
+    text = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"
+    for row in others:
+        text += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+    return f'<table class="numbers">{text}</table>'
+
+
+def _samples(sides: Sequence[Scored]) -> str:
+    """Some samples, from the best to the worst: by the difference in reward, or the reward."""
+    gains = [
+        rewards[0] - (rewards[1] if len(rewards) > 1 else 0.0)
+        for rewards in zip(*(side.rewards for side in sides), strict=True)
+    ]
+    order = sorted(range(len(gains)), key=lambda number: -gains[number])
+    chosen = spread(order, MAX_SAMPLES)
+    names = ("prompt", *(side.name for side in sides))
+    cells: list[Row] = [
+        (
+            sides[0].responses[number].prompt,
+            *(
+                f"{side.responses[number].response.strip()}\n"
+                f"(reward {format_number(side.rewards[number])})"
+                for side in sides
+            ),
+        )
+        for number in chosen
+    ]
+    first = spread(list(range(len(cells))), FIRST_SAMPLES)
+    shown = [cells[number] for number in first]
+    more = [cell for number, cell in enumerate(cells) if number not in first]
+    sorted_by = "the first one's gain in reward" if len(sides) == 2 else "reward"
+    return (
+        f"<h3>Samples, from the highest to the lowest by {sorted_by}</h3>"
+        f"{sample_table(names, shown)}"
+        + folded(f"{len(more)} more", sample_table(names, more) if more else "")
+    )
+
+
+def spread(items: list[int], count: int) -> list[int]:
+    """At most `count` of the items, evenly spread, the first and the last included."""
+    if len(items) <= count:
+        return items
+    return [items[round(n * (len(items) - 1) / (count - 1))] for n in range(count)]

@@ -1,0 +1,177 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of responses: by a reward model on the ranks of this job, or by a Python function."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.generate.responses import Response
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+BATCHES_AT_ONCE = 8  # micro-batches per data-parallel rank that are scored between two gatherings
+
+
+def is_function(reward: str) -> bool:
+    """Whether `--reward` names a function, path/to/file.py:function, and not a model."""
+    return re.search(r"\.py(:\w*)?$", reward) is not None
+
+
+def function_rewards(
+    reward: str, responses: Sequence[Response], options: DictConfig
+) -> list[float]:
+    """The rewards that a function gives, computed in worker processes; one rank calls it.
+
+    The function gets prompt, response and length in tokens as a reward server gives them
+    (docs/rewards.md); where a file of responses has no lengths, the length is 0.
+
+    Args:
+        options: the section `inference` of `conf/evaluate.yaml`.
+
+    Raises:
+        UserError: the function cannot be loaded, or it failed on a sample and there is no
+            fallback.
+    """
+    from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
+
+    with RewardFunction(
+        reward,
+        tokenizer=None,  # texts are given
+        workers=options.reward_fn_workers,
+        timeout_s=options.reward_fn_timeout_s,
+        fallback=options.reward_fn_fallback,
+    ) as function:
+        try:
+            scores = function.score(
+                [response.prompt for response in responses],
+                [response.response for response in responses],
+                [response.length or 0 for response in responses],
+            )
+        except RewardFunctionError as error:
+            raise UserError(str(error)) from error
+    return [float(score) for score in scores]
+
+
+def reward_model_settings(reward: str, cfg: DictConfig) -> DictConfig:
+    """The configuration of a reward model: `reward_model` of `conf/evaluate.yaml` over
+    `conf/inference_rm.yaml`, with the split and the precision of the policies unless it says
+    otherwise.
+
+    Raises:
+        UserError: an unknown key, or no reward model there.
+    """
+    from nemo_aligner.config.checks import check_config
+    from nemo_aligner.config.defaults import complete_config
+    from nemo_aligner.config.schema import ARCHITECTURE_KEYS
+    from nemo_aligner.generate.policy import newest_weights
+
+    split = {
+        key: cfg.model[key]
+        for key in (*(key for key in ARCHITECTURE_KEYS if key in cfg.model), "sequence_parallel")
+    }
+    path = newest_weights(reward, "--reward")
+    rm_cfg = OmegaConf.create(
+        {
+            "trainer": OmegaConf.to_container(cfg.trainer, resolve=True),
+            "rm_model_file": str(path),
+            "model": split | {"precision": cfg.trainer.precision} | dict(cfg.reward_model),
+        }
+    )
+    check_config(rm_cfg, "inference_rm")
+    return complete_config(rm_cfg, "inference_rm")
+
+
+def model_rewards(
+    rm_cfg: DictConfig, trainer: "Trainer | None", sides: Sequence[Sequence[Response]]
+) -> list[list[float]]:
+    """The rewards that a reward model gives to the responses of each policy; all ranks call it,
+    and rank 0 gets them.
+
+    Args:
+        rm_cfg: from `reward_model_settings`.
+        trainer: as in `generate.policy.load_policy`.
+
+    Raises:
+        UserError: it is no reward model, or a sample is longer than it reads.
+    """
+    from nemo_aligner.config.defaults import complete_model
+    from nemo_aligner.config.rules import check_values
+    from nemo_aligner.config.server_rules import check_one_reward_per_sample
+    from nemo_aligner.generate.policy import check_same_weights, model_config
+    from nemo_aligner.launch.processes import launch_processes
+    from nemo_aligner.launch.reward_models import load_reward_model
+    from nemo_aligner.parallel import parallel_state
+    from nemo_aligner.servers.scoring import Scorer
+
+    path = Path(rm_cfg.rm_model_file)
+    rm_cfg.model = model_config(path, rm_cfg.model)
+    check_values(rm_cfg, "inference_rm", complete=True)  # again, now with what the file says
+    rm_cfg.model = complete_model(rm_cfg.model, "inference_rm")
+    check_one_reward_per_sample(rm_cfg.model)
+    launch_processes(trainer)
+    model = load_reward_model(rm_cfg.model, trainer, path, "--reward")
+    scorer = Scorer(
+        lambda tokens, lengths, _starts: {"rewards": model.infer((tokens, lengths))},
+        tokenize_func=model.tokenize,
+        micro_batch_size=rm_cfg.model.forward_micro_batch_size,
+    )
+    check_same_weights(scorer.control, path)
+    samples = [
+        tokens_of(response, model.tokenizer) for responses in sides for response in responses
+    ]
+    _check_lengths(samples, model.cfg.encoder_seq_length)
+    order = sorted(range(len(samples)), key=lambda number: len(samples[number]))
+    size = (
+        BATCHES_AT_ONCE
+        * rm_cfg.model.forward_micro_batch_size
+        * parallel_state.get_data_parallel_world_size()
+    )
+    rewards = np.zeros(len(samples))
+    for start in range(0, len(order), size):
+        part = order[start : start + size]
+        outputs = scorer.run(_padded([samples[number] for number in part], model.tokenizer.eos_id))
+        if outputs:
+            rewards[part] = outputs["rewards"].reshape(-1)
+    ends = np.cumsum([len(responses) for responses in sides])
+    return [part.tolist() for part in np.split(rewards, ends[:-1])]
+
+
+def tokens_of(response: Response, tokenizer: Any) -> list[int]:
+    """The tokens of a sample for a reward model with `tokenizer`.
+
+    Those that the policy read and wrote if its tokenizer is the same, as in training; else those
+    of the texts, with the end token unless the response was cut off.
+    """
+    from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+
+    has_tokens = response.prompt_tokens is not None and response.response_tokens is not None
+    if has_tokens and response.tokenizer == tokenizer_fingerprint(tokenizer):
+        return [*response.prompt_tokens, *response.response_tokens]  # type: ignore[misc]
+    ids = tokenizer.text_to_ids(response.prompt + response.response)
+    return ids if response.is_end is False else [*ids, tokenizer.eos_id]
+
+
+def _check_lengths(samples: Sequence[list[int]], limit: int) -> None:
+    long = [number for number, ids in enumerate(samples) if not 1 <= len(ids) <= limit]
+    if long:
+        raise UserError(
+            f"{len(long)} of {len(samples)} samples do not fit the reward model, which reads 1 to "
+            f"{limit} tokens; the first has {len(samples[long[0]])}. Shorten the prompts or the "
+            "responses (length_params.max_length), or use a reward model that reads more."
+        )
+
+
+def _padded(samples: Sequence[list[int]], pad_id: int) -> dict[str, np.ndarray]:
+    """A request for `Scorer`."""
+    lengths = np.array([len(ids) for ids in samples], dtype=np.int64)
+    tokens = np.full((len(samples), int(lengths.max())), pad_id, dtype=np.int64)
+    for row, ids in enumerate(samples):
+        tokens[row, : len(ids)] = ids
+    return {"tokens": tokens, "sequence_lengths": lengths[:, None]}

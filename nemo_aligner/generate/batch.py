@@ -1,0 +1,187 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Responses of a policy to a file of prompts, on all ranks of the job.
+
+A sample's random stream depends on the seed, the line of its prompt and the number of the response
+alone, so the responses are the same for any split, number of ranks and micro-batch.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from nemo.utils import logging
+from tqdm import tqdm
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.seeds import sample_seeds
+from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.generate.policy import Policy
+from nemo_aligner.generate.prompts import ChatForm, chat_tokens, plain_tokens
+from nemo_aligner.generate.responses import Response, read_prompts, write_responses
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A response that is to be generated.
+
+    Attributes:
+        place: in the output.
+        prompt: number of its prompt.
+        tokens: of its prompt.
+        seed: of its random stream.
+    """
+
+    place: int
+    prompt: int
+    tokens: list[int]
+    seed: int
+
+
+def respond_to_file(
+    policy: Policy, prompts_file: str | Path, out: str | Path, form: ChatForm
+) -> None:
+    """Write the responses of `policy` to the prompts of a file; all ranks call it.
+
+    Raises:
+        UserError: an unusable prompt, or `out` cannot be written.
+    """
+    responses = respond(policy, read_prompts(prompts_file), form, str(prompts_file))
+    if parallel_state.get_rank() == 0:
+        write_responses(out, responses)
+        ended = sum(bool(response.is_end) for response in responses)
+        print(f"{len(responses)} responses, {ended} of them ended by themselves: {out}")
+
+
+def respond(policy: Policy, prompts: Sequence[str], form: ChatForm, source: str) -> list[Response]:
+    """The responses of `policy` to `prompts`, in their order; all ranks call it, with the same
+    prompts, and all get the responses.
+
+    Args:
+        source: where the prompts come from, for messages.
+
+    Raises:
+        UserError: a prompt without tokens, or one that leaves no room for a response.
+    """
+    tokens = tokenize(policy, prompts, form, source)
+    samples = samples_of(tokens, policy.seed, policy.responses_per_prompt)
+    own = _generate(policy, prompts, deal(samples, policy.micro_batch_size))
+    is_source = parallel_state.get_model_parallel_src_rank() == parallel_state.get_rank()
+    parts = policy.group.gather_objects(own if is_source else {})
+    by_place = {place: response for part in parts for place, response in part.items()}
+    return [by_place[place] for place in range(len(samples))]
+
+
+def tokenize(
+    policy: Policy, prompts: Sequence[str], form: ChatForm, source: str
+) -> list[list[int]]:
+    """The tokens of each prompt.
+
+    Raises:
+        UserError: a prompt without tokens, or one that leaves no room for a response.
+    """
+    chat = form.resolve(policy.tokenizer)
+    if chat:
+        tokens = [
+            chat_tokens(policy.tokenizer, [*form.opening(), {"role": "user", "content": prompt}])
+            for prompt in prompts
+        ]
+    else:
+        tokens = [plain_tokens(policy.tokenizer, prompt, policy.add_bos) for prompt in prompts]
+    empty = [number for number, ids in enumerate(tokens, start=1) if not ids]
+    if empty:
+        raise UserError(f"{source}: prompt {empty[0]} has no tokens; remove it.")
+    room = policy.generator.max_sequence_length
+    long = [number for number, ids in enumerate(tokens, start=1) if len(ids) >= room]
+    if long:
+        raise UserError(
+            f"{source}: {len(long)} of {len(tokens)} prompts leave no room for a response within "
+            f"the {room} positions of the model; the first is prompt {long[0]} with "
+            f"{len(tokens[long[0] - 1])} tokens. Shorten or remove them, or raise "
+            "model.encoder_seq_length if the model can do more."
+        )
+    tight = sum(len(ids) + policy.params.max_length > room for ids in tokens)
+    if tight and parallel_state.get_rank() == 0:
+        logging.warning(
+            f"{tight} of {len(tokens)} prompts leave less than length_params.max_length="
+            f"{policy.params.max_length} of the model's {room} positions: their responses are cut "
+            "there."
+        )
+    return tokens
+
+
+def samples_of(tokens: Sequence[list[int]], seed: int, responses_per_prompt: int) -> list[Sample]:
+    """The samples to generate, in the order of the output.
+
+    Seeds are those that a rollout at step 0 gives (`algorithms.rollouts.repeat_prompts`): asking
+    for more responses leaves the first ones what they were.
+    """
+    first = sample_seeds(seed, 0, torch.arange(len(tokens)))
+    seeds = [first] + [sample_seeds(seed, n, first) for n in range(1, responses_per_prompt)]
+    return [
+        Sample(number * responses_per_prompt + n, number, ids, int(seeds[n][number]))
+        for number, ids in enumerate(tokens)
+        for n in range(responses_per_prompt)
+    ]
+
+
+def deal(samples: Sequence[Sample], micro_batch_size: int) -> list[list[Sample]]:
+    """This data-parallel rank's micro-batches.
+
+    Prompts of similar length share one, since all samples of a micro-batch advance together. Every
+    rank gets as many micro-batches, the last ones perhaps with samples that others have too: ranks
+    that hold each other's experts must generate equally often.
+    """
+    ordered = sorted(samples, key=lambda sample: (len(sample.tokens), sample.place))
+    batches = [
+        ordered[start : start + micro_batch_size]
+        for start in range(0, len(ordered), micro_batch_size)
+    ]
+    size = parallel_state.get_data_parallel_world_size()
+    batches += [batches[-1]] * (-len(batches) % size)
+    return batches[parallel_state.get_data_parallel_rank() :: size]
+
+
+def _generate(
+    policy: Policy, prompts: Sequence[str], batches: Sequence[list[Sample]]
+) -> dict[int, Response]:
+    """The responses of this rank's micro-batches by their places in the output."""
+    fingerprint = tokenizer_fingerprint(policy.tokenizer)
+    params = dataclasses.replace(policy.params, return_logprobs=True)
+    found = {}
+    silent = parallel_state.get_rank() != 0 or not sys.stderr.isatty()
+    for batch in tqdm(batches, desc="micro-batches", disable=silent, dynamic_ncols=True):
+        lengths = torch.tensor([len(sample.tokens) for sample in batch])
+        padded = torch.full(
+            (len(batch), int(lengths.max())), policy.tokenizer.eos_id, dtype=torch.int64
+        )
+        for row, sample in enumerate(batch):
+            padded[row, : len(sample.tokens)] = torch.tensor(sample.tokens)
+        seeds = torch.tensor([sample.seed for sample in batch])
+        output = policy.generator.generate(padded, lengths, seeds, params)
+        assert output.logprobs is not None
+        rows = zip(
+            batch,
+            output.response_tokens.tolist(),
+            output.response_lengths.tolist(),
+            output.is_end.tolist(),
+            output.logprobs.double().sum(1).tolist(),
+            strict=True,
+        )
+        for sample, tokens, end, is_end, logprob_sum in rows:
+            response = tokens[len(sample.tokens) : end]
+            found[sample.place] = Response(
+                prompt=prompts[sample.prompt],
+                response=response_text(policy.tokenizer, response),
+                length=len(response),
+                is_end=is_end,
+                logprob_sum=logprob_sum,
+                prompt_tokens=sample.tokens,
+                response_tokens=response,
+                tokenizer=fingerprint,
+            )
+    return found

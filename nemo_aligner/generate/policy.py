@@ -1,0 +1,156 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The policy that generates: loaded from a `.nemo` or from a job's newest checkpoint."""
+
+import logging as python_logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from nemo.utils import logging
+from omegaconf import DictConfig
+
+from nemo_aligner.checkpoint.folders import newest_checkpoint
+from nemo_aligner.checkpoint.forms import CONFIG_FILE
+from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+from nemo_aligner.config.defaults import complete_model
+from nemo_aligner.config.rules import check_values
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.generate.settings import RESTORE_KEY
+from nemo_aligner.generation import GenerationParams, MegatronGenerator
+from nemo_aligner.launch.model_loading import (
+    load_and_override_model_config,
+    load_checkpoint_model_config,
+    load_from_nemo,
+)
+from nemo_aligner.launch.processes import launch_processes
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.servers.control_group import ControlGroup
+
+# Classes, by a part of their names, whose weights hold a head in place of the output layer.
+WITH_HEADS = ("RewardModel", "Critic")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy that is ready to generate; every rank holds its part.
+
+    Attributes:
+        path: of its weights.
+        params: how it generates; with log-probs.
+        add_bos: put the bos token before each prompt.
+        responses_per_prompt, micro_batch_size, seed: as in `conf/generate.yaml`.
+        group: joins all ranks of the job.
+    """
+
+    path: Path
+    tokenizer: Tokenizer
+    generator: MegatronGenerator
+    params: GenerationParams
+    add_bos: bool
+    responses_per_prompt: int
+    micro_batch_size: int
+    seed: int
+    group: ControlGroup
+
+
+def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
+    """The policy that a configuration of `conf/generate.yaml` names; every rank calls it.
+
+    Args:
+        cfg: checked (`config.checks.check_config`).
+        trainer: of this job; None in a process that has joined its group already.
+
+    Raises:
+        UserError: no policy can be loaded from there, or it does not fit the settings.
+    """
+    cfg = cfg.copy()
+    path = newest_weights(cfg.pretrained_checkpoint.restore_from_path, RESTORE_KEY)
+    refuse_heads(path)
+    cfg.model = model_config(path, cfg.model)
+    if cfg.length_params.max_length is None:
+        cfg.length_params.max_length = max(cfg.model.encoder_seq_length // 2, 1)
+    check_values(cfg, "generate", complete=True)  # again, now with what the checkpoint says
+    cfg.model = complete_model(cfg.model, "generate")
+    cfg.trainer.precision = cfg.model.precision
+    launch_processes(trainer)
+    group = ControlGroup()
+    check_same_weights(group, path)
+    model = load_from_nemo(MegatronGPTModel, cfg.model, trainer, restore_path=path)
+    assert isinstance(model, MegatronGPTModel)
+    model.set_eval()
+    params = GenerationParams.from_config(cfg.length_params, cfg.sampling_params)
+    return Policy(
+        path=path,
+        tokenizer=model.tokenizer,
+        generator=MegatronGenerator(
+            model.model, model.tokenizer, max_sequence_length=model.cfg.encoder_seq_length
+        ),
+        params=params,
+        add_bos=cfg.sampling_params.add_BOS,
+        responses_per_prompt=cfg.responses_per_prompt,
+        micro_batch_size=cfg.micro_batch_size,
+        seed=model.cfg.seed,
+        group=group,
+    )
+
+
+def newest_weights(path: str | Path, key: str) -> Path:
+    """`path`, or the newest complete checkpoint of the job whose folder `path` is.
+
+    Args:
+        path: a `.nemo`, a checkpoint folder, or the folder of a job.
+        key: that `path` comes from, for the messages.
+
+    Raises:
+        UserError: the path does not exist or does not load.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir() and not (path / CONFIG_FILE).is_file():
+        path = newest_checkpoint(path) or path
+    return check_restore_path(path, key)
+
+
+def model_config(path: Path, given: DictConfig) -> DictConfig:
+    """The configuration of the model at `path` with the keys `given` over it; a precision of null
+    there means the checkpoint's.
+    """
+    given = given.copy()
+    if given.precision is None:
+        del given.precision
+    return load_and_override_model_config(path, given)
+
+
+def refuse_heads(path: Path) -> None:
+    """Raise `UserError` if the model is a reward model or a critic: it has no output layer."""
+    name = str(load_checkpoint_model_config(path).get("target") or "").rpartition(".")[2]
+    if any(part in name for part in WITH_HEADS):
+        raise UserError(
+            f"{path} holds a {name}, which gives rewards or values and cannot generate; name a "
+            "policy (of SFT, PPO or rejection sampling)."
+        )
+
+
+def check_same_weights(group: ControlGroup, path: Path) -> None:
+    """Raise `UserError` on all ranks if they found different newest checkpoints: the job wrote one
+    meanwhile.
+    """
+    found = {str(other) for other in group.gather_objects(str(path))}
+    if len(found) > 1:
+        raise UserError(
+            f"the job wrote a checkpoint while its newest one was looked for: "
+            f"{', '.join(sorted(found))}; start again, or name one of them."
+        )
+
+
+def quiet_logs() -> None:
+    """Log warnings and errors alone: the terminal is for the text."""
+    logging.setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        python_logging.getLogger(name).setLevel(python_logging.WARNING)
+
+
+def free(policy: Policy) -> None:
+    """Give the memory of a policy's weights back."""
+    policy.generator.model.clear()

@@ -1,0 +1,136 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Files of prompts and files of responses. Imports nothing heavy.
+
+A file of responses has one JSON object per line, in the order of the prompts; several responses to
+one prompt follow each other:
+
+    {"prompt": ..., "response": ..., "length": tokens of the response with its end token,
+     "is_end": it ended by itself, "logprob_sum": of its tokens, at the sampling temperature,
+     "prompt_tokens": [...], "response_tokens": [...], "tokenizer": fingerprint}
+
+Of lines written by others, "prompt" and "response" are needed.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from nemo_aligner.core.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """One line of a file of responses; the module says what the fields hold."""
+
+    prompt: str
+    response: str
+    length: int | None = None
+    is_end: bool | None = None
+    logprob_sum: float | None = None
+    prompt_tokens: list[int] | None = None
+    response_tokens: list[int] | None = None
+    tokenizer: str | None = None
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """The prompts of a file with lines `{"text": prompt}`.
+
+    Raises:
+        UserError: no such file, no line, or a line without a prompt.
+    """
+    return [str(record["text"]) for record in _records(path, ("text",))]
+
+
+def read_responses(path: str | Path) -> list[Response]:
+    """The lines of a file of responses.
+
+    Raises:
+        UserError: no such file, no line, or a line that is no response.
+    """
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "length": int,
+        "is_end": bool,
+        "logprob_sum": (int, float),
+        "prompt_tokens": list,
+        "response_tokens": list,
+        "tokenizer": str,
+    }
+    responses = []
+    for number, record in enumerate(_records(path, ("prompt", "response"), blank=True), start=1):
+        for name, kind in kinds.items():
+            if record.get(name) is not None and not isinstance(record[name], kind):
+                raise UserError(
+                    f"{path}, response {number}: field '{name}' is {record[name]!r}; "
+                    "python -m nemo_aligner.generate writes such files."
+                )
+        fields = {name: record.get(name) for name in kinds}
+        responses.append(Response(record["prompt"], record["response"], **fields))
+    return responses
+
+
+def _records(
+    path: str | Path, fields: tuple[str, ...], blank: bool = False
+) -> Iterable[Mapping[str, Any]]:
+    from nemo_aligner.data.nlp.json_lines import JsonLines
+
+    return JsonLines([str(path)], fields, inspect=lambda record: 0, allow_blank=blank)
+
+
+def write_responses(path: str | Path, responses: Iterable[Response]) -> None:
+    """Write a file of responses; a reader sees the whole file or none.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with replaced(path) as file:
+        for response in responses:
+            file.write(json.dumps(dataclasses.asdict(response), ensure_ascii=False) + "\n")
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise `UserError` if a file cannot be written at `path`; nothing is created."""
+    path = Path(path).absolute()
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    why = None
+    if path.is_dir():
+        why = "it is a folder"
+    elif not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = f"{folder} is no folder that can be written to"
+    if why is not None:
+        raise UserError(f"{path} cannot be written: {why}; give another place.")
+
+
+@contextlib.contextmanager
+def replaced(path: str | Path) -> Iterator[TextIO]:
+    """A file to write, which takes the place of `path` when it is complete; after an error `path`
+    is as before.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error}; give another place.") from error
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            yield file
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # of a temporary file it is 0600
+        os.replace(name, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error}; give another place.") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)

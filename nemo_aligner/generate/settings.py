@@ -1,0 +1,81 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a command: its YAML file with `key=value` words of the command line over
+it.
+"""
+
+import argparse
+import os
+import re
+import warnings
+from typing import Any
+
+from omegaconf import DictConfig
+
+from nemo_aligner.core.errors import UserError
+
+RESTORE_KEY = "pretrained_checkpoint.restore_from_path"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of words, options and `key=value` in any order.
+
+    A description keeps its lines, and a mistake ends the command like any other user's error.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
+        )
+        self.add_argument(
+            "words", nargs="*", metavar="key=value", help="settings, as in the scripts"
+        )
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Raise a `UserError` in place of the exit with the usage, which is long."""
+        raise UserError(f"{message}; {self.prog} --help shows examples.")
+
+    def split(self, argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+        """The options, the words that are no settings, and the settings."""
+        args = self.parse_intermixed_args(argv)
+        settings = [word for word in args.words if is_setting(word)]
+        return args, [word for word in args.words if not is_setting(word)], settings
+
+
+def quiet_libraries() -> None:
+    """Hide the warnings that libraries give when they are imported: the terminal is for the
+    text.
+    """
+    warnings.simplefilter("ignore")
+
+
+def is_setting(word: str) -> bool:
+    """Whether a word of the command line is `key=value`, in one of Hydra's forms, and not the name
+    of a file.
+    """
+    return re.match(r"(~|\+{0,2})[A-Za-z_][\w.]*(=|$)", word) is not None and (
+        "=" in word and not os.path.exists(word)
+    )
+
+
+def compose_settings(name: str, settings: list[str]) -> DictConfig:
+    """`conf/<name>.yaml` with `settings` over it.
+
+    The words are those of the scripts, except that a key that the YAML file lacks needs no `++`.
+
+    Raises:
+        UserError: a word that is no `key=value`.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    from nemo_aligner.config.defaults import CONF
+
+    overrides = [word if word.startswith(("+", "~")) else f"++{word}" for word in settings]
+    try:
+        with initialize_config_dir(str(CONF.resolve()), version_base=None):
+            return compose(name, overrides)
+    except HydraException as error:
+        raise UserError(
+            f"the settings {' '.join(settings)} cannot be read: {str(error).strip()}"
+        ) from error

@@ -1,0 +1,124 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation in the terminal: rank 0 reads and prints, all ranks generate."""
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import signal
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.seeds import sample_seeds
+from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.generate.policy import Policy
+from nemo_aligner.generate.prompts import ChatForm, Message, chat_tokens, plain_tokens
+from nemo_aligner.generation.streaming import TextStream
+from nemo_aligner.parallel import parallel_state
+
+NEW, EXIT = "/new", "/exit"
+
+
+def converse(policy: Policy, form: ChatForm) -> None:
+    """Respond to each line of the standard input until it ends or says `/exit`; all ranks call it.
+
+    With a chat template the conversation goes on from line to line, and `/new` starts another one;
+    without, each line is a prompt of its own. After a prompt that cannot be used a message says
+    why, and the conversation goes on.
+    """
+    chat = form.resolve(policy.tokenizer)
+    first = parallel_state.get_rank() == 0
+    if first:
+        _greet(policy, chat)
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends the job
+    messages = form.opening()
+    turn = 0
+    while (line := policy.group.gather_objects(_read_line() if first else None)[0]) is not None:
+        if line.strip() == EXIT:
+            break
+        if line.strip() == NEW:
+            messages = form.opening()
+            continue
+        if not line.strip():
+            continue
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            response = _respond(policy, asked if chat else line, turn, first)
+        except UserError as error:
+            if first:
+                print(f"({error})", file=sys.stderr, flush=True)
+            continue
+        except KeyboardInterrupt:  # within a response, where other ranks wait for this one
+            raise SystemExit(130) from None
+        turn += 1
+        if chat:
+            messages = [*asked, {"role": "assistant", "content": response}]
+
+
+def _greet(policy: Policy, chat: bool) -> None:
+    kind = "in the tokenizer's chat template" if chat else "each line is a prompt of its own"
+    commands = f"{NEW} starts a new conversation, {EXIT} ends it" if chat else f"{EXIT} ends it"
+    print(f"{policy.path}: {kind}; {commands}.", file=sys.stderr, flush=True)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text end nothing
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # arrows and history at the prompt
+
+
+def _read_line() -> str | None:
+    """The next line; None at the end of the input, or at Ctrl-C."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def _respond(policy: Policy, asked: str | list[Message], turn: int, show: bool) -> str:
+    """Generate one response, printed as it comes if `show`; all ranks call it.
+
+    Args:
+        asked: a prompt, or the messages of a conversation.
+        turn: number of the response: the same question may get another one later.
+
+    Raises:
+        UserError: the prompt has no tokens, or leaves no room; on all ranks.
+    """
+    tokenizer, room = policy.tokenizer, policy.generator.max_sequence_length
+    if isinstance(asked, str):
+        tokens = plain_tokens(tokenizer, asked, policy.add_bos)
+        remedy = "shorten it"
+    else:
+        tokens = chat_tokens(tokenizer, asked)
+        remedy = f"start a new conversation with {NEW}"
+    if not 0 < len(tokens) < room:
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens; the model has {room} positions for prompt and "
+            f"response: {remedy}"
+        )
+    stream = TextStream(tokenizer)
+    output = policy.generator.generate(
+        torch.tensor([tokens]),
+        torch.tensor([len(tokens)]),
+        sample_seeds(policy.seed, 0, torch.tensor([turn])),
+        dataclasses.replace(policy.params, return_logprobs=False),
+        on_tokens=_printer(stream) if show else None,
+    )
+    if show:
+        print(stream.finish(), flush=True)
+    length = int(output.response_lengths[0])
+    return response_text(tokenizer, output.response_tokens[0, len(tokens) : length].tolist())
+
+
+def _printer(stream: TextStream) -> Callable[[Tensor, Tensor], None]:
+    """What prints the tokens of the only sample as they come."""
+
+    def print_tokens(_places: Tensor, tokens: Tensor) -> None:
+        print(stream.push(int(tokens[0])), end="", flush=True)
+
+    return print_tokens

@@ -1,0 +1,165 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Win rates, also at equal length, and their intervals: against closed forms, a brute-force search
+and loops in plain Python.
+"""
+
+import math
+import random
+
+import pytest
+import torch
+
+from nemo_aligner.core import win_rate
+from nemo_aligner.core.win_rate import (
+    LENGTH_EFFECT_PENALTY,
+    bootstrap_interval,
+    length_controlled_win_rate,
+    resample,
+    weighted_mean,
+    wins,
+)
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def brute_force(won, difference):
+    """The length-controlled win rate by a grid that is refined around its best point."""
+    n = len(won)
+    mean = sum(difference) / n
+    std = math.sqrt(sum((d - mean) ** 2 for d in difference) / n)
+    effect = [math.tanh(d / std) for d in difference]
+
+    def likelihood(theta, phi):
+        total = -LENGTH_EFFECT_PENALTY / 2 * phi * phi
+        for y, x in zip(won, effect, strict=True):
+            p = sigmoid(theta + phi * x)
+            total += y * math.log(p) + (1 - y) * math.log(1 - p)
+        return total
+
+    theta = phi = 0.0
+    width = 8.0
+    while width > 1e-6:
+        steps = [width * k / 4 for k in range(-4, 5)]
+        theta, phi = max(
+            ((theta + a, phi + b) for a in steps for b in steps),
+            key=lambda point: likelihood(*point),
+        )
+        width /= 2
+    return sigmoid(theta)
+
+
+def pairs(n, seed, theta=0.3, phi=1.0):
+    """Outcomes and differences in length, drawn from the model."""
+    draw = random.Random(seed)
+    difference = [round(draw.gauss(20, 60)) for _ in range(n)]
+    won = [
+        draw.choices([0.5, 1.0, 0.0], [0.1, sigmoid(theta + phi * math.tanh(d / 60)), 0.3])[0]
+        for d in difference
+    ]
+    return won, difference
+
+
+def test_wins_by_hand():
+    first = torch.tensor([1.0, 0.0, 2.0, -1.0], dtype=torch.float32)
+    second = torch.tensor([0.0, 1.0, 2.0, -1.5], dtype=torch.float32)
+    assert wins(first, second).tolist() == [1.0, 0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_length_control_finds_what_brute_force_finds(seed):
+    won, difference = pairs(25, seed)
+    found = length_controlled_win_rate(torch.tensor(won), torch.tensor(difference))
+    assert found.shape == (1,)
+    assert float(found) == pytest.approx(brute_force(won, difference), abs=1e-5)
+
+
+def test_separated_pairs_have_a_finite_fit():
+    """The longer response always wins: without the penalty the length effect would be infinite."""
+    difference = [-40, -30, -10, 10, 30, 40, 50]
+    won = [float(d > 0) for d in difference]
+    found = length_controlled_win_rate(torch.tensor(won), torch.tensor(difference))
+    assert float(found) == pytest.approx(brute_force(won, difference), abs=1e-5)
+
+
+def test_weights_are_repetitions():
+    won, difference = (torch.tensor(column) for column in pairs(20, 5))
+    weights = torch.randint(0, 4, (6, 20), generator=torch.Generator().manual_seed(0))
+    together = length_controlled_win_rate(won, difference, weights)
+    means = weighted_mean(won, weights)
+    for row, rate, mean in zip(weights, together, means, strict=True):
+        repeated = torch.arange(20).repeat_interleave(row)
+        one = length_controlled_win_rate(won[repeated], difference[repeated])
+        assert float(one) == pytest.approx(float(rate), abs=1e-9)
+        assert float(mean) == pytest.approx(float(won[repeated].mean()), abs=1e-6)
+
+
+def test_chunks_change_nothing(monkeypatch):
+    won, difference = (torch.tensor(column) for column in pairs(20, 6))
+    weights = resample(torch.arange(20), 11, 3)
+    whole = length_controlled_win_rate(won, difference, weights)
+    monkeypatch.setattr(win_rate, "_CHUNK", 45)  # two weightings at a time
+    assert length_controlled_win_rate(won, difference, weights).allclose(whole, atol=1e-12)
+
+
+def test_length_control_is_symmetric():
+    won, difference = (torch.tensor(column) for column in pairs(40, 7))
+    one = length_controlled_win_rate(won, difference)
+    assert float(one + length_controlled_win_rate(1 - won, -difference)) == pytest.approx(1.0)
+
+
+def test_equal_lengths_leave_the_plain_win_rate():
+    won = torch.tensor([1.0, 0.0, 1.0, 0.5, 1.0])
+    for difference in (torch.zeros(5), torch.full((5,), 17)):
+        assert float(length_controlled_win_rate(won, difference)) == pytest.approx(0.7)
+
+
+def test_a_policy_that_always_wins_or_always_ties():
+    difference = torch.tensor([3.0, -8.0, 40.0])
+    for outcome in (0.0, 0.5, 1.0):
+        rate = length_controlled_win_rate(torch.full((3,), outcome), difference)
+        assert float(rate) == pytest.approx(outcome, abs=1e-9)
+
+
+def test_length_control_undoes_a_bias_to_length():
+    """Equal policies, one of which is longer and is preferred for that: the plain win rate is well
+    above one half, the length-controlled one is not.
+    """
+    draw = random.Random(0)
+    difference = [draw.gauss(60, 60) for _ in range(20000)]
+    won = [float(draw.random() < sigmoid(1.5 * math.tanh(d / 60))) for d in difference]
+    won, difference = torch.tensor(won), torch.tensor(difference)
+    assert float(won.mean()) > 0.65
+    assert float(length_controlled_win_rate(won, difference)) == pytest.approx(0.5, abs=0.02)
+
+
+def test_resamples_draw_whole_prompts():
+    groups = torch.tensor([0, 0, 1, 2, 2, 2])
+    weights = resample(groups, 500, 1)
+    assert weights.shape == (500, 6)
+    assert weights[:, 0].equal(weights[:, 1])
+    assert weights[:, 3].equal(weights[:, 4]) and weights[:, 4].equal(weights[:, 5])
+    per_prompt = weights[:, [0, 2, 3]]
+    assert per_prompt.sum(1).eq(3).all()
+    assert per_prompt.mean(0).allclose(torch.ones(3, dtype=torch.float64), atol=0.15)
+    assert weights.equal(resample(groups, 500, 1))
+    assert not weights.equal(resample(groups, 500, 2))
+
+
+def test_interval_of_a_mean_is_that_of_the_normal_distribution():
+    values = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = resample(torch.arange(400), 4000, 0)
+    low, high = bootstrap_interval(lambda w: weighted_mean(values, w), weights, 0.9)
+    mean, error = float(values.mean()), float(values.std(correction=0)) / 20
+    assert low == pytest.approx(mean - 1.645 * error, abs=0.1 * error)
+    assert high == pytest.approx(mean + 1.645 * error, abs=0.1 * error)
+
+
+def test_interval_ends_are_quantiles():
+    values = torch.arange(101, dtype=torch.float64)
+    assert bootstrap_interval(lambda w: values, torch.ones(1, 1), 0.8) == (
+        pytest.approx(10.0),
+        pytest.approx(90.0),
+    )
