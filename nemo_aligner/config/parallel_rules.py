@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which devices, ranks, parallel sizes and architectures cannot work together."""
 
+import math
 import os
 from collections.abc import Mapping
 
@@ -35,6 +36,17 @@ def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
             f"trainer.num_nodes to a multiple of {product}, or smaller parallel sizes."
         )
     return world_size // product
+
+
+def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: int) -> int:
+    """Rows of the embedding table: the next size that `multiple` and the number of TP ranks
+    divide.
+
+    NeMo pads to `multiple` x TP. With the least common multiple the table, and so the initial
+    weights, do not depend on TP in most cases.
+    """
+    multiple = math.lcm(multiple, tensor_model_parallel_size)
+    return math.ceil(vocab_size / multiple) * multiple
 
 
 def count_ranks(

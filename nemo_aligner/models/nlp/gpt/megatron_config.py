@@ -7,7 +7,6 @@
 import dataclasses
 import functools
 import importlib.util
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_aligner.config.model_keys import has_no_effect, known_model_keys
+from nemo_aligner.config.parallel_rules import pad_vocab_size
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.megatron_experts import expert_settings
 
@@ -75,17 +75,6 @@ def torch_dtype(precision: str | int) -> torch.dtype:
 def use_transformer_engine() -> bool:
     """Whether this machine has CUDA and Transformer Engine."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-
-
-def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: int) -> int:
-    """Rows of the embedding table: the next size that `multiple` and the number of TP ranks
-    divide.
-
-    NeMo pads to `multiple` x TP. With the least common multiple the table, and so the initial
-    weights, do not depend on TP in most cases.
-    """
-    multiple = math.lcm(multiple, tensor_model_parallel_size)
-    return math.ceil(vocab_size / multiple) * multiple
 
 
 def count_vocab_rows(cfg: DictConfig, vocab_size: int) -> int:
