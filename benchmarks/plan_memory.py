@@ -110,7 +110,14 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "actor 8M fp32, DP2": _case("actor", SMALL, LLAMA, vocab=8192, seq=256, mbs=2, ranks=2),
     "actor of experts, 28M fp32, EP2": _case(
-        "actor", SMALL, LLAMA, EXPERTS, dict(num_layers=8), vocab=1024, seq=256, mbs=2,
+        "actor",
+        SMALL,
+        LLAMA,
+        EXPERTS,
+        dict(num_layers=8),
+        vocab=1024,
+        seq=256,
+        mbs=2,
         **_split(2, ep=2),
     ),
     "critic 33M fp32, TP2 with sequence parallelism": _case(
@@ -191,7 +198,7 @@ def read_phases(profiler: Any) -> dict[str, tuple[int, int]]:
     return result
 
 
-# --- the phases of each job -----------------------------------------------------------------------
+# --- the phases of each job ----------------------------------------------------------------------
 
 
 def run_case(case: dict[str, Any], section: dict[str, Any], phase: Phases) -> None:
@@ -334,7 +341,7 @@ def predict(case: dict[str, Any], section: dict[str, Any], rank: int) -> dict[st
     return result | ({"host": sum(memory.host.values())} if memory.host else {})
 
 
-# --- processes ------------------------------------------------------------------------------------
+# --- processes -----------------------------------------------------------------------------------
 
 
 def work(names: list[str], folder: Path) -> None:

@@ -124,6 +124,9 @@ def read_inputs(args: argparse.Namespace) -> tuple[list[JobInput], list[list[str
         if path not in models:
             models[path] = read_model(path)
         model, vocab_size = models[path]
+        if inputs:  # a server reads the samples that the actor sends
+            width = inputs[0].cfg["model"]["encoder_seq_length"]
+            model = {"encoder_seq_length": width, **model}
         texts = [*args.overrides, *(args.critic if number else [])]
         shared = [text for text in texts if belongs(text, job)]
         cfg = job_config(job, model, read_overrides(shared), str(path))
@@ -133,7 +136,7 @@ def read_inputs(args: argparse.Namespace) -> tuple[list[JobInput], list[list[str
 
 
 def belongs(text: str, job: Job) -> bool:
-    """Whether an override of all jobs means this one: sections of a policy mean the actor alone."""
+    """Whether an override of all jobs means this one; sections of a policy mean the actor."""
     sections = {"model.ppo": "gpt_ppo_actor", "model.rs": "gpt_rs_actor"}
     key = text.lstrip("+")
     for section, config_name in sections.items():

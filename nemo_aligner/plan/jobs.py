@@ -100,8 +100,10 @@ def job_config(
     OmegaConf.update(given, job.restore_key, path, force_add=True)
     cfg = complete_config(given, job.config_name)
     for key, value in UNRELATED.items():
-        if OmegaConf.select(cfg, key.rpartition(".")[0]) is not None:
-            OmegaConf.update(cfg, key, value, force_add=True)
+        section, _, name = key.rpartition(".")
+        parent = OmegaConf.select(cfg, section)
+        if isinstance(parent, DictConfig) and name in parent.keys():  # `in parent` misses "???"
+            parent[name] = value
     check_keys(plain_dict(cfg), job.config_name)
     OmegaConf.set_struct(cfg, False)
     try:

@@ -98,7 +98,7 @@ class RankMemory:
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
 
-# --- what stands all the time ---------------------------------------------------------------------
+# --- what stands all the time --------------------------------------------------------------------
 
 
 def weight_bytes(a: Architecture, weights: Weights) -> float:
@@ -142,7 +142,7 @@ def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> 
     return parts
 
 
-# --- one layer ------------------------------------------------------------------------------------
+# --- one layer -----------------------------------------------------------------------------------
 
 
 def norm_bytes(a: Architecture, on_gpu: bool) -> float:
@@ -240,7 +240,7 @@ def layer_temporary(a: Architecture, split: Split, tokens: float) -> float:
     return e * tokens * a.hidden + both
 
 
-# --- logits ---------------------------------------------------------------------------------------
+# --- logits --------------------------------------------------------------------------------------
 
 
 def logits_bytes(a: Architecture, split: Split, tokens: float) -> float:
@@ -276,7 +276,7 @@ def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> li
     ]
 
 
-# --- phases ---------------------------------------------------------------------------------------
+# --- phases --------------------------------------------------------------------------------------
 
 
 def in_flight(split: Split, stage: int, micro_batches: int) -> float:

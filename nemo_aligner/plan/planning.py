@@ -97,7 +97,7 @@ def smallest(inputs: list[JobInput], above: int, machine: Machine) -> int | None
 
 
 def try_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> tuple[Plan | None, str]:
-    """The plan for `gpus` GPUs, or None and, if the rules forbid every split, the first of them."""
+    """The plan for `gpus` GPUs; or None and, if rules forbid every split, the first of them."""
     limit = machine.usable
     if len(inputs) == 1:
         found, reason = search(inputs[0], gpus, machine, limit)

@@ -31,10 +31,11 @@ RECOMPUTE_KEYS = {
     "activations_checkpoint_method": "uniform",
     "activations_checkpoint_num_layers": 1,
 }
-# A rule of thumb for the order of candidates, not a measured speed (docs/plan.md): what each choice
-# multiplies the time of a step by.
+# A rule of thumb for the order of candidates, not a measured speed (docs/plan.md): what each
+# choice multiplies the time of a step by.
 FULL_RECOMPUTE_COST = 1.3
-TP_COST, CP_COST, EP_COST = 0.05, 0.1, 0.02  # per doubling
+TP_COST, PP_COST, CP_COST, EP_COST = 0.05, 0.05, 0.1, 0.02  # per doubling
+NEARLY_FULL, NEARLY_FULL_COST = 0.95, 1.05  # of what may be used; little is left for a surprise
 ACROSS_NODES_COST = 2.0  # tensor parallelism over the network
 PIPELINED_GENERATION_COST = 0.3  # per further stage: the stages wait for each other
 SMALLER_FORWARD_COST, SMALLER_ROLLOUT_COST = 0.01, 0.05  # per halving
@@ -162,7 +163,7 @@ def relative_cost(w: Workload, given: Workload, split: Split, machine: Machine) 
     """
     cost = 1.0 + (split.pp - 1) / (w.micro_batches * split.vpp) if w.trains else 1.0
     cost *= 1 + TP_COST * doublings(split.tp) + CP_COST * doublings(split.cp)
-    cost *= 1 + EP_COST * doublings(split.ep)
+    cost *= 1 + PP_COST * doublings(split.pp) + EP_COST * doublings(split.ep)
     if split.tp > machine.gpus_per_node:
         cost *= ACROSS_NODES_COST
     if w.recompute == "full":
@@ -283,13 +284,13 @@ def find_candidates(
             continue
         # Recomputation that the user or the checkpoint asks for stays.
         for recompute in (own,) if own or job is REWARD_SERVER else (None, "full"):
-            found.append(
-                candidate(job, with_sizes, vocab_size, split, machine, recompute, limit)
-            )
+            found.append(candidate(job, with_sizes, vocab_size, split, machine, recompute, limit))
     found.sort(key=lambda c: (c.memory.peak > limit, _order(c, limit)))
     return found, reason
 
 
 def _order(c: Candidate, limit: float) -> float:
     """The cost of what fits, the memory of what does not."""
-    return c.cost if c.memory.peak <= limit else c.memory.peak
+    if c.memory.peak > limit:
+        return c.memory.peak
+    return c.cost * (NEARLY_FULL_COST if c.memory.peak > NEARLY_FULL * limit else 1)

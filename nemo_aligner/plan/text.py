@@ -5,11 +5,11 @@
 import shlex
 from typing import Any
 
+from nemo_aligner.plan.jobs import head_outputs
 from nemo_aligner.plan.memory import PARTS, RankMemory
 from nemo_aligner.plan.parameters import count_model, read_architecture
 from nemo_aligner.plan.planning import JobInput, Plan
 from nemo_aligner.plan.splits import SIZE_KEYS, Candidate, Machine, vocab_rows
-from nemo_aligner.plan.jobs import head_outputs
 
 GIB = 2**30
 SHOWN = 8  # candidates in the text
@@ -70,9 +70,7 @@ def candidate_table(candidates: list[Candidate], limit: float, shown: int) -> st
     for c in candidates[:shown]:
         fits = "yes" if c.memory.peak <= limit else "no"
         cost = f"{c.cost:.2f}" if fits == "yes" else "-"
-        rows.append(
-            [split_text(c), gib(c.memory.peak), c.memory.tightest, fits, cost, notes(c)]
-        )
+        rows.append([split_text(c), gib(c.memory.peak), c.memory.tightest, fits, cost, notes(c)])
     return table(rows)
 
 

@@ -22,7 +22,7 @@ FLOORS = [
     {"servers", "generation", "data"},
     {"models"},
     {"algorithms", "launch"},
-    {"report", "compat"},
+    {"report", "compat", "plan"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
