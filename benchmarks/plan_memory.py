@@ -307,8 +307,8 @@ def measure(case: dict[str, Any], section: dict[str, Any]) -> dict[str, float]:
 def predict(case: dict[str, Any], section: dict[str, Any], rank: int) -> dict[str, float]:
     """The same figures as `measure`, from the formulas."""
     from nemo_aligner.config.defaults import complete_model
+    from nemo_aligner.config.parallel_rules import pad_vocab_size
     from nemo_aligner.config.values import plain_dict
-    from nemo_aligner.models.nlp.gpt.megatron_config import pad_vocab_size
     from nemo_aligner.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Workload, rank_memory
     from nemo_aligner.plan.parameters import Split, read_architecture
 

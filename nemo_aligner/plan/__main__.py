@@ -38,7 +38,7 @@ def read_memory(text: str) -> float:
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], int]:
-    """The configuration of a model, and the rows of its embedding table before padding.
+    """The configuration of a model, and the ids of its tokenizer (or rows of its table).
 
     Args:
         path: of a `.nemo`, a folder that loads as one, or a YAML file with a `model` section,
@@ -147,7 +147,7 @@ def belongs(text: str, job: Job) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Print a plan; returns the exit code."""
-    args = parser().parse_args(argv)
+    args = parser().parse_intermixed_args(argv)
     try:
         if args.gpus < 1 or args.gpus_per_node < 1:
             raise UserError(

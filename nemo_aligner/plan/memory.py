@@ -170,6 +170,8 @@ def attention_bytes(
     total = e * tokens * (2 * queries + 2 * keys)
     if a.rotary:
         total += e * tokens * (queries + keys) + 4 * e * positions * a.head_size
+    if a.qk_norm:
+        total += (norm_bytes(a, w.on_gpu) - e) * tokens * (queries + keys)
     heads = a.heads / split.tp
     total += FP32 * tokens * heads
     if w.on_gpu:

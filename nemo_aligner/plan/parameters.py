@@ -56,6 +56,7 @@ class Architecture:
         gated: the activation has a gate, so the first feed-forward matrix is twice as wide.
         bias: the linear layers have biases.
         qkv_bias: that of queries, keys and values has one.
+        qk_norm: queries and keys are normalized per head.
         layernorm: norms have a bias beside their scale.
         tied: the output layer is the embedding table.
         experts: of a layer; 0: dense.
@@ -81,6 +82,7 @@ class Architecture:
     gated: bool = True
     bias: bool = False
     qkv_bias: bool = False
+    qk_norm: bool = False
     layernorm: bool = False
     tied: bool = False
     experts: int = 0
@@ -139,7 +141,7 @@ def read_architecture(
 
     Args:
         model: plain values (`config.defaults.complete_model`).
-        vocab_rows: V, with padding (`models.nlp.gpt.megatron_config.count_vocab_rows`).
+        vocab_rows: V, with padding (`config.parallel_rules.count_vocab_rows`).
         head_outputs: of the job's head; 0: a language model.
 
     Raises:
@@ -169,6 +171,7 @@ def read_architecture(
         gated=str(model["activation"]).lower().endswith("glu"),
         bias=bool(model["bias"]),
         qkv_bias=bool(model["bias"] or model["add_qkv_bias"]),
+        qk_norm=bool(model.get("qk_layernorm")),
         layernorm=str(model["normalization"]).lower() != "rmsnorm",
         tied=bool(model["share_embeddings_and_output_weights"]) and not head_outputs,
         experts=experts,
@@ -192,8 +195,11 @@ def count_layer(a: Architecture, tp: int = 1, ep: int = 1) -> Weights:
     # The bias after a matrix that is split along its input exists once, on every rank.
     proj = proj_width * a.hidden + (a.hidden if a.bias else 0)
     attention = norms + qkv + proj
+    if a.qk_norm:  # one for the queries and one for the keys, of a head each
+        attention += 2 * a.head_size * (1 + a.layernorm)
     if a.experts:
-        router, expert = a.hidden * a.experts, _feed_forward(a, a.expert_ffn // tp)
+        router = (a.hidden + a.bias) * a.experts
+        expert = _feed_forward(a, a.expert_ffn // tp)
         first = a.expert_ffn // tp * (1 + a.gated) * a.hidden
         return Weights(attention + router, expert * (a.experts // ep), largest=first)
     first = a.ffn // tp * (1 + a.gated) * a.hidden

@@ -21,7 +21,7 @@ class JobInput:
         job: which one.
         path: of the model that it starts from.
         cfg: `jobs.job_config`.
-        vocab_size: rows of the embedding table before padding.
+        vocab_size: ids of the tokenizer.
     """
 
     job: Job

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from nemo_aligner.config.parallel_rules import check_architecture, pad_vocab_size
+from nemo_aligner.config.parallel_rules import check_architecture, count_vocab_rows
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.plan.jobs import REWARD_SERVER, Job, head_outputs, read_workload
@@ -36,7 +36,6 @@ RECOMPUTE_KEYS = {
 FULL_RECOMPUTE_COST = 1.3
 TP_COST, PP_COST, CP_COST, EP_COST = 0.05, 0.05, 0.1, 0.02  # per doubling
 NEARLY_FULL, NEARLY_FULL_COST = 0.95, 1.05  # of what may be used; little is left for a surprise
-ACROSS_NODES_COST = 2.0  # tensor parallelism over the network
 PIPELINED_GENERATION_COST = 0.3  # per further stage: the stages wait for each other
 SMALLER_FORWARD_COST, SMALLER_ROLLOUT_COST = 0.01, 0.05  # per halving
 
@@ -87,11 +86,11 @@ def powers_of_two(limit: int) -> list[int]:
     return [1 << n for n in range(limit.bit_length()) if 1 << n <= limit]
 
 
-def splits(gpus: int, model: Mapping[str, Any]) -> Iterator[Split]:
-    """All splits of `gpus` ranks in powers of two for which the model has keys that allow it."""
+def splits(gpus: int, gpus_per_node: int, model: Mapping[str, Any]) -> Iterator[Split]:
+    """All splits of `gpus` ranks in powers of two; tensor parallelism stays within a node."""
     experts = model.get("num_moe_experts") or 0
     vpp = model.get("virtual_pipeline_model_parallel_size") or 1
-    for tp in powers_of_two(gpus):
+    for tp in powers_of_two(min(gpus, gpus_per_node)):
         for pp in powers_of_two(gpus // tp):
             for cp in powers_of_two(gpus // (tp * pp)):
                 if gpus % (tp * pp * cp):
@@ -111,14 +110,16 @@ def with_split(cfg: Mapping[str, Any], split: Split, machine: Machine) -> dict[s
     return result
 
 
-def obstacle(job: Job, cfg: Mapping[str, Any], split: Split) -> str:
+def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
     """The first rule of the job that does not let it start at a split; empty if it can.
 
     Args:
         cfg: with the sizes of the split (`with_split`).
+        vocab_size: ids of the tokenizer.
     """
     try:
         check_architecture(cfg["model"], fixed=True)  # the quick one first
+        count_vocab_rows(OmegaConf.create(cfg["model"]), vocab_size)
         if cfg["model"].get("num_moe_experts"):
             # Here: it imports PyTorch, and only experts have rules there.
             from nemo_aligner.models.nlp.gpt.megatron_experts import expert_settings
@@ -155,7 +156,7 @@ def doublings(size: int) -> float:
     return math.log2(size)
 
 
-def relative_cost(w: Workload, given: Workload, split: Split, machine: Machine) -> float:
+def relative_cost(w: Workload, given: Workload, split: Split) -> float:
     """The rule of thumb for the time of a step, from 1 up.
 
     Args:
@@ -164,8 +165,6 @@ def relative_cost(w: Workload, given: Workload, split: Split, machine: Machine) 
     cost = 1.0 + (split.pp - 1) / (w.micro_batches * split.vpp) if w.trains else 1.0
     cost *= 1 + TP_COST * doublings(split.tp) + CP_COST * doublings(split.cp)
     cost *= 1 + PP_COST * doublings(split.pp) + EP_COST * doublings(split.ep)
-    if split.tp > machine.gpus_per_node:
-        cost *= ACROSS_NODES_COST
     if w.recompute == "full":
         cost *= FULL_RECOMPUTE_COST
     if w.rollout_samples:
@@ -224,11 +223,11 @@ def candidate(
 
     Args:
         cfg: with the sizes of the split (`with_split`).
-        vocab_size: rows of the embedding table before padding.
+        vocab_size: ids of the tokenizer.
         recompute: activations, "selective" or "full".
     """
     model = cfg["model"]
-    rows = vocab_rows(model, vocab_size)
+    rows = count_vocab_rows(OmegaConf.create(model), vocab_size)
     a = read_architecture(model, rows, head_outputs(job, model))
     given = read_workload(job, cfg, split, machine.on_gpu)
     keys: dict[str, Any] = {}
@@ -247,17 +246,8 @@ def candidate(
         workload,
         memory,
         host * ranks_on_node,
-        relative_cost(workload, given, split, machine),
+        relative_cost(workload, given, split),
         keys | pass_keys(job, workload, given),
-    )
-
-
-def vocab_rows(model: Mapping[str, Any], vocab_size: int) -> int:
-    """Rows of the embedding table at the split of `model`, as the model pads them."""
-    if model.get("override_vocab_size"):
-        return int(model["override_vocab_size"])
-    return pad_vocab_size(
-        vocab_size, model["make_vocab_size_divisible_by"], model["tensor_model_parallel_size"]
     )
 
 
@@ -276,9 +266,9 @@ def find_candidates(
     """
     found, reason = [], ""
     own = cfg["model"].get("activations_checkpoint_granularity")
-    for split in splits(gpus, cfg["model"]):
+    for split in splits(gpus, machine.gpus_per_node, cfg["model"]):
         with_sizes = with_split(cfg, split, machine)
-        forbidden = obstacle(job, with_sizes, split)
+        forbidden = obstacle(job, with_sizes, vocab_size)
         reason = reason or forbidden
         if forbidden:
             continue

@@ -5,11 +5,14 @@
 import shlex
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from nemo_aligner.config.parallel_rules import count_vocab_rows
 from nemo_aligner.plan.jobs import head_outputs
 from nemo_aligner.plan.memory import PARTS, RankMemory
 from nemo_aligner.plan.parameters import count_model, read_architecture
 from nemo_aligner.plan.planning import JobInput, Plan
-from nemo_aligner.plan.splits import SIZE_KEYS, Candidate, Machine, vocab_rows
+from nemo_aligner.plan.splits import SIZE_KEYS, Candidate, Machine
 
 GIB = 2**30
 SHOWN = 8  # candidates in the text
@@ -86,7 +89,8 @@ def overrides(c: Candidate, item: JobInput, given: list[str], machine: Machine) 
     sizes["++model.sequence_parallel"] = c.split.sequence_parallel
     chosen = own | sizes | c.changes
     bare = {key.lstrip("+") for key in chosen}
-    kept = [text for text in given if text.partition("=")[0].lstrip("+") not in bare]
+    kept = [text.lstrip("+") for text in given]
+    kept = [f"++{text}" for text in kept if text.partition("=")[0] not in bare]
     return [*(f"{key}={value}" for key, value in chosen.items()), *kept]
 
 
@@ -99,7 +103,8 @@ def command(c: Candidate, item: JobInput, given: list[str], machine: Machine) ->
 def number_of_weights(item: JobInput) -> int:
     """Of the model of a job."""
     model = item.cfg["model"]
-    rows = vocab_rows({**model, "tensor_model_parallel_size": 1}, item.vocab_size)
+    alone = OmegaConf.create({**model, "tensor_model_parallel_size": 1})
+    rows = count_vocab_rows(alone, item.vocab_size)
     return count_model(read_architecture(model, rows, head_outputs(item.job, model)))
 
 

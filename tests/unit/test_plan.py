@@ -29,6 +29,7 @@ from nemo_aligner.plan.memory import (
     Workload,
     in_flight,
     job_memory,
+    kept_bytes,
     layer_bytes,
     optimizer_bytes,
     rank_memory,
@@ -152,7 +153,7 @@ def test_number_of_weights_of_large_models():
 def test_activations_are_the_tensors_that_autograd_keeps(tiny_tokenizer_dir, variant, keys):
     width, samples = 256, 2
     sizes = {"hidden_size": 64, "ffn_hidden_size": 256, "encoder_seq_length": width}
-    cfg = tiny_config(tiny_tokenizer_dir, **VARIANTS[variant], **sizes, **keys)
+    cfg = tiny_config(tiny_tokenizer_dir, **VARIANTS[variant] | sizes | keys)
     model = MegatronGPTModel(cfg)
     (module,) = model.unwrapped()
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -235,10 +236,18 @@ def test_what_makes_activations_smaller():
     assert activations(samples=2) == pytest.approx(2 * activations(), rel=0.01)
     parallel = activations(Split(tp=2))
     assert activations(Split(tp=2, sequence_parallel=True)) < parallel < activations()
-    layer = activations() / 32
-    inputs = 4096 * 4096 * 2
-    assert activations(recompute="full") == pytest.approx(32 * inputs + layer, rel=0.01)
     assert activations(recompute="selective") == activations()
+
+
+def test_full_recomputation_keeps_the_inputs_of_layers():
+    layer, inputs = layer_bytes(LLAMA_8B, alone := Split(), 1, Workload()), 4096 * 4096 * 2
+
+    def kept(**keys):
+        return kept_bytes(LLAMA_8B, alone, 32, Workload(recompute="full", **keys))
+
+    assert kept() == (32 * inputs, layer)
+    assert kept(recompute_layers=4) == (8 * inputs, 4 * layer)
+    assert kept(recompute_layers=4, block=True) == (4 * inputs + 28 * layer, layer)
 
 
 # --- splits --------------------------------------------------------------------------------------

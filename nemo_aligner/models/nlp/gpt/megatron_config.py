@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_aligner.config.model_keys import has_no_effect, known_model_keys
-from nemo_aligner.config.parallel_rules import pad_vocab_size
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.megatron_experts import expert_settings
 
@@ -75,28 +74,6 @@ def torch_dtype(precision: str | int) -> torch.dtype:
 def use_transformer_engine() -> bool:
     """Whether this machine has CUDA and Transformer Engine."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-
-
-def count_vocab_rows(cfg: DictConfig, vocab_size: int) -> int:
-    """Rows of the embedding table: `model.override_vocab_size`, else the tokenizer's `vocab_size`,
-    padded.
-
-    Args:
-        cfg: complete `model` section.
-        vocab_size: ids of the tokenizer.
-
-    Raises:
-        ConfigError: the given number is too small or not divisible by the tensor-parallel size.
-    """
-    tp, rows = cfg.tensor_model_parallel_size, cfg.override_vocab_size
-    if not rows:
-        return pad_vocab_size(vocab_size, cfg.make_vocab_size_divisible_by, tp)
-    if rows < vocab_size or rows % tp:
-        raise ConfigError(
-            f"model.override_vocab_size={rows} must be at least the {vocab_size} ids of the "
-            f"tokenizer and a multiple of model.tensor_model_parallel_size={tp}."
-        )
-    return int(rows)
 
 
 def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
