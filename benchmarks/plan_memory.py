@@ -412,10 +412,13 @@ def main() -> None:
         work(names, args.worker)
         return
     with tempfile.TemporaryDirectory() as folder:
+        alone = [name for name in names if CASES[name].get("ranks", 1) == 1]
         try:
-            for ranks in sorted({CASES[name].get("ranks", 1) for name in names}):
-                chosen = [name for name in names if CASES[name].get("ranks", 1) == ranks]
-                start(chosen, ranks, Path(folder))
+            if alone:
+                start(alone, 1, Path(folder))
+            for name in names:  # process groups cannot be made anew, so in new processes
+                if name not in alone:
+                    start([name], CASES[name]["ranks"], Path(folder))
         finally:
             print(table(Path(folder)))
 

@@ -170,6 +170,8 @@ def attention_bytes(
     total = e * tokens * (2 * queries + 2 * keys)
     if a.rotary:
         total += e * tokens * (queries + keys) + 4 * e * positions * a.head_size
+    elif a.groups < a.heads:  # queries of several groups are copied to lie together
+        total += e * tokens * queries
     if a.qk_norm:
         total += (norm_bytes(a, w.on_gpu) - e) * tokens * (queries + keys)
     heads = a.heads / split.tp
@@ -250,6 +252,13 @@ def logits_bytes(a: Architecture, split: Split, tokens: float) -> float:
     return tokens * a.vocab_rows / split.tp * a.number_bytes
 
 
+def copies_of_logits(samples: int) -> int:
+    """Megatron Core copies the logits from [S, B, V] to [B, S, V], and their gradient back; with
+    one sample both are the same.
+    """
+    return 1 if samples == 1 else 2
+
+
 def chunk_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) -> float:
     """Of the fp32 buffers of the log-probs, which never hold all logits at once."""
     most = CHUNK_ELEMENTS_GPU if on_gpu else CHUNK_ELEMENTS
@@ -273,8 +282,11 @@ def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> li
     chunks = chunk_bytes(a, split, tokens, w.on_gpu)
     return [
         {ACTIVATIONS: norm, LOGITS: logits, TEMPORARY: chunks},
-        # Megatron Core copies the logits from [S, B, V] to [B, S, V], and their gradient back.
-        {ACTIVATIONS: norm, LOGITS: 2 * logits, TEMPORARY: gradient + matrix},
+        {
+            ACTIVATIONS: norm,
+            LOGITS: copies_of_logits(samples) * logits,
+            TEMPORARY: gradient + matrix,
+        },
     ]
 
 
@@ -342,7 +354,7 @@ def scoring_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Par
         logits = logits_bytes(a, split, tokens)
         hidden = 2 * a.number_bytes * tokens * a.hidden
         chunks = chunk_bytes(a, split, tokens, w.on_gpu)
-        moments.append({ACTIVATIONS: hidden, LOGITS: 2 * logits})
+        moments.append({ACTIVATIONS: hidden, LOGITS: copies_of_logits(samples) * logits})
         moments.append({ACTIVATIONS: hidden, LOGITS: logits, TEMPORARY: chunks})
     return max(moments, key=lambda parts: sum(parts.values()))
 

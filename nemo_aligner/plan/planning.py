@@ -8,9 +8,9 @@ from typing import Any
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.plan.jobs import Job
-from nemo_aligner.plan.splits import Candidate, Machine, find_candidates
+from nemo_aligner.plan.splits import Candidate, Machine, find_candidates, powers_of_two
 
-MOST_GPUS = 4096  # where the search for a number of GPUs that suffices ends
+MOST_GPUS = 1024  # where the search for a number of GPUs that suffices ends
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,13 @@ class NothingFitsError(UserError):
 
 def shares(gpus: int, gpus_per_node: int) -> Iterator[tuple[int, int]]:
     """Numbers of GPUs for an actor and its server: as many as possible in use, then as equal as
-    possible, the actor with more. A job that needs several nodes has whole ones.
+    possible, the actor with more.
+
+    Powers of two within a node, or of whole nodes: other numbers seldom divide a batch.
     """
-    sizes = [n for n in range(1, gpus) if n <= gpus_per_node or n % gpus_per_node == 0]
+    within = [n for n in powers_of_two(gpus) if n <= gpus_per_node]
+    nodes = [gpus_per_node * n for n in powers_of_two(max(gpus // gpus_per_node, 1))]
+    sizes = sorted({*within, *nodes})
     pairs = [(a, b) for a in sizes for b in sizes if a + b <= gpus]
     yield from sorted(pairs, key=lambda pair: (-sum(pair), abs(pair[0] - pair[1]), -pair[0]))
 

@@ -9,6 +9,7 @@ would refuse them.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -31,6 +32,7 @@ RECOMPUTE_KEYS = {
     "activations_checkpoint_method": "uniform",
     "activations_checkpoint_num_layers": 1,
 }
+LEAST_TOKENS = 1024  # of a sample on a context-parallel rank
 # A rule of thumb for the order of candidates, not a measured speed (docs/plan.md): what each
 # choice multiplies the time of a step by.
 FULL_RECOMPUTE_COST = 1.3
@@ -87,12 +89,15 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def splits(gpus: int, gpus_per_node: int, model: Mapping[str, Any]) -> Iterator[Split]:
-    """All splits of `gpus` ranks in powers of two; tensor parallelism stays within a node."""
+    """All splits of `gpus` ranks in powers of two; tensor parallelism stays within a node, and a
+    context-parallel rank has no fewer than `LEAST_TOKENS` of the longest sample.
+    """
+    contexts = powers_of_two(max(int(model["encoder_seq_length"]) // LEAST_TOKENS, 1))
     experts = model.get("num_moe_experts") or 0
     vpp = model.get("virtual_pipeline_model_parallel_size") or 1
     for tp in powers_of_two(min(gpus, gpus_per_node)):
         for pp in powers_of_two(gpus // tp):
-            for cp in powers_of_two(gpus // (tp * pp)):
+            for cp in contexts:
                 if gpus % (tp * pp * cp):
                     continue
                 dp = gpus // (tp * pp * cp)
@@ -119,7 +124,7 @@ def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
     """
     try:
         check_architecture(cfg["model"], fixed=True)  # the quick one first
-        count_vocab_rows(OmegaConf.create(cfg["model"]), vocab_size)
+        count_vocab_rows(SimpleNamespace(**cfg["model"]), vocab_size)
         if cfg["model"].get("num_moe_experts"):
             # Here: it imports PyTorch, and only experts have rules there.
             from nemo_aligner.models.nlp.gpt.megatron_experts import expert_settings
@@ -227,7 +232,7 @@ def candidate(
         recompute: activations, "selective" or "full".
     """
     model = cfg["model"]
-    rows = count_vocab_rows(OmegaConf.create(model), vocab_size)
+    rows = count_vocab_rows(SimpleNamespace(**model), vocab_size)
     a = read_architecture(model, rows, head_outputs(job, model))
     given = read_workload(job, cfg, split, machine.on_gpu)
     keys: dict[str, Any] = {}

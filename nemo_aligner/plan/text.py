@@ -3,9 +3,8 @@
 """A plan as text for the terminal, and as plain values for JSON."""
 
 import shlex
+from types import SimpleNamespace
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from nemo_aligner.config.parallel_rules import count_vocab_rows
 from nemo_aligner.plan.jobs import head_outputs
@@ -103,7 +102,7 @@ def command(c: Candidate, item: JobInput, given: list[str], machine: Machine) ->
 def number_of_weights(item: JobInput) -> int:
     """Of the model of a job."""
     model = item.cfg["model"]
-    alone = OmegaConf.create({**model, "tensor_model_parallel_size": 1})
+    alone = SimpleNamespace(**{**model, "tensor_model_parallel_size": 1})
     rows = count_vocab_rows(alone, item.vocab_size)
     return count_model(read_architecture(model, rows, head_outputs(item.job, model)))
 
