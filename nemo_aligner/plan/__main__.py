@@ -118,7 +118,8 @@ def read_inputs(args: argparse.Namespace) -> tuple[list[JobInput], list[list[str
         UserError: a model or an override cannot be read.
     """
     models: dict[Path, tuple[Mapping[str, Any], int]] = {}
-    inputs, given = [], []
+    inputs: list[JobInput] = []
+    given = []
     for number, job in enumerate(JOBS[args.job]):
         path = args.critic_model if number and args.critic_model else args.model
         if path not in models:

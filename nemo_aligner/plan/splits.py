@@ -185,20 +185,22 @@ def relative_cost(w: Workload, given: Workload, split: Split) -> float:
 def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Workload:
     """The workload with as many samples per pass without gradient, and per generation, as fit."""
 
-    def fits(phase: str, **sizes: int) -> bool:
-        phases = job_memory(a, split, replace(w, **sizes)).phases
-        return sum(phases[phase].values()) <= limit
+    def fits(phase: str, changed: Workload) -> bool:
+        return sum(job_memory(a, split, changed).phases[phase].values()) <= limit
 
-    def most(name: str, size: int, phase: str) -> int:
-        return halved_until(lambda n: fits(phase, **{name: n}), size) or 1
+    def with_forward(samples: int) -> Workload:
+        return replace(w, forward_samples=samples)
 
-    if w.forward_samples:
+    def with_rollout(samples: int) -> Workload:
+        return replace(w, rollout_samples=samples)
+
+    forward, rollout = w.forward_samples, w.rollout_samples
+    if forward:
         phase = "scores" if a.head_outputs else "log-probs"
-        w = replace(w, forward_samples=most("forward_samples", w.forward_samples, phase))
-    if w.rollout_samples:
-        size = most("rollout_samples", w.rollout_samples, "generation")
-        w = replace(w, rollout_samples=size)
-    return w
+        forward = halved_until(lambda n: fits(phase, with_forward(n)), forward) or 1
+    if rollout:
+        rollout = halved_until(lambda n: fits("generation", with_rollout(n)), rollout) or 1
+    return replace(w, forward_samples=forward, rollout_samples=rollout)
 
 
 def pass_keys(job: Job, w: Workload, given: Workload) -> dict[str, Any]:
