@@ -12,7 +12,6 @@ Symbols: n tokens of a micro-batch on a rank, H hidden size, F width of the feed
 rows of the embedding table, e bytes of a number.
 """
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from nemo_aligner.plan.parameters import BF16, FP32, Architecture, Split, Weights, count_weights
@@ -404,9 +403,5 @@ def rank_memory(a: Architecture, split: Split, stage: int, w: Workload) -> RankM
 
 def job_memory(a: Architecture, split: Split, w: Workload) -> RankMemory:
     """Of the rank that needs most. Ranks of one stage need the same."""
-    return largest((rank_memory(a, split, s, w) for s in range(split.pp)), lambda m: m.peak)
-
-
-def largest(items: Iterable[RankMemory], key: Callable[[RankMemory], float]) -> RankMemory:
-    """The item with the largest `key`."""
-    return max(items, key=key)
+    stages = (rank_memory(a, split, stage, w) for stage in range(split.pp))
+    return max(stages, key=lambda memory: memory.peak)

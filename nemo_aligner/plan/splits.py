@@ -69,6 +69,7 @@ class Candidate:
         split: over its ranks.
         workload: what it computes at once.
         memory: of the rank that needs most.
+        total: bytes on all GPUs of the job, each in the phase that needs most.
         host_per_node: bytes of host memory of one node's ranks, without their processes.
         cost: relative time of a step, by rule of thumb; less is better.
         changes: keys that differ from the given configuration -> value.
@@ -78,6 +79,7 @@ class Candidate:
     split: Split
     workload: Workload
     memory: RankMemory
+    total: float
     host_per_node: float
     cost: float
     changes: dict[str, Any] = field(default_factory=dict)
@@ -243,16 +245,14 @@ def candidate(
         keys |= {f"++model.{key}": value for key, value in RECOMPUTE_KEYS.items()}
     workload = fit_passes(a, split, given, limit)
     ranks_on_node = min(split.ranks, machine.gpus_per_node)
-    memory = job_memory(a, split, workload)
-    host = max(
-        sum(rank_memory(a, split, stage, workload).host.values()) for stage in range(split.pp)
-    )
+    stages = [rank_memory(a, split, stage, workload) for stage in range(split.pp)]
     return Candidate(
         job,
         split,
         workload,
-        memory,
-        host * ranks_on_node,
+        max(stages, key=lambda memory: memory.peak),
+        sum(memory.peak for memory in stages) * split.ranks / split.pp,
+        max(sum(memory.host.values()) for memory in stages) * ranks_on_node,
         relative_cost(workload, given, split),
         keys | pass_keys(job, workload, given),
     )

@@ -143,6 +143,7 @@ def plan_text(
             "",
             memory_table(c.memory),
             "",
+            f"  All {device}s of the job together: {gib(c.total)} GiB.",
             host_text(c),
             "",
             candidate_table(candidates, limit, count),
@@ -207,5 +208,6 @@ def candidate_values(c: Candidate, limit: float) -> dict[str, Any]:
         "stage": c.memory.stage,
         "phases": c.memory.phases,
         "host": c.memory.host,
+        "total": c.total,
         "host_per_node": c.host_per_node,
     }

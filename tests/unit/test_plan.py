@@ -399,6 +399,7 @@ def test_the_text_names_what_counts(model_file, capsys):
         "ACTOR: 8.030 billion weights, 4 GPUs",
         "CRITIC: 7.505 billion weights, 4 GPUs",
         "KV cache",
+        "All GPUs of the job together: ",
         "reference policy",
         "++model.tensor_model_parallel_size=",
         "train_gpt_ppo_actor.py",
