@@ -128,17 +128,19 @@ def try_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> tuple[Plan 
 
 
 def share_one(inputs: list[JobInput], machine: Machine) -> Plan | None:
-    """Both jobs on one GPU: the second with as little as it can, the first with what is left."""
+    """Both jobs on one GPU: for each way to run the second, from the cheapest to the smallest, the
+    first with what is left.
+    """
     first, second = inputs
-    server, _ = search(second, 1, machine, 0.0)
-    if not server:
-        return None
-    least = server[0]
-    left = machine.usable - least.memory.peak
-    actor, _ = search(first, 1, machine, left)
-    if not actor or actor[0].memory.peak > left:
-        return None
-    return Plan([actor[0], least], [actor, server], machine.usable, shared=True)
+    quick, _ = search(second, 1, machine, machine.usable)
+    small, _ = search(second, 1, machine, 0.0)  # nothing fits: the passes are as small as can be
+    for server in (quick, small):
+        for each in server:
+            left = machine.usable - each.memory.peak
+            actor, _ = search(first, 1, machine, left)
+            if actor and actor[0].memory.peak <= left:
+                return Plan([actor[0], each], [actor, server], machine.usable, shared=True)
+    return None
 
 
 def search(
