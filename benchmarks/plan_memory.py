@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -376,8 +377,14 @@ def start(names: list[str], ranks: int, folder: Path) -> None:
             }
         command = [sys.executable, __file__, "--worker", str(folder), *names]
         processes.append(subprocess.Popen(command, env=env))
-    if any(process.wait() for process in processes):
-        raise SystemExit(f"a process of {ranks} failed; see its error above")
+    try:
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            time.sleep(0.5)
+        if any(codes):
+            raise SystemExit(f"a process of {ranks} failed; see its error above")
+    finally:
+        for process in processes:
+            process.kill()  # one that waits for another that is gone
 
 
 def table(folder: Path) -> str:
