@@ -27,10 +27,18 @@ from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
 
-RESPONSE, MICRO_BATCHES = 8, 2
+RESPONSE, MICRO_BATCHES, OPTIMIZER = 8, 2, "distributed_fused_adam"
 SMALL = dict(num_layers=4, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=8)
 MEDIUM = dict(num_layers=8, hidden_size=512, ffn_hidden_size=1408, num_attention_heads=8)
 LARGE = dict(num_layers=8, hidden_size=768, ffn_hidden_size=2048, num_attention_heads=12)
+ODD = dict(
+    num_layers=7,
+    hidden_size=384,
+    ffn_hidden_size=1000,
+    num_attention_heads=6,
+    num_query_groups=3,
+    kv_channels=80,
+)
 LLAMA = dict(
     normalization="rmsnorm",
     activation="swiglu",
@@ -97,6 +105,12 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "reward model like GPT-2, 20M fp32": _case("rm", MEDIUM, GPT2, vocab=8192, seq=256, mbs=1),
     "SFT 41M fp32": _case("sft", MEDIUM, LLAMA, vocab=16384, seq=256, mbs=4),
+    "actor 28M bf16, odd sizes": _case(
+        "actor", LLAMA, ODD, vocab=10000, seq=300, mbs=3, forward=5, rollout=7, precision="bf16"
+    ),
+    "SFT like GPT-2, 21M bf16, adamw": _case(
+        "sft", MEDIUM, GPT2, vocab=8192, seq=200, mbs=3, precision="bf16", optimizer="adamw"
+    ),
     "actor 8M fp32, TP2": _case(
         "actor", SMALL, LLAMA, vocab=8192, seq=256, mbs=2, **_split(2, tp=2)
     ),
@@ -155,7 +169,11 @@ def model_section(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
         "global_batch_size": MICRO_BATCHES * mbs,
         "forward_micro_batch_size": case.get("forward", mbs),
         "tokenizer": {"library": "huggingface", "type": tokenizer},
-        "optim": {"name": "distributed_fused_adam", "lr": 1e-4, "sched": {"name": "constant"}},
+        "optim": {
+            "name": case.get("optimizer", OPTIMIZER),
+            "lr": 1e-4,
+            "sched": {"name": "constant"},
+        },
         **split,
     }
     if case["role"] == "actor":
@@ -310,7 +328,8 @@ def predict(case: dict[str, Any], section: dict[str, Any], rank: int) -> dict[st
     from nemo_aligner.config.defaults import complete_model
     from nemo_aligner.config.parallel_rules import pad_vocab_size
     from nemo_aligner.config.values import plain_dict
-    from nemo_aligner.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS, Workload, rank_memory
+    from nemo_aligner.plan.memory import GRADIENTS, WEIGHTS, Workload, rank_memory
+    from nemo_aligner.plan.memory import OPTIMIZER as STATES
     from nemo_aligner.plan.parameters import Split, read_architecture
 
     model = plain_dict(complete_model(section, CONFIGS[case["role"]]), resolve=True)
@@ -333,11 +352,12 @@ def predict(case: dict[str, Any], section: dict[str, Any], rank: int) -> dict[st
         recompute=model["activations_checkpoint_granularity"],
         recompute_layers=model["activations_checkpoint_num_layers"] or 1,
         block=model["activations_checkpoint_method"] == "block",
+        distributed_optimizer=case.get("optimizer", OPTIMIZER) == OPTIMIZER,
         on_gpu=False,
     )
     memory = rank_memory(architecture, split, rank * split.pp // ranks, workload)
     parts = memory.phases["update"]
-    result = {"standing": parts[WEIGHTS] + parts[GRADIENTS] + parts[OPTIMIZER]}
+    result = {"standing": parts[WEIGHTS] + parts[GRADIENTS] + parts[STATES]}
     result |= {name: sum(phase.values()) for name, phase in memory.phases.items()}
     return result | ({"host": sum(memory.host.values())} if memory.host else {})
 
@@ -388,24 +408,31 @@ def start(names: list[str], ranks: int, folder: Path) -> None:
 
 
 def table(folder: Path) -> str:
-    """Markdown: one row per case and phase, of the rank that needs most."""
-    rows: dict[tuple[str, str], tuple[float, float]] = {}
+    """Markdown: one row per case and phase, of the rank that needs most; `beyond` compares what a
+    phase needs beside weights, gradients and optimizer.
+    """
+    rows: dict[tuple[str, str], tuple[dict, dict]] = {}
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text().splitlines():
             name, _rank, predicted, measured = json.loads(line)
             for phase, value in measured.items():
                 key = name, phase
-                if key not in rows or value > rows[key][1]:
-                    rows[key] = predicted[phase], value
-    lines = ["| case | phase | predicted | measured | error |", "|---|---|---|---|---|"]
+                if key not in rows or value > rows[key][1][phase]:
+                    rows[key] = predicted, measured
+    lines = [
+        "| case | phase | predicted | measured | error | error beyond |",
+        "|---|---|---|---|---|---|",
+    ]
     worst = 0.0
     for (name, phase), (predicted, measured) in rows.items():
-        error = predicted / measured - 1
+        error = predicted[phase] / measured[phase] - 1
         worst = max(worst, abs(error))
-        lines.append(
-            f"| {name} | {phase} | {predicted / 2**20:.1f} MiB | {measured / 2**20:.1f} MiB "
-            f"| {error:+.1%} |"
-        )
+        beyond = ""
+        if phase not in ("standing", "host"):
+            extra = [figures[phase] - figures["standing"] for figures in (predicted, measured)]
+            beyond = f"{extra[0] / extra[1] - 1:+.1%}"
+        sizes = [f"{figures[phase] / 2**20:.1f} MiB" for figures in (predicted, measured)]
+        lines.append(f"| {name} | {phase} | {sizes[0]} | {sizes[1]} | {error:+.1%} | {beyond} |")
     return "\n".join([*lines, "", f"Largest error: {worst:.1%}"])
 
 

@@ -23,9 +23,9 @@ ACTIVATIONS, LOGITS, CACHE, TEMPORARY = "activations", "logits", "KV cache", "te
 PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, CACHE, TEMPORARY)
 
 # Elements of a working buffer of the log-probs (parallel/vocab_parallel.py), and how many of them
-# exist at once.
+# exist at once: with the entropy, and of fp32 or bf16 logits without it (benchmarks/README.md).
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_GPU = 1 << 18, 1 << 24
-CHUNKS = 4
+CHUNKS_WITH_ENTROPY, CHUNKS, CHUNKS_BF16 = 4, 2, 3
 # Bytes per id of the vocabulary while a token is drawn: logits, their fp32 copy, probabilities in
 # fp32 and fp64, and their sums in fp64 (generation/sampling.py).
 SAMPLING_BYTES = FP32 + FP32 + 8 + 8
@@ -236,7 +236,8 @@ def layer_temporary(a: Architecture, split: Split, tokens: float) -> float:
     e = a.number_bytes
     wide, copies = a.ffn / split.tp, 1.0
     if a.experts:  # one expert after another
-        wide, copies = a.expert_ffn / split.tp, a.experts_per_token / a.experts
+        wide = a.expert_ffn / split.tp
+        copies = a.experts_per_token / a.experts * split.ep
     gradient = e * copies * tokens * wide
     matrix = e * wide * a.hidden
     both = max(2 * gradient, gradient + matrix) if a.gated else gradient + matrix
@@ -258,10 +259,14 @@ def copies_of_logits(samples: int) -> int:
     return 1 if samples == 1 else 2
 
 
-def chunk_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) -> float:
+def chunk_bytes(
+    a: Architecture, split: Split, tokens: float, on_gpu: bool, training: bool
+) -> float:
     """Of the fp32 buffers of the log-probs, which never hold all logits at once."""
     most = CHUNK_ELEMENTS_GPU if on_gpu else CHUNK_ELEMENTS
-    return CHUNKS * FP32 * min(tokens * a.vocab_rows / split.tp, most)
+    count = CHUNKS_BF16 if a.number_bytes == BF16 else CHUNKS
+    count = CHUNKS_WITH_ENTROPY if training else count
+    return count * FP32 * min(tokens * a.vocab_rows / split.tp, most)
 
 
 def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> list[Parts]:
@@ -278,7 +283,7 @@ def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> li
         return [{ACTIVATIONS: norm, TEMPORARY: 2 * wide}]
     logits = logits_bytes(a, split, tokens)
     matrix = e * a.vocab_rows / split.tp * a.hidden
-    chunks = chunk_bytes(a, split, tokens, w.on_gpu)
+    chunks = chunk_bytes(a, split, tokens, w.on_gpu, training=True)
     return [
         {ACTIVATIONS: norm, LOGITS: logits, TEMPORARY: chunks},
         {
@@ -316,12 +321,9 @@ def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Part
     if stage == 0:  # at the end the gradient of the embedding table
         table = a.vocab_rows / split.tp * a.hidden * a.number_bytes
         moments.append({ACTIVATIONS: (flights - 1) * kept, TEMPORARY: table})
-    if not w.on_gpu:
-        # Gloo copies what it communicates: the gathered weights, and with several replicas the
-        # gradients.
-        size = weight_bytes(a, weights) if w.distributed_optimizer else 0.0
-        several = FP32 * weights.total if split.dp * split.cp > 1 else 0.0
-        moments.append({TEMPORARY: max(size, several)})
+    if not w.on_gpu and w.distributed_optimizer:
+        # Gloo copies the gradients that it reduces and scatters.
+        moments.append({TEMPORARY: FP32 * weights.total})
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -334,8 +336,11 @@ def forward_parts(
     e = a.number_bytes
     if a.experts:
         rows = a.experts_per_token * tokens
-        wide = (6 if a.gated else 3) * a.expert_ffn / split.tp * rows / a.experts
-        layer = e * (wide + (4 + 4.5 * a.experts_per_token) * tokens * a.hidden)
+        # One expert after another; with EP each has the tokens of all ranks of its group.
+        wide = (6 if a.gated else 3) * a.expert_ffn / split.tp * rows / a.experts * split.ep
+        # Copies of tokens on their way to the experts and back.
+        moved = (4.5 if split.ep == 1 else 9.5) * rows * a.hidden
+        layer = e * (wide + 4 * tokens * a.hidden + moved)
     else:
         layer = e * tokens * ((5 if a.gated else 2) * a.ffn / split.tp + 4 * a.hidden)
     moments: list[Parts] = [{ACTIVATIONS: layer}]
@@ -352,9 +357,9 @@ def scoring_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Par
     if stage == split.pp - 1 and not a.head_outputs:
         logits = logits_bytes(a, split, tokens)
         hidden = 2 * a.number_bytes * tokens * a.hidden
-        chunks = chunk_bytes(a, split, tokens, w.on_gpu)
+        chunks = chunk_bytes(a, split, tokens, w.on_gpu, training=False)
         moments.append({ACTIVATIONS: hidden, LOGITS: copies_of_logits(samples) * logits})
-        moments.append({ACTIVATIONS: hidden, LOGITS: logits, TEMPORARY: chunks})
+        moments.append({LOGITS: logits, TEMPORARY: chunks})
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
