@@ -13,9 +13,13 @@ from typing import Any
 
 from nemo_aligner.config.parallel_rules import uneven_stages
 from nemo_aligner.config.values import Values
+from nemo_aligner.core.errors import ConfigError
 
 BF16, FP32 = 2, 4  # bytes of a number
-PRECISION_BYTES = {"bf16": BF16, "bf16-true": BF16, "bf16-mixed": BF16}  # all others are fp32
+PRECISION_BYTES = {  # of `trainer.precision`
+    **dict.fromkeys(("32", "32-true", "fp32"), FP32),
+    **dict.fromkeys(("bf16", "bf16-true", "bf16-mixed"), BF16),
+}
 LEARNED = "learned_absolute"
 
 
@@ -145,14 +149,20 @@ def read_architecture(
         head_outputs: of the job's head; 0: a language model.
 
     Raises:
-        ConfigError: a size is missing or no whole number.
+        ConfigError: a size is missing or no whole number, or the precision is not supported.
     """
     v = Values({"model": model})
     hidden, heads = v.size("model.hidden_size"), v.size("model.num_attention_heads")
     experts = v.whole("model.num_moe_experts") or 0
     ffn = v.size("model.ffn_hidden_size")
     learned = model["position_embedding_type"] == LEARNED
-    number_bytes = PRECISION_BYTES.get(str(model["precision"]).lower(), FP32)
+    precision = str(model["precision"]).lower()
+    if precision not in PRECISION_BYTES:
+        raise ConfigError(
+            f"trainer.precision={precision} is not supported; use one of "
+            f"{', '.join(PRECISION_BYTES)}."
+        )
+    number_bytes = PRECISION_BYTES[precision]
     narrow_head = str(model.get("force_head_dtype", "float32")).lower() in ("bf16", "bfloat16")
     several_stages = (v.whole("model.pipeline_model_parallel_size") or 1) > 1
     uneven = several_stages and any(

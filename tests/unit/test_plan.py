@@ -19,6 +19,7 @@ from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import CONF, complete_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.models.nlp.gpt.megatron_config import PRECISIONS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.plan.__main__ import main, read_memory
@@ -35,6 +36,7 @@ from nemo_aligner.plan.memory import (
     rank_memory,
 )
 from nemo_aligner.plan.parameters import (
+    PRECISION_BYTES,
     Architecture,
     Split,
     Weights,
@@ -248,6 +250,12 @@ def test_full_recomputation_keeps_the_inputs_of_layers():
     assert kept() == (32 * inputs, layer)
     assert kept(recompute_layers=4) == (8 * inputs, 4 * layer)
     assert kept(recompute_layers=4, block=True) == (4 * inputs + 28 * layer, layer)
+
+
+def test_bytes_of_a_number():
+    assert PRECISION_BYTES == {name: dtype.itemsize for name, dtype in PRECISIONS.items()}
+    with pytest.raises(UserError, match="trainer.precision=16 is not supported"):
+        read_architecture(large(precision="16"), 1)
 
 
 # --- splits --------------------------------------------------------------------------------------
