@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which devices, ranks, parallel sizes and architectures cannot work together."""
 
+import math
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
@@ -35,6 +37,40 @@ def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
             f"trainer.num_nodes to a multiple of {product}, or smaller parallel sizes."
         )
     return world_size // product
+
+
+def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: int) -> int:
+    """Rows of the embedding table: the next size that `multiple` and the number of TP ranks
+    divide.
+
+    NeMo pads to `multiple` x TP. With the least common multiple the table, and so the initial
+    weights, do not depend on TP in most cases.
+    """
+    multiple = math.lcm(multiple, tensor_model_parallel_size)
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+def count_vocab_rows(cfg: Any, vocab_size: int) -> int:
+    """Rows of the embedding table: `model.override_vocab_size`, rounded up for the tensor-parallel
+    ranks, else the tokenizer's `vocab_size`, padded.
+
+    Args:
+        cfg: complete `model` section.
+        vocab_size: ids of the tokenizer.
+
+    Raises:
+        ConfigError: the given number is smaller than `vocab_size`.
+    """
+    tp, rows = cfg.tensor_model_parallel_size, cfg.override_vocab_size
+    if not rows:
+        return pad_vocab_size(vocab_size, cfg.make_vocab_size_divisible_by, tp)
+    if rows < vocab_size:
+        raise ConfigError(
+            f"model.override_vocab_size={rows}, the rows of the embedding table, is less than the "
+            f"{vocab_size} ids of the tokenizer (model.tokenizer.type={cfg.tokenizer.type}); use "
+            "the tokenizer that belongs to the model."
+        )
+    return pad_vocab_size(int(rows), 1, tp)
 
 
 def count_ranks(

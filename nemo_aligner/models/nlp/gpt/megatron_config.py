@@ -7,7 +7,6 @@
 import dataclasses
 import functools
 import importlib.util
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -78,40 +77,6 @@ def torch_dtype(precision: str | int) -> torch.dtype:
 def use_transformer_engine() -> bool:
     """Whether this machine has CUDA and Transformer Engine."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-
-
-def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: int) -> int:
-    """Rows of the embedding table: the next size that `multiple` and the number of TP ranks
-    divide.
-
-    NeMo pads to `multiple` x TP. With the least common multiple the table, and so the initial
-    weights, do not depend on TP in most cases.
-    """
-    multiple = math.lcm(multiple, tensor_model_parallel_size)
-    return math.ceil(vocab_size / multiple) * multiple
-
-
-def count_vocab_rows(cfg: DictConfig, vocab_size: int) -> int:
-    """Rows of the embedding table: `model.override_vocab_size`, rounded up for the tensor-parallel
-    ranks, else the tokenizer's `vocab_size`, padded.
-
-    Args:
-        cfg: complete `model` section.
-        vocab_size: ids of the tokenizer.
-
-    Raises:
-        ConfigError: the given number is smaller than `vocab_size`.
-    """
-    tp, rows = cfg.tensor_model_parallel_size, cfg.override_vocab_size
-    if not rows:
-        return pad_vocab_size(vocab_size, cfg.make_vocab_size_divisible_by, tp)
-    if rows < vocab_size:
-        raise ConfigError(
-            f"model.override_vocab_size={rows}, the rows of the embedding table, is less than the "
-            f"{vocab_size} ids of the tokenizer (model.tokenizer.type={cfg.tokenizer.type}); use "
-            "the tokenizer that belongs to the model."
-        )
-    return pad_vocab_size(int(rows), 1, tp)
 
 
 def build_transformer_config(cfg: DictConfig) -> TransformerConfig:

@@ -31,12 +31,11 @@ from nemo_aligner.checkpoint.dist_ckpt import barrier
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.model_keys import check_model_keys
-from nemo_aligner.config.parallel_rules import check_pipeline_stages
+from nemo_aligner.config.parallel_rules import check_pipeline_stages, count_vocab_rows
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_transformer_config,
     check_megatron_fields,
-    count_vocab_rows,
     torch_dtype,
 )
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings

@@ -1,0 +1,174 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `python -m nemo_aligner.plan MODEL --gpus N --memory 80GB`."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from nemo_aligner.config.values import plain_dict
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.plan.jobs import JOBS, Job, job_config, read_overrides
+from nemo_aligner.plan.planning import JobInput, make_plan
+from nemo_aligner.plan.splits import Machine
+from nemo_aligner.plan.text import plan_text, plan_values
+
+# As makers of GPUs mean them: 80GB are 80 x 2^30 bytes.
+UNITS = {"": 2**30, "g": 2**30, "gb": 2**30, "gib": 2**30, "m": 2**20, "mb": 2**20, "mib": 2**20}
+RESERVE_PERCENT = 10.0
+
+
+def read_memory(text: str) -> float:
+    """Bytes that a text such as `80GB` means.
+
+    Raises:
+        UserError: it means no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None or float(match.group(1)) <= 0:
+        raise UserError(f"--memory={text} is no size of memory; give one such as 80GB or 24GiB.")
+    return float(match.group(1)) * unit
+
+
+def read_model(path: Path) -> tuple[dict[str, Any], int]:
+    """The configuration of a model, and the ids of its tokenizer (or rows of its table).
+
+    Args:
+        path: of a `.nemo`, a folder that loads as one, or a YAML file with a `model` section,
+            whose `override_vocab_size` then says the rows.
+
+    Raises:
+        UserError: the path does not exist or holds no model.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give the path of a model.")
+    if path.suffix in (".yaml", ".yml"):
+        tree = OmegaConf.load(path)
+        model = plain_dict(tree.model if "model" in tree else tree)
+        rows = model.get("override_vocab_size")
+        if not rows:
+            raise UserError(
+                f"{path} has no override_vocab_size; a YAML file needs it, because no tokenizer "
+                "is read: give the ids of the vocabulary."
+            )
+        return model, int(rows)
+    # Here, not at the top: they take seconds.
+    from nemo_aligner.checkpoint import nemo_archive
+    from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
+
+    cfg = nemo_archive.read_config(nemo_archive.check_restore_path(path, key="MODEL"))
+    model = plain_dict(cfg)
+    rows = model.get("override_vocab_size")
+    return model, int(rows) if rows else build_tokenizer(cfg.tokenizer).vocab_size
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m nemo_aligner.plan",
+        description="Say how much memory a job takes on each GPU, and with which split to start.",
+    )
+    result.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="Hugging Face folder, .nemo file or folder, or YAML file with a model section",
+    )
+    result.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of all jobs")
+    result.add_argument("--gpus", type=int, required=True, help="of all jobs together")
+    result.add_argument("--memory", required=True, help="of one GPU, such as 80GB")
+    result.add_argument("--job", choices=tuple(JOBS), default="ppo", help="default: ppo")
+    result.add_argument(
+        "--critic-model",
+        type=Path,
+        metavar="MODEL",
+        help="reward model of critic or reward server, where it is another than MODEL",
+    )
+    result.add_argument(
+        "--critic",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override of the critic or reward server alone; may be repeated",
+    )
+    result.add_argument("--gpus-per-node", type=int, default=8, help="default: 8")
+    result.add_argument(
+        "--reserve",
+        type=float,
+        default=RESERVE_PERCENT,
+        metavar="PERCENT",
+        help=f"of a GPU's memory to keep free; default: {RESERVE_PERCENT:g}",
+    )
+    result.add_argument("--all", action="store_true", help="show every candidate")
+    result.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    return result
+
+
+def read_inputs(args: argparse.Namespace) -> tuple[list[JobInput], list[list[str]]]:
+    """The jobs to be planned, and the overrides of each.
+
+    Raises:
+        UserError: a model or an override cannot be read.
+    """
+    models: dict[Path, tuple[Mapping[str, Any], int]] = {}
+    inputs: list[JobInput] = []
+    given = []
+    for number, job in enumerate(JOBS[args.job]):
+        path = args.critic_model if number and args.critic_model else args.model
+        if path not in models:
+            models[path] = read_model(path)
+        model, vocab_size = models[path]
+        if inputs:  # a server reads the samples that the actor sends
+            width = inputs[0].cfg["model"]["encoder_seq_length"]
+            model = {"encoder_seq_length": width, **model}
+        texts = [*args.overrides, *(args.critic if number else [])]
+        shared = [text for text in texts if belongs(text, job)]
+        cfg = job_config(job, model, read_overrides(shared), str(path))
+        inputs.append(JobInput(job, str(path), cfg, vocab_size))
+        given.append(shared)
+    return inputs, given
+
+
+def belongs(text: str, job: Job) -> bool:
+    """Whether an override of all jobs means this one; sections of a policy mean the actor."""
+    sections = {"model.ppo": "gpt_ppo_actor", "model.rs": "gpt_rs_actor"}
+    key = text.lstrip("+")
+    for section, config_name in sections.items():
+        if key.startswith(f"{section}."):
+            return job.config_name == config_name
+    return True
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a plan; returns the exit code."""
+    args = parser().parse_intermixed_args(argv)
+    try:
+        if args.gpus < 1 or args.gpus_per_node < 1:
+            raise UserError(
+                f"--gpus={args.gpus} and --gpus-per-node={args.gpus_per_node} must be at least 1."
+            )
+        if not 0 <= args.reserve < 100:
+            raise UserError(f"--reserve={args.reserve:g} must be from 0 to below 100 (percent).")
+        memory = read_memory(args.memory)
+        machine = Machine(memory, memory * (1 - args.reserve / 100), args.gpus_per_node)
+        inputs, given = read_inputs(args)
+        plan = make_plan(inputs, args.gpus, machine)
+        if args.json:
+            print(json.dumps(plan_values(plan, inputs, given, machine), indent=2))
+        else:
+            print(plan_text(plan, inputs, given, machine, args.all))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

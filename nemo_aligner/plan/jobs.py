@@ -1,0 +1,195 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From the configuration of a job to the numbers that the formulas need.
+
+A job's configuration is that of its script: the YAML file's defaults, the checkpoint's values, the
+user's overrides, in the order in which the script merges them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_aligner.config.checks import check_keys
+from nemo_aligner.config.defaults import complete_config, complete_model, drop_unset
+from nemo_aligner.config.optim_rules import OPTIMIZERS
+from nemo_aligner.config.rules import RESTORE_KEY, RESTORE_KEYS
+from nemo_aligner.config.values import plain_dict
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.plan.memory import Workload
+from nemo_aligner.plan.parameters import Split
+
+# What a job needs at start and has no part in its memory.
+UNRELATED = {
+    "model.data.data_prefix": {"train": ["train.jsonl"]},
+    "model.data.train_ds.file_path": "train.jsonl",
+    "model.data.validation_ds.file_path": "validation.jsonl",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One distributed job.
+
+    Attributes:
+        name: as the command shows it.
+        config_name: YAML file of its defaults.
+        script: that starts it.
+        head: it has a head in place of the output layer.
+    """
+
+    name: str
+    config_name: str
+    script: str
+    head: bool = False
+
+    @property
+    def restore_key(self) -> str:
+        """Key that names the weights the job starts from."""
+        return RESTORE_KEYS.get(self.config_name, RESTORE_KEY)
+
+
+SCRIPTS = "examples/nlp/gpt"
+ACTOR = Job("actor", "gpt_ppo_actor", f"{SCRIPTS}/train_gpt_ppo_actor.py")
+CRITIC = Job("critic", "gpt_ppo_critic", f"{SCRIPTS}/serve_ppo_critic.py", head=True)
+RS_ACTOR = Job("actor", "gpt_rs_actor", f"{SCRIPTS}/train_gpt_rs_actor.py")
+REWARD_SERVER = Job("reward server", "inference_rm", f"{SCRIPTS}/serve_reward_model.py", head=True)
+SFT = Job("SFT", "gpt_sft", f"{SCRIPTS}/train_gpt_sft.py")
+REWARD_MODEL = Job("reward model", "training_rm", f"{SCRIPTS}/train_reward_model.py", head=True)
+# What `--job` can be: the jobs that run at the same time.
+JOBS = {"ppo": (ACTOR, CRITIC), "rs": (RS_ACTOR, REWARD_SERVER), "sft": (SFT,)}
+JOBS["rm"] = (REWARD_MODEL,)
+
+
+def read_overrides(texts: list[str]) -> DictConfig:
+    """`key=value` as Hydra takes them, `+` and `++` included.
+
+    Raises:
+        ConfigError: no key, or a value that YAML cannot read.
+    """
+    for text in texts:
+        key, sign, _ = text.partition("=")
+        if not sign or not key.strip("+ "):
+            raise ConfigError(
+                f"{text!r} is no override; give key=value, such as model.micro_batch_size=2."
+            )
+    try:
+        return OmegaConf.from_dotlist([text.lstrip("+") for text in texts])
+    except Exception as error:  # of YAML or OmegaConf, which share no base class
+        raise ConfigError(f"an override cannot be read: {error}") from error
+
+
+def job_config(
+    job: Job, checkpoint: Mapping[str, Any], overrides: DictConfig, path: str
+) -> dict[str, Any]:
+    """The configuration that the script of the job would compute with, as plain values.
+
+    Args:
+        checkpoint: configuration of the model that the job starts from.
+        overrides: of the user, for this job.
+        path: of that model.
+
+    Raises:
+        ConfigError: a key that the job does not have, or a reference that leads nowhere.
+    """
+    given = OmegaConf.merge(overrides, OmegaConf.create({}))
+    assert isinstance(given, DictConfig)
+    OmegaConf.update(given, job.restore_key, path, force_add=True)
+    cfg = complete_config(given, job.config_name)
+    for key, value in UNRELATED.items():
+        section, _, name = key.rpartition(".")
+        parent = OmegaConf.select(cfg, section)
+        if isinstance(parent, DictConfig) and name in parent.keys():  # `in parent` misses "???"
+            parent[name] = value
+    check_keys(plain_dict(cfg), job.config_name)
+    OmegaConf.set_struct(cfg, False)
+    try:
+        own = plain_dict(drop_unset(cfg.model), resolve=True)
+        base = {key: value for key, value in checkpoint.items() if key not in ("target", "optim")}
+        cfg.model = complete_model(OmegaConf.create(_over(base, own)), job.config_name)
+        return plain_dict(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the configuration of the {job.name} has no value: {error}") from error
+
+
+def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` over `base`, section by section."""
+    result = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            result[key] = _over(base[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+def head_outputs(job: Job, model: Mapping[str, Any]) -> int:
+    """Numbers that the head of the job's model gives; 0: it has none."""
+    if not job.head:
+        return 0
+    return int((model.get("regression") or {}).get("num_attributes") or 1)
+
+
+def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) -> Workload:
+    """What a job computes at once.
+
+    Args:
+        cfg: `job_config`.
+        split: for the micro-batches that each rank gets.
+        on_gpu: with Transformer Engine.
+    """
+    model, trainer = cfg["model"], cfg["trainer"]
+    forward = model.get("forward_micro_batch_size") or 1
+    if job is REWARD_SERVER:
+        return Workload(
+            trains=False,
+            width=model["encoder_seq_length"],
+            forward_samples=forward,
+            on_gpu=on_gpu,
+        )
+    optimizer = OPTIMIZERS[model["optim"]["name"]]
+    if optimizer.kind == "sgd":
+        state_bytes = 4 if model["optim"].get("momentum") else 0
+    else:
+        state_bytes = 8
+    common: dict[str, Any] = dict(
+        width=_width(job, model),
+        samples=model["micro_batch_size"] * (2 if job is REWARD_MODEL else 1),
+        micro_batches=max(model["global_batch_size"] // (model["micro_batch_size"] * split.dp), 1),
+        recompute=model["activations_checkpoint_granularity"],
+        recompute_layers=model["activations_checkpoint_num_layers"] or 1,
+        block=model["activations_checkpoint_method"] == "block",
+        distributed_optimizer=optimizer.distributed,
+        state_bytes=state_bytes,
+        on_gpu=on_gpu,
+    )
+    if job in (ACTOR, RS_ACTOR):
+        settings = model["ppo" if job is ACTOR else "rs"]
+        kl = trainer["ppo"]["initial_policy_kl_penalty"] if job is ACTOR else 0
+        rollout = settings["rollout_micro_batch_size"], settings["val_rollout_micro_batch_size"]
+        return Workload(
+            **common,
+            forward_samples=settings["forward_micro_batch_size"] if job is ACTOR else 0,
+            rollout_samples=max(rollout),
+            response=settings["length_params"]["max_length"],
+            reference=kl > 0 or settings.get("kl_loss_coef", 0) > 0,
+            offloads=bool(settings["offload_adam_states"]),
+        )
+    if job is CRITIC:
+        return Workload(
+            **common,
+            forward_samples=forward,
+            swaps=bool(trainer["ppo"]["combine_rm_and_critic_server"]),
+            offloads=bool(model["offload_adam_states"]),
+        )
+    return Workload(**common)
+
+
+def _width(job: Job, model: Mapping[str, Any]) -> int:
+    """The longest sample of a job in tokens."""
+    if job is SFT:
+        return int(model["data"]["train_ds"]["max_seq_length"] or model["encoder_seq_length"])
+    return int(model["encoder_seq_length"])

@@ -1,0 +1,412 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that one rank needs in each phase of a job.
+
+What stands all the time follows Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3.1), for
+the optimizer as `training/optim.py` configures it. Activations follow Korthikanti et al. 2022
+(arXiv:2205.05198, section 4), but count the tensors that autograd keeps for the layers as they are
+built here: fused attention stores no scores, and a gated activation stores five numbers per unit.
+docs/plan.md has the formulas, and the measurements that they were checked against.
+
+Symbols: n tokens of a micro-batch on a rank, H hidden size, F width of the feed-forward layer, V
+rows of the embedding table, e bytes of a number.
+"""
+
+from dataclasses import dataclass, replace
+
+from nemo_aligner.plan.parameters import BF16, FP32, Architecture, Split, Weights, count_weights
+
+Parts = dict[str, float]  # name of a kind of memory -> bytes
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+ACTIVATIONS, LOGITS, CACHE, TEMPORARY = "activations", "logits", "KV cache", "temporary"
+PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, CACHE, TEMPORARY)
+
+# Elements of a working buffer of the log-probs (parallel/vocab_parallel.py), and how many of them
+# exist at once: with the entropy, and of fp32 or bf16 logits without it (benchmarks/README.md).
+CHUNK_ELEMENTS, CHUNK_ELEMENTS_GPU = 1 << 18, 1 << 24
+CHUNKS_WITH_ENTROPY, CHUNKS, CHUNKS_BF16 = 4, 2, 3
+# Bytes per id of the vocabulary while a token is drawn: logits, their fp32 copy, probabilities in
+# fp32 and fp64, and their sums in fp64 (generation/sampling.py).
+SAMPLING_BYTES = FP32 + FP32 + 8 + 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a job computes at once.
+
+    Attributes:
+        trains: it has gradients and an optimizer.
+        width: longest sample in tokens.
+        samples: of a micro-batch in training.
+        micro_batches: of an update, per rank.
+        forward_samples: of a forward pass without gradient; 0: there is none.
+        rollout_samples: that generate together; 0: the job does not generate.
+        response: most tokens that are generated.
+        reference: the weights of a reference policy lie in host memory.
+        swaps: so do those of a reward model, which takes turns with the critic.
+        offloads: Adam's states are in host memory while the job does not train.
+        recompute: None, "selective" or "full".
+        recompute_layers: that are recomputed together (uniform), or of each stage (block).
+        block: `recompute_layers` has the second meaning.
+        distributed_optimizer: optimizer states are spread over the data-parallel ranks.
+        state_bytes: of a weight in the optimizer, beside the fp32 copy of a bf16 weight.
+        on_gpu: layers and attention are Transformer Engine's.
+    """
+
+    trains: bool = True
+    width: int = 4096
+    samples: int = 1
+    micro_batches: int = 1
+    forward_samples: int = 0
+    rollout_samples: int = 0
+    response: int = 0
+    reference: bool = False
+    swaps: bool = False
+    offloads: bool = False
+    recompute: str | None = None
+    recompute_layers: int = 1
+    block: bool = False
+    distributed_optimizer: bool = True
+    state_bytes: int = 8
+    on_gpu: bool = True
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank needs.
+
+    Attributes:
+        phases: name of a phase -> kind of memory -> bytes on the device.
+        host: kind -> bytes in host memory.
+        stage: pipeline stage of the rank.
+    """
+
+    phases: dict[str, Parts]
+    host: Parts
+    stage: int
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the device in the phase that needs most."""
+        return max(sum(parts.values()) for parts in self.phases.values())
+
+    @property
+    def tightest(self) -> str:
+        """Name of that phase."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+
+# --- what stands all the time --------------------------------------------------------------------
+
+
+def weight_bytes(a: Architecture, weights: Weights) -> float:
+    """Of the weights on a rank; the head of a reward model has its own dtype."""
+    return (weights.dense + weights.expert) * a.number_bytes + weights.head * a.head_bytes
+
+
+def optimizer_bytes(a: Architecture, weights: Weights, split: Split, w: Workload) -> float:
+    """Of Adam's two moments, and of the fp32 copy that a bf16 weight has; each rank holds a share.
+
+    Experts are replicated over fewer ranks than other weights, so their shares are larger.
+    """
+    replicas = split.dp * split.cp if w.distributed_optimizer else 1
+    expert_replicas = max(replicas // split.ep, 1)
+    own = w.state_bytes + (FP32 if a.number_bytes == BF16 else 0)
+    head = w.state_bytes + (FP32 if a.head_bytes == BF16 else 0)
+    shared = weights.dense * own + weights.head * head
+    return shared / replicas + weights.expert * own / expert_replicas
+
+
+def moved_bytes(weights: Weights, split: Split, w: Workload) -> float:
+    """Of the states that `offload_adam_states` moves: not the fp32 copies."""
+    replicas = split.dp * split.cp if w.distributed_optimizer else 1
+    expert_replicas = max(replicas // split.ep, 1)
+    dense, expert = weights.dense + weights.head, weights.expert
+    return w.state_bytes * (dense / replicas + expert / expert_replicas)
+
+
+def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> Parts:
+    """Copies in host memory. Swapping needs room for the weights that make way."""
+    size = weight_bytes(a, weights)
+    parts: Parts = {}
+    if w.reference:
+        parts["reference policy"] = size
+        parts["policy while the reference computes"] = size
+    if w.swaps:
+        parts["reward model"] = size
+        parts["critic while the reward model computes"] = size
+    if w.offloads and w.trains and w.on_gpu:
+        parts["Adam's states while not training"] = moved_bytes(weights, split, w)
+    return parts
+
+
+# --- one layer -----------------------------------------------------------------------------------
+
+
+def norm_bytes(a: Architecture, on_gpu: bool) -> float:
+    """Per token and unit of H, what a norm keeps: its input and its output.
+
+    PyTorch's RMSNorm also keeps the normalized input, and computes in fp32.
+    """
+    if on_gpu or a.layernorm:
+        return 2 * a.number_bytes
+    return 2 * FP32 + a.number_bytes
+
+
+def attention_bytes(
+    a: Architecture, split: Split, tokens: float, samples: int, w: Workload
+) -> float:
+    """What the attention of a layer keeps, beside the input of its first matrix.
+
+    Queries, keys and values as they leave that matrix, queries and keys after rotation, the
+    output, and one number per token and head. The scores are not kept (fused attention), but for
+    dropout without Transformer Engine.
+    """
+    e, queries, keys = a.number_bytes, a.queries / split.tp, a.keys / split.tp
+    positions = tokens / samples
+    width = positions * split.cp
+    total = e * tokens * (2 * queries + 2 * keys)
+    if a.rotary:
+        total += e * tokens * (queries + keys) + 4 * e * positions * a.head_size
+    elif a.groups < a.heads:  # queries of several groups are copied to lie together
+        total += e * tokens * queries
+    if a.qk_norm:
+        total += (norm_bytes(a, w.on_gpu) - e) * tokens * (queries + keys)
+    heads = a.heads / split.tp
+    total += FP32 * tokens * heads
+    if w.on_gpu:
+        return total
+    if split.cp > 1:  # keys and values of the whole sequence take the place of the rank's own
+        own = 2 * keys + (queries + keys if a.rotary else 0)
+        total += e * tokens * (2 * keys * split.cp - own + (queries if a.rotary else 0))
+    if a.dropout:
+        total += 3 * FP32 * heads * tokens * width
+    elif a.window or split.cp > 1:
+        total += e * positions * width  # the mask
+    return total
+
+
+def feed_forward_bytes(a: Architecture, split: Split, tokens: float) -> float:
+    """What the feed-forward layer keeps, beside its input.
+
+    Gated: both halves of the first product, the activated half, the other one (to which Megatron
+    Core adds 0), and their product. Experts also keep the product before it is weighted.
+    """
+    e = a.number_bytes
+    if not a.experts:
+        return e * tokens * (5 if a.gated else 2) * a.ffn / split.tp
+    copies = a.experts_per_token * tokens  # each token, once per expert that computes it
+    kept = (6 if a.gated else 3) * a.expert_ffn / split.tp
+    router = (FP32 if e == BF16 else 0) * tokens * a.hidden
+    return router + copies * e * (kept + a.hidden)
+
+
+def layer_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> float:
+    """What a layer keeps of a micro-batch for its backward pass."""
+    tokens = samples * w.width / split.cp
+    residual = tokens / (split.tp if split.sequence_parallel else 1)
+    total = 2 * norm_bytes(a, w.on_gpu) * residual * a.hidden
+    total += attention_bytes(a, split, tokens, samples, w)
+    total += feed_forward_bytes(a, split, tokens)
+    if a.dropout:
+        total += 2 * (1 if w.on_gpu else a.number_bytes) * residual * a.hidden
+    return total
+
+
+def kept_bytes(a: Architecture, split: Split, layers: int, w: Workload) -> tuple[float, float]:
+    """What the layers of a stage keep of one micro-batch, and what recomputation adds while they
+    run backward.
+    """
+    layer = layer_bytes(a, split, w.samples, w)
+    if w.recompute != "full":
+        return layers * layer, 0.0
+    residual = w.samples * w.width / split.cp * a.hidden * a.number_bytes
+    residual /= split.tp if split.sequence_parallel else 1
+    together = min(w.recompute_layers, layers)
+    if w.block:
+        return together * residual + (layers - together) * layer, layer
+    return layers / together * residual, together * layer
+
+
+def layer_temporary(a: Architecture, split: Split, tokens: float) -> float:
+    """Gradients that exist at once while a layer runs backward, at the feed-forward layer: of its
+    output, and of both factors of the gated product or of the last matrix.
+    """
+    e = a.number_bytes
+    wide, copies = a.ffn / split.tp, 1.0
+    if a.experts:  # one expert after another
+        wide = a.expert_ffn / split.tp
+        copies = a.experts_per_token / a.experts * split.ep
+    gradient = e * copies * tokens * wide
+    matrix = e * wide * a.hidden
+    both = max(2 * gradient, gradient + matrix) if a.gated else gradient + matrix
+    return e * tokens * a.hidden + both
+
+
+# --- logits --------------------------------------------------------------------------------------
+
+
+def logits_bytes(a: Architecture, split: Split, tokens: float) -> float:
+    """Of one copy of the logits of `tokens`, this rank's slice of the vocabulary."""
+    return tokens * a.vocab_rows / split.tp * a.number_bytes
+
+
+def copies_of_logits(samples: int) -> int:
+    """Megatron Core copies the logits from [S, B, V] to [B, S, V], and their gradient back; with
+    one sample both are the same.
+    """
+    return 1 if samples == 1 else 2
+
+
+def chunk_bytes(
+    a: Architecture, split: Split, tokens: float, on_gpu: bool, training: bool
+) -> float:
+    """Of the fp32 buffers of the log-probs, which never hold all logits at once."""
+    most = CHUNK_ELEMENTS_GPU if on_gpu else CHUNK_ELEMENTS
+    count = CHUNKS_BF16 if a.number_bytes == BF16 else CHUNKS
+    count = CHUNKS_WITH_ENTROPY if training else count
+    return count * FP32 * min(tokens * a.vocab_rows / split.tp, most)
+
+
+def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> list[Parts]:
+    """The moments of the end of the forward pass and the beginning of the backward pass on the
+    last stage that may need most, beside the layers.
+    """
+    e = a.number_bytes
+    tokens = samples * w.width / split.cp
+    residual = tokens / (split.tp if split.sequence_parallel else 1)
+    norm = norm_bytes(a, w.on_gpu) * residual * a.hidden
+    gradient = e * tokens * a.hidden
+    if a.head_outputs:
+        wide = a.head_bytes * tokens * a.hidden  # the head computes in its own dtype
+        return [{ACTIVATIONS: norm, TEMPORARY: 2 * wide}]
+    logits = logits_bytes(a, split, tokens)
+    matrix = e * a.vocab_rows / split.tp * a.hidden
+    chunks = chunk_bytes(a, split, tokens, w.on_gpu, training=True)
+    return [
+        {ACTIVATIONS: norm, LOGITS: logits, TEMPORARY: chunks},
+        {
+            ACTIVATIONS: norm,
+            LOGITS: copies_of_logits(samples) * logits,
+            TEMPORARY: gradient + matrix,
+        },
+    ]
+
+
+# --- phases --------------------------------------------------------------------------------------
+
+
+def in_flight(split: Split, stage: int, micro_batches: int) -> float:
+    """Micro-batches of which a stage keeps activations at once (1F1B: Narayanan et al. 2021,
+    arXiv:2104.04473, section 2.2).
+    """
+    if split.vpp > 1:
+        chunks = 2 * (split.pp - stage - 1) + (split.vpp - 1) * split.pp + 1
+        return min(chunks / split.vpp, micro_batches)
+    return min(split.pp - stage, micro_batches)
+
+
+def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Parts:
+    """Beside weights, gradients and optimizer, the most that one update needs."""
+    weights, layers = count_weights(a, split, stage), a.layers_of(stage, split.pp)
+    kept, again = kept_bytes(a, split, layers, w)
+    flights = in_flight(split, stage, w.micro_batches)
+    tokens = w.samples * w.width / split.cp
+    moments = [{ACTIVATIONS: flights * kept + again, TEMPORARY: layer_temporary(a, split, tokens)}]
+    if stage == split.pp - 1:
+        for moment in output_bytes(a, split, w.samples, w):
+            kept_at_end = flights * kept + moment[ACTIVATIONS]
+            moments.append({**moment, ACTIVATIONS: kept_at_end})
+    if stage == 0:  # at the end the gradient of the embedding table
+        table = a.vocab_rows / split.tp * a.hidden * a.number_bytes
+        moments.append({ACTIVATIONS: (flights - 1) * kept, TEMPORARY: table})
+    if not w.on_gpu and w.distributed_optimizer:
+        # Gloo copies the gradients that it reduces and scatters.
+        moments.append({TEMPORARY: FP32 * weights.total})
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def forward_parts(
+    a: Architecture, split: Split, stage: int, samples: int, tokens: float, w: Workload
+) -> list[Parts]:
+    """What the layers need at once in a pass of `tokens` without gradient, and what the output
+    needs.
+    """
+    e = a.number_bytes
+    if a.experts:
+        rows = a.experts_per_token * tokens
+        # One expert after another; with EP each has the tokens of all ranks of its group.
+        wide = (6 if a.gated else 3) * a.expert_ffn / split.tp * rows / a.experts * split.ep
+        # Copies of tokens on their way to the experts and back.
+        moved = (4.5 if split.ep == 1 else 9.5) * rows * a.hidden
+        layer = e * (wide + 4 * tokens * a.hidden + moved)
+    else:
+        layer = e * tokens * ((5 if a.gated else 2) * a.ffn / split.tp + 4 * a.hidden)
+    moments: list[Parts] = [{ACTIVATIONS: layer}]
+    if stage == split.pp - 1 and a.head_outputs:
+        moments.append({ACTIVATIONS: (2 * e + a.head_bytes) * tokens * a.hidden})
+    return moments
+
+
+def scoring_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Parts:
+    """Of a forward pass that gives log-probs, values or rewards."""
+    samples = w.forward_samples
+    tokens = samples * w.width / split.cp
+    moments = forward_parts(a, split, stage, samples, tokens, w)
+    if stage == split.pp - 1 and not a.head_outputs:
+        logits = logits_bytes(a, split, tokens)
+        hidden = 2 * a.number_bytes * tokens * a.hidden
+        chunks = chunk_bytes(a, split, tokens, w.on_gpu, training=False)
+        moments.append({ACTIVATIONS: hidden, LOGITS: copies_of_logits(samples) * logits})
+        moments.append({LOGITS: logits, TEMPORARY: chunks})
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def cache_bytes(a: Architecture, split: Split, stage: int, w: Workload) -> float:
+    """Of keys and values of all positions; context-parallel ranks divide the samples."""
+    samples = -(-w.rollout_samples // split.cp)
+    per_layer = 2 * a.keys / split.tp * a.number_bytes * samples * w.width
+    return a.layers_of(stage, split.pp) * per_layer
+
+
+def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Parts:
+    """The cache, and the pass over the prompts (which are not split over context-parallel ranks)
+    or the choice of a token.
+    """
+    samples = -(-w.rollout_samples // split.cp)
+    tokens = samples * max(w.width - w.response, 1)
+    alone = replace(split, cp=1, sequence_parallel=False)
+    moments = forward_parts(a, alone, stage, samples, tokens, w)[:1]
+    if stage == split.pp - 1:
+        moments.append({LOGITS: samples * a.vocab_rows * (a.number_bytes + SAMPLING_BYTES)})
+    most = max(moments, key=lambda parts: sum(parts.values()))
+    return {CACHE: cache_bytes(a, split, stage, w), **most}
+
+
+def rank_memory(a: Architecture, split: Split, stage: int, w: Workload) -> RankMemory:
+    """What a rank of a pipeline stage needs in each phase of its job."""
+    weights = count_weights(a, split, stage)
+    standing: Parts = {WEIGHTS: weight_bytes(a, weights)}
+    resting = dict(standing)
+    if w.trains:
+        states = optimizer_bytes(a, weights, split, w)
+        standing |= {GRADIENTS: FP32 * weights.total, OPTIMIZER: states}
+        resting = dict(standing)
+        if w.offloads and w.on_gpu:
+            resting[OPTIMIZER] = states - moved_bytes(weights, split, w)
+    phases: dict[str, Parts] = {}
+    if w.rollout_samples:
+        phases["generation"] = resting | generation_parts(a, split, stage, w)
+    if w.forward_samples:
+        name = "scores" if a.head_outputs else "log-probs"
+        phases[name] = resting | scoring_parts(a, split, stage, w)
+    if w.trains:
+        phases["update"] = standing | update_parts(a, split, stage, w)
+    return RankMemory(phases, host_parts(a, weights, split, w), stage)
+
+
+def job_memory(a: Architecture, split: Split, w: Workload) -> RankMemory:
+    """Of the rank that needs most. Ranks of one stage need the same."""
+    stages = (rank_memory(a, split, stage, w) for stage in range(split.pp))
+    return max(stages, key=lambda memory: memory.peak)

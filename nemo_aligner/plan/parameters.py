@@ -1,0 +1,253 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How many weights a model has, and how many of them one rank holds.
+
+Exact, like the tensors that Megatron Core builds for the same keys; the tests compare them with
+models that are really built. Symbols: H hidden size, F width of the feed-forward layer, V rows of
+the embedding table.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.config.parallel_rules import uneven_stages
+from nemo_aligner.config.values import Values
+from nemo_aligner.core.errors import ConfigError
+
+BF16, FP32 = 2, 4  # bytes of a number
+PRECISION_BYTES = {  # of `trainer.precision`
+    **dict.fromkeys(("32", "32-true", "fp32"), FP32),
+    **dict.fromkeys(("bf16", "bf16-true", "bf16-mixed"), BF16),
+}
+LEARNED = "learned_absolute"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Over how many ranks a job is spread.
+
+    Attributes:
+        tp, pp, cp, ep, dp: sizes of tensor, pipeline, context, expert and data parallelism. Expert
+            parallelism is among the DP x CP ranks.
+        vpp: chunks of layers per pipeline stage.
+        sequence_parallel: norms and residuals are split over TP ranks too.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of the job."""
+        return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The sizes of a model that decide its memory.
+
+    Attributes:
+        layers, hidden, ffn, heads, groups, head_size: as the keys of `model`.
+        vocab_rows: V, with padding.
+        positions: rows of a learned position embedding; 0 without one.
+        rotary: positions are rotated into queries and keys.
+        gated: the activation has a gate, so the first feed-forward matrix is twice as wide.
+        bias: the linear layers have biases.
+        qkv_bias: that of queries, keys and values has one.
+        qk_norm: queries and keys are normalized per head.
+        layernorm: norms have a bias beside their scale.
+        tied: the output layer is the embedding table.
+        experts: of a layer; 0: dense.
+        expert_ffn: F of an expert.
+        experts_per_token: that compute each token.
+        number_bytes: of a weight and an activation.
+        head_outputs: numbers that the head of a reward model or critic gives; 0: a language model.
+        head_bytes: of a weight of that head.
+        window: whether attention sees only a window, which takes an explicit mask.
+        dropout: whether activations are dropped in training.
+        stages: layers of each pipeline stage where they are uneven; empty: even.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_size: int
+    vocab_rows: int
+    positions: int = 0
+    rotary: bool = True
+    gated: bool = True
+    bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    layernorm: bool = False
+    tied: bool = False
+    experts: int = 0
+    expert_ffn: int = 0
+    experts_per_token: int = 0
+    number_bytes: int = BF16
+    head_outputs: int = 0
+    head_bytes: int = FP32
+    window: bool = False
+    dropout: bool = False
+    stages: Sequence[int] = ()
+
+    @property
+    def queries(self) -> int:
+        """Width of the queries of a token."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys of a token, and of its values."""
+        return self.groups * self.head_size
+
+    def layers_of(self, stage: int, pp: int) -> int:
+        """Layers of a pipeline stage."""
+        return self.stages[stage] if self.stages else self.layers // pp
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of weights on a rank, by what decides their dtype and over which ranks their
+    optimizer states are spread.
+
+    Attributes:
+        dense: all but the following.
+        expert: of experts.
+        head: of the head of a reward model or critic.
+        largest: of the largest single tensor, whose gradient exists for a moment beside the
+            gradient buffer.
+    """
+
+    dense: int
+    expert: int = 0
+    head: int = 0
+    largest: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.dense + self.expert + self.head
+
+
+def read_architecture(
+    model: Mapping[str, Any], vocab_rows: int, head_outputs: int = 0
+) -> Architecture:
+    """The sizes in a complete `model` section.
+
+    Args:
+        model: plain values (`config.defaults.complete_model`).
+        vocab_rows: V, with padding (`config.parallel_rules.count_vocab_rows`).
+        head_outputs: of the job's head; 0: a language model.
+
+    Raises:
+        ConfigError: a size is missing or no whole number, or the precision is not supported.
+    """
+    v = Values({"model": model})
+    hidden, heads = v.size("model.hidden_size"), v.size("model.num_attention_heads")
+    experts = v.whole("model.num_moe_experts") or 0
+    ffn = v.size("model.ffn_hidden_size")
+    learned = model["position_embedding_type"] == LEARNED
+    precision = str(model["precision"]).lower()
+    if precision not in PRECISION_BYTES:
+        raise ConfigError(
+            f"trainer.precision={precision} is not supported; use one of "
+            f"{', '.join(PRECISION_BYTES)}."
+        )
+    number_bytes = PRECISION_BYTES[precision]
+    narrow_head = str(model.get("force_head_dtype", "float32")).lower() in ("bf16", "bfloat16")
+    several_stages = (v.whole("model.pipeline_model_parallel_size") or 1) > 1
+    uneven = several_stages and any(
+        model.get(f"num_layers_in_{which}_pipeline_stage") for which in ("first", "last")
+    )
+    return Architecture(
+        layers=v.size("model.num_layers"),
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        groups=v.whole("model.num_query_groups") or heads,
+        head_size=v.whole("model.kv_channels") or hidden // heads,
+        vocab_rows=vocab_rows,
+        positions=v.size("model.max_position_embeddings") if learned else 0,
+        rotary=model["position_embedding_type"] == "rope",
+        gated=str(model["activation"]).lower().endswith("glu"),
+        bias=bool(model["bias"]),
+        qkv_bias=bool(model["bias"] or model["add_qkv_bias"]),
+        qk_norm=bool(model.get("qk_layernorm")),
+        layernorm=str(model["normalization"]).lower() != "rmsnorm",
+        tied=bool(model["share_embeddings_and_output_weights"]) and not head_outputs,
+        experts=experts,
+        expert_ffn=(v.whole("model.moe_ffn_hidden_size") or ffn) if experts else 0,
+        experts_per_token=v.whole("model.moe_router_topk") or 0 if experts else 0,
+        number_bytes=number_bytes,
+        head_outputs=head_outputs,
+        # The head is never narrower than the model.
+        head_bytes=max(number_bytes, BF16 if narrow_head else FP32),
+        window=model.get("window_size") is not None,
+        dropout=bool(model["hidden_dropout"] or model["attention_dropout"]),
+        stages=tuple(uneven_stages(v)) if uneven else (),
+    )
+
+
+def count_layer(a: Architecture, tp: int = 1, ep: int = 1) -> Weights:
+    """Weights of one layer on a rank."""
+    norms = 2 * _norm(a)
+    qkv_width, proj_width = (a.queries + 2 * a.keys) // tp, a.queries // tp
+    qkv = a.hidden * qkv_width + (qkv_width if a.qkv_bias else 0)
+    # The bias after a matrix that is split along its input exists once, on every rank.
+    proj = proj_width * a.hidden + (a.hidden if a.bias else 0)
+    attention = norms + qkv + proj
+    if a.qk_norm:  # one for the queries and one for the keys, of a head each
+        attention += 2 * a.head_size * (1 + a.layernorm)
+    if a.experts:
+        router = (a.hidden + a.bias) * a.experts
+        expert = _feed_forward(a, a.expert_ffn // tp)
+        first = a.expert_ffn // tp * (1 + a.gated) * a.hidden
+        return Weights(attention + router, expert * (a.experts // ep), largest=first)
+    first = a.ffn // tp * (1 + a.gated) * a.hidden
+    return Weights(
+        attention + _feed_forward(a, a.ffn // tp), largest=max(first, a.hidden * qkv_width)
+    )
+
+
+def count_weights(a: Architecture, split: Split, stage: int = 0) -> Weights:
+    """Weights on a rank of a pipeline stage."""
+    layer, layers = count_layer(a, split.tp, split.ep), a.layers_of(stage, split.pp)
+    first, last = stage == 0, stage == split.pp - 1
+    table = a.vocab_rows // split.tp * a.hidden
+    dense, head, largest = layers * layer.dense, 0, layer.largest
+    if first:
+        dense += table + a.positions * a.hidden
+        largest = max(largest, table, a.positions * a.hidden)
+    if last:
+        dense += _norm(a)
+        if a.head_outputs:
+            head = (a.hidden // split.tp + 1) * a.head_outputs
+        elif not a.tied or not first:  # a tied table has a copy where the output is
+            dense += table
+            largest = max(largest, table)
+    return Weights(dense, layers * layer.expert, head, largest)
+
+
+def count_model(a: Architecture) -> int:
+    """Weights of the whole model, each once."""
+    return count_weights(a, Split()).total
+
+
+def _norm(a: Architecture) -> int:
+    return a.hidden * (1 + a.layernorm)
+
+
+def _feed_forward(a: Architecture, width: int) -> int:
+    """Weights of two matrices with `width` numbers between them."""
+    first = width * (1 + a.gated)
+    biases = first + a.hidden if a.bias else 0
+    return a.hidden * first + width * a.hidden + biases

@@ -1,0 +1,293 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Candidate splits of a job over its GPUs, what each needs, and which one to start with.
+
+Which sizes cannot work together is decided by the rules of `config/`, with which the job itself
+would refuse them.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from nemo_aligner.config.parallel_rules import check_architecture, count_vocab_rows
+from nemo_aligner.config.rules import check_values
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.plan.jobs import REWARD_SERVER, Job, head_outputs, read_workload
+from nemo_aligner.plan.memory import RankMemory, Workload, job_memory, rank_memory
+from nemo_aligner.plan.parameters import Architecture, Split, read_architecture
+
+SIZE_KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+RECOMPUTE_KEYS = {
+    "activations_checkpoint_granularity": "full",
+    "activations_checkpoint_method": "uniform",
+    "activations_checkpoint_num_layers": 1,
+}
+LEAST_TOKENS = 1024  # of a sample on a context-parallel rank
+# A rule of thumb for the order of candidates, not a measured speed (docs/plan.md): what each
+# choice multiplies the time of a step by.
+FULL_RECOMPUTE_COST = 1.3
+TP_COST, PP_COST, CP_COST, EP_COST = 0.05, 0.05, 0.1, 0.02  # per doubling
+NEARLY_FULL, NEARLY_FULL_COST = 0.95, 1.05  # of what may be used; little is left for a surprise
+PIPELINED_GENERATION_COST = 0.3  # per further stage: the stages wait for each other
+SMALLER_FORWARD_COST, SMALLER_ROLLOUT_COST = 0.01, 0.05  # per halving
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a job runs.
+
+    Attributes:
+        memory: bytes of one GPU.
+        usable: of these that a job may plan with; the rest is for the CUDA context, NCCL's buffers
+            and gaps between allocations.
+        gpus_per_node: ranks that share a node.
+        on_gpu: with Transformer Engine; else CPUs and PyTorch's layers.
+    """
+
+    memory: float
+    usable: float
+    gpus_per_node: int = 8
+    on_gpu: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a job.
+
+    Attributes:
+        job: which one.
+        split: over its ranks.
+        workload: what it computes at once.
+        memory: of the rank that needs most.
+        total: bytes on all GPUs of the job, each in the phase that needs most.
+        host_per_node: bytes of host memory of one node's ranks, without their processes.
+        cost: relative time of a step, by rule of thumb; less is better.
+        changes: keys that differ from the given configuration -> value.
+    """
+
+    job: Job
+    split: Split
+    workload: Workload
+    memory: RankMemory
+    total: float
+    host_per_node: float
+    cost: float
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, ... up to `limit`."""
+    return [1 << n for n in range(limit.bit_length()) if 1 << n <= limit]
+
+
+def splits(gpus: int, gpus_per_node: int, model: Mapping[str, Any]) -> Iterator[Split]:
+    """All splits of `gpus` ranks in powers of two; tensor parallelism stays within a node, and a
+    context-parallel rank has no fewer than `LEAST_TOKENS` of the longest sample.
+    """
+    contexts = powers_of_two(max(int(model["encoder_seq_length"]) // LEAST_TOKENS, 1))
+    experts = model.get("num_moe_experts") or 0
+    vpp = model.get("virtual_pipeline_model_parallel_size") or 1
+    for tp in powers_of_two(min(gpus, gpus_per_node)):
+        for pp in powers_of_two(gpus // tp):
+            for cp in contexts:
+                if gpus % (tp * pp * cp):
+                    continue
+                dp = gpus // (tp * pp * cp)
+                for ep in powers_of_two(dp * cp) if experts else [1]:
+                    yield Split(tp, pp, cp, ep, dp, vpp, sequence_parallel=tp > 1)
+
+
+def with_split(cfg: Mapping[str, Any], split: Split, machine: Machine) -> dict[str, Any]:
+    """The configuration of a job at another split."""
+    result = {**cfg, "model": {**cfg["model"]}, "trainer": {**cfg["trainer"]}}
+    result["model"] |= {key: getattr(split, short) for short, key in SIZE_KEYS.items()}
+    result["model"]["sequence_parallel"] = split.sequence_parallel
+    per_node = min(split.ranks, machine.gpus_per_node)
+    result["trainer"] |= {"devices": per_node, "num_nodes": split.ranks // per_node}
+    return result
+
+
+def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
+    """The first rule of the job that does not let it start at a split; empty if it can.
+
+    Args:
+        cfg: with the sizes of the split (`with_split`).
+        vocab_size: ids of the tokenizer.
+    """
+    try:
+        check_architecture(cfg["model"], fixed=True)  # the quick one first
+        count_vocab_rows(SimpleNamespace(**cfg["model"]), vocab_size)
+        if cfg["model"].get("num_moe_experts"):
+            # Here: it imports PyTorch, and only experts have rules there.
+            from nemo_aligner.models.nlp.gpt.megatron_experts import expert_settings
+
+            expert_settings(OmegaConf.create(cfg["model"]))
+        check_values(
+            dict(cfg),
+            job.config_name,
+            complete=True,
+            visible_devices=cfg["trainer"]["devices"],
+            env={},
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def halved(size: int) -> int:
+    """Half of an even size, which divides whatever it divided; 1 of an odd one."""
+    return size // 2 if size % 2 == 0 else 1
+
+
+def halved_until(fits: Callable[[int], bool], size: int) -> int | None:
+    """The largest of `size`, half of it, ... 1 that fits; None if none does."""
+    while not fits(size):
+        if size <= 1:
+            return None
+        size = halved(size)
+    return size
+
+
+def doublings(size: int) -> float:
+    """log2 of a parallel size."""
+    return math.log2(size)
+
+
+def relative_cost(w: Workload, given: Workload, split: Split) -> float:
+    """The rule of thumb for the time of a step, from 1 up.
+
+    Args:
+        given: the workload before passes without gradient were made smaller.
+    """
+    cost = 1.0 + (split.pp - 1) / (w.micro_batches * split.vpp) if w.trains else 1.0
+    cost *= 1 + TP_COST * doublings(split.tp) + CP_COST * doublings(split.cp)
+    cost *= 1 + PP_COST * doublings(split.pp) + EP_COST * doublings(split.ep)
+    if w.recompute == "full":
+        cost *= FULL_RECOMPUTE_COST
+    if w.rollout_samples:
+        cost *= 1 + PIPELINED_GENERATION_COST * (split.pp - 1)
+        steps = doublings(given.rollout_samples) - doublings(w.rollout_samples)
+        cost *= 1 + SMALLER_ROLLOUT_COST * steps
+    if w.forward_samples:
+        steps = doublings(given.forward_samples) - doublings(w.forward_samples)
+        cost *= 1 + SMALLER_FORWARD_COST * steps
+    return cost
+
+
+def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Workload:
+    """The workload with as many samples per pass without gradient, and per generation, as fit."""
+
+    def fits(phase: str, changed: Workload) -> bool:
+        return sum(job_memory(a, split, changed).phases[phase].values()) <= limit
+
+    def with_forward(samples: int) -> Workload:
+        return replace(w, forward_samples=samples)
+
+    def with_rollout(samples: int) -> Workload:
+        return replace(w, rollout_samples=samples)
+
+    forward, rollout = w.forward_samples, w.rollout_samples
+    if forward:
+        phase = "scores" if a.head_outputs else "log-probs"
+        forward = halved_until(lambda n: fits(phase, with_forward(n)), forward) or 1
+    if rollout:
+        rollout = halved_until(lambda n: fits("generation", with_rollout(n)), rollout) or 1
+    return replace(w, forward_samples=forward, rollout_samples=rollout)
+
+
+def pass_keys(job: Job, w: Workload, given: Workload) -> dict[str, Any]:
+    """The keys of the passes that were made smaller."""
+    section = {"gpt_ppo_actor": "model.ppo.", "gpt_rs_actor": "model.rs."}.get(
+        job.config_name, "model."
+    )
+    keys: dict[str, Any] = {}
+    if w.forward_samples != given.forward_samples:
+        keys[section + "forward_micro_batch_size"] = w.forward_samples
+    if w.rollout_samples != given.rollout_samples:
+        keys[section + "rollout_micro_batch_size"] = w.rollout_samples
+        keys[section + "val_rollout_micro_batch_size"] = w.rollout_samples
+    return keys
+
+
+def candidate(
+    job: Job,
+    cfg: Mapping[str, Any],
+    vocab_size: int,
+    split: Split,
+    machine: Machine,
+    recompute: str | None,
+    limit: float,
+) -> Candidate:
+    """One way to run a job, with passes as large as fit `limit` bytes; it may not fit itself.
+
+    Args:
+        cfg: with the sizes of the split (`with_split`).
+        vocab_size: ids of the tokenizer.
+        recompute: activations, "selective" or "full".
+    """
+    model = cfg["model"]
+    rows = count_vocab_rows(SimpleNamespace(**model), vocab_size)
+    a = read_architecture(model, rows, head_outputs(job, model))
+    given = read_workload(job, cfg, split, machine.on_gpu)
+    keys: dict[str, Any] = {}
+    if recompute != given.recompute:
+        given = replace(given, recompute=recompute, recompute_layers=1, block=False)
+        keys |= {f"++model.{key}": value for key, value in RECOMPUTE_KEYS.items()}
+    workload = fit_passes(a, split, given, limit)
+    ranks_on_node = min(split.ranks, machine.gpus_per_node)
+    stages = [rank_memory(a, split, stage, workload) for stage in range(split.pp)]
+    return Candidate(
+        job,
+        split,
+        workload,
+        max(stages, key=lambda memory: memory.peak),
+        sum(memory.peak for memory in stages) * split.ranks / split.pp,
+        max(sum(memory.host.values()) for memory in stages) * ranks_on_node,
+        relative_cost(workload, given, split),
+        keys | pass_keys(job, workload, given),
+    )
+
+
+def find_candidates(
+    job: Job,
+    cfg: Mapping[str, Any],
+    vocab_size: int,
+    gpus: int,
+    machine: Machine,
+    limit: float,
+) -> tuple[list[Candidate], str]:
+    """All ways to run a job on `gpus` ranks, those that fit first, the cheapest of them first.
+
+    Returns:
+        The candidates, and the first rule that forbade a split, for a message if there are none.
+    """
+    found, reason = [], ""
+    own = cfg["model"].get("activations_checkpoint_granularity")
+    for split in splits(gpus, machine.gpus_per_node, cfg["model"]):
+        with_sizes = with_split(cfg, split, machine)
+        forbidden = obstacle(job, with_sizes, vocab_size)
+        reason = reason or forbidden
+        if forbidden:
+            continue
+        # Recomputation that the user or the checkpoint asks for stays.
+        for recompute in (own,) if own or job is REWARD_SERVER else (None, "full"):
+            found.append(candidate(job, with_sizes, vocab_size, split, machine, recompute, limit))
+    found.sort(key=lambda c: (c.memory.peak > limit, _order(c, limit)))
+    return found, reason
+
+
+def _order(c: Candidate, limit: float) -> float:
+    """The cost of what fits, the memory of what does not."""
+    if c.memory.peak > limit:
+        return c.memory.peak
+    return c.cost * (NEARLY_FULL_COST if c.memory.peak > NEARLY_FULL * limit else 1)

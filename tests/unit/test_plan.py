@@ -1,0 +1,435 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The plan: numbers of weights against models that are built, bytes by hand, splits against the
+rules of the jobs, and the command line.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import CONF, complete_model
+from nemo_aligner.config.values import plain_dict
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.models.nlp.gpt.megatron_config import PRECISIONS
+from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.plan.__main__ import main, read_memory
+from nemo_aligner.plan.memory import (
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    Workload,
+    in_flight,
+    job_memory,
+    kept_bytes,
+    layer_bytes,
+    optimizer_bytes,
+    rank_memory,
+)
+from nemo_aligner.plan.parameters import (
+    PRECISION_BYTES,
+    Architecture,
+    Split,
+    Weights,
+    count_model,
+    count_weights,
+    read_architecture,
+)
+from nemo_aligner.plan.planning import shares
+from tests import hugging_face
+from tests.tiny_models import GPT2_LIKE, LLAMA_LIKE, tiny_config
+
+GB = 2**30
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2}
+VARIANTS = {
+    "gpt2": GPT2_LIKE,
+    "llama": LLAMA_LIKE,
+    "gpt2, untied": GPT2_LIKE | {"share_embeddings_and_output_weights": False},
+    "llama, tied": LLAMA_LIKE | {"share_embeddings_and_output_weights": True},
+    "llama, one query group": LLAMA_LIKE | {"num_query_groups": 1},
+    "llama, bias of queries": LLAMA_LIKE | {"qkv_bias": True},
+    "llama, wide heads": LLAMA_LIKE | {"kv_channels": 24},
+    "llama, no gate": LLAMA_LIKE | {"activation": "squared-relu"},
+    "gpt2, gate": GPT2_LIKE | {"activation": "swiglu"},
+    "no positions": LLAMA_LIKE | {"position_embedding_type": "none"},
+    "experts": LLAMA_LIKE | EXPERTS,
+    "experts with biases": GPT2_LIKE | EXPERTS,
+    "narrow experts": LLAMA_LIKE | EXPERTS | {"moe_ffn_hidden_size": 16},
+}
+VARIANTS |= {f"HF {name}": model.keys for name, model in hugging_face.MODELS.items()}
+
+
+def architecture_of(model, head_outputs=0):
+    """Of a model that is built."""
+    return read_architecture(
+        plain_dict(model.cfg, resolve=True), model.padded_vocab_size, head_outputs
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_number_of_weights_is_that_of_the_built_model(tiny_tokenizer_dir, variant):
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **VARIANTS[variant]))
+    built = sum(p.numel() for module in model.unwrapped() for p in module.parameters())
+    assert count_model(architecture_of(model)) == built
+
+
+@pytest.mark.parametrize("attributes", [1, 5])
+def test_number_of_weights_of_a_critic(tiny_tokenizer_dir, attributes):
+    regression = {"num_attributes": attributes, "merge_attributes": True}
+    cfg = tiny_config(tiny_tokenizer_dir, regression=regression, precision="bf16")
+    model = MegatronGPTCriticModel(cfg)
+    (module,) = model.unwrapped()
+    weights = count_weights(architecture_of(model, attributes), Split())
+    head = sum(p.numel() for p in module.rm_head.parameters())
+    assert (weights.head, weights.total) == (head, sum(p.numel() for p in module.parameters()))
+
+
+def hf_count(kind, **settings):
+    """Numbers of weights as `transformers` builds them, each once, without memory."""
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(
+            getattr(transformers, f"{kind}Config")(**settings)
+        )
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+LARGE_LLAMA = LLAMA_LIKE | dict(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_query_groups=8,
+    encoder_seq_length=4096,
+)
+
+
+def large(**keys):
+    """Plain complete section `model` of a model with 8 billion weights, with changes."""
+    cfg = complete_model(LARGE_LLAMA | {"precision": "bf16"} | keys, "gpt_ppo_actor")
+    return plain_dict(cfg, resolve=True)
+
+
+def test_number_of_weights_of_large_models():
+    sizes = dict(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    llama = read_architecture(large(), 128256)
+    assert count_model(llama) == hf_count("Llama", tie_word_embeddings=False, **sizes)
+    qwen = read_architecture(
+        large(qkv_bias=True, share_embeddings_and_output_weights=True), 128256
+    )
+    assert count_model(qwen) == hf_count("Qwen2", tie_word_embeddings=True, **sizes)
+    mixtral = read_architecture(large(num_moe_experts=8, moe_router_topk=2), 128256)
+    assert count_model(mixtral) == hf_count("Mixtral", num_local_experts=8, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("variant", "keys"),
+    [
+        ("llama", {}),
+        ("llama", {"precision": "bf16"}),
+        ("llama", {"num_query_groups": 1, "kv_channels": 16}),
+        ("llama", {"normalization": "layernorm", "precision": "bf16"}),
+        ("llama", {"window_size": [64, 0]}),
+        ("llama", {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+        ("gpt2", {}),
+        ("gpt2", {"precision": "bf16"}),
+        ("experts", {}),
+        ("experts", {"precision": "bf16"}),
+    ],
+)
+def test_activations_are_the_tensors_that_autograd_keeps(tiny_tokenizer_dir, variant, keys):
+    width, samples = 256, 2
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 256, "encoder_seq_length": width}
+    cfg = tiny_config(tiny_tokenizer_dir, **VARIANTS[variant] | sizes | keys)
+    model = MegatronGPTModel(cfg)
+    (module,) = model.unwrapped()
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept, alive = {}, []
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        alive.append(tensor)  # so that no other tensor gets its address
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hidden = torch.randn(width, samples, 64, dtype=module.config.params_dtype, requires_grad=True)
+    rotary = module.rotary_pos_emb(width) if cfg.position_embedding_type == "rope" else None
+    module.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module.decoder.layers[1](hidden, attention_mask=None, rotary_pos_emb=rotary)
+    workload = Workload(width=width, samples=samples, on_gpu=False)
+    predicted = layer_bytes(architecture_of(model), Split(), samples, workload)
+    assert predicted == pytest.approx(sum(kept.values()), rel=0.02)
+
+
+# --- bytes by hand -------------------------------------------------------------------------------
+
+LLAMA_8B = Architecture(32, 4096, 14336, 32, 8, 128, 128256)
+N = 8_030_261_248
+
+
+def test_what_stands_all_the_time():
+    alone = Workload(forward_samples=0)
+    memory = job_memory(LLAMA_8B, Split(), alone)
+    parts = memory.phases["update"]
+    assert (parts[WEIGHTS], parts[GRADIENTS], parts[OPTIMIZER]) == (2 * N, 4 * N, 12 * N)
+    shared = job_memory(LLAMA_8B, Split(dp=4, cp=2), alone).phases["update"]
+    assert shared[OPTIMIZER] == 12 * N / 8
+    assert shared[GRADIENTS] == 4 * N
+    whole = job_memory(LLAMA_8B, Split(dp=4), Workload(distributed_optimizer=False))
+    assert whole.phases["update"][OPTIMIZER] == 12 * N
+
+
+def test_the_optimizer_states_of_experts_have_fewer_replicas():
+    split, w = Split(dp=4, ep=2), Workload()
+    weights = Weights(dense=1000, expert=600)
+    assert optimizer_bytes(LLAMA_8B, weights, split, w) == 12 * 1000 / 4 + 12 * 600 / 2
+
+
+def test_copies_in_host_memory():
+    w = Workload(reference=True, offloads=True, rollout_samples=8, response=2048)
+    memory = job_memory(LLAMA_8B, Split(dp=4), w)
+    assert sum(memory.host.values()) == 2 * 2 * N + 8 * N / 4
+    # What is in host memory while the policy generates is not on the GPU.
+    resting = memory.phases["generation"][OPTIMIZER]
+    assert resting == memory.phases["update"][OPTIMIZER] - 8 * N / 4
+    assert memory.phases["generation"]["KV cache"] == 32 * 2 * 8 * 128 * 2 * 8 * 4096
+    critic = job_memory(LLAMA_8B, Split(), Workload(swaps=True))
+    assert sum(critic.host.values()) == 2 * 2 * N
+
+
+def test_a_tied_table_has_a_copy_on_the_last_stage():
+    tied = Architecture(32, 4096, 14336, 32, 8, 128, 128256, tied=True)
+    table = 128256 * 4096
+    parts = [count_weights(tied, Split(pp=2), stage).total for stage in (0, 1)]
+    assert sum(parts) == count_model(tied) + table
+
+
+def test_micro_batches_in_flight():
+    assert [in_flight(Split(pp=4), stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(Split(pp=4), 0, 2) == 2
+    assert in_flight(Split(pp=2, vpp=2), 0, 8) == (2 + 2 + 1) / 2
+
+
+def test_what_makes_activations_smaller():
+    alone = Split()
+
+    def activations(split=alone, **keys):
+        parts = rank_memory(LLAMA_8B, split, 0, Workload(**keys)).phases["update"]
+        return parts["activations"]
+
+    assert activations(Split(cp=2)) == pytest.approx(activations() / 2, rel=1e-6)
+    assert activations(samples=2) == pytest.approx(2 * activations(), rel=0.01)
+    parallel = activations(Split(tp=2))
+    assert activations(Split(tp=2, sequence_parallel=True)) < parallel < activations()
+    assert activations(recompute="selective") == activations()
+
+
+def test_full_recomputation_keeps_the_inputs_of_layers():
+    layer, inputs = layer_bytes(LLAMA_8B, alone := Split(), 1, Workload()), 4096 * 4096 * 2
+
+    def kept(**keys):
+        return kept_bytes(LLAMA_8B, alone, 32, Workload(recompute="full", **keys))
+
+    assert kept() == (32 * inputs, layer)
+    assert kept(recompute_layers=4) == (8 * inputs, 4 * layer)
+    assert kept(recompute_layers=4, block=True) == (4 * inputs + 28 * layer, layer)
+
+
+def test_bytes_of_a_number():
+    assert PRECISION_BYTES == {name: dtype.itemsize for name, dtype in PRECISIONS.items()}
+    with pytest.raises(UserError, match="trainer.precision=16 is not supported"):
+        read_architecture(large(precision="16"), 1)
+
+
+# --- splits --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    """A YAML file with the section `model` of a model of 8 billion weights."""
+
+    def write(**keys):
+        path = tmp_path / "model.yaml"
+        section = LARGE_LLAMA | {"override_vocab_size": 128256} | keys
+        OmegaConf.save(OmegaConf.create({"model": section}), path)
+        return str(path)
+
+    return write
+
+
+def plan(capsys, *arguments):
+    """What the command prints as JSON."""
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def sizes_of(job, *names):
+    return {tuple(c[name] for name in names) for c in job["candidates"]}
+
+
+def test_splits_that_a_job_would_refuse_are_no_candidates(model_file, capsys):
+    path = model_file(num_layers=6, num_attention_heads=12, num_query_groups=6, kv_channels=128)
+    (job,) = plan(capsys, path, "--gpus", "8", "--memory", "80GB", "--job", "sft")["jobs"]
+    assert sizes_of(job, "tp") == {(1,), (2,)}  # 6 query groups
+    assert sizes_of(job, "pp") == {(1,), (2,)}  # 6 layers
+    arguments = (
+        "model.data.train_ds.global_batch_size=2",
+        "model.data.validation_ds.global_batch_size=2",
+    )
+    (job,) = plan(capsys, path, *arguments, "--gpus", "8", "--memory", "80GB", "--job", "sft")[
+        "jobs"
+    ]
+    assert sizes_of(job, "dp") == {(1,), (2,)}  # samples of a global batch
+
+
+def test_experts_are_spread(model_file, capsys):
+    path = model_file(num_moe_experts=8, moe_router_topk=2, num_layers=4)
+    (job,) = plan(capsys, path, "--gpus", "4", "--memory", "80GB", "--job", "sft")["jobs"]
+    found = sizes_of(job, "tp", "ep", "dp")
+    assert {(1, 4, 4), (2, 2, 2), (1, 1, 4)} <= found
+    assert (1, 8, 4) not in found
+
+
+@pytest.mark.parametrize("kind", ["ppo", "rs", "sft", "rm"])
+def test_the_arguments_start_the_job(model_file, capsys, kind):
+    path = model_file()
+    given = ["model.encoder_seq_length=2048"]
+    result = plan(capsys, path, *given, "--gpus", "8", "--memory", "80GB", "--job", kind)
+    configs = {"ppo": ("gpt_ppo_actor", "gpt_ppo_critic"), "rs": ("gpt_rs_actor", "inference_rm")}
+    configs |= {"sft": ("gpt_sft",), "rm": ("training_rm",)}
+    for job, config_name in zip(result["jobs"], configs[kind], strict=True):
+        data = ["model.data.data_prefix={train: [a], validation: [a], test: [a]}"]
+        if kind == "sft":
+            data = [f"model.data.{part}_ds.file_path=a" for part in ("train", "validation")]
+        data = [] if config_name in ("gpt_ppo_critic", "inference_rm") else data
+        with initialize_config_dir(str(CONF), version_base=None):
+            cfg = compose(config_name, [*job["overrides"], *data])
+        check_config(cfg, config_name, visible_devices=8, env={})
+        chosen = job["recommended"]
+        assert chosen["fits"]
+        assert cfg.model.tensor_model_parallel_size == chosen["tp"]
+        assert cfg.trainer.devices * cfg.trainer.num_nodes == chosen["gpus"]
+
+
+def test_passes_become_smaller_before_a_split_is_given_up(model_file, capsys):
+    arguments = model_file(), "--gpus", "8", "--memory", "46GB"
+    actor = plan(capsys, *arguments, "model.ppo.rollout_micro_batch_size=64")["jobs"][0]
+    changes = actor["recommended"]["changes"]
+    assert changes["model.ppo.forward_micro_batch_size"] < 64
+    assert (
+        f"model.ppo.forward_micro_batch_size={changes['model.ppo.forward_micro_batch_size']}"
+        in (actor["overrides"])
+    )
+
+
+def test_actor_and_critic_on_one_gpu(model_file, capsys):
+    small = dict(num_layers=4, hidden_size=512, ffn_hidden_size=1024, kv_channels=64)
+    path = model_file(**small, num_attention_heads=8)
+    result = plan(capsys, path, "--gpus", "1", "--memory", "24GB")
+    assert result["shared"]
+    both = sum(job["recommended"]["peak"] for job in result["jobs"])
+    assert both <= result["limit"] == 0.9 * 24 * GB
+
+
+def test_shares_of_the_gpus():
+    assert next(shares(8, 8)) == (4, 4)
+    assert next(shares(3, 8)) == (2, 1)
+    assert next(shares(24, 8)) == (16, 8)
+    assert all(n <= 8 or n % 8 == 0 for pair in shares(32, 8) for n in pair)
+
+
+def test_nothing_fits_says_how_many_gpus_do(model_file, capsys):
+    path = model_file()
+    arguments = ["--memory", "24GB", "--job", "sft"]
+    assert main([path, "--gpus", "2", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "no split of 2 GPUs of 24 GiB" in error
+    enough = int(error.split("SFT. ")[1].split()[0])
+    assert main([path, "--gpus", str(enough), *arguments]) == 0
+    capsys.readouterr()
+    assert main([path, "--gpus", str(enough // 2), *arguments]) == 2
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_memory_of_a_gpu():
+    assert read_memory("80GB") == read_memory("80 gib") == read_memory("80") == 80 * GB
+    assert read_memory("1536MB") == 1.5 * GB
+    for text in ("much", "-1GB", "0GB", "8TB", ""):
+        with pytest.raises(UserError, match="such as 80GB"):
+            read_memory(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.nemo", "--gpus", "8", "--memory", "80GB"], "nowhere.nemo does not exist"),
+        (["{model}", "--gpus", "0", "--memory", "80GB"], "--gpus=0"),
+        (["{model}", "--gpus", "8", "--memory", "80apples"], "--memory=80apples"),
+        (["{model}", "--gpus", "8", "--memory", "80GB", "--reserve", "100"], "--reserve=100"),
+        (["{model}", "model.wings=2", "--gpus", "8", "--memory", "80GB"], "model.wings"),
+        (["{model}", "wings", "--gpus", "8", "--memory", "80GB"], "'wings' is no override"),
+        (
+            ["{model}", "model.global_batch_size=7", "--gpus", "8", "--memory", "80GB"],
+            "no split of 8 GPUs is possible: ",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(model_file, capsys, arguments, message):
+    path = model_file()
+    assert main([text.format(model=path) for text in arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_the_text_names_what_counts(model_file, capsys):
+    assert main([model_file(), "--gpus", "8", "--memory", "80GB"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "ACTOR: 8.030 billion weights, 4 GPUs",
+        "CRITIC: 7.505 billion weights, 4 GPUs",
+        "KV cache",
+        "All GPUs of the job together: ",
+        "reference policy",
+        "++model.tensor_model_parallel_size=",
+        "train_gpt_ppo_actor.py",
+        "serve_ppo_critic.py",
+    ):
+        assert words in text
+
+
+def test_a_nemo_file(tiny_tokenizer_dir, tmp_path, capsys):
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
+    model.save_to(str(tmp_path / "tiny.nemo"))
+    arguments = "model.encoder_seq_length=48", "--gpus", "2", "--memory", "8GB", "--job", "sft"
+    (job,) = plan(capsys, str(tmp_path / "tiny.nemo"), *arguments)["jobs"]
+    assert job["weights"] == sum(
+        p.numel() for module in model.unwrapped() for p in module.parameters()
+    )
+
+
+def test_the_command_starts_without_pytorch(model_file):
+    code = (
+        "import sys; from nemo_aligner.plan.__main__ import main; "
+        "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    arguments = [model_file(), "--gpus", "8", "--memory", "80GB"]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, env=dict(os.environ))
