@@ -328,6 +328,26 @@ def test_the_arguments_start_the_job(model_file, capsys, kind):
         assert cfg.trainer.devices * cfg.trainer.num_nodes == chosen["gpus"]
 
 
+def test_an_override_goes_to_the_jobs_that_have_the_key(model_file, capsys):
+    given = ["model.ppo.rollout_micro_batch_size=4", "model.loss_clip_val=0.3", "model.seed=5"]
+    arguments = [*given, "--critic", "model.micro_batch_size=2", "--gpus", "8", "--memory", "80GB"]
+    actor, critic = plan(capsys, model_file(), *arguments)["jobs"]
+    assert actor["overrides"][-2:] == ["++model.ppo.rollout_micro_batch_size=4", "++model.seed=5"]
+    assert critic["overrides"][-3:] == [
+        "++model.loss_clip_val=0.3",
+        "++model.seed=5",
+        "++model.micro_batch_size=2",
+    ]
+    assert critic["recommended"]["phases"]["update"]["activations"] > 0
+
+
+def test_ppo_without_a_critic_has_a_reward_server(model_file, capsys):
+    given = ["trainer.ppo.advantage_estimator=grpo", "model.ppo.num_rollouts_per_prompt=4"]
+    given += ["remote_critic_rm.combine_rm_and_critic_server=False"]
+    jobs = plan(capsys, model_file(), *given, "--gpus", "8", "--memory", "80GB")["jobs"]
+    assert [job["job"] for job in jobs] == ["actor", "reward server"]
+
+
 def test_passes_become_smaller_before_a_split_is_given_up(model_file, capsys):
     arguments = model_file(), "--gpus", "8", "--memory", "46GB"
     actor = plan(capsys, *arguments, "model.ppo.rollout_micro_batch_size=64")["jobs"][0]
