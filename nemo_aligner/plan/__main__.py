@@ -12,9 +12,18 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.values import plain_dict
-from nemo_aligner.core.errors import UserError
-from nemo_aligner.plan.jobs import JOBS, Job, job_config, read_overrides
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
+from nemo_aligner.plan.jobs import (
+    ACTOR,
+    JOBS,
+    REWARD_SERVER,
+    Job,
+    job_config,
+    read_overrides,
+)
 from nemo_aligner.plan.planning import JobInput, make_plan
 from nemo_aligner.plan.splits import Machine
 from nemo_aligner.plan.text import plan_text, plan_values
@@ -81,7 +90,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="Hugging Face folder, .nemo file or folder, or YAML file with a model section",
     )
-    result.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of all jobs")
+    result.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="of the jobs that have the key"
+    )
     result.add_argument("--gpus", type=int, required=True, help="of all jobs together")
     result.add_argument("--memory", required=True, help="of one GPU, such as 80GB")
     result.add_argument("--job", choices=tuple(JOBS), default="ppo", help="default: ppo")
@@ -120,7 +131,7 @@ def read_inputs(args: argparse.Namespace) -> tuple[list[JobInput], list[list[str
     models: dict[Path, tuple[Mapping[str, Any], int]] = {}
     inputs: list[JobInput] = []
     given = []
-    for number, job in enumerate(JOBS[args.job]):
+    for number, job in enumerate(chosen_jobs(args.job, args.overrides)):
         path = args.critic_model if number and args.critic_model else args.model
         if path not in models:
             models[path] = read_model(path)
@@ -128,21 +139,37 @@ def read_inputs(args: argparse.Namespace) -> tuple[list[JobInput], list[list[str
         if inputs:  # a server reads the samples that the actor sends
             width = inputs[0].cfg["model"]["encoder_seq_length"]
             model = {"encoder_seq_length": width, **model}
-        texts = [*args.overrides, *(args.critic if number else [])]
-        shared = [text for text in texts if belongs(text, job)]
-        cfg = job_config(job, model, read_overrides(shared), str(path))
+        texts = [text for text in args.overrides if knows(job, text)]
+        texts += args.critic if number else []
+        cfg = job_config(job, model, read_overrides(texts), str(path))
         inputs.append(JobInput(job, str(path), cfg, vocab_size))
-        given.append(shared)
+        given.append(texts)
     return inputs, given
 
 
-def belongs(text: str, job: Job) -> bool:
-    """Whether an override of all jobs means this one; sections of a policy mean the actor."""
-    sections = {"model.ppo": "gpt_ppo_actor", "model.rs": "gpt_rs_actor"}
-    key = text.lstrip("+")
-    for section, config_name in sections.items():
-        if key.startswith(f"{section}."):
-            return job.config_name == config_name
+def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
+    """The jobs that run at the same time; PPO without a critic has a reward server in its place.
+
+    Raises:
+        ConfigError: an override that none of the jobs knows.
+    """
+    jobs = JOBS[kind]
+    estimator = OmegaConf.select(read_overrides(overrides), "trainer.ppo.advantage_estimator")
+    if kind == "ppo" and estimator in ADVANTAGE_ESTIMATORS:
+        if not ADVANTAGE_ESTIMATORS[estimator].needs_critic:
+            jobs = (ACTOR, REWARD_SERVER)
+    for text in overrides:
+        if not any(knows(job, text) for job in jobs):
+            check_keys(plain_dict(read_overrides([text])), jobs[0].config_name)
+    return jobs
+
+
+def knows(job: Job, override: str) -> bool:
+    """Whether a job has the key of an override."""
+    try:
+        check_keys(plain_dict(read_overrides([override])), job.config_name)
+    except ConfigError:
+        return False
     return True
 
 

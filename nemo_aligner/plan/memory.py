@@ -199,7 +199,9 @@ def feed_forward_bytes(a: Architecture, split: Split, tokens: float) -> float:
     copies = a.experts_per_token * tokens  # each token, once per expert that computes it
     kept = (6 if a.gated else 3) * a.expert_ffn / split.tp
     router = (FP32 if e == BF16 else 0) * tokens * a.hidden
-    return router + copies * e * (kept + a.hidden)
+    shared = (5 if a.gated else 2) * a.shared_ffn / split.tp
+    shared += a.hidden if a.shared_gate else 0  # their output, before it is weighted
+    return router + copies * e * (kept + a.hidden) + tokens * e * shared
 
 
 def layer_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> float:
@@ -214,19 +216,25 @@ def layer_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> flo
     return total
 
 
-def kept_bytes(a: Architecture, split: Split, layers: int, w: Workload) -> tuple[float, float]:
+def kept_bytes(a: Architecture, split: Split, stage: int, w: Workload) -> tuple[float, float]:
     """What the layers of a stage keep of one micro-batch, and what recomputation adds while they
     run backward.
     """
-    layer = layer_bytes(a, split, w.samples, w)
+    kinds = [
+        (layer_bytes(kind, split, w.samples, w), count)
+        for kind, count in a.kinds_of(stage, split.pp)
+    ]
+    layers = a.layers_of(stage, split.pp)
+    total = sum(count * layer for layer, count in kinds)
     if w.recompute != "full":
-        return layers * layer, 0.0
+        return total, 0.0
+    largest = max(layer for layer, _ in kinds)
     residual = w.samples * w.width / split.cp * a.hidden * a.number_bytes
     residual /= split.tp if split.sequence_parallel else 1
     together = min(w.recompute_layers, layers)
     if w.block:
-        return together * residual + (layers - together) * layer, layer
-    return layers / together * residual, together * layer
+        return together * residual + (layers - together) / layers * total, largest
+    return layers / together * residual, together * largest
 
 
 def layer_temporary(a: Architecture, split: Split, tokens: float) -> float:
@@ -309,11 +317,13 @@ def in_flight(split: Split, stage: int, micro_batches: int) -> float:
 
 def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Parts:
     """Beside weights, gradients and optimizer, the most that one update needs."""
-    weights, layers = count_weights(a, split, stage), a.layers_of(stage, split.pp)
-    kept, again = kept_bytes(a, split, layers, w)
+    weights = count_weights(a, split, stage)
+    kept, again = kept_bytes(a, split, stage, w)
     flights = in_flight(split, stage, w.micro_batches)
     tokens = w.samples * w.width / split.cp
-    moments = [{ACTIVATIONS: flights * kept + again, TEMPORARY: layer_temporary(a, split, tokens)}]
+    kinds = a.kinds_of(stage, split.pp)
+    temporary = max(layer_temporary(kind, split, tokens) for kind, _ in kinds)
+    moments = [{ACTIVATIONS: flights * kept + again, TEMPORARY: temporary}]
     if stage == split.pp - 1:
         for moment in output_bytes(a, split, w.samples, w):
             kept_at_end = flights * kept + moment[ACTIVATIONS]
@@ -327,25 +337,28 @@ def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Part
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def forward_parts(
-    a: Architecture, split: Split, stage: int, samples: int, tokens: float, w: Workload
-) -> list[Parts]:
-    """What the layers need at once in a pass of `tokens` without gradient, and what the output
-    needs.
-    """
-    e = a.number_bytes
-    if a.experts:
-        rows = a.experts_per_token * tokens
-        # One expert after another; with EP each has the tokens of all ranks of its group.
-        wide = (6 if a.gated else 3) * a.expert_ffn / split.tp * rows / a.experts * split.ep
-        # Copies of tokens on their way to the experts and back.
-        moved = (4.5 if split.ep == 1 else 9.5) * rows * a.hidden
-        layer = e * (wide + 4 * tokens * a.hidden + moved)
-    else:
-        layer = e * tokens * ((5 if a.gated else 2) * a.ffn / split.tp + 4 * a.hidden)
-    moments: list[Parts] = [{ACTIVATIONS: layer}]
+def forward_bytes(a: Architecture, split: Split, tokens: float) -> float:
+    """What a layer needs at once in a pass of `tokens` without gradient."""
+    e, kept = a.number_bytes, 5 if a.gated else 2
+    if not a.experts:
+        return e * tokens * (kept * a.ffn / split.tp + 4 * a.hidden)
+    rows = a.experts_per_token * tokens
+    # One expert after another; with EP each has the tokens of all ranks of its group.
+    wide = (kept + 1) * a.expert_ffn / split.tp * rows / a.experts * split.ep
+    wide = max(wide, kept * a.shared_ffn / split.tp * tokens)
+    # Copies of tokens on their way to the experts and back.
+    moved = (4.5 if split.ep == 1 else 9.5) * rows * a.hidden
+    return e * (wide + 4 * tokens * a.hidden + moved)
+
+
+def forward_parts(a: Architecture, split: Split, stage: int, tokens: float) -> list[Parts]:
+    """What the layers of a stage need at once in a pass without gradient, and what a head does."""
+    kinds = a.kinds_of(stage, split.pp)
+    moments: list[Parts] = [
+        {ACTIVATIONS: max(forward_bytes(kind, split, tokens) for kind, _ in kinds)}
+    ]
     if stage == split.pp - 1 and a.head_outputs:
-        moments.append({ACTIVATIONS: (2 * e + a.head_bytes) * tokens * a.hidden})
+        moments.append({ACTIVATIONS: (2 * a.number_bytes + a.head_bytes) * tokens * a.hidden})
     return moments
 
 
@@ -353,7 +366,7 @@ def scoring_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Par
     """Of a forward pass that gives log-probs, values or rewards."""
     samples = w.forward_samples
     tokens = samples * w.width / split.cp
-    moments = forward_parts(a, split, stage, samples, tokens, w)
+    moments = forward_parts(a, split, stage, tokens)
     if stage == split.pp - 1 and not a.head_outputs:
         logits = logits_bytes(a, split, tokens)
         hidden = 2 * a.number_bytes * tokens * a.hidden
@@ -377,7 +390,7 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     samples = -(-w.rollout_samples // split.cp)
     tokens = samples * max(w.width - w.response, 1)
     alone = replace(split, cp=1, sequence_parallel=False)
-    moments = forward_parts(a, alone, stage, samples, tokens, w)[:1]
+    moments = forward_parts(a, alone, stage, tokens)[:1]
     if stage == split.pp - 1:
         moments.append({LOGITS: samples * a.vocab_rows * (a.number_bytes + SAMPLING_BYTES)})
     most = max(moments, key=lambda parts: sum(parts.values()))

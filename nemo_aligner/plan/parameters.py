@@ -8,7 +8,7 @@ the embedding table.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_aligner.config.parallel_rules import uneven_stages
@@ -66,6 +66,9 @@ class Architecture:
         experts: of a layer; 0: dense.
         expert_ffn: F of an expert.
         experts_per_token: that compute each token.
+        shared_ffn: F of the experts that compute every token; 0: none.
+        shared_gate: their output is weighted.
+        dense_layers: numbers of the layers without experts, in a model that has some.
         number_bytes: of a weight and an activation.
         head_outputs: numbers that the head of a reward model or critic gives; 0: a language model.
         head_bytes: of a weight of that head.
@@ -92,6 +95,9 @@ class Architecture:
     experts: int = 0
     expert_ffn: int = 0
     experts_per_token: int = 0
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    dense_layers: Sequence[int] = ()
     number_bytes: int = BF16
     head_outputs: int = 0
     head_bytes: int = FP32
@@ -112,6 +118,17 @@ class Architecture:
     def layers_of(self, stage: int, pp: int) -> int:
         """Layers of a pipeline stage."""
         return self.stages[stage] if self.stages else self.layers // pp
+
+    def kinds_of(self, stage: int, pp: int) -> list[tuple["Architecture", int]]:
+        """The layers of a pipeline stage by kind: (all layers so, how many).
+
+        In a model of dense layers and layers with experts, two kinds.
+        """
+        layers = self.layers_of(stage, pp)
+        first = sum(self.layers_of(before, pp) for before in range(stage))
+        dense = sum(first <= layer < first + layers for layer in self.dense_layers)
+        kinds = [(self, layers - dense), (replace(self, experts=0, shared_ffn=0), dense)]
+        return [(kind, count) for kind, count in kinds if count]
 
 
 @dataclass(frozen=True)
@@ -187,6 +204,9 @@ def read_architecture(
         experts=experts,
         expert_ffn=(v.whole("model.moe_ffn_hidden_size") or ffn) if experts else 0,
         experts_per_token=v.whole("model.moe_router_topk") or 0 if experts else 0,
+        shared_ffn=(model.get("moe_shared_expert_intermediate_size") or 0) if experts else 0,
+        shared_gate=bool(model.get("moe_shared_expert_gate")),
+        dense_layers=_dense_layers(model) if experts else (),
         number_bytes=number_bytes,
         head_outputs=head_outputs,
         # The head is never narrower than the model.
@@ -195,6 +215,14 @@ def read_architecture(
         dropout=bool(model["hidden_dropout"] or model["attention_dropout"]),
         stages=tuple(uneven_stages(v)) if uneven else (),
     )
+
+
+def _dense_layers(model: Mapping[str, Any]) -> tuple[int, ...]:
+    """Numbers of the layers that `moe_layer_freq` leaves without experts."""
+    pattern = model.get("moe_layer_freq") or 1
+    if isinstance(pattern, int):
+        return tuple(layer for layer in range(model["num_layers"]) if layer % pattern)
+    return tuple(layer for layer, one in enumerate(pattern) if not one)
 
 
 def count_layer(a: Architecture, tp: int = 1, ep: int = 1) -> Weights:
@@ -210,8 +238,10 @@ def count_layer(a: Architecture, tp: int = 1, ep: int = 1) -> Weights:
     if a.experts:
         router = (a.hidden + a.bias) * a.experts
         expert = _feed_forward(a, a.expert_ffn // tp)
-        first = a.expert_ffn // tp * (1 + a.gated) * a.hidden
-        return Weights(attention + router, expert * (a.experts // ep), largest=first)
+        shared = _feed_forward(a, a.shared_ffn // tp) if a.shared_ffn else 0
+        shared += a.hidden if a.shared_gate else 0
+        first = max(a.expert_ffn, a.shared_ffn) // tp * (1 + a.gated) * a.hidden
+        return Weights(attention + router + shared, expert * (a.experts // ep), largest=first)
     first = a.ffn // tp * (1 + a.gated) * a.hidden
     return Weights(
         attention + _feed_forward(a, a.ffn // tp), largest=max(first, a.hidden * qkv_width)
@@ -220,10 +250,15 @@ def count_layer(a: Architecture, tp: int = 1, ep: int = 1) -> Weights:
 
 def count_weights(a: Architecture, split: Split, stage: int = 0) -> Weights:
     """Weights on a rank of a pipeline stage."""
-    layer, layers = count_layer(a, split.tp, split.ep), a.layers_of(stage, split.pp)
+    layers = [
+        (count_layer(kind, split.tp, split.ep), count)
+        for kind, count in a.kinds_of(stage, split.pp)
+    ]
     first, last = stage == 0, stage == split.pp - 1
     table = a.vocab_rows // split.tp * a.hidden
-    dense, head, largest = layers * layer.dense, 0, layer.largest
+    dense = sum(count * layer.dense for layer, count in layers)
+    expert = sum(count * layer.expert for layer, count in layers)
+    head, largest = 0, max(layer.largest for layer, _ in layers)
     if first:
         dense += table + a.positions * a.hidden
         largest = max(largest, table, a.positions * a.hidden)
@@ -234,7 +269,7 @@ def count_weights(a: Architecture, split: Split, stage: int = 0) -> Weights:
         elif not a.tied or not first:  # a tied table has a copy where the output is
             dense += table
             largest = max(largest, table)
-    return Weights(dense, layers * layer.expert, head, largest)
+    return Weights(dense, expert, head, largest)
 
 
 def count_model(a: Architecture) -> int:

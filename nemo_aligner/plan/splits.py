@@ -128,10 +128,10 @@ def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
         check_architecture(cfg["model"], fixed=True)  # the quick one first
         count_vocab_rows(SimpleNamespace(**cfg["model"]), vocab_size)
         if cfg["model"].get("num_moe_experts"):
-            # Here: it imports PyTorch, and only experts have rules there.
-            from nemo_aligner.models.nlp.gpt.megatron_experts import expert_settings
+            # Here: it imports PyTorch, and only experts have rules of splits there.
+            from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
 
-            expert_settings(OmegaConf.create(cfg["model"]))
+            build_transformer_config(OmegaConf.create(cfg["model"]))
         check_values(
             dict(cfg),
             job.config_name,

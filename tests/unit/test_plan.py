@@ -40,6 +40,7 @@ from nemo_aligner.plan.parameters import (
     Architecture,
     Split,
     Weights,
+    count_layer,
     count_model,
     count_weights,
     read_architecture,
@@ -221,6 +222,21 @@ def test_a_tied_table_has_a_copy_on_the_last_stage():
     assert sum(parts) == count_model(tied) + table
 
 
+def test_layers_with_and_without_experts():
+    model = large(num_moe_experts=8, moe_router_topk=2, moe_layer_freq=[1] * 30 + [0, 1])
+    model |= {"moe_shared_expert_intermediate_size": 512, "moe_shared_expert_gate": True}
+    mixed = read_architecture(model, 128256)
+    dense, sparse = (count_layer(kind).total for kind in (LLAMA_8B, mixed))
+    feed_forward = 3 * 4096 * 14336
+    assert sparse == dense + 7 * feed_forward + 3 * 4096 * 512 + 4096 * (8 + 1)
+    whole = count_model(mixed)
+    assert whole == N + 31 * (sparse - dense)
+    assert sum(count_weights(mixed, Split(pp=2), stage).total for stage in (0, 1)) == whole
+    assert count_model(read_architecture(model | {"moe_layer_freq": 2}, 128256)) == (
+        N + 16 * (sparse - dense)
+    )
+
+
 def test_micro_batches_in_flight():
     assert [in_flight(Split(pp=4), stage, 8) for stage in range(4)] == [4, 3, 2, 1]
     assert in_flight(Split(pp=4), 0, 2) == 2
@@ -245,7 +261,7 @@ def test_full_recomputation_keeps_the_inputs_of_layers():
     layer, inputs = layer_bytes(LLAMA_8B, alone := Split(), 1, Workload()), 4096 * 4096 * 2
 
     def kept(**keys):
-        return kept_bytes(LLAMA_8B, alone, 32, Workload(recompute="full", **keys))
+        return kept_bytes(LLAMA_8B, alone, 0, Workload(recompute="full", **keys))
 
     assert kept() == (32 * inputs, layer)
     assert kept(recompute_layers=4) == (8 * inputs, 4 * layer)
@@ -326,6 +342,26 @@ def test_the_arguments_start_the_job(model_file, capsys, kind):
         assert chosen["fits"]
         assert cfg.model.tensor_model_parallel_size == chosen["tp"]
         assert cfg.trainer.devices * cfg.trainer.num_nodes == chosen["gpus"]
+
+
+def test_an_override_goes_to_the_jobs_that_have_the_key(model_file, capsys):
+    given = ["model.ppo.rollout_micro_batch_size=4", "model.loss_clip_val=0.3", "model.seed=5"]
+    arguments = [*given, "--critic", "model.micro_batch_size=2", "--gpus", "8", "--memory", "80GB"]
+    actor, critic = plan(capsys, model_file(), *arguments)["jobs"]
+    assert actor["overrides"][-2:] == ["++model.ppo.rollout_micro_batch_size=4", "++model.seed=5"]
+    assert critic["overrides"][-3:] == [
+        "++model.loss_clip_val=0.3",
+        "++model.seed=5",
+        "++model.micro_batch_size=2",
+    ]
+    assert critic["recommended"]["phases"]["update"]["activations"] > 0
+
+
+def test_ppo_without_a_critic_has_a_reward_server(model_file, capsys):
+    given = ["trainer.ppo.advantage_estimator=grpo", "model.ppo.num_rollouts_per_prompt=4"]
+    given += ["remote_critic_rm.combine_rm_and_critic_server=False"]
+    jobs = plan(capsys, model_file(), *given, "--gpus", "8", "--memory", "80GB")["jobs"]
+    assert [job["job"] for job in jobs] == ["actor", "reward server"]
 
 
 def test_passes_become_smaller_before_a_split_is_given_up(model_file, capsys):
