@@ -31,9 +31,7 @@ from nemo.utils import logging
 from nemo_aligner.checkpoint import dist_ckpt
 from nemo_aligner.checkpoint.dist_ckpt import barrier
 from nemo_aligner.checkpoint.folders import (
-    CHECKPOINT_WEIGHTS,
     CHECKPOINTS,
-    MARKER,
     STATE_FILE,
     WRITING_SUFFIX,
     checkpoints_of_others,
@@ -43,6 +41,7 @@ from nemo_aligner.checkpoint.folders import (
     read_state,
     why_unranked,
 )
+from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, MARKER
 from nemo_aligner.checkpoint.optimizer_forms import (
     FULLY_RESHARDABLE,
     check_same_kind,

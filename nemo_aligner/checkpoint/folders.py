@@ -14,13 +14,11 @@ from typing import Any
 
 from nemo.utils import logging
 
-from nemo_aligner.checkpoint.forms import CONFIG_FILE
+from nemo_aligner.checkpoint.forms import CONFIG_FILE, MARKER
 
-MARKER = "COMPLETE"  # written last; a folder without it is ignored
 STATE_FILE = "state.json"
 WRITING_SUFFIX = ".writing"
 CHECKPOINTS = "checkpoints"  # in the folder of a job
-CHECKPOINT_WEIGHTS = "weights"  # in a checkpoint
 
 Checkpoint = tuple[Path, dict[str, Any]]  # a complete folder and the contents of its state.json
 

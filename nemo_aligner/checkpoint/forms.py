@@ -10,13 +10,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nemo_aligner.checkpoint.folders import CHECKPOINT_WEIGHTS, MARKER
 from nemo_aligner.core.errors import UserError
 
 CONFIG_FILE = "model_config.yaml"
 WEIGHTS_FOLDER = "model_weights"
 WEIGHTS_FILE = "model_weights.ckpt"
 BACKEND_FILE = "metadata.json"  # names the format of a distributed checkpoint
+# A checkpoint of a job
+MARKER = "COMPLETE"  # written last; a folder without it is ignored
+CHECKPOINT_WEIGHTS = "weights"
 NEMO2_CONTEXT = "context"
 NEMO2_WEIGHTS = "weights"
 # Folder of one rank: with one pipeline stage, and with several.

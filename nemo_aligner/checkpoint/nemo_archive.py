@@ -38,8 +38,12 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint import dist_ckpt, forms, hugging_face, nemo2, torch_dist_stream
 from nemo_aligner.checkpoint.dist_ckpt import barrier
-from nemo_aligner.checkpoint.folders import CHECKPOINT_WEIGHTS, MARKER
-from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
+from nemo_aligner.checkpoint.forms import (
+    CHECKPOINT_WEIGHTS,
+    CONFIG_FILE,
+    MARKER,
+    WEIGHTS_FOLDER,
+)
 from nemo_aligner.checkpoint.rank_files import RankFiles
 from nemo_aligner.checkpoint.stored_weights import (
     SourceWeights,

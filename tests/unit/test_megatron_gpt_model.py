@@ -14,7 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from nemo_aligner.checkpoint.folders import MARKER, complete_checkpoints, format_name
+from nemo_aligner.checkpoint.folders import complete_checkpoints, format_name
+from nemo_aligner.checkpoint.forms import MARKER
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
