@@ -150,12 +150,12 @@ def parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int
     dp = data_parallel_size(ranks, tp or 1, pp or 1, cp or 1)
     if not complete and not (tp and pp):
         return {}
-    check_expert_parallel(
-        values.whole("model.num_moe_experts", 1),
-        values.whole("model.expert_model_parallel_size", 1) or 1,
-        dp,
-        cp or 1,
-    )
+    experts = values.whole("model.num_moe_experts", 1)
+    expert_parallel = values.whole("model.expert_model_parallel_size", 1) or 1
+    if complete or experts:
+        check_expert_parallel(experts, expert_parallel, dp, cp or 1)
+    else:  # the checkpoint may have experts
+        check_expert_ranks(expert_parallel, dp, cp or 1)
     return {"data parallel size": dp}
 
 

@@ -7,7 +7,7 @@ from html import escape
 
 from nemo_aligner.evaluate.measures import Results, Scored
 from nemo_aligner.evaluate.table import Row, comparison_rows, policy_rows
-from nemo_aligner.report.charts import chart_grid, format_number
+from nemo_aligner.report.charts import chart_svg, format_number
 from nemo_aligner.report.elements import document, folded, sample_table
 from nemo_aligner.report.reading import Curve
 
@@ -25,7 +25,8 @@ def render(results: Results, sides: Sequence[Scored], facts: Sequence[Row]) -> s
     curves = {side.name: share_below(side.rewards) for side in sides}
     body = _table(comparison_rows(results)) + _table(policy_rows(results))
     if all(len(curve) > 1 for curve in curves.values()):
-        body += chart_grid([("share of responses by reward", curves)])
+        chart = chart_svg("share of responses with at most this reward", curves, axis="reward")
+        body += f'<div class="charts">{chart}</div>'
     body += _samples(sides)
     body += folded("How this was made", _table([("", ""), *facts]))
     return document(f"{title}: evaluation", body)

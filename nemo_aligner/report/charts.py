@@ -50,8 +50,10 @@ def chart_grid(charts: list[Chart]) -> str:
     return f'<div class="charts">{"".join(chart_svg(*chart) for chart in charts)}</div>'
 
 
-def chart_svg(title: str, curves: dict[str, Curve]) -> str:
-    """A line chart; labels are shown when there is more than one curve."""
+def chart_svg(title: str, curves: dict[str, Curve], axis: str = "step") -> str:
+    """A line chart; labels are shown when there is more than one curve. `axis` names what runs to
+    the right.
+    """
     steps = [step for curve in curves.values() for step in curve]
     values = [value for curve in curves.values() for value in curve.values()]
     x_low, x_high = _widen(min(steps), max(steps))
@@ -83,7 +85,7 @@ def chart_svg(title: str, curves: dict[str, Curve]) -> str:
         parts.append(f'<polyline class="curve {color}" points="{path}"/>')
         radius = 2.5 if len(points) <= 25 else 1
         for step, value, x, y in points:
-            tip = escape(f"{label}, step {format_number(step)}: {format_number(value)}")
+            tip = escape(f"{label}, {axis} {format_number(step)}: {format_number(value)}")
             place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius}"'
             parts.append(f'<circle class="{color}" {place}><title>{tip}</title></circle>')
         if len(curves) > 1:

@@ -19,8 +19,10 @@ SPLITS = {
 }
 
 
-def evaluate(folder: str, ranks: int, split: dict) -> tuple[list[Response], list[float]]:
-    """The responses to `PROMPTS`, and their rewards; all ranks call it."""
+def evaluate(
+    folder: str, ranks: int, split: dict, policy_name: str = "policy"
+) -> tuple[list[Response], list[float]]:
+    """The responses to `PROMPTS`, in five micro-batches, and their rewards; all ranks call it."""
     from nemo_aligner.config.checks import check_config
     from nemo_aligner.evaluate.rewards import model_rewards, reward_model_settings
     from nemo_aligner.generate.batch import respond
@@ -28,15 +30,17 @@ def evaluate(folder: str, ranks: int, split: dict) -> tuple[list[Response], list
     from nemo_aligner.generate.prompts import ChatForm
     from nemo_aligner.generate.settings import compose_settings
 
-    settings = ["trainer.accelerator=cpu", f"trainer.devices={ranks}", "micro_batch_size=2"]
+    settings = ["trainer.accelerator=cpu", f"trainer.devices={ranks}", "micro_batch_size=3"]
     settings += ["responses_per_prompt=3", "length_params.max_length=7"]
     settings += ["reward_model.forward_micro_batch_size=2"]
     settings += [f"model.{key}={value}" for key, value in split.items()]
     cfg = compose_settings("evaluate", settings)
-    cfg.pretrained_checkpoint.restore_from_path = f"{folder}/policy.nemo"
+    cfg.pretrained_checkpoint.restore_from_path = f"{folder}/{policy_name}.nemo"
     check_config(cfg, "evaluate", env={"WORLD_SIZE": str(ranks)})
     policy = load_policy(cfg, None)
     responses = respond(policy, PROMPTS, ChatForm(False), "prompts")
+    if policy_name == "experts":
+        return responses, []
     rm_cfg = reward_model_settings(f"{folder}/rm.nemo", cfg)
     (rewards,) = model_rewards(rm_cfg, None, [responses])
     return responses, rewards
@@ -61,6 +65,8 @@ def folder(tiny_tokenizer_dir, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("generate")
     cfg = tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.3)
     MegatronGPTModel(cfg).save_to(str(folder / "policy.nemo"))
+    cfg = tiny_config(tiny_tokenizer_dir, "llama", num_moe_experts=4, moe_ffn_hidden_size=24)
+    MegatronGPTModel(cfg).save_to(str(folder / "experts.nemo"))
     cfg = tiny_config(tiny_tokenizer_dir, "llama", seed=3)
     MegatronGPTRewardModel(cfg).save_to(str(folder / "rm.nemo"))
     return str(folder)
@@ -90,3 +96,19 @@ def test_two_ranks_give_what_one_does(one_rank, two_ranks, split):
             assert response.logprob_sum == pytest.approx(other.logprob_sum, abs=1e-4)
         if rank == 0:
             assert rewards == pytest.approx(wanted_rewards, abs=1e-5)
+
+
+def with_experts(folder: str, ranks: int, split: dict) -> list[Response]:
+    return evaluate(folder, ranks, split, "experts")[0]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_ranks_that_hold_each_others_experts_generate_equally_often(folder):
+    """Of the five micro-batches one rank gets three and the other two, and one that fills up."""
+    wanted = with_experts(folder, 1, {})
+    split = {"expert_model_parallel_size": 2}
+    for responses in run_ranks(with_experts, 2, 120, folder, 2, split):
+        assert [each.response_tokens for each in responses] == [
+            each.response_tokens for each in wanted
+        ]

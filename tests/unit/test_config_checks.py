@@ -652,3 +652,12 @@ def test_drop_unset_keeps_what_was_given(tmp_path):
 
 def test_drop_unset_drops_an_empty_tokenizer(tmp_path):
     assert "tokenizer" not in drop_unset(load("gpt_sft", tmp_path).model)
+
+
+def test_a_checkpoint_may_have_the_experts_that_are_to_be_spread(tmp_path):
+    """With all parallel sizes on the command line, and the architecture still in the file."""
+    sizes = [f"model.{name}_model_parallel_size=1" for name in ("tensor", "pipeline")]
+    experts = "model.expert_model_parallel_size=2"
+    assert check("gpt_ppo_actor", tmp_path, *sizes, experts, "trainer.devices=2") == []
+    with pytest.raises(ConfigError, match="expert_model_parallel_size=2 does not divide the 1 "):
+        check("gpt_ppo_actor", tmp_path, *sizes, experts, "trainer.devices=1")

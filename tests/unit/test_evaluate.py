@@ -276,7 +276,8 @@ def test_page_stands_alone_and_escapes_texts():
     assert not any("http" in str(value) for _, attrs in page.tags for value in attrs.values())
     text = "".join(page.texts)
     assert "one against two & co: evaluation" in text and "win rate, length-controlled" in text
-    assert "rm.nemo" in text and "share of responses by reward" in text
+    assert "rm.nemo" in text and "share of responses with at most" in text
+    assert "one, reward 39: 1" in text
     shown = [int(n) for n in re.findall(r"<script>alert\(1\)</script> (\d+)", text)]
     assert (
         len(shown) == len(set(shown)) == 24
