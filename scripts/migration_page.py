@@ -378,10 +378,15 @@ TESTS = {
             "unit/test_compat.py:test_stand_ins_do_what_the_scripts_need",
             "unit/test_compat.py:test_what_has_no_stand_in_says_so",
         ),
-        "what such scripts do not do": (
+        "what such scripts write": (
             "unit/test_migration_scripts.py:test_nemos_experiment_manager_writes_tensorboard_files_alone",
-            "unit/test_migration_scripts.py:test_the_checks_of_own_scripts_are_not_made",
-            "unit/test_migration_scripts.py:test_only_own_scripts_compare_the_steps_of_actor_and_critic",
+        ),
+        "what of such scripts is checked": (
+            "unit/test_script_steps.py:test_every_job_is_checked_once_where_it_reads_its_checkpoint",
+            "unit/test_script_steps.py:test_a_script_without_checks_is_told_of_old_forms_and_unknown_keys",
+            "unit/test_script_steps.py:test_a_script_without_checks_is_refused_what_cannot_work",
+            "unit/test_ppo_trainer.py:test_the_steps_of_actor_and_critic_are_compared_once_before_the_first_rollout",
+            "functional/test_other_scripts.py:test_ppo_at_two_ranks_gives_the_numbers_of_our_scripts_and_resumes",
         ),
         "the reward server": (
             "unit/test_migration_scripts.py:test_the_reward_server_of_the_last_revision_needs_another_import",

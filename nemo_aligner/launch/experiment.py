@@ -153,7 +153,7 @@ def build_checkpoint_callback(
         optimizer,
         scheduler,
         name=options.get("name") or "model",
-        save_hf=model.cfg.get("save_hf"),
+        save_hf=(cfg.get("model") or {}).get("save_hf"),
         enabled=log_dir is not None and options.get("create_checkpoint_callback", True),
         **{key: params[key] for key in CHECKPOINT_OPTIONS if key in params},
     )

@@ -237,7 +237,7 @@ def _callback(trainer: Trainer, model: MegatronGPTModel, folder: Path) -> Checkp
         optimizer,
         scheduler,
         name=options.get("name") or "model",
-        save_hf=model.cfg.get("save_hf"),
+        save_hf=(job_cfg.get("model") or {}).get("save_hf"),
         **{key: params[key] for key in CHECKPOINT_OPTIONS if params.get(key) is not None},
     )
     callback.root = folder

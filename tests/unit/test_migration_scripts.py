@@ -14,12 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from nemo.utils import logging
 from nemo.utils.exp_manager import exp_manager
 from omegaconf import OmegaConf
 
 from nemo_aligner.compat import stand_ins
-from nemo_aligner.config.checks import check_config
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.retired import NOT_HERE, RETIRED
 from nemo_aligner.models.alignable_interface import (
@@ -150,41 +148,6 @@ def test_nemos_experiment_manager_writes_tensorboard_files_alone(tmp_path):
     logger.finalize()
     assert list(tmp_path.rglob("events.out.tfevents.*"))
     assert not list(tmp_path.rglob("*.jsonl"))
-
-
-def test_the_checks_of_own_scripts_are_not_made(monkeypatch):
-    """`trainer.rm.odd` is unknown, `trainer.callbacks` without effect, both are noted by our own
-    scripts alone; the model notes its own key here too.
-    """
-    said = []
-    monkeypatch.setattr(logging, "warning", said.append)
-    trainer = {"devices": 1, "accelerator": "cpu", "precision": 32, "callbacks": [1]}
-    steps.resolve_and_create_trainer(OmegaConf.create({"trainer": trainer | {"rm": {"odd": 1}}}))
-    assert said == []
-    tree = {"trainer": trainer, "model": {"data": {"data_prefix": {"train": ["a"]}}}}
-    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
-    tree["model"] |= sizes | {"tokenizer": {"library": "byte-level"}}
-    (note,) = check_config(OmegaConf.create(tree), "training_rm", visible_devices=0, env={})
-    assert note.startswith("trainer.callbacks=[1]: ") and len(said) == 1
-    tree["trainer"] = trainer | {"rm": {"odd": 1}}
-    with pytest.raises(ConfigError, match="trainer.rm.odd"):
-        check_config(OmegaConf.create(tree), "training_rm", visible_devices=0, env={})
-
-
-def test_only_own_scripts_compare_the_steps_of_actor_and_critic():
-    """The trainer, which NeMo-Aligner's script calls, does not ask the critic."""
-    own = (ROOT / "examples/nlp/gpt/train_gpt_ppo_actor.py").read_text()
-    assert "rm_critic.check_status(" in own
-    from tests import ppo_fakes
-
-    trainer = ppo_fakes.make_trainer()
-
-    def check_status(*_arguments):
-        raise AssertionError("asked")
-
-    trainer.rm_critic.check_status = check_status
-    trainer.fit()
-    assert trainer.step > 0
 
 
 def test_a_script_without_the_decorator_ends_with_a_traceback(tmp_path):

@@ -223,7 +223,13 @@ def test_a_file_without_parallel_sizes_has_those_of_one_rank(nemo_folder, tmp_pa
     sizes = "tensor pipeline virtual_pipeline".split()
     without = {f"{size}_model_parallel_size": None for size in sizes}
     path = edited(nemo_folder, tmp_path / "m", context_parallel_size=None, **without)
-    cfg = complete_config({"pretrained_checkpoint": {"restore_from_path": "x"}}, "gpt_ppo_actor")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
+    prefix = {name: [str(tmp_path / "prompts.jsonl")] for name in ("train", "validation", "test")}
+    start = {
+        "pretrained_checkpoint": {"restore_from_path": str(path)},
+        "model": {"data": {"data_prefix": prefix}},
+    }
+    cfg = complete_config(start, "gpt_ppo_actor")
     product = "${multiply:${model.tensor_model_parallel_size},"
     product += "${model.pipeline_model_parallel_size}}"
     cfg.exp_manager.checkpoint_callback_params.model_parallel_size = product  # NeMo-Aligner's YAML

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config import checks
 from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch import script_steps
 from nemo_aligner.launch.processes import JobTrainer
@@ -347,7 +348,7 @@ def calls(monkeypatch):
 EVERY_CHECK = [("check_config", None), ("check_values", False), ("check_values", True)]
 
 
-@pytest.mark.parametrize("name", checks.CONFIG_NAMES)
+@pytest.mark.parametrize("name", CONFIG_NAMES)
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_every_job_is_checked_once_where_it_reads_its_checkpoint(
     name, is_checked, nemo_file, calls
