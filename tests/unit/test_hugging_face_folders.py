@@ -3,6 +3,8 @@
 """Hugging Face folders as checkpoints of a job, and what they describe."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,3 +241,12 @@ def test_a_larger_tokenizer_is_refused(write_folder):
     folder = write_folder(transformers.LlamaForCausalLM(config))
     with pytest.raises(UserError, match="280.*300 ids of the tokenizer"):
         load(folder)
+
+
+def test_the_table_of_the_page_lists_the_architectures():
+    page = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text()
+    rows = re.findall(r"^\| .*? \| `(\w+)` \| yes \| yes \| yes \| yes \| (.*) \|$", page, re.M)
+    experts = {"mixtral", "qwen2_moe", "qwen3_moe"}
+    assert dict(rows) == {
+        name: "TP, PP, EP" if name in experts else "TP, PP" for name in ARCHITECTURES
+    }

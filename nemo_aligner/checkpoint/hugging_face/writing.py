@@ -153,10 +153,15 @@ def _role(keys: Mapping[str, Any], weights: TensorSource) -> str:
 
 def _check_head(keys: Mapping[str, Any]) -> None:
     """Raise `Unsupported` where a head computes what Hugging Face's does not."""
+    regression = keys["regression"]
+    weights = list(regression["attribute_weights"] or ())
+    # The weighted sum of one number is the number.
+    merges = regression["merge_attributes"]
+    merges = merges and (regression["num_attributes"] > 1 or weights not in ([], [1]))
     for key, used in (
         ("use_avg_pool", keys["use_avg_pool"]),
         ("reward_standardization.enable", keys["reward_standardization"]["enable"]),
-        ("regression.merge_attributes", keys["regression"]["merge_attributes"]),
+        ("regression.merge_attributes", merges),
     ):
         if used:
             raise Unsupported(

@@ -1,0 +1,184 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes of examples/recipes, as they stand, with small random models of the same
+architecture and small files of the same layout.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import transformers
+
+from nemo_aligner.servers.ports import find_free_port
+from tests import hugging_face
+from tests.functional.jobs import ROOT, read_metrics
+from tests.patience import patience
+
+RECIPES = ROOT / "examples" / "recipes"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# What a CPU and a small model change.
+SMALL = [
+    "trainer.precision=32",
+    "model.encoder_seq_length=256",
+    "model.micro_batch_size=2",
+    "model.global_batch_size=4",
+]
+
+
+def run(script, folder, *arguments: str, **environment: str) -> str:
+    """Run a recipe to its end; returns its output. Nothing of it is left running."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    inherited = {key: value for key, value in os.environ.items() if key not in names}
+    process = subprocess.Popen(
+        ["bash", str(script), *arguments],
+        cwd=folder,
+        env=inherited
+        | {
+            "PYTHON": sys.executable,
+            "ACCELERATOR": "cpu",
+            "PORT": str(find_free_port()),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=patience(400))
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+            left = process.poll() is not None
+        except ProcessLookupError:
+            left = False
+    assert process.returncode == 0, output[-4000:]
+    assert not left, "the recipe left processes behind"
+    return output
+
+
+def tiny(write_folder, kind: str):
+    return write_folder(
+        hugging_face.randomized(
+            hugging_face.causal_lm(
+                kind, vocab_size=300, max_position_embeddings=512, tie_word_embeddings=True
+            )
+        )
+    )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_gsm8k(write_folder, tmp_path):
+    model = tiny(write_folder, "Qwen2")
+    file = model / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"chat_template": CHAT_TEMPLATE}
+    file.write_text(json.dumps(config))
+    source = tmp_path / "gsm8k"
+    source.mkdir()
+    for split, count in (("train", 12), ("test", 4)):
+        lines = [
+            {"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"}
+            for i in range(count)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (source / f"{split}.jsonl").write_text(text)
+    run(
+        RECIPES / "gsm8k/run.sh",
+        tmp_path,
+        *SMALL,
+        "trainer.ppo.max_steps=2",
+        "trainer.ppo.val_check_interval=2",
+        "trainer.ppo.save_interval=2",
+        "model.ppo.num_rollouts_per_prompt=2",
+        "model.ppo.num_rollout_samples=4",
+        "model.ppo.rollout_micro_batch_size=2",
+        "model.ppo.num_val_samples=4",
+        "model.ppo.val_rollout_micro_batch_size=2",
+        "model.ppo.forward_micro_batch_size=2",
+        "model.ppo.length_params.max_length=8",
+        MODEL=model.name,  # relative to where the user is
+        GSM8K="gsm8k",
+        OUT="out",
+        WORKERS="1",
+    )
+    (prompt, *_) = (tmp_path / "out/data/train.jsonl").read_text().splitlines()
+    assert json.loads(prompt)["text"].startswith("<user>What is 0 + 0?\n\nThink")
+    assert len(read_metrics(tmp_path / "out/actor", "train_rollouts/rewards")) == 2
+    assert (tmp_path / "out/report.html").is_file()
+    final = tmp_path / "out/actor/checkpoints/megatron_gpt_ppo_actor-hf"
+    assert transformers.AutoTokenizer.from_pretrained(final).chat_template == CHAT_TEMPLATE
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_ultrafeedback(write_folder, tmp_path):
+    model = tiny(write_folder, "Llama")
+    for split, count in (("train", 12), ("test", 4)):
+        lines = []
+        for i in range(count):
+            question = {"role": "user", "content": f"Tell me about {i}."}
+            chosen, rejected = (
+                [question, {"role": "assistant", "content": f"{i} is {word}."}]
+                for word in ("a number", "nothing")
+            )
+            lines.append({"prompt": question["content"], "chosen": chosen, "rejected": rejected})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{split}.jsonl").write_text(text)
+    small = " ".join(SMALL)
+    run(
+        RECIPES / "ultrafeedback/run.sh",
+        tmp_path,
+        MODEL=model.name,
+        TRAIN="train.jsonl",
+        TEST="test.jsonl",
+        OUT="out",
+        SFT_ARGS=f"{SMALL[0]} {SMALL[1]} model.data.train_ds.global_batch_size=4 "
+        "model.data.train_ds.micro_batch_size=2 model.data.train_ds.max_seq_length=256 "
+        "model.data.validation_ds.max_seq_length=256 trainer.sft.max_steps=2 "
+        "trainer.sft.val_check_interval=2 trainer.sft.save_interval=2",
+        RM_ARGS=f"{small} trainer.rm.max_steps=2 trainer.rm.val_check_interval=2 "
+        "trainer.rm.save_interval=2",
+        CRITIC_ARGS=small,
+        ACTOR_ARGS=f"{small} trainer.ppo.max_steps=2 trainer.ppo.val_check_interval=2 "
+        "trainer.ppo.save_interval=2 model.ppo.num_rollout_samples=4 "
+        "model.ppo.rollout_micro_batch_size=2 model.ppo.num_val_samples=4 "
+        "model.ppo.val_rollout_micro_batch_size=2 model.ppo.forward_micro_batch_size=2 "
+        "model.ppo.length_params.max_length=8",
+    )
+    assert len(read_metrics(tmp_path / "out/actor", "train_rollouts/rewards")) == 2
+    assert (tmp_path / "out/report.html").is_file()
+    assert (tmp_path / "out/actor/checkpoints/megatron_gpt_ppo_actor-hf/config.json").is_file()
+
+
+def test_the_reward_of_gsm8k(tmp_path, monkeypatch):
+    sys.path.insert(0, str(RECIPES / "gsm8k"))
+    try:
+        import reward
+    finally:
+        sys.path.pop(0)
+    (tmp_path / "solutions.json").write_text(json.dumps({"How many?": "1,234"}))
+    monkeypatch.setenv("GSM8K_SOLUTIONS", str(tmp_path / "solutions.json"))
+    prompt = f"<user>How many?{reward.INSTRUCTION}\n<assistant>"
+    rewards = {
+        "1,200 and 34.\n#### 1234": 1.0,
+        "#### 7\nNo.\n#### $1,234": 1.0,
+        "#### 1234.5": 0.1,
+        "1234": 0.0,
+        "": 0.0,
+    }
+    responses = list(rewards)
+    found = reward.right_number([prompt] * len(responses), responses, [1] * len(responses))
+    assert found == list(rewards.values())
+    with pytest.raises(KeyError, match="no question"):
+        reward.right_number([f"Other?{reward.INSTRUCTION}"], [""], [0])
