@@ -4,19 +4,21 @@
 architecture and small files of the same layout.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 import transformers
 
 from nemo_aligner.servers.ports import find_free_port
 from tests import hugging_face
 from tests.functional.jobs import ROOT, read_metrics
-from tests.patience import patience
+from tests.patience import patience, wait_until
 
 RECIPES = ROOT / "examples" / "recipes"
 CHAT_TEMPLATE = (
@@ -56,15 +58,22 @@ def run(script, folder, *arguments: str, **environment: str) -> str:
     )
     try:
         output, _ = process.communicate(timeout=patience(400))
+        assert process.returncode == 0, output[-4000:]
+        wait_until(lambda: not _members(process.pid), 10, lambda: str(_members(process.pid)))
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            left = process.poll() is not None
-        except ProcessLookupError:
-            left = False
-    assert process.returncode == 0, output[-4000:]
-    assert not left, "the recipe left processes behind"
     return output
+
+
+def _members(group: int) -> list[psutil.Process]:
+    """The processes of a group that still run."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info["status"] != "zombie":
+                found.append(process)
+    return found
 
 
 def tiny(write_folder, kind: str):
