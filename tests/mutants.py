@@ -344,6 +344,54 @@ MUTANTS = [
         "error = kl / self.target - 1.0",
         _unit("test_kl.py", "test_adaptive_controller_by_hand"),
     ),
+    # --- Hugging Face
+    Mutant(
+        "gate and partner are exchanged",
+        "checkpoint/hugging_face/rows.py",
+        "[Run(name, 0, share) for name in self.names]",
+        "[Run(name, 0, share) for name in reversed(self.names)]",
+        _unit("test_hugging_face_folders.py", "test_a_folder_loads_directly[Llama 2]"),
+    ),
+    Mutant(
+        "keys and values of one matrix are exchanged",
+        "checkpoint/hugging_face/rows.py",
+        "starts = [0, heads.groups * query, heads.groups * (query + key)]",
+        "starts = [0, heads.groups * (query + key), heads.groups * query]",
+        _unit("test_hugging_face_folders.py", "test_a_folder_loads_directly[Phi 3]"),
+    ),
+    Mutant(
+        "a window counts one position more",
+        "checkpoint/hugging_face/parts.py",
+        '"window_size": [int(window) - 1, 0]',
+        '"window_size": [int(window), 0]',
+        _unit("test_hugging_face_folders.py", "test_a_folder_loads_directly[Mistral]"),
+    ),
+    Mutant(
+        "Llama 3.1 keeps its rotary frequencies",
+        "checkpoint/hugging_face/parts.py",
+        '{"scale_positional_embedding": True, "scale_factor"',
+        '{"scale_positional_embedding": False, "scale_factor"',
+        _unit("test_hugging_face_folders.py", "test_a_folder_loads_directly[Llama 3.1]"),
+    ),
+    Mutant(
+        "the padding of the vocabulary is written",
+        "checkpoint/hugging_face/export.py",
+        "rest = (min(vocab_rows, rest[0]), *rest[1:])",
+        "rest = (rest[0], *rest[1:])",
+        _unit("test_convert.py", "test_a_model_of_this_package_goes_to_hugging_face"),
+    ),
+    # --- evaluation
+    Mutant(
+        "length counts in the length-controlled win rate",
+        "core/win_rate.py",
+        "return torch.sigmoid(theta)\n",
+        "return torch.sigmoid(theta + phi * effect.mean(1))\n",
+        _unit(
+            "test_win_rate.py",
+            "test_length_control_finds_what_brute_force_finds",
+            "test_length_control_undoes_a_bias_to_length",
+        ),
+    ),
 ]
 
 

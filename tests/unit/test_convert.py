@@ -106,6 +106,12 @@ def test_a_model_of_this_package_goes_to_hugging_face(tiny_tokenizer_dir, tmp_pa
         model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, name, **keys))
         model.save_to(str(tmp_path / f"{name}.nemo"))
         assert convert("nemo-to-hf", tmp_path / f"{name}.nemo", tmp_path / name) == 0
+        (table,) = (
+            tensor
+            for key, tensor in tensors_of(tmp_path / name).items()
+            if "embed_tokens" in key or "wte" in key
+        )
+        assert table.size(0) == 300
         hf = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / name, attn_implementation="eager"
         )
