@@ -50,14 +50,17 @@ def changes_of_objective(objective: dict[str, Any], before: dict[str, Any] | Non
             return None
         return (
             "the checkpoint to resume does not say how its job measured the KL in the reward. The "
-            f"default then was trainer.ppo.use_absolute_kl=True; this job uses {estimator}. To "
+            f"default was trainer.ppo.use_absolute_kl=True for long; this job uses {estimator}. To "
             "continue as before set trainer.ppo.use_absolute_kl=True, unless that job had it "
             "False (docs/ppo.md)."
         )
     changed = [
         f"{key}={value}, before {before[key]}"
         for key, value in objective.items()
-        if key in before and before[key] != value
+        if key in before
+        and before[key] != value
+        # An estimator that counts in one of the jobs only: another line says why.
+        and not (key == KL_ESTIMATOR and None in (value, before[key]))
     ]
     if not changed:
         return None

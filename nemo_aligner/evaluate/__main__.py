@@ -96,9 +96,21 @@ def main(argv: list[str] | None = None) -> None:
     from nemo_aligner.generate.responses import check_writable
 
     check_sources(sources, args.prompts)
+    _check_not_overwritten(sources, Path(args.out))
     check_writable(Path(args.out) / "evaluation.html")
     check_config(cfg, "evaluate")
     evaluate(cfg, sources, args, read_files(sources))
+
+
+def _check_not_overwritten(sources: Sequence[str], out: Path) -> None:
+    """Raise `UserError` if the responses of a policy would replace a file that is a source."""
+    from nemo_aligner.evaluate.sources import is_file_of_responses
+
+    files = [Path(source).resolve() for source in sources if is_file_of_responses(source)]
+    for number, source in enumerate(sources, 1):
+        place = out / f"responses_{number}.jsonl"
+        if not is_file_of_responses(source) and place.resolve() in files:
+            raise UserError(f"{place} is a source and would be replaced; give another --out.")
 
 
 def evaluate(

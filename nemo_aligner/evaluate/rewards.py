@@ -139,6 +139,12 @@ def model_rewards(
         outputs = scorer.run(_padded([samples[number] for number in part], model.tokenizer.eos_id))
         if outputs:
             rewards[part] = outputs["rewards"].reshape(-1)
+    bad = np.flatnonzero(~np.isfinite(rewards))
+    if bad.size:
+        raise UserError(
+            f"{path} gives {bad.size} of {len(rewards)} samples a reward that is not finite; look "
+            "for NaN in its weights, or use trainer.precision=32."
+        )
     ends = np.cumsum([len(responses) for responses in sides])
     return [part.tolist() for part in np.split(rewards, ends[:-1])]
 

@@ -29,6 +29,8 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.servers.control_group import ControlGroup
 
 # Classes, by a part of their names, whose weights hold a head in place of the output layer.
+# Models of Hugging Face have long contexts; a cache for half of them would not fit.
+LONGEST_BY_DEFAULT = 1024
 WITH_HEADS = ("RewardModel", "Critic")
 
 
@@ -70,7 +72,8 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
     refuse_heads(path)
     cfg.model = model_config(path, cfg.model)
     if cfg.length_params.max_length is None:
-        cfg.length_params.max_length = max(cfg.model.encoder_seq_length // 2, 1)
+        longest = max(cfg.model.encoder_seq_length // 2, 1)
+        cfg.length_params.max_length = min(longest, LONGEST_BY_DEFAULT)
     check_values(cfg, "generate", complete=True)  # again, now with what the checkpoint says
     cfg.model = complete_model(cfg.model, "generate")
     cfg.trainer.precision = cfg.model.precision
@@ -124,7 +127,10 @@ def model_config(path: Path, given: DictConfig) -> DictConfig:
 
 def refuse_heads(path: Path) -> None:
     """Raise `UserError` if the model is a reward model or a critic: it has no output layer."""
-    name = str(load_checkpoint_model_config(path).get("target") or "").rpartition(".")[2]
+    cfg = load_checkpoint_model_config(path)
+    name = str(cfg.get("target") or "").rpartition(".")[2]
+    if not name and cfg.get("reward_model_type"):  # of Hugging Face: its head says it
+        name = "CriticModel" if cfg.get("output_sequence") else "RewardModel"
     if any(part in name for part in WITH_HEADS):
         raise UserError(
             f"{path} holds a {name}, which gives rewards or values and cannot generate; name a "

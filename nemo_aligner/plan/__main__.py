@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.values import plain_dict
@@ -25,7 +26,7 @@ from nemo_aligner.plan.jobs import (
     read_overrides,
 )
 from nemo_aligner.plan.planning import JobInput, make_plan
-from nemo_aligner.plan.splits import Machine
+from nemo_aligner.plan.splits import SIZE_KEYS, Machine
 from nemo_aligner.plan.text import plan_text, plan_values
 
 # As makers of GPUs mean them: 80GB are 80 x 2^30 bytes.
@@ -59,8 +60,7 @@ def read_model(path: Path) -> tuple[dict[str, Any], int]:
     if not path.exists():
         raise UserError(f"{path} does not exist; give the path of a model.")
     if path.suffix in (".yaml", ".yml"):
-        tree = OmegaConf.load(path)
-        model = plain_dict(tree.model if "model" in tree else tree)
+        model = _yaml_section(path)
         rows = model.get("override_vocab_size")
         if not rows:
             raise UserError(
@@ -76,6 +76,18 @@ def read_model(path: Path) -> tuple[dict[str, Any], int]:
     model = plain_dict(cfg)
     rows = model.get("override_vocab_size")
     return model, int(rows) if rows else build_tokenizer(cfg.tokenizer).vocab_size
+
+
+def _yaml_section(path: Path) -> dict[str, Any]:
+    """The section `model` of a YAML file, or all of it."""
+    try:
+        tree = OmegaConf.load(path)
+    except YAMLError as error:
+        raise UserError(f"{path} is not YAML: {error}") from error
+    section = tree.get("model", tree) if isinstance(tree, DictConfig) else None
+    if not isinstance(section, DictConfig):
+        raise UserError(f"{path} has no section model with keys of a model.")
+    return plain_dict(section)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -131,20 +143,37 @@ def read_inputs(args: argparse.Namespace) -> tuple[list[JobInput], list[list[str
     models: dict[Path, tuple[Mapping[str, Any], int]] = {}
     inputs: list[JobInput] = []
     given = []
-    for number, job in enumerate(chosen_jobs(args.job, args.overrides)):
+    jobs = chosen_jobs(args.job, args.overrides)
+    if len(jobs) == 1 and (args.critic or args.critic_model):
+        raise UserError("--critic and --critic-model are for --job ppo and rs.")
+    _refuse_chosen_keys([*args.overrides, *args.critic])
+    for number, job in enumerate(jobs):
         path = args.critic_model if number and args.critic_model else args.model
         if path not in models:
             models[path] = read_model(path)
         model, vocab_size = models[path]
         if inputs:  # a server reads the samples that the actor sends
             width = inputs[0].cfg["model"]["encoder_seq_length"]
-            model = {"encoder_seq_length": width, **model}
+            longest = model.get("encoder_seq_length") or width
+            model = {**model, "encoder_seq_length": min(width, longest)}
         texts = [text for text in args.overrides if knows(job, text)]
         texts += args.critic if number else []
         cfg = job_config(job, model, read_overrides(texts), str(path))
         inputs.append(JobInput(job, str(path), cfg, vocab_size))
         given.append(texts)
     return inputs, given
+
+
+def _refuse_chosen_keys(overrides: list[str]) -> None:
+    """Raise `UserError` if an override gives what the plan is asked for."""
+    chosen = {f"model.{key}" for key in (*SIZE_KEYS.values(), "sequence_parallel")}
+    chosen |= {"trainer.devices", "trainer.num_nodes"}
+    for text in overrides:
+        key = text.partition("=")[0].lstrip("+~")
+        if key in chosen and key != "model.virtual_pipeline_model_parallel_size":
+            raise UserError(
+                f"{text}: the plan chooses {key}; see all of its candidates with --all."
+            )
 
 
 def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
@@ -155,7 +184,7 @@ def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
     """
     jobs = JOBS[kind]
     estimator = OmegaConf.select(read_overrides(overrides), "trainer.ppo.advantage_estimator")
-    if kind == "ppo" and estimator in ADVANTAGE_ESTIMATORS:
+    if kind == "ppo" and isinstance(estimator, str) and estimator in ADVANTAGE_ESTIMATORS:
         if not ADVANTAGE_ESTIMATORS[estimator].needs_critic:
             jobs = (ACTOR, REWARD_SERVER)
     for text in overrides:

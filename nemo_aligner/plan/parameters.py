@@ -194,7 +194,7 @@ def read_architecture(
         head_size=v.whole("model.kv_channels") or hidden // heads,
         vocab_rows=vocab_rows,
         positions=v.size("model.max_position_embeddings") if learned else 0,
-        rotary=model["position_embedding_type"] == "rope",
+        rotary=model["position_embedding_type"] in ("rope", "yarn"),
         gated=str(model["activation"]).lower().endswith("glu"),
         bias=bool(model["bias"]),
         qkv_bias=bool(model["bias"] or model["add_qkv_bias"]),

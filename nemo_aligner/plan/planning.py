@@ -81,17 +81,13 @@ def make_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> Plan:
     names = " and ".join(item.job.name for item in inputs)
     raise NothingFitsError(
         f"nothing fits: no split of {gpus} GPUs of {what} has room for the {names}. "
-        + (
-            f"{enough} such GPUs are the least that do"
-            if enough
-            else f"Not even {MOST_GPUS} of them do"
-        )
+        + (f"{enough} such GPUs do" if enough else f"Not even {MOST_GPUS} of them do")
         + "; or use larger ones, shorter samples (model.encoder_seq_length), or a smaller model."
     )
 
 
 def smallest(inputs: list[JobInput], above: int, machine: Machine) -> int | None:
-    """The least number of GPUs above `above`, in powers of two and whole nodes, with a plan."""
+    """The least power of two above `above` of GPUs with a plan; None up to `MOST_GPUS`."""
     gpus = 1
     while gpus <= MOST_GPUS:
         if gpus > above and try_plan(inputs, gpus, machine)[0] is not None:

@@ -97,7 +97,8 @@ def splits(gpus: int, gpus_per_node: int, model: Mapping[str, Any]) -> Iterator[
     contexts = powers_of_two(max(int(model["encoder_seq_length"]) // LEAST_TOKENS, 1))
     experts = model.get("num_moe_experts") or 0
     vpp = model.get("virtual_pipeline_model_parallel_size") or 1
-    for tp in powers_of_two(min(gpus, gpus_per_node)):
+    in_node = min(gpus, gpus_per_node)
+    for tp in [size for size in powers_of_two(in_node) if in_node % size == 0]:
         for pp in powers_of_two(gpus // tp):
             for cp in contexts:
                 if gpus % (tp * pp * cp):
@@ -271,6 +272,11 @@ def find_candidates(
     Returns:
         The candidates, and the first rule that forbade a split, for a message if there are none.
     """
+    if gpus > machine.gpus_per_node and gpus % machine.gpus_per_node:
+        return [], (
+            f"{gpus} GPUs are neither a part of a node nor whole nodes of "
+            f"{machine.gpus_per_node}; change --gpus or --gpus-per-node."
+        )
     found, reason = [], ""
     own = cfg["model"].get("activations_checkpoint_granularity")
     for split in splits(gpus, machine.gpus_per_node, cfg["model"]):
