@@ -49,9 +49,9 @@ def changes_of_objective(objective: dict[str, Any], before: dict[str, Any] | Non
         if estimator in (None, "abs"):
             return None
         return (
-            "the checkpoint to resume does not say how its job measured the KL in the reward. The "
-            f"default was trainer.ppo.use_absolute_kl=True for long; this job uses {estimator}. To "
-            "continue as before set trainer.ppo.use_absolute_kl=True, unless that job had it "
+            "the checkpoint to resume does not say how its job measured the KL in the reward. "
+            f"The default then was trainer.ppo.use_absolute_kl=True; this job uses {estimator}. "
+            "To continue as before set trainer.ppo.use_absolute_kl=True, unless that job had it "
             "False (docs/ppo.md)."
         )
     changed = [

@@ -9,6 +9,7 @@ resumes from is ever read out of its name.
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nemo_aligner.checkpoint.forms import CONFIG_FILE, MARKER
 
 STATE_FILE = "state.json"
 WRITING_SUFFIX = ".writing"
+FORMER_SUFFIX = ".former"  # of what is being replaced
 CHECKPOINTS = "checkpoints"  # in the folder of a job
 
 Checkpoint = tuple[Path, dict[str, Any]]  # a complete folder and the contents of its state.json
@@ -91,6 +93,19 @@ def _is_of_others(path: Path) -> bool:
         return False
     tops = ("metadata.json", "common.pt", "mp_rank_*", "tp_rank_*")
     return any(next(path.glob(top), None) is not None for top in tops)
+
+
+def replace_folder(target: Path, written: Path) -> None:
+    """Give the folder `written` the place `target`; what stands there goes when it is safe."""
+    former = target.with_name(target.name + FORMER_SUFFIX)
+    shutil.rmtree(former, ignore_errors=True)
+    if target.exists():
+        target.rename(former)
+    written.rename(target)
+    if former.is_dir():
+        shutil.rmtree(former)
+    else:
+        former.unlink(missing_ok=True)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

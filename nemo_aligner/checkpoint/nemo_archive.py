@@ -35,9 +35,11 @@ from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
+from yaml import YAMLError
 
 from nemo_aligner.checkpoint import dist_ckpt, forms, hugging_face, nemo2, torch_dist_stream
 from nemo_aligner.checkpoint.dist_ckpt import barrier
+from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
 from nemo_aligner.checkpoint.forms import (
     CHECKPOINT_WEIGHTS,
     CONFIG_FILE,
@@ -190,7 +192,10 @@ def read_config(path: str | Path) -> DictConfig:
     if hugging_face.is_folder(path):
         return hugging_face.model_section(path)
     folder = _unpack_small_members(path)
-    config = OmegaConf.load(folder / CONFIG_FILE)
+    try:
+        config = OmegaConf.load(folder / CONFIG_FILE)
+    except YAMLError as error:
+        raise UserError(f"{CONFIG_FILE} in {path} is damaged ({error}); copy it again.") from error
     assert isinstance(config, DictConfig)
     _set_nemo_gelu(config)
     for key in (*ARTIFACT_KEYS, "tokenizer.type", TOKENIZER_FOLDER):
@@ -416,7 +421,7 @@ def write_nemo(
         as_directory: leave it as a directory instead of packing a tar file.
     """
     path = Path(path).expanduser().absolute()
-    folder = path.with_name(path.name + ".writing")
+    folder = path.with_name(path.name + WRITING_SUFFIX)
     rank_zero = parallel_state.get_rank() == 0
     if rank_zero:
         shutil.rmtree(folder, ignore_errors=True)
@@ -444,7 +449,7 @@ def write_streamed(
         chunks, read: of the weights, as for `torch_dist_stream.write`.
     """
     path = Path(path).expanduser().absolute()
-    folder = path.with_name(path.name + ".writing")
+    folder = path.with_name(path.name + WRITING_SUFFIX)
     shutil.rmtree(folder, ignore_errors=True)
     weights = folder / WEIGHTS_FOLDER
     try:
@@ -530,14 +535,15 @@ def _finish(
         tar: the file to pack into, open, if it holds a part already.
     """
     write_config(folder, config)
-    if path.is_dir():
-        shutil.rmtree(path)
     if as_directory:
-        folder.rename(path)
+        replace_folder(path, folder)
         return
     with contextlib.nullcontext(tar) if tar else tarfile.open(_packed(path), "w:") as packed:
         packed.add(folder, arcname=".")
     if tar is not None:
         tar.close()
-    _packed(path).replace(path)
+    if path.is_dir():
+        replace_folder(path, _packed(path))
+    else:
+        _packed(path).replace(path)
     shutil.rmtree(folder)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -22,6 +23,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from torch import Tensor
+
+from nemo_aligner.core.errors import UserError
 
 Sharded = dict[str, dict[str, Any]]  # sharded state dicts of the chunks of a model
 Slice = tuple[int | slice, ...]
@@ -47,6 +50,12 @@ def _present_name(key: str, stored: Container[str]) -> str:
     return f"{stem}pre_mlp_layernorm.{kind}"
 
 
+def damaged(folder: Path, error: Exception) -> UserError:
+    """The error about a distributed checkpoint that cannot be read."""
+    why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return UserError(f"{folder} is damaged or incomplete ({why}); copy it again.")
+
+
 class TorchDistWeights:
     """A distributed checkpoint of Megatron Core in the format torch_dist.
 
@@ -57,8 +66,11 @@ class TorchDistWeights:
 
     def __init__(self, folder: Path, prefix: str = "model."):
         self.folder, self.prefix = str(folder), prefix
-        self.stored = dist_checkpointing.load_tensors_metadata(self.folder)
-        self.objects = load_sharded_metadata(self.folder)
+        try:
+            self.stored = dist_checkpointing.load_tensors_metadata(self.folder)
+            self.objects = load_sharded_metadata(self.folder)
+        except (OSError, EOFError, RuntimeError, CheckpointingException) as error:
+            raise damaged(folder, error) from error
         self.renamed = {_present_name(key, self.stored): key for key in self.stored}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

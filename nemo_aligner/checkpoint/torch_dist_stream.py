@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from nemo_aligner.checkpoint.stored_weights import Slice
+from nemo_aligner.checkpoint.stored_weights import Slice, damaged
 
 COMMON_FILE = "common.pt"  # what a checkpoint holds beside tensors: here nothing
 
@@ -158,7 +158,11 @@ class TorchDistTensors:
     def __init__(self, folder: Path, prefix: str = "model."):
         self.prefix = prefix
         self.reader = FileSystemReader(folder)
-        self.metadata = self.reader.read_metadata()
+        try:
+            self.metadata = self.reader.read_metadata()
+        except (OSError, EOFError, RuntimeError) as error:
+            raise damaged(folder, error) from error
+        self.folder = folder
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self.stored: dict[str, TensorStorageMetadata] = {
             key: entry
@@ -184,7 +188,10 @@ class TorchDistTensors:
         result = torch.empty(sizes, dtype=entry.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, entry, [wanted])
-        self.reader.read_data(LoadPlan(items), _ReadPlanner(result, starts)).wait()
+        try:
+            self.reader.read_data(LoadPlan(items), _ReadPlanner(result, starts)).wait()
+        except (OSError, EOFError, RuntimeError) as error:
+            raise damaged(self.folder, error) from error
         return result[tuple(0 if isinstance(axis, int) else slice(None) for axis in part)]
 
 

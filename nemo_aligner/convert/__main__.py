@@ -12,6 +12,13 @@ from nemo_aligner.core.errors import UserError
 DTYPES = ("as-stored", "fp32", "bf16", "fp16")
 
 
+def _size(text: str) -> float:
+    size = float(text)
+    if not 0 < size < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a size above 0")
+    return size
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m nemo_aligner.convert",
@@ -39,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         "came from, else the first one that can express it",
     )
     to_hf.add_argument(
-        "--shard-size", type=float, default=5.0, metavar="GB", help="largest file (default 5)"
+        "--shard-size", type=_size, default=5.0, metavar="GB", help="largest file (default 5)"
     )
     to_hf.add_argument(
         "--drop-head-bias",
@@ -73,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
-        print(f"error: {error}; nothing was written to {args.target}", file=sys.stderr)
+        print(f"error: {error}; nothing was written", file=sys.stderr)
         return 2
     return 0
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
-from nemo_aligner.checkpoint import hugging_face, nemo_archive
+from nemo_aligner.checkpoint import forms, hugging_face, nemo_archive
 from nemo_aligner.checkpoint.hugging_face.folder import CONFIG_FILE
 from nemo_aligner.checkpoint.hugging_face.weights import FolderWeights
 from nemo_aligner.checkpoint.stored_weights import Slice, stored_dtype
@@ -19,6 +19,7 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
+_CONFIG_FILES = (CONFIG_FILE, forms.CONFIG_FILE)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,8 +42,18 @@ class Options:
         return DTYPES.get(self.dtype)
 
 
-def _check_target(target: Path, options: Options) -> Path:
+def _check_target(source: Path, target: Path, options: Options) -> Path:
+    """The absolute path of what is written.
+
+    Raises:
+        UserError: something stands there that may not be replaced.
+    """
     target = target.expanduser().absolute()
+    if source.expanduser().resolve().is_relative_to(target.resolve()):
+        raise UserError(f"{target} holds the source; name another target.")
+    a_model = target.is_file() or any((target / file).is_file() for file in _CONFIG_FILES)
+    if options.overwrite and target.exists() and not a_model and any(target.iterdir()):
+        raise UserError(f"{target} is a folder of something else; name another target.")
     if target.exists() and not options.overwrite:
         raise UserError(f"{target} exists; name another target, or replace it with --overwrite.")
     if not target.parent.is_dir():
@@ -71,7 +82,7 @@ def to_nemo(source: Path, target: Path, options: Options | None = None) -> None:
             exists.
     """
     options = options or Options()
-    target = _check_target(target, options)
+    target = _check_target(source, target, options)
     source = source.expanduser().absolute()
     if not hugging_face.is_folder(source):
         raise UserError(f"{source} is not a Hugging Face folder: it has no {CONFIG_FILE}.")
@@ -86,7 +97,7 @@ def to_nemo(source: Path, target: Path, options: Options | None = None) -> None:
             return weights.read(chunk.key, parts[chunk]).to(chunk.dtype).reshape(chunk.size)
 
         nemo_archive.write_streamed(
-            target, section, list(parts), read, as_directory=not target.suffix
+            target, section, list(parts), read, as_directory=target.suffix != ".nemo"
         )
 
 
@@ -147,7 +158,7 @@ def from_nemo(
             exists.
     """
     options = options or Options()
-    target = _check_target(target, options)
+    target = _check_target(source, target, options)
     source = nemo_archive.check_restore_path(source, key="NEMO")
     section = nemo_archive.read_config(source)
     with nemo_archive.stored_tensors(source) as weights, _progress(0, options) as bar:

@@ -4,14 +4,18 @@
 
 import errno
 import json
+import shutil
 
 import pytest
 import torch
 import transformers
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from nemo_aligner.checkpoint import torch_dist_stream
 from nemo_aligner.checkpoint.hugging_face import export
+from nemo_aligner.checkpoint.hugging_face.architecture import as_class_reads
+from nemo_aligner.checkpoint.hugging_face.writing import describe
 from nemo_aligner.convert.__main__ import main
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
@@ -28,6 +32,7 @@ BESIDE = {
     "sliding_window",
     "decoder_sparse_step",
     "mlp_only_layers",
+    "head_dim",
 }
 
 
@@ -204,6 +209,75 @@ def test_damage_found_while_writing_leaves_nothing(folder, tmp_path, monkeypatch
     assert convert("hf-to-nemo", folder, tmp_path / "model.nemo") == 2
     assert "damaged or incomplete" in capsys.readouterr().err
     assert not (tmp_path / "model.nemo").exists() and not left_beside(tmp_path)
+
+
+def test_folders_of_something_else_are_never_replaced(folder, tmp_path, capsys):
+    nemo = tmp_path / "model.nemo"
+    assert convert("hf-to-nemo", folder, nemo) == 0
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "precious.txt").write_text("mine")
+    assert convert("nemo-to-hf", nemo, home, "--overwrite") == 2
+    assert "a folder of something else" in capsys.readouterr().err
+    assert convert("nemo-to-hf", nemo, tmp_path, "--overwrite") == 2
+    assert "holds the source" in capsys.readouterr().err
+    assert (home / "precious.txt").read_text() == "mine" and nemo.is_file()
+    assert convert("nemo-to-hf", nemo, tmp_path / "hf") == 0
+    assert convert("nemo-to-hf", nemo, tmp_path / "hf", "--overwrite") == 0
+    assert not [child for child in tmp_path.iterdir() if child.suffix in (".former", ".writing")]
+
+
+def test_a_folder_can_be_written_in_another_type(folder, tmp_path):
+    assert convert("nemo-to-hf", folder, tmp_path / "half", "--dtype", "bf16") == 0
+    before, after = tensors_of(folder), tensors_of(tmp_path / "half")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key], tensor.bfloat16()) for key, tensor in before.items())
+
+
+def test_damaged_nemo_folders_are_named(folder, tmp_path, capsys):
+    assert convert("hf-to-nemo", folder, tmp_path / "Model-1.5") == 0  # a folder: not .nemo
+    (weights,) = (tmp_path / "Model-1.5" / "model_weights").glob("*.distcp")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert convert("nemo-to-hf", tmp_path / "Model-1.5", tmp_path / "back") == 2
+    assert "damaged or incomplete" in capsys.readouterr().err
+    (tmp_path / "Model-1.5" / "model_weights" / ".metadata").unlink()
+    assert convert("nemo-to-hf", tmp_path / "Model-1.5", tmp_path / "back") == 2
+    assert "damaged or incomplete" in capsys.readouterr().err
+
+
+def test_what_a_class_has_by_default_is_not_left_to_it(tiny_tokenizer_dir, tmp_path):
+    """Mistral's class has a window, Nemotron's rotates half of a head, Qwen3's and Gemma's have
+    heads of their own size.
+    """
+    config = transformers.MistralConfig(**hugging_face.SIZES | {"sliding_window": None})
+    source = tmp_path / "mistral"
+    transformers.MistralForCausalLM(config).save_pretrained(source)
+    shutil.copytree(tiny_tokenizer_dir, source, dirs_exist_ok=True)
+    assert convert("hf-to-nemo", source, tmp_path / "nemo") == 0
+    assert convert("nemo-to-hf", tmp_path / "nemo", tmp_path / "back") == 0
+    again = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    assert again.sliding_window is None and again.model_type == "mistral"
+
+    sizes = dict(num_layers=2, hidden_size=32, num_attention_heads=4, encoder_seq_length=48)
+    common = dict(normalization="rmsnorm", activation="swiglu", bias=False)
+    common |= dict(position_embedding_type="rope", share_embeddings_and_output_weights=True)
+    for keys, kind, expected in (
+        (dict(qk_layernorm=True), "qwen3", {"head_dim": 8}),
+        (dict(rotary_percentage=0.5), "phi3", {}),
+        (
+            dict(normalization="layernorm1p", activation="squared-relu"),
+            "nemotron",
+            {"rope_parameters.partial_rotary_factor": 1.0},
+        ),
+    ):
+        architecture, written, _ = describe(OmegaConf.create(sizes | common | keys))
+        assert architecture.model_type == kind
+        whole = as_class_reads(written)
+        for name, value in expected.items():
+            found = whole
+            for part in name.split("."):
+                found = found[part]
+            assert found == value
 
 
 def test_what_hugging_face_cannot_express_is_named(tiny_tokenizer_dir, tmp_path, capsys):

@@ -28,9 +28,9 @@ def main() -> None:
     for split in ("train", "test"):
         prompts = []
         for line in read_lines(args.source / f"{split}.jsonl"):
-            question = [{"role": "user", "content": line["question"] + INSTRUCTION}]
+            question = [{"role": "user", "content": line["question"].strip() + INSTRUCTION}]
             prompts.append(chat.prompt(question))
-            solutions[line["question"]] = line["answer"].rpartition("####")[2].strip()
+            solutions[line["question"].strip()] = line["answer"].rpartition("####")[2].strip()
         write_lines(args.out / f"{split}.jsonl", ({"text": prompt} for prompt in prompts))
     (args.out / "solutions.json").write_text(json.dumps(solutions, indent=1))
 

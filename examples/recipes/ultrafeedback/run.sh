@@ -7,7 +7,7 @@
 #   MODEL=Llama-3.2-1B TRAIN=train_prefs.jsonl TEST=test_prefs.jsonl \
 #       bash examples/recipes/ultrafeedback/run.sh
 #
-# On a cluster, STAGES="sft rm" with NODES=8 DEVICES=8 LAUNCH=srun, and scripts/slurm/ppo.sbatch for
+# On a cluster, STAGES="data sft rm" with NODES=8 DEVICES=8 LAUNCH=srun, and scripts/slurm/ppo.sbatch for
 # the last stage (docs/real_model.md). The same command again resumes. STAGES names what to run;
 # SFT_ARGS, RM_ARGS, CRITIC_ARGS and ACTOR_ARGS are further overrides, separated by spaces.
 set -euo pipefail
@@ -39,6 +39,9 @@ sft)
         model.data.train_ds.file_path="$OUT/data/sft_train.jsonl" \
         model.data.validation_ds.file_path="$OUT/data/sft_validation.jsonl" \
         model.data.train_ds.max_seq_length=2048 model.data.validation_ds.max_seq_length=2048 \
+        "model.data.train_ds.prompt_template='{input}{output}'" \
+        "model.data.validation_ds.prompt_template='{input}{output}'" \
+        model.data.train_ds.truncation_method=left model.data.validation_ds.truncation_method=left \
         model.data.train_ds.global_batch_size=128 model.data.train_ds.micro_batch_size=4 \
         trainer.sft.max_epochs=1 trainer.sft.val_check_interval=100 \
         model.optim.lr=2e-5 model.optim.sched.warmup_steps=20 model.optim.sched.constant_steps=0 \

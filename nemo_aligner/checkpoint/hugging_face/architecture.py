@@ -168,9 +168,12 @@ def hugging_face_config(architecture: Architecture, keys: Mapping[str, Any]) -> 
             named.
     """
     wanted = computed(keys)
+    # Always written: a class may have another default than hidden_size / heads.
+    sized = {**keys, "kv_channels": int(wanted["kv_channels"])}
     config: dict[str, Any] = {"model_type": architecture.model_type}
     for name, key in architecture.same.items():
-        config[name] = keys.get(key)
+        if sized.get(key) is not None:
+            config[name] = sized[key]
     for name, values in architecture.choices.items():
         config[name] = next(
             (value for value in values if computed({**keys, **values[value]}) == wanted),
@@ -178,8 +181,6 @@ def hugging_face_config(architecture: Architecture, keys: Mapping[str, Any]) -> 
         )
     for part in architecture.parts:
         config |= part.config(keys)
-    # A null would hide the default that the class computes (head_dim).
-    config = {name: value for name, value in config.items() if value is not None}
     changed = _changed(architecture, config, keys, wanted)
     if changed:
         raise Unsupported(
@@ -197,8 +198,24 @@ def _changed(
     wanted: Mapping[str, Any],
 ) -> list[str]:
     """The keys in which the model of `config` differs from `wanted`."""
-    again = computed(model_keys(architecture, config, {}))
+    again = computed(model_keys(architecture, as_class_reads(config), {}))
     return sorted(key for key in {**wanted, **again} if wanted.get(key) != again.get(key))
+
+
+def as_class_reads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` with the defaults of its class of transformers, which is what counts.
+
+    Raises:
+        Unsupported: the class refuses it.
+    """
+    from transformers import AutoConfig  # takes a second to import
+
+    kind = config["model_type"]
+    try:
+        whole = type(AutoConfig.for_model(kind)).from_dict(dict(config)).to_dict()
+    except Exception as error:  # whatever the checks of that class raise
+        raise Unsupported(f"transformers refuses the configuration of {kind}: {error}") from error
+    return {**config, **whole}
 
 
 def computed(keys: Mapping[str, Any]) -> dict[str, Any]:

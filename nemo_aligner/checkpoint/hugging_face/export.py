@@ -78,8 +78,11 @@ def plan(
     """
     layout = Layout(architecture, keys)
     result = []
-    for key, shape in source.shapes().items():
+    shapes = source.shapes()
+    for key, shape in shapes.items():
         name = key.removeprefix(PREFIX)
+        if layout.without_number(key) in shapes:  # a folder has its layers under both names
+            continue
         if name in leave_out:
             continue
         axes = layout.numbered_axes(key)

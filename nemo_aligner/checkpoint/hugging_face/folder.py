@@ -19,6 +19,7 @@ from nemo_aligner.core.errors import UserError
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DTYPES = ("F32", "BF16", "F16", "F64")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -67,7 +68,7 @@ def read_config(path: Path) -> FolderConfig:
 
     given = read_json(path / CONFIG_FILE)
     kind = given.get("model_type")
-    if not kind:
+    if not isinstance(kind, str) or not kind:
         raise UserError(f"{path / CONFIG_FILE} has no model_type; it is not a model's.")
     try:
         config = AutoConfig.for_model(kind)
@@ -101,6 +102,11 @@ class Tensors:
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 if self.files.get(name) == file:
                     self._shapes[name] = tuple(opened.get_slice(name).get_shape())
+            if not all(opened.get_slice(n).get_dtype() in DTYPES for n in opened.keys()):  # noqa: SIM118
+                raise UserError(
+                    f"{path / file} holds tensors of other types than {', '.join(DTYPES)}; "
+                    "quantized weights are not supported."
+                )
         absent = sorted(self.files.keys() - self._shapes.keys())
         if absent:
             raise UserError(
@@ -143,7 +149,7 @@ def _files(path: Path) -> dict[str, str]:
     """The file that holds each tensor, by the tensor's name."""
     if (path / INDEX_FILE).is_file():
         files = read_json(path / INDEX_FILE).get("weight_map")
-        if not isinstance(files, dict):
+        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
             raise UserError(f"{path / INDEX_FILE} has no weight_map; copy it again.")
         for file in sorted(set(files.values())):
             if Path(file).name != file:

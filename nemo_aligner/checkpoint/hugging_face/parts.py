@@ -64,6 +64,13 @@ YARN = {
 _ROPE_NAMES = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
+_NUMBERS = ("rope_theta", "partial_rotary_factor", "factor", "attention_factor")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 def _rope_keys(config: Config) -> dict[str, Any]:
     given = {
         name: config[name]
@@ -73,6 +80,11 @@ def _rope_keys(config: Config) -> dict[str, Any]:
     given |= config.get("rope_scaling") or {}
     given |= config.get("rope_parameters") or {}
     kind = given.get("rope_type", given.get("type", "default"))
+    for name, value in given.items():
+        if name in _NUMBERS and value is not None and not _is_positive(value):
+            raise Unsupported(f"rope_parameters.{name}={value!r} is not a positive number.")
+    if kind != "default" and given.get("factor") is None:
+        raise Unsupported(f"rope_parameters.rope_type={kind!r} has no factor.")
     keys: dict[str, Any] = {
         "rotary_base": given.get("rope_theta", 10000.0),
         "rotary_percentage": given.get("partial_rotary_factor", 1.0),
@@ -98,6 +110,8 @@ def _rope_keys(config: Config) -> dict[str, Any]:
 
 
 def _yarn_keys(given: Config, config: Config) -> dict[str, Any]:
+    if given["factor"] <= 1:
+        raise Unsupported(f"rope_parameters.factor={given['factor']} of yarn must be above 1.")
     original = given.get("original_max_position_embeddings")
     keys: dict[str, Any] = {
         "position_embedding_type": "yarn",
@@ -146,15 +160,29 @@ def _rope_config(keys: Config) -> dict[str, Any]:
     result: dict[str, Any] = {"rope_theta": float(keys["rotary_base"])}
     if rope["rope_type"] != "default":
         result["rope_scaling"] = rope
-    if keys["rotary_percentage"] != 1.0:
-        result["partial_rotary_factor"] = float(keys["rotary_percentage"])
-    result["rope_parameters"] = rope | {
-        name: result[name] for name in ("rope_theta", "partial_rotary_factor") if name in result
-    }
+    result["rope_parameters"] = rope | {"rope_theta": result["rope_theta"]}
     return result
 
 
-ROPE = Part(_ROPE_NAMES, _rope_keys, _rope_config)
+def _partial_rope_config(keys: Config) -> dict[str, Any]:
+    result = _rope_config(keys)
+    # Always: Nemotron's default is 0.5.
+    factor = {"partial_rotary_factor": float(keys["rotary_percentage"])}
+    return result | factor | {"rope_parameters": result["rope_parameters"] | factor}
+
+
+def _whole_rope_keys(config: Config) -> dict[str, Any]:
+    keys = _rope_keys(config)
+    if keys["rotary_percentage"] != 1.0:
+        raise Unsupported(
+            f"partial_rotary_factor={keys['rotary_percentage']} is not supported: the class of "
+            "transformers rotates whole heads."
+        )
+    return keys
+
+
+ROPE = Part(_ROPE_NAMES, _whole_rope_keys, _rope_config)
+PARTIAL_ROPE = Part(_ROPE_NAMES, _rope_keys, _partial_rope_config)
 
 
 def _window_keys(config: Config) -> dict[str, Any]:
@@ -203,6 +231,21 @@ def _switched_window_config(keys: Config) -> dict[str, Any]:
     }
 
 
+def _all_windows_keys(config: Config) -> dict[str, Any]:
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    return _window_keys({"sliding_window": window})
+
+
+def _all_windows_config(keys: Config) -> dict[str, Any]:
+    return _window_config(keys) | {"use_sliding_window": any(windowed_layers(keys))}
+
+
+# Qwen3-MoE's: in all layers, whatever max_window_layers says
+ALL_WINDOWS = Part(
+    ("sliding_window", "use_sliding_window", "max_window_layers"),
+    _all_windows_keys,
+    _all_windows_config,
+)
 # Qwen's, which a key of its own switches on
 SWITCHED_WINDOW = Part(
     ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),

@@ -17,7 +17,8 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.checkpoint.hugging_face.folder import read_config
 from nemo_aligner.checkpoint.hugging_face.weights import FolderWeights
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.config.defaults import complete_model
+from nemo_aligner.config.values import plain_dict
 
 # Key of `model` with the keys of `config.json` that this package has no key for; they go back
 # into the folder that is written.
@@ -91,6 +92,7 @@ def _origin(architecture: Architecture, given: dict[str, Any]) -> dict[str, Any]
     read = {*architecture.same, *architecture.choices, "architectures", "transformers_version"}
     read |= {name for part in architecture.parts for name in part.reads}
     read |= {"dtype", "torch_dtype", "id2label", "label2id", "num_labels", "_name_or_path"}
+    read |= {"auto_map"}  # names code, which does not travel
     return {name: value for name, value in given.items() if name not in read and value is not None}
 
 
@@ -102,7 +104,5 @@ def weights(path: Path) -> FolderWeights:
     """
     section = model_section(path)
     architecture = ARCHITECTURES[section[ORIGIN]["model_type"]]
-    keys: Any = OmegaConf.to_container(section)
-    if not isinstance(keys, dict):
-        raise UserError(f"{path} describes no model.")
-    return FolderWeights(path, architecture, keys)
+    keys = plain_dict(complete_model(section), resolve=True)
+    return FolderWeights(path, architecture, keys, has_head="reward_model_type" in section)

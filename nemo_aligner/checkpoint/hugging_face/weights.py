@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hugging_face.architecture import Architecture
+from nemo_aligner.checkpoint.hugging_face.architecture import Architecture, expert_layers
 from nemo_aligner.checkpoint.hugging_face.folder import Tensors
 from nemo_aligner.checkpoint.hugging_face.rows import Heads, Rule, Run, whole
 from nemo_aligner.checkpoint.stored_weights import Slice
@@ -25,6 +25,9 @@ from nemo_aligner.core.errors import UserError
 PREFIX = "model."  # of all names in a sharded state dict
 LAYERS = "decoder.layers."
 HEAD = "rm_head."
+WITH_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.", "pre_mlp_layernorm.")
+WITH_MLP = ("mlp.linear_",)
+_COMPARED_ROWS = 512  # of a tied output layer that is stored all the same
 KINDS = ("weight", "bias")
 _EXPERTS = ".experts.experts."
 # Buffers that some versions of transformers stored.
@@ -85,6 +88,12 @@ class Layout:
         numbered = name.removeprefix(LAYERS).partition(".")[0].isdigit()
         return (0 if numbered else 1) + (1 if _EXPERTS in name else 0)
 
+    def without_number(self, key: str) -> str | None:
+        """The name of a tensor of one layer as it is for all layers; None: it has no number."""
+        before, _, after = key.partition(LAYERS)
+        number, _, name = after.partition(".")
+        return f"{before}{LAYERS}{name}" if number.isdigit() else None
+
     def place(self, key: str, index: tuple[int, ...] = ()) -> Place | None:
         """The place of the tensor `key` of a checkpoint; None: it has none.
 
@@ -131,14 +140,18 @@ class FolderWeights:
     Args:
         path: of the folder.
         architecture: of the model.
-        keys: of the section `model`.
+        keys: of the section `model`, complete.
+        has_head: the model is a reward model or a critic.
 
     Raises:
-        UserError: a file is damaged, or holds a weight that has no place in the model.
+        UserError: a file is damaged, lacks a weight of the model, has one of another shape, or
+            one that has no place in the model.
     """
 
-    def __init__(self, path: Path, architecture: Architecture, keys: Mapping[str, Any]):
-        self.path = path
+    def __init__(
+        self, path: Path, architecture: Architecture, keys: Mapping[str, Any], has_head: bool
+    ):
+        self.path, self.keys = path, keys
         self.layout = Layout(architecture, keys)
         self.tensors = Tensors(path)
         self._with_base = {
@@ -159,8 +172,80 @@ class FolderWeights:
                 f"{architecture.class_name}, such as {left[0]!r}; the model would compute "
                 "something else."
             )
+        self._check_complete(has_head, tied)
+        self._check_shapes()
         if tied:
+            self._check_tied()
             self._shapes.pop(PREFIX + "output_layer.weight", None)
+
+    def _check_complete(self, has_head: bool, tied: bool) -> None:
+        """Raise `UserError` if a weight is missing that every model of these keys has."""
+        absent = {HEAD} if not has_head else set()
+        if has_head or tied:
+            absent.add("output_layer.")
+        needed = [name for name in self.layout.outside if name not in absent]
+        places = [(name, Place(self.layout.outside[name], "weight")) for name in needed]
+        experts = expert_layers(self.keys) if self.layout.experts else [0] * self.layout.layers
+        for layer in range(self.layout.layers):
+            left_out = WITH_MLP if experts[layer] else WITH_EXPERTS
+            for name, rule in self.layout.names.layer.items():
+                if not name.startswith(left_out) and not self._does_not_apply(name, layer):
+                    expert = 0 if "{expert}" in rule.names[0] else None
+                    places.append((name, Place(rule, "weight", layer, expert)))
+        for _, place in places:
+            if self._shape(place) is None:
+                raise self._lacks(place)
+
+    def _lacks(self, place: Place) -> UserError:
+        return UserError(
+            f"{self.path} lacks {self.layout.name(place.rule.names[0], place)!r}, or has it in "
+            "another shape than a model with the keys of its config.json; copy it again."
+        )
+
+    def _does_not_apply(self, name: str, layer: int) -> bool:
+        """Whether a rule is for layers of the other kind (`Rule.beside`)."""
+        rule = self.layout.names.layer[name]
+        return rule.beside is not None and self._shape(Place(rule, "weight", layer)) is None
+
+    def _check_shapes(self) -> None:
+        """Raise `UserError` if a matrix has other sizes than `config.json` says."""
+        keys, heads = self.keys, self.layout.heads
+        hidden = int(keys["hidden_size"])
+        attention = heads.groups * heads.queries * heads.size
+        experts = int(keys.get("moe_ffn_hidden_size") or 0)
+        expected = {
+            "embedding.word_embeddings.weight": (int(keys["override_vocab_size"]), hidden),
+            "output_layer.weight": (int(keys["override_vocab_size"]), hidden),
+            "self_attention.linear_qkv.weight": (None, hidden),
+            "self_attention.linear_proj.weight": (hidden, attention),
+            "mlp.linear_fc1.weight": (None, hidden),
+            "mlp.linear_fc2.weight": (hidden, int(keys["ffn_hidden_size"])),
+            "mlp.experts.experts.linear_fc2.weight": (hidden, experts),
+        }
+        for key, shape in self._shapes.items():
+            for name, sizes in expected.items():
+                differs = any(size not in (None, have) for size, have in zip(sizes, shape[-2:]))
+                if key.endswith(f".{name}") and differs:
+                    raise UserError(
+                        f"{self.path}: {key} would have the shape {shape[-2:]}, but config.json "
+                        f"asks for {tuple('any' if size is None else size for size in sizes)}; "
+                        "they belong to different models."
+                    )
+
+    def _check_tied(self) -> None:
+        """Raise `UserError` if an output layer is stored that is not the table it is tied to."""
+        key, table = PREFIX + "output_layer.weight", PREFIX + "embedding.word_embeddings.weight"
+        if key not in self._shapes:
+            return
+        rows = self._shapes[key][0]
+        for start in (0, max(rows - _COMPARED_ROWS, 0)):
+            part: Slice = (slice(start, min(start + _COMPARED_ROWS, rows)), slice(None))
+            if not torch.equal(self.read(key, part), self.read(table, part)):
+                raise UserError(
+                    f"{self.path} has an lm_head.weight that differs from its embeddings, but "
+                    "config.json says tie_word_embeddings=true; set it to false there if the "
+                    "output layer counts."
+                )
 
     def _full_name(self, name: str) -> str:
         """A name as a model with a head has it: folders of base models lack the prefix."""
@@ -222,6 +307,8 @@ class FolderWeights:
         for stem, rule, in_layer in self.layout.rules():
             experts = self.layout.experts if any("{expert}" in name for name in rule.names) else 0
             for kind in KINDS:
+                if kind == "bias" and not self._has_bias(stem):
+                    continue
                 if not in_layer:
                     shape = self._shape(Place(rule, kind))
                     if shape is not None:
@@ -233,13 +320,24 @@ class FolderWeights:
                     if shape is not None:
                         found[layer] = ((experts,) if experts else ()) + shape
                     for expert in range(1, experts):
-                        self._shape(Place(rule, kind, layer, expert))
+                        place = Place(rule, kind, layer, expert)
+                        if self._shape(place) != shape:
+                            raise self._lacks(place)
                 if len(found) == self.layout.layers:
                     shapes[stem + kind] = (len(found), *found[0])
                 name = stem.removeprefix(PREFIX + LAYERS) + kind
                 for layer, shape in found.items():
                     shapes[f"{PREFIX}{LAYERS}{layer}.{name}"] = shape
         return shapes
+
+    def _has_bias(self, stem: str) -> bool:
+        """Whether the model has the bias whose name begins with `stem`."""
+        if stem.endswith(HEAD):
+            return True
+        if stem.endswith("norm_") or "layernorm" in stem:
+            return str(self.keys["normalization"]).lower().startswith("layernorm")
+        qkv = self.keys.get("add_qkv_bias") and stem.endswith("linear_qkv.")
+        return bool(qkv or (self.keys["bias"] and "linear_" in stem))
 
     def _shape(self, place: Place) -> tuple[int, ...] | None:
         """Shape of the tensor at `place`; None: the folder has none of its parts."""

@@ -12,6 +12,7 @@ import torch
 from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
 from nemo_aligner.checkpoint.hugging_face import export
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
@@ -126,7 +127,7 @@ def write_folder(
         "vocab_size": vocab_rows,
         **dict.fromkeys(_DTYPE_KEYS, str(_main_dtype(items)).removeprefix("torch.")),
     }
-    folder = target.with_name(target.name + ".writing")
+    folder = target.with_name(target.name + WRITING_SUFFIX)
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
@@ -136,9 +137,7 @@ def write_folder(
         )
         _copy_tokenizer(section, folder)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        if target.exists():
-            shutil.rmtree(target)
-        folder.rename(target)
+        replace_folder(target, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -229,6 +228,6 @@ def _copy_tokenizer(section: DictConfig, folder: Path) -> None:
                     shutil.copyfile(file, folder / file.name)
     else:
         logging.warning(
-            f"{folder.name.removesuffix('.writing')} gets no tokenizer: that of the model "
+            f"{folder.name.removesuffix(WRITING_SUFFIX)} gets no tokenizer: that of the model "
             f"(model.tokenizer.library={tokenizer.get('library')}) is no folder of Hugging Face."
         )

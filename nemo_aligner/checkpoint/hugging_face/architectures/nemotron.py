@@ -27,5 +27,5 @@ NEMOTRON = Architecture(
         "attention_bias": {False: {}},
         "mlp_bias": {False: {}},
     },
-    parts=(parts.ROPE,),
+    parts=(parts.PARTIAL_ROPE,),
 )

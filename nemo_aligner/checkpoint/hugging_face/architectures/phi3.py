@@ -22,7 +22,7 @@ PHI3 = Architecture(
         },
     ),
     choices={"hidden_act": parts.GATED_ACTIVATIONS},
-    parts=(parts.ROPE, parts.WINDOW),
+    parts=(parts.PARTIAL_ROPE, parts.WINDOW),
     # Its original length counts with longrope only, which is refused.
     implied=("resid_pdrop", "embd_pdrop", "original_max_position_embeddings"),
 )

@@ -20,5 +20,5 @@ QWEN3_MOE = Architecture(
         "attention_bias": {False: {}},
         "norm_topk_prob": parts.NORMALIZED_WEIGHTS,
     },
-    parts=(parts.ROPE, parts.SWITCHED_WINDOW, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
+    parts=(parts.ROPE, parts.ALL_WINDOWS, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
 )

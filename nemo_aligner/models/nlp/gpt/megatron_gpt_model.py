@@ -27,7 +27,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from nemo_aligner.checkpoint import hugging_face, nemo_archive
-from nemo_aligner.checkpoint.dist_ckpt import barrier
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.model_keys import check_model_keys
@@ -375,19 +374,32 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         Args:
             folder: to write; one that exists is replaced.
             weights: distributed checkpoint with the weights of this model.
+
+        Raises:
+            UserError: on all ranks, if it cannot be written.
         """
+        failure: list[str | None] = [None]
         if parallel_state.get_rank() == 0:
-            rows = self.cfg.override_vocab_size or self.tokenizer.vocab_size
-            source = TorchDistTensors(weights)
-            bias = hugging_face.head_bias(source)
-            if bias and any(bias):
-                logging.warning(
-                    f"{folder} lacks the bias {bias} of the head, for which Hugging Face has no "
-                    "place: its rewards are those of this model less the bias."
-                )
-            hugging_face.write_folder(folder, source, self.cfg, rows, drop_head_bias=True)
-            logging.info(f"saved {folder}")
-        barrier()
+            try:
+                self._write_hugging_face(folder, weights)
+            except (UserError, OSError) as error:
+                failure = [f"{folder} could not be written: {error}. The checkpoint is complete."]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise UserError(failure[0])
+
+    def _write_hugging_face(self, folder: Path, weights: Path) -> None:
+        rows = self.cfg.override_vocab_size or self.tokenizer.vocab_size
+        source = TorchDistTensors(weights)
+        bias = hugging_face.head_bias(source)
+        if bias and any(bias):
+            logging.warning(
+                f"{folder} lacks the bias {bias} of the head, for which Hugging Face has no "
+                "place: its rewards are those of this model less the bias."
+            )
+        hugging_face.write_folder(folder, source, self.cfg, rows, drop_head_bias=True)
+        logging.info(f"saved {folder}")
 
     def save_config_to(self, folder: Path) -> None:
         """Write the configuration and the tokenizer's files into `folder`, as a `.nemo` has them;
