@@ -118,7 +118,6 @@ class ServerLoop:
         self._stop_reason: str | None = None
         self._stop_deadline: float | None = None
         self._failure_deadline: float | None = None
-        self._failed_to_start = False
         self._watching = threading.Event()
 
     # ---- any thread ----
@@ -161,7 +160,7 @@ class ServerLoop:
         except BaseException as error:
             with contextlib.suppress(Exception):  # the store may be gone, too
                 self._read_stop_request()  # the watcher thread may not have read it yet
-            if self._stop_reason is None or self._failed_to_start:
+            if self._stop_reason is None:
                 self._fail_all(ServerJobError(f"{self.name} failed: {error}"))
                 self._close(failed=True)
                 if isinstance(error, dist.DistBackendError) or "closed by peer" in str(error):
@@ -184,9 +183,7 @@ class ServerLoop:
         try:
             self._triton.start(self.endpoints, self.batcher, lambda: self._stop_reason is not None)
         except BaseException:
-            # The others wait for the first announcement. What they note of it is not a request.
-            self._failed_to_start = self._stop_reason is None
-            self.control.exchange(None, stop=True)
+            self.control.exchange(None, stop=True)  # the others wait for the first announcement
             raise
         if self._stop_reason is None:
             names = ", ".join(endpoint.name for endpoint, _ in self.endpoints)
