@@ -80,7 +80,7 @@ arithmetic: install
 	$(RUN) examples/quickstart/run_arithmetic.py $(ARGS)
 
 # Files with servers and ranks go first and in this order: the short ones keep the workers busy to
-# the end. With more than two workers on two cores, Triton sometimes takes its own processes for dead.
+# the end. Two workers: with three on two cores, processes of Triton failed now and then.
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ALL_TESTS := tests/functional tests/distributed tests/unit
 

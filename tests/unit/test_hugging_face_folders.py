@@ -322,6 +322,17 @@ def test_weights_without_a_place_are_refused(write_folder):
         load(folder)
 
 
+def test_weights_of_another_type_are_refused(write_folder):
+    folder = _tiny_llama(write_folder)
+
+    def quantize(tensors):
+        tensors["model.norm.weight"] = torch.zeros(32, dtype=torch.int8)
+
+    _change_weights(folder, quantize)
+    with pytest.raises(UserError, match=r"model\.norm\.weight of the type I8"):
+        load(folder)
+
+
 def test_pickled_weights_are_refused(write_folder):
     folder = _tiny_llama(write_folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

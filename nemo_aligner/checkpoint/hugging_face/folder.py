@@ -100,13 +100,14 @@ class Tensors:
         for file in dict.fromkeys(self.files.values()):
             opened = self._opened(file)
             for name in opened.keys():  # noqa: SIM118 (not a dict)
+                tensor = opened.get_slice(name)
+                if tensor.get_dtype() not in DTYPES:
+                    raise UserError(
+                        f"{path / file} holds {name} of the type {tensor.get_dtype()}; what is "
+                        f"read: {', '.join(DTYPES)}. Name a folder that is not quantized."
+                    )
                 if self.files.get(name) == file:
-                    self._shapes[name] = tuple(opened.get_slice(name).get_shape())
-            if not all(opened.get_slice(n).get_dtype() in DTYPES for n in opened.keys()):  # noqa: SIM118
-                raise UserError(
-                    f"{path / file} holds tensors of other types than {', '.join(DTYPES)}; "
-                    "quantized weights are not supported."
-                )
+                    self._shapes[name] = tuple(tensor.get_shape())
         absent = sorted(self.files.keys() - self._shapes.keys())
         if absent:
             raise UserError(
@@ -125,10 +126,6 @@ class Tensors:
             return self._opened(file).get_slice(name)[index]
         except SafetensorError as error:
             raise self._damaged(file, error) from error
-
-    def dtype(self, name: str) -> str:
-        """The dtype of a tensor as safetensors names it, such as BF16."""
-        return self._opened(self.files[name]).get_slice(name).get_dtype()
 
     def _opened(self, file: str) -> Any:
         # One at a time: what was read of a file stays in memory as long as it is open. The tensors
