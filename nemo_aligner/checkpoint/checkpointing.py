@@ -72,6 +72,9 @@ class CheckpointedModel(Protocol):
     def save_hugging_face(self, folder: Path, weights: Path) -> None:
         """Write a Hugging Face folder with the weights of a checkpoint."""
 
+    def check_checkpoint(self, folder: Path) -> None:
+        """Raise `UserError` if the checkpoint `folder` cannot belong to this model."""
+
     def save_config_to(self, folder: Path) -> None:
         """Write the configuration and the tokenizer, as a `.nemo` has them, on this rank."""
 
@@ -267,6 +270,7 @@ class CheckpointCallback:
                 "exp_manager.resume_from_checkpoint. From a checkpoint of NeMo-Aligner itself no "
                 "job can resume: start from its .nemo file in another folder."
             )
+        self.model.check_checkpoint(folder)
         self._load(folder)
         _restore_rng(folder)
         logging.info(f"resumed from {folder}")

@@ -37,7 +37,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from yaml import YAMLError
 
-from nemo_aligner.checkpoint import dist_ckpt, forms, hugging_face, nemo2, torch_dist_stream
+from nemo_aligner.checkpoint import (
+    adapters,
+    dist_ckpt,
+    forms,
+    hugging_face,
+    nemo2,
+    torch_dist_stream,
+)
 from nemo_aligner.checkpoint.dist_ckpt import barrier
 from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
 from nemo_aligner.checkpoint.forms import (
@@ -182,10 +189,18 @@ def read_config(path: str | Path) -> DictConfig:
     """The model configuration in a `.nemo` or a folder of NeMo 2.0; the files in it that it refers
     to get absolute paths.
 
+    That of adapters describes the model with all weights that they make with their base.
+
     Raises:
         UserError: a reference leads out of the archive, or NeMo 2.0 built a model that is not
             supported.
     """
+    config = read_stored_config(path)
+    return config if adapters.base_in(config) is None else adapters.without_adapter_keys(config)
+
+
+def read_stored_config(path: str | Path) -> DictConfig:
+    """As `read_config`, with the sections `lora_base` and `peft` of a checkpoint of adapters."""
     path = Path(path).resolve()
     if nemo2.is_folder(path):
         return nemo2.read_config(path)
@@ -232,11 +247,49 @@ def _inside(folder: Path, reference: str, path: Path) -> str:
 @contextlib.contextmanager
 def stored_weights(path: str | Path) -> Iterator[StoredWeights]:
     """The weights of a `.nemo` or a folder of NeMo 2.0, in whatever form; all ranks enter it
-    together.
+    together. Those of adapters are the weights of their base with the adapters merged in.
 
     Raises:
-        UserError: the archive holds no weights, or their form does not load.
+        UserError: the archive holds no weights, or their form does not load; adapters whose base
+            is not there, or is another model.
     """
+    base = adapters.base_in(read_stored_config(path))
+    if base is None:
+        with own_weights(path) as weights:
+            yield weights
+        return
+    with _own_tensors(path) as own, stored_tensors(_base_path(path, base)) as source:
+        yield SourceWeights(_merged(path, base, own, source))
+
+
+def _base_path(path: str | Path, base: adapters.Base) -> Path:
+    """The checkpoint of the base of the adapters at `path`."""
+    if base.path is None:
+        raise UserError(
+            f"{path} holds adapters of a model with random weights, which no checkpoint has."
+        )
+    if not Path(base.path).exists():
+        raise UserError(
+            f"{path} holds adapters, but their base {base.path} does not exist. Merge them with "
+            "the base where it lies now (python -m nemo_aligner.convert merge-lora --base PATH), "
+            "or start from the base with model.peft.restore_from_path naming the adapters."
+        )
+    return check_restore_path(base.path, key="base of the adapters")
+
+
+def _merged(
+    path: str | Path, base: adapters.Base, own: TensorSource, source: TensorSource
+) -> adapters.MergedTensors:
+    """The tensors of the base `source` with the adapters `own`, which lie at `path`."""
+    found = adapters.checksum_of_source(source)
+    adapters.check_base(base, found, what=str(path), where=f"{base.path}, as it is now,")
+    config = read_stored_config(path)
+    return adapters.MergedTensors(source, own, adapters.settings_in(config), config)
+
+
+@contextlib.contextmanager
+def own_weights(path: str | Path) -> Iterator[StoredWeights]:
+    """As `stored_weights`, but of adapters alone without their base."""
     path = Path(path).resolve()
     if nemo2.is_folder(path):
         yield TorchDistWeights(nemo2.weights_folder(path), prefix=nemo2.WEIGHTS_PREFIX)
@@ -252,11 +305,20 @@ def stored_weights(path: str | Path) -> Iterator[StoredWeights]:
 def stored_tensors(path: str | Path) -> Iterator[TensorSource]:
     """As `stored_weights`, but for reading one tensor after the other."""
     with stored_weights(path) as weights:
-        if isinstance(weights, TorchDistWeights):
-            yield TorchDistTensors(Path(weights.folder), weights.prefix)
-        else:
-            assert isinstance(weights, SourceWeights)
-            yield weights.source
+        yield _tensors_of(weights)
+
+
+@contextlib.contextmanager
+def _own_tensors(path: str | Path) -> Iterator[TensorSource]:
+    with own_weights(path) as weights:
+        yield _tensors_of(weights)
+
+
+def _tensors_of(weights: StoredWeights) -> TensorSource:
+    if isinstance(weights, TorchDistWeights):
+        return TorchDistTensors(Path(weights.folder), weights.prefix)
+    assert isinstance(weights, SourceWeights)
+    return weights.source
 
 
 def _weights_in(folder: Path, path: Path) -> StoredWeights:

@@ -1,31 +1,261 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where parameter-efficient fine-tuning belongs in a model class; NeMo removed its mixin of the
-same name.
-"""
+"""`NLPAdapterModelMixin`: training with adapters (LoRA) instead of all weights, by NeMo's name."""
 
-from omegaconf import DictConfig
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
-from nemo_aligner.core.errors import ConfigError
+import torch
+from nemo.utils import logging
+from omegaconf import DictConfig, open_dict
+from torch import Tensor
+
+from nemo_aligner.checkpoint import adapters, nemo_archive
+from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.peft_rules import LORA, NONE, LoRASettings, check_peft
+from nemo_aligner.config.values import Values, plain_dict
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.models.nlp.gpt import lora_layers
+from nemo_aligner.models.nlp.gpt.lora_layers import LoRA
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
 
 
-class NLPAdapterModelMixin:
-    """Says whether a model trains adapters; so far none does (`peft_scheme: none`)."""
+class NLPAdapterModelMixin(MegatronGPTModel):
+    """A model that trains all its weights, or, after `init_peft` with `peft_scheme: lora`, only
+    adapters and its head.
 
-    use_peft = False
+    Then gradients, the optimizer, checkpoints, `.nemo` files and copies in host memory hold the
+    adapters and the head alone. The base keeps its weights, which every role shares.
 
-    def init_peft(self, peft_cfg: DictConfig | None) -> None:
-        """Set up adapters before the optimizer is built; all ranks call it.
+    Attributes:
+        lora: what the adapters look like; None without them.
+    """
+
+    lora: LoRASettings | None = None
+    _adapters: list[tuple[Any, LoRA]]
+    _base: adapters.Base
+
+    @property
+    def use_peft(self) -> bool:
+        """Whether the model trains adapters."""
+        return self.lora is not None
+
+    def init_peft(self, peft_cfg: DictConfig | Mapping[str, Any] | None) -> None:
+        """Set up the adapters that the section `model.peft` asks for; all ranks call it, once,
+        after the weights of the base are loaded and before the optimizer is built.
+
+        With `restore_from_path` (a `.nemo` or a checkpoint folder with adapters) or
+        `restore_from_ckpt` they start from those, whose form wins over `lora_tuning`; else from
+        initial values with which the model computes the same bits as its base.
 
         Args:
-            peft_cfg: section `model.peft`; None: no adapters.
+            peft_cfg: the section; None: no adapters.
 
         Raises:
-            ConfigError: a scheme other than "none".
+            ConfigError: adapters that cannot be built.
+            UserError: adapters to start from that do not exist or belong to another base.
         """
-        scheme = None if peft_cfg is None else peft_cfg["peft_scheme"]
-        if scheme not in (None, "none"):
-            raise ConfigError(
-                f"model.peft.peft_scheme={scheme!r} is not available yet; set it to none (all "
-                "weights train)."
+        peft = complete(DictConfig(peft_cfg or {}), "gpt_ppo_actor", "model.peft")
+        check_peft(Values({"model": {**plain_dict(self.cfg, resolve=True), "peft": peft}}))
+        if peft.peft_scheme == NONE:
+            return
+        settings = LoRASettings.from_config(plain_dict(peft.lora_tuning, resolve=True))
+        start = _adapters_to_start_from(peft)
+        if start is not None:
+            settings = _settings_of(start, settings)
+        path = None if self.restore_path is None else str(Path(self.restore_path).resolve())
+        self._base = adapters.Base(
+            path, adapters.checksum_of_model(super().sharded_weights(), _add_over_ranks)
+        )
+        self._adapters = lora_layers.add_adapters(
+            self.unwrapped(), settings, self.transformer_config, self.cfg.seed
+        )
+        self.lora = settings
+        for name, parameter in self._parameters_of_chunks():
+            parameter.requires_grad_(self._is_trained(name))
+        self._let_gradients_through()
+        with open_dict(self.cfg):
+            self.cfg.peft = {
+                "peft_scheme": LORA,
+                "restore_from_path": None,
+                "restore_from_ckpt": {"checkpoint_dir": None, "checkpoint_name": None},
+                "lora_tuning": settings.to_config(),
+            }
+        if start is not None:
+            self._load_adapters(start)
+        self._log_sizes(start)
+
+    def _parameters_of_chunks(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for module in self.unwrapped():
+            yield from module.named_parameters()
+
+    def _is_trained(self, name: str) -> bool:
+        """Whether the weight `name` (of a chunk's state dict) is trained beside a frozen base."""
+        return adapters.is_adapter(name) or name.startswith(self.fresh_weights())
+
+    def _let_gradients_through(self) -> None:
+        """Make the embeddings require a gradient: recomputation, and pipeline stages without an
+        adapter of their own, pass none on for inputs that need none.
+        """
+
+        def require(_embedding: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            return output.requires_grad_() if torch.is_grad_enabled() else output
+
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        if stages > 1 or self.transformer_config.recompute_granularity is not None:
+            for module in self.unwrapped():
+                if module.pre_process:
+                    module.embedding.register_forward_hook(require)
+
+    def _log_sizes(self, start: Path | None) -> None:
+        trained, all_of_them = 0, 0
+        for _name, parameter in self._parameters_of_chunks():
+            all_of_them += parameter.numel()
+            trained += parameter.numel() if parameter.requires_grad else 0
+        logging.info(
+            f"LoRA: {trained:,} of {all_of_them:,} weights on this rank are trained"
+            + ("" if start is None else f"; they start from {start}")
+        )
+
+    # --- with and without adapters --------------------------------------------------------------
+
+    def adapters_disabled(self) -> AbstractContextManager[None]:
+        """Inside, the model computes as its base; without adapters nothing changes."""
+        return lora_layers.disabled(self._adapters) if self.use_peft else nullcontext()
+
+    def adapters_merged(self) -> AbstractContextManager[None]:
+        """Inside, the weights hold the adapters, which makes many short passes faster; afterwards
+        they have their former bits. It needs memory for a copy of the weights with adapters.
+        """
+        return lora_layers.merged(self._adapters) if self.use_peft else nullcontext()
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As the base class; with adapters only what is trained."""
+        for name, tensor in super()._named_weights():
+            if not self.use_peft or self._is_trained(name.partition(".")[2]):
+                yield name, tensor
+
+    def sharded_weights(self, metadata: dict | None = None) -> dict[str, dict[str, Any]]:
+        """As the base class; with adapters only what is trained."""
+        sharded = super().sharded_weights(metadata)
+        if not self.use_peft:
+            return sharded
+        return {
+            chunk: {
+                name: entry
+                for name, entry in entries.items()
+                if self._is_trained(name.removeprefix("model."))
+            }
+            for chunk, entries in sharded.items()
+        }
+
+    def load_sharded_weights(self, loaded: dict[str, dict[str, Any]], strict: bool = True) -> None:
+        """As the base class; with adapters the base's weights stay as they are."""
+        super().load_sharded_weights(loaded, strict=strict and not self.use_peft)
+
+    def _load_adapters(self, path: Path) -> None:
+        """Load adapters, and heads that the file has, at the split of this job."""
+        config = nemo_archive.read_stored_config(path)
+        base = adapters.base_in(config)
+        assert base is not None
+        adapters.check_base(base, self._base.checksum, str(path), self._base.path or "this model")
+        sharded = self.sharded_weights()
+        with nemo_archive.own_weights(path) as weights:
+            stored = weights.shapes()
+            for chunk in sharded.values():
+                for name, entry in list(chunk.items()):
+                    head = name.removeprefix("model.").startswith(self.fresh_weights())
+                    if head and entry.key not in stored:
+                        del chunk[name]  # adapters of a language model: the head stays new
+            self.check_stored_weights(path, stored, sharded)
+            loaded = weights.load(sharded)
+        self.load_sharded_weights(loaded)
+
+    def check_checkpoint(self, folder: Path) -> None:
+        """Check that a training checkpoint belongs to this model; see the base class.
+
+        Raises:
+            UserError: it was trained with adapters and this job is not, or the other way round;
+                its adapters have another form or belong to another base.
+        """
+        super().check_checkpoint(folder)
+        config = nemo_archive.read_stored_config(folder)
+        base = adapters.base_in(config)
+        if (base is None) == self.use_peft:
+            was, now = ("all weights", LORA) if base is None else ("adapters", NONE)
+            raise UserError(
+                f"{folder} is a checkpoint of a job that trained {was}, but this job has "
+                f"model.peft.peft_scheme={now}. Resume with the former setting, or start in "
+                "another folder (exp_manager.explicit_log_dir)."
             )
+        if base is None:
+            return
+        adapters.check_base(base, self._base.checksum, str(folder), self._base.path or "the model")
+        stored = adapters.settings_in(config)
+        if stored != self.lora:
+            assert self.lora is not None
+            before, now_ = stored.to_config(), self.lora.to_config()
+            changed = [
+                f"{key}={now_[key]} (checkpoint: {before[key]})"
+                for key in now_
+                if now_[key] != before[key]
+            ]
+            raise UserError(
+                f"{folder} has adapters of another form: model.peft.lora_tuning."
+                f"{', '.join(changed)}. Resume with the former values."
+            )
+
+    def _resolved_config(self) -> DictConfig:
+        config = super()._resolved_config()
+        if self.use_peft:
+            with open_dict(config):
+                config[adapters.BASE_SECTION] = self._base.to_config()
+        return config
+
+
+def _add_over_ranks(tensor: Tensor) -> None:
+    if not torch.distributed.is_initialized():
+        return
+    on_device = tensor.to(get_device())
+    torch.distributed.all_reduce(on_device)
+    tensor.copy_(on_device)
+
+
+def _adapters_to_start_from(peft: DictConfig) -> Path | None:
+    """The adapters that `restore_from_path` or `restore_from_ckpt` names.
+
+    Raises:
+        UserError: they do not exist or are a model with all weights.
+    """
+    key, path = "model.peft.restore_from_path", peft.restore_from_path
+    ckpt = peft.restore_from_ckpt
+    if ckpt.checkpoint_dir is not None:
+        key, path = "model.peft.restore_from_ckpt", Path(ckpt.checkpoint_dir, ckpt.checkpoint_name)
+    if path is None:
+        return None
+    path = nemo_archive.check_restore_path(path, key=key)
+    if adapters.base_in(nemo_archive.read_stored_config(path)) is None:
+        raise UserError(
+            f"{key}={path} holds a model with all its weights, not adapters; name it as the "
+            "checkpoint that the job starts from."
+        )
+    return path
+
+
+def _settings_of(path: Path, wanted: LoRASettings) -> LoRASettings:
+    """The form of the adapters at `path`, with what does not concern their weights as wanted."""
+    stored = adapters.settings_in(nemo_archive.read_stored_config(path)).to_config()
+    free = ("adapter_dropout", "dropout_position", "column_init_method", "row_init_method")
+    merged = {**stored, **{key: wanted.to_config()[key] for key in free}}
+    differing = [
+        f"{key}={merged[key]}" for key in merged if merged[key] != wanted.to_config()[key]
+    ]
+    if differing:
+        logging.warning(f"model.peft.lora_tuning is as in {path}: {', '.join(differing)}")
+    return LoRASettings.from_config(merged)

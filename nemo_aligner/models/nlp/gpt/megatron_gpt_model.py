@@ -76,6 +76,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         transformer_config: Megatron Core's configuration.
         padded_vocab_size: rows of the embedding table; ids from `tokenizer.vocab_size` on are
             padding.
+        restore_path: checkpoint that the weights were loaded from; None: they are random.
 
     Raises:
         UserError: the processes of the job are not connected, or the tokenizer cannot be read.
@@ -119,6 +120,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         self._optimizer: MegatronOptimizer | None = None
         self._scheduler: OptimizerParamScheduler | None = None
         self._swap_buffer: dict[str, Tensor] | None = None
+        self.restore_path: Path | None = None
 
     # --- construction ---------------------------------------------------------------------------
 
@@ -445,6 +447,33 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
                         del chunk[name]  # not strict: it keeps its initial value
             loaded = weights.load(sharded)
         self.load_sharded_weights(loaded, strict=strict and not missing_ok)
+        self.restore_path = Path(restore_path)
+
+    def check_stored_weights(
+        self,
+        path: str | Path,
+        stored: Mapping[str, tuple[int, ...]],
+        sharded: dict[str, dict[str, Any]],
+        strict: bool = True,
+    ) -> None:
+        """Check that a checkpoint has the weights `sharded` of this model, in the same shapes.
+
+        Args:
+            path: of the checkpoint, for the messages.
+            stored: global shapes of its tensors, by key.
+            sharded: the weights that are to be loaded, by chunk.
+            strict: all of them must be there.
+
+        Raises:
+            UserError: a weight is missing or has another shape.
+        """
+        _check_stored_weights(path, stored, sharded, strict)
+
+    def check_checkpoint(self, folder: Path) -> None:
+        """Check that the training checkpoint `folder` belongs to this model, before it is loaded;
+        all ranks call it. Here nothing needs a check: missing weights are an error when they are
+        loaded.
+        """
 
     @classmethod
     def restore_from(

@@ -6,6 +6,7 @@ It has everything but the loss, which the actor of PPO and the policy of rejecti
 """
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
             self.settings.length_params, self.settings.sampling_params
         )
         self.temperature = 1.0
+        self.merge_for_generation = True
         self.generator = MegatronGenerator(
             self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length
         )
@@ -106,7 +108,8 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
             seeds = self._seeds_of_prompts(prompts, lengths)
         wanted = bool(inference_batch.get("return_logprobs"))
         params = dataclasses.replace(self.generation_params, return_logprobs=wanted)
-        generated = self.generator.generate(prompts, lengths, seeds.cpu(), params)
+        with self.adapters_merged() if self.merge_for_generation else nullcontext():
+            generated = self.generator.generate(prompts, lengths, seeds.cpu(), params)
         rollout: Rollout = {
             "response_tokens": generated.response_tokens,
             "response_lengths": generated.response_lengths,

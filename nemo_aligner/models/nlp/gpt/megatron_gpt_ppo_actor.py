@@ -7,6 +7,8 @@ One function computes the log-probs of policy, reference and training, in fp32 a
 temperature that the tokens were sampled with.
 """
 
+from contextlib import AbstractContextManager
+
 from lightning.pytorch import Trainer
 from nemo.utils import logging
 from omegaconf import DictConfig
@@ -30,7 +32,7 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
 
     Attributes:
         init_policy_state_dict: weights of the reference policy in host memory, from
-            `set_reference_policy`, or None.
+            `set_reference_policy`, or None; with adapters it is the base, and this is None.
         entropy_bonus, ratio_eps, dual_clip, kl_loss_coef, kl_loss_estimator: of the loss.
         train_on_truncated: responses that did not end count in the loss too.
     """
@@ -66,15 +68,17 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
     # --- reference policy -----------------------------------------------------------------------
 
     def set_reference_policy(self) -> None:
-        """Keep a copy of the present weights as the reference policy.
+        """Keep a copy of the present weights as the reference policy; with adapters do nothing:
+        the reference policy is their base.
 
         Call it before a checkpoint is resumed.
         """
-        self.init_policy_state_dict = self.weights_to_cpu()
+        if not self.use_peft:
+            self.init_policy_state_dict = self.weights_to_cpu()
 
     def check_reference_policy(self) -> None:
         """Raise `UserError` if `set_reference_policy` was not called."""
-        if self.init_policy_state_dict is None:
+        if self.init_policy_state_dict is None and not self.use_peft:
             raise UserError(
                 "the policy has no reference to measure the KL to; call "
                 "model.set_reference_policy() before training and before a checkpoint is resumed, "
@@ -82,7 +86,8 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
             )
 
     def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
-        """`get_inference_log_probs` under the reference policy: swaps the weights once, and back.
+        """`get_inference_log_probs` under the reference policy: swaps the weights once, and back,
+        or switches the adapters off.
 
         Args:
             response_tokens: int64 `[B, S]`.
@@ -94,9 +99,15 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
             UserError: `set_reference_policy` was not called.
         """
         self.check_reference_policy()
-        assert self.init_policy_state_dict is not None
-        with self.swapped_weights(self.init_policy_state_dict):
+        with self._reference_policy():
             return self.get_inference_log_probs(response_tokens)
+
+    def _reference_policy(self) -> AbstractContextManager[None]:
+        """Inside, the model computes as the reference policy."""
+        if self.use_peft:
+            return self.adapters_disabled()
+        assert self.init_policy_state_dict is not None
+        return self.swapped_weights(self.init_policy_state_dict)
 
     # --- training -------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, preference_loss
 from nemo_aligner.core.types import LabelledPairBatch, PairBatch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
+from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
@@ -44,7 +45,9 @@ HEAD_DTYPES = {
 }
 
 
-class MegatronGPTRewardModel(MegatronGPTModel, SupervisedInterface, Inferrable):
+class MegatronGPTRewardModel(
+    NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface, Inferrable
+):
     """Reward model for binary preferences.
 
     Args:

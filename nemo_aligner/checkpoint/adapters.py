@@ -1,0 +1,295 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that hold adapters (and heads) instead of all weights.
+
+Their configuration has the section `lora_base`, which names the checkpoint of the base and its
+checksum, beside `peft`, which says what the adapters look like. Read as a model, such a checkpoint
+is its base with the adapters merged in.
+
+Keys of the adapters: `<key of the linear layer>lora.<number of the transformer layer>.a` and
+`.b`, for example `model.decoder.layers.self_attention.linear_qkv.lora.1.a`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from omegaconf import DictConfig
+from torch import Tensor
+
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource
+from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.peft_rules import LoRASettings
+from nemo_aligner.config.values import plain_dict
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.lora import (
+    base_checksum,
+    checked_rows,
+    delta,
+    expand_blocks,
+    gated_blocks,
+    qkv_blocks,
+)
+
+BASE_SECTION = "lora_base"
+_LAYERS = "model.decoder.layers."
+_ADAPTER = ".lora."
+# The weights that the checksum of a base reads: every transformer layer has them.
+_CHECKED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that adapters belong to.
+
+    Attributes:
+        path: of its checkpoint; None: of a model with random weights.
+        checksum: of its weights (`checksum_of_source`).
+    """
+
+    path: str | None
+    checksum: str
+
+    def to_config(self) -> dict[str, Any]:
+        """The section `lora_base`."""
+        return {"restore_from_path": self.path, "checksum": self.checksum}
+
+
+def is_adapter(key: str) -> bool:
+    """Whether a tensor, by its key or its name in a state dict, belongs to an adapter."""
+    return _ADAPTER in key
+
+
+def base_in(config: DictConfig) -> Base | None:
+    """The base that the configuration of a checkpoint names; None: it holds all weights."""
+    section = config.get(BASE_SECTION)
+    if section is None:
+        return None
+    return Base(section.get("restore_from_path"), str(section.get("checksum")))
+
+
+def settings_in(config: DictConfig) -> LoRASettings:
+    """What the adapters in a checkpoint with this configuration look like."""
+    peft = complete(config.get("peft"), "gpt_ppo_actor", "model.peft")
+    return LoRASettings.from_config(plain_dict(peft.lora_tuning))
+
+
+def without_adapter_keys(config: DictConfig) -> DictConfig:
+    """`config` as that of a model with all weights."""
+    for key in (BASE_SECTION, "peft"):
+        config.pop(key, None)
+    return config
+
+
+# --- checksum of the base ---
+
+
+def checksum_of_source(source: TensorSource) -> str:
+    """Checksum of the model in `source`: of `CHECKED_ROWS` rows of the attention's weights in each
+    layer, in hexadecimal digits.
+    """
+    total = 0
+    for key, shape in source.shapes().items():
+        if not key.endswith(_CHECKED) or is_adapter(key):
+            continue
+        name, number = _unnumbered(key)
+        stacked = len(shape) == 3
+        for layer in range(shape[0]) if stacked else (number,):
+            assert layer is not None
+            for row in checked_rows(shape[-2]):
+                part = (row, slice(0, shape[-1]))
+                values = source.read(key, (layer, *part) if stacked else part)
+                total += base_checksum(name, values, layer, row, 0)
+    return _digits(total)
+
+
+def checksum_of_model(
+    sharded: Mapping[str, Mapping[str, Any]], add_over_ranks: Callable[[Tensor], Any]
+) -> str:
+    """Checksum of a model, equal to `checksum_of_source` of its checkpoint; all ranks call it.
+
+    Args:
+        sharded: sharded state dict of each chunk.
+        add_over_ranks: adds an int64 tensor up over all ranks of the job, in place.
+    """
+    total = 0
+    for chunk in sharded.values():
+        for entry in chunk.values():
+            if isinstance(entry, ShardedTensor) and entry.key.endswith(_CHECKED):
+                total += _checksum_of_part(entry)
+    result = torch.tensor([_signed(total)])
+    add_over_ranks(result)
+    return _digits(int(result))
+
+
+def _checksum_of_part(entry: ShardedTensor) -> int:
+    if any(entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)):
+        return 0  # another rank counts it
+    assert entry.data is not None
+    name, number = _unnumbered(entry.key)
+    *layers, first_row, column = entry.global_offset
+    layer = layers[0] if layers else number
+    assert layer is not None
+    rows = entry.data.shape[0]
+    return sum(
+        base_checksum(name, entry.data[row - first_row], layer, row, column)
+        for row in checked_rows(entry.global_shape[-2])
+        if first_row <= row < first_row + rows
+    )
+
+
+def _digits(total: int) -> str:
+    return f"{total % 2**64:016x}"
+
+
+def _signed(total: int) -> int:
+    total %= 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+def _unnumbered(key: str) -> tuple[str, int | None]:
+    """The key of a layer's tensor as it is for all layers, and the layer's number from 0 if it is
+    in the key.
+    """
+    rest = key.removeprefix(_LAYERS)
+    number, _, name = rest.partition(".")
+    return (_LAYERS + name, int(number)) if number.isdigit() else (key, None)
+
+
+def check_base(expected: Base, found: str, what: str, where: str) -> None:
+    """Check that adapters belong to a model.
+
+    Args:
+        expected: the base that they were trained on.
+        found: checksum of the model.
+        what: the adapters, for the message.
+        where: the model, for the message.
+
+    Raises:
+        UserError: they belong to another one.
+    """
+    if expected.checksum != found:
+        raise UserError(
+            f"{what} are adapters of another base: they were trained on "
+            f"{expected.path or 'random weights'} (checksum {expected.checksum}), but {where} has "
+            f"the checksum {found}. Start from the base that they belong to."
+        )
+
+
+# --- merging ---
+
+
+class MergedTensors:
+    """A `TensorSource`: a base with adapters merged into its weights, and their heads.
+
+    Sums are computed in float32 and have the dtype of the base.
+
+    Args:
+        base: weights of the base.
+        adapters: the adapters' checkpoint.
+        settings: what they look like.
+        config: of the model.
+
+    Raises:
+        UserError: the adapters do not fit the base.
+    """
+
+    def __init__(
+        self,
+        base: TensorSource,
+        adapters: TensorSource,
+        settings: LoRASettings,
+        config: Mapping[str, Any],
+    ):
+        self.base, self.adapters, self.settings = base, adapters, settings
+        heads = int(config["num_attention_heads"])
+        groups = int(config.get("num_query_groups") or heads)
+        size = int(config.get("kv_channels") or int(config["hidden_size"]) // heads)
+        self._qkv = (groups, heads // groups, size)
+        self._gated = str(config.get("activation") or "").lower().endswith("glu")
+        self._own = {key: s for key, s in adapters.shapes().items() if not is_adapter(key)}
+        self._adapted = _adapted_layers(adapters.shapes())
+        self._check()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {**self.base.shapes(), **self._own}
+
+    def read(self, key: str, part: Slice) -> Tensor:
+        if key in self._own:
+            return self.adapters.read(key, part)
+        values = self.base.read(key, part)
+        name, number = _unnumbered(key)
+        layers = (
+            self._adapted.get(name.removesuffix("weight")) if key.endswith(".weight") else None
+        )
+        if not layers:
+            return values
+        if number is not None:
+            return self._merged(name, number, values, part)
+        axis, *rest = part
+        if isinstance(axis, int):
+            return self._merged(name, axis, values, tuple(rest))
+        numbers = range(*axis.indices(self.base.shapes()[key][0]))
+        return torch.stack(
+            [
+                self._merged(name, layer, value, tuple(rest))
+                for layer, value in zip(numbers, values, strict=True)
+            ]
+        )
+
+    def _merged(self, name: str, layer: int, values: Tensor, part: Slice) -> Tensor:
+        """`values`, the part `part` of the weight `name` in the layer `layer` (from 0), with its
+        adapter.
+        """
+        stem = name.removesuffix("weight")
+        if layer + 1 not in self._adapted[stem]:
+            return values
+        key = f"{stem}lora.{layer + 1}."
+        shapes = self.adapters.shapes()
+        rows, columns = part
+        a = self.adapters.read(key + "a", (slice(0, shapes[key + "a"][0]), columns))
+        b = self.adapters.read(key + "b", tuple(slice(0, size) for size in shapes[key + "b"]))
+        wide = self._wide(stem, b)[rows]
+        change = delta(a, wide, self.settings.scale)
+        return (values.float() + change).to(values.dtype)
+
+    def _wide(self, stem: str, b: Tensor) -> Tensor:
+        """B with a column for each row of A."""
+        blocks = None
+        if self.settings.variant == "canonical":
+            if stem.endswith("linear_qkv."):
+                blocks = qkv_blocks(*self._qkv)
+            elif stem.endswith("linear_fc1.") and self._gated:
+                blocks = gated_blocks(len(b))
+        return b if blocks is None else expand_blocks(b, blocks)
+
+    def _check(self) -> None:
+        stored, shapes = self.base.shapes(), self.adapters.shapes()
+        for stem, layers in self._adapted.items():
+            weight = stored.get(stem + "weight") or stored.get(_numbered(stem, min(layers)))
+            if weight is None:
+                raise UserError(f"the base has no {stem}weight, to which the adapters belong.")
+            for layer in layers:
+                a, b = (shapes[f"{stem}lora.{layer}.{name}"] for name in "ab")
+                if a[1] != weight[-1] or b[0] != weight[-2]:
+                    raise UserError(
+                        f"the adapter of {stem}weight in layer {layer} is for a weight of shape "
+                        f"({b[0]}, {a[1]}), but that of the base is {tuple(weight[-2:])}: it was "
+                        "trained on another architecture."
+                    )
+
+
+def _numbered(stem: str, layer: int) -> str:
+    return f"{_LAYERS}{layer - 1}.{stem.removeprefix(_LAYERS)}weight"
+
+
+def _adapted_layers(keys: Iterable[str]) -> dict[str, set[int]]:
+    """Key of a linear layer, up to its last dot -> numbers of the layers with an adapter."""
+    result: dict[str, set[int]] = {}
+    for key in keys:
+        stem, found, rest = key.partition(_ADAPTER)
+        if found:
+            result.setdefault(stem + ".", set()).add(int(rest.partition(".")[0]))
+    return result

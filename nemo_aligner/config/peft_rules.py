@@ -1,0 +1,228 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The section `model.peft`: which layers get LoRA adapters, and of which form (docs/lora.md)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.config.values import Values
+from nemo_aligner.core.errors import ConfigError
+
+PEFT = "model.peft."
+TUNING = PEFT + "lora_tuning."
+NONE, LORA = "none", "lora"
+
+# NeMo's names of the linear layers that can have an adapter -> their place in a transformer layer.
+TARGETS = {
+    "attention_qkv": "self_attention.linear_qkv",
+    "attention_dense": "self_attention.linear_proj",
+    "mlp_fc1": "mlp.linear_fc1",
+    "mlp_fc2": "mlp.linear_fc2",
+}
+# Names of several of them.
+TARGET_GROUPS = {
+    "attention": ("attention_qkv", "attention_dense"),
+    "mlp": ("mlp_fc1", "mlp_fc2"),
+    "all": tuple(TARGETS),
+}
+INIT_METHODS = ("xavier", "normal", "kaiming", "zero")
+DROPOUT_POSITIONS = ("pre", "post")
+VARIANTS = ("nemo", "canonical")
+
+
+@dataclass(frozen=True)
+class LoRASettings:
+    """The form of the adapters of a model.
+
+    Attributes:
+        targets: names of `TARGETS`, in its order.
+        dim: rank of each adapter.
+        alpha: the output of an adapter is multiplied by `alpha / dim`.
+        dropout: probability that a number is dropped in training.
+        dropout_position: "pre": of the input of the adapter, as in PEFT; "post": of its output,
+            as in NeMo.
+        column_init_method, row_init_method: initial values of A and B, of `INIT_METHODS`.
+        layers: numbers from 1 of the layers with adapters; None: all.
+        weight_tying: all layers share the adapters of the first one.
+        variant: "nemo": one A for queries, keys and values (and one for gate and up projection);
+            "canonical": one for each, as in PEFT.
+    """
+
+    targets: tuple[str, ...]
+    dim: int
+    alpha: float
+    dropout: float
+    dropout_position: str
+    column_init_method: str
+    row_init_method: str
+    layers: tuple[int, ...] | None
+    weight_tying: bool
+    variant: str
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's output."""
+        return self.alpha / self.dim
+
+    @classmethod
+    def from_config(cls, tuning: Mapping[str, Any]) -> "LoRASettings":
+        """Of a complete, checked section `model.peft.lora_tuning`."""
+        layers = tuning["layer_selection"]
+        dim = tuning["adapter_dim"]
+        return cls(
+            targets=_targets(tuning["target_modules"]),
+            dim=dim,
+            alpha=float(dim if tuning["alpha"] is None else tuning["alpha"]),
+            dropout=float(tuning["adapter_dropout"]),
+            dropout_position=tuning["dropout_position"],
+            column_init_method=tuning["column_init_method"],
+            row_init_method=tuning["row_init_method"],
+            layers=None if layers is None else tuple(sorted(layers)),
+            weight_tying=tuning["weight_tying"],
+            variant=tuning["variant"],
+        )
+
+    def to_config(self) -> dict[str, Any]:
+        """The section `model.peft.lora_tuning` that describes these adapters."""
+        return {
+            "target_modules": list(self.targets),
+            "adapter_dim": self.dim,
+            "alpha": self.alpha,
+            "adapter_dropout": self.dropout,
+            "dropout_position": self.dropout_position,
+            "column_init_method": self.column_init_method,
+            "row_init_method": self.row_init_method,
+            "layer_selection": None if self.layers is None else list(self.layers),
+            "weight_tying": self.weight_tying,
+            "position_embedding_strategy": None,
+            "variant": self.variant,
+        }
+
+
+def _targets(names: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of `TARGETS` that `target_modules` stands for.
+
+    Raises:
+        ConfigError: a name that does not exist, or none.
+    """
+    given = [names] if isinstance(names, str) else list(names)
+    found: set[str] = set()
+    for name in given:
+        if name not in TARGETS and name not in TARGET_GROUPS:
+            raise ConfigError(
+                f"{TUNING}target_modules={given}: {name!r} does not exist; use "
+                f"{', '.join((*TARGETS, *TARGET_GROUPS))}."
+            )
+        found |= set(TARGET_GROUPS.get(name, (name,)))
+    if not found:
+        raise ConfigError(f"{TUNING}target_modules is empty; give one of {', '.join(TARGETS)}.")
+    return tuple(name for name in TARGETS if name in found)
+
+
+def trains_adapters(tree: Mapping[str, Any]) -> bool:
+    """Whether the configuration `{"model": ...}` asks for adapters."""
+    return Values(tree).get(PEFT + "peft_scheme", NONE) != NONE
+
+
+def check_peft(values: Values) -> None:
+    """Refuse adapters that cannot be built. Absent keys are not checked.
+
+    Args:
+        values: a configuration with the section `model`, as far as it is known.
+
+    Raises:
+        ConfigError: with the value and the remedy.
+    """
+    v = values
+    scheme = v.get(PEFT + "peft_scheme", NONE)
+    if scheme not in (NONE, LORA):
+        raise ConfigError(
+            f"{PEFT}peft_scheme={scheme!r} is not available; use lora (adapters), or none (every "
+            "weight is trained)."
+        )
+    _check_sources(v, scheme)
+    if scheme == NONE:
+        return
+    _check_tuning(v)
+    targets = _targets(v.get(TUNING + "target_modules", ("attention_qkv",)))
+    experts = v.get("model.num_moe_experts")
+    inside = [name for name in targets if name in TARGET_GROUPS["mlp"]]
+    if experts and inside:
+        raise ConfigError(
+            f"{TUNING}target_modules names {', '.join(inside)}, but the MLPs of this model are "
+            f"experts (model.num_moe_experts={experts}), which have no adapters; use attention."
+        )
+    _check_layers(v)
+
+
+def _check_sources(v: Values, scheme: str) -> None:
+    """Check the keys that name adapters to start from."""
+    path = v.get(PEFT + "restore_from_path")
+    folder = v.get(PEFT + "restore_from_ckpt.checkpoint_dir")
+    name = v.get(PEFT + "restore_from_ckpt.checkpoint_name")
+    if (folder is None) != (name is None):
+        raise ConfigError(
+            f"{PEFT}restore_from_ckpt needs both checkpoint_dir and checkpoint_name; they are "
+            f"{folder!r} and {name!r}."
+        )
+    if path is not None and folder is not None:
+        raise ConfigError(
+            f"{PEFT}restore_from_path and {PEFT}restore_from_ckpt both name adapters to start "
+            "from; set only one."
+        )
+    if scheme == NONE and (path or folder):
+        raise ConfigError(
+            f"{PEFT}restore_from_path={path or folder} names adapters, but {PEFT}peft_scheme=none "
+            "trains none; set it to lora, or name the adapters as the checkpoint that the job "
+            "starts from, which adds them to its weights."
+        )
+
+
+def _check_tuning(v: Values) -> None:
+    v.whole(TUNING + "adapter_dim", 1)
+    v.number(TUNING + "alpha", 0, above=True)
+    v.number(TUNING + "adapter_dropout", 0, 1)
+    if v.get(TUNING + "adapter_dropout") == 1:
+        raise ConfigError(f"{TUNING}adapter_dropout=1 drops everything; use less.")
+    v.choice(TUNING + "dropout_position", DROPOUT_POSITIONS)
+    v.choice(TUNING + "column_init_method", INIT_METHODS)
+    v.choice(TUNING + "row_init_method", INIT_METHODS)
+    v.choice(TUNING + "variant", VARIANTS)
+    if v.get(TUNING + "column_init_method") == v.get(TUNING + "row_init_method") == "zero":
+        raise ConfigError(
+            f"{TUNING}column_init_method and row_init_method are both zero: such adapters have no "
+            "gradient and never learn; leave one of them at its default."
+        )
+    strategy = v.get(TUNING + "position_embedding_strategy")
+    if strategy is not None:
+        raise ConfigError(
+            f"{TUNING}position_embedding_strategy={strategy!r} is not available; set it to null."
+        )
+    stages = v.get("model.pipeline_model_parallel_size", 1)
+    if v.get(TUNING + "weight_tying") and stages > 1:
+        raise ConfigError(
+            f"{TUNING}weight_tying=True shares adapters between layers, which must then be on one "
+            f"pipeline stage; model.pipeline_model_parallel_size is {stages}."
+        )
+
+
+def _check_layers(v: Values) -> None:
+    layers = v.get(TUNING + "layer_selection")
+    if layers is None:
+        return
+    if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
+        raise ConfigError(
+            f"{TUNING}layer_selection={layers!r} must be a list of layer numbers, or null for all."
+        )
+    count = v.get("model.num_layers")
+    for layer in layers:
+        whole = isinstance(layer, int) and not isinstance(layer, bool)
+        if not whole or layer < 1 or (count is not None and layer > count):
+            last = f" to {count}" if count is not None else ""
+            raise ConfigError(
+                f"{TUNING}layer_selection={list(layers)}: {layer!r} is not the number of a layer; "
+                f"layers are numbered from 1{last}."
+            )
+    if len(set(layers)) < len(layers):
+        raise ConfigError(f"{TUNING}layer_selection={list(layers)} names a layer twice.")

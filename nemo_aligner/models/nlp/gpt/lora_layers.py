@@ -1,0 +1,380 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters (LoRA, arXiv 2106.09685, eq. 3) on the linear layers of Megatron Core.
+
+A linear layer W `[out, in]` computes `W x + alpha/dim * B A x` with A `[dim, in]` and B
+`[out, dim]`. The layer stays the object that it is, under the same names in checkpoints; its class
+becomes a subclass of its class that adds the second term.
+
+Under tensor parallelism W is split along its rows (qkv, fc1) or its columns (proj, fc2). The
+adapter is split along the same axis, and its other half is held whole by every rank, so `dim` need
+not be divisible by anything. Gradients of the half that is held whole are complete on every rank;
+under sequence parallelism each rank has those of its share of the positions, which Megatron Core
+adds up for parameters that are marked `sequence_parallel`.
+
+Notation: S positions and b samples on this rank; t tensor-parallel ranks.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from nemo_aligner.config.peft_rules import TARGETS, LoRASettings
+from nemo_aligner.core.lora import delta, expand_blocks, gated_blocks, qkv_blocks
+from nemo_aligner.parallel import parallel_state
+
+ADAPTER = "lora"  # name of the adapter in its linear layer
+# Linear layers that are split along their rows (Megatron's column-parallel ones).
+SPLIT_BY_ROWS = ("attention_qkv", "mlp_fc1")
+GATED = "mlp_fc1"
+
+
+def blocks_of_rows(target: str, rows: int, config: TransformerConfig) -> Tensor:
+    """int64 `[rows]`: which projection each row of a fused weight, or of one rank's part of it,
+    belongs to; 0 for other weights.
+
+    Args:
+        target: name of `TARGETS`.
+        rows: of the weight or the part.
+        config: Megatron Core's configuration.
+    """
+    if target == "attention_qkv":
+        heads, groups, size = (
+            config.num_attention_heads,
+            config.num_query_groups,
+            config.kv_channels,
+        )
+        assert groups is not None and size is not None  # Megatron Core sets them
+        per_group = heads // groups
+        return qkv_blocks(rows // (size * (per_group + 2)), per_group, size)
+    if target == GATED and config.gated_linear_unit:
+        return gated_blocks(rows)
+    return torch.zeros(rows, dtype=torch.int64)
+
+
+class LoRA(torch.nn.Module):
+    """The adapter of one linear layer on this rank.
+
+    Args:
+        linear: the layer, of Megatron Core or Transformer Engine.
+        target: name of `TARGETS`.
+        layer_number: of the transformer layer, from 1, over all stages.
+        settings: of all adapters.
+        config: Megatron Core's configuration.
+        seed: of the initial values, which do not depend on the split.
+
+    Attributes:
+        a: `[dim, in]`, or `[blocks * dim, in]` of the variant "canonical"; `in / t` columns of a
+            layer that is split along its columns.
+        b: `[out, dim]`; `out / t` rows of a layer that is split along its rows.
+        enabled: False: the layer computes without the adapter.
+        merged: True: the layer's weight holds the adapter.
+    """
+
+    blocks: Tensor
+
+    def __init__(
+        self,
+        linear: Any,
+        target: str,
+        layer_number: int,
+        settings: LoRASettings,
+        config: TransformerConfig,
+        seed: int,
+    ):
+        super().__init__()
+        self.target, self.layer_number = target, layer_number
+        self.scale = settings.scale
+        self.dropout, self.dropout_position = settings.dropout, settings.dropout_position
+        self.tp = parallel_state.get_tensor_model_parallel_world_size()
+        self.sequence_parallel = bool(config.sequence_parallel) and self.tp > 1
+        self.by_rows = target in SPLIT_BY_ROWS
+        self.gated = target == GATED and bool(config.gated_linear_unit)
+        self.enabled, self.merged = True, False
+        self._whole_weight: Tensor | None = None
+        rows, columns = linear.weight.shape
+        blocks = blocks_of_rows(target, rows, config)
+        if settings.variant == "nemo":
+            blocks = torch.zeros_like(blocks)
+        self.num_blocks = int(blocks.max()) + 1
+        self.register_buffer("blocks", blocks.to(linear.weight.device), persistent=False)
+        number = 1 if settings.weight_tying else layer_number
+        draw = _Initializer(f"{seed}/{number}/{target}")
+        whole_rows = rows * (self.tp if self.by_rows else 1)
+        whole_columns = columns * (1 if self.by_rows else self.tp)
+        a = draw(settings.column_init_method, self.num_blocks, settings.dim, whole_columns)
+        b = draw(settings.row_init_method, 1, whole_rows, settings.dim)
+        if self.tp > 1:
+            a, b = (a, self._own_rows(b)) if self.by_rows else (self._own_columns(a), b)
+        like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
+        self.a = torch.nn.Parameter(a.to(**like))
+        self.b = torch.nn.Parameter(b.to(**like))
+        split, whole = (self.b, self.a) if self.by_rows else (self.a, self.b)
+        for parameter, is_split, axis in (
+            (split, True, 0 if self.by_rows else 1),
+            (whole, False, 0),
+        ):
+            tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_split, axis, 1)
+        if self.sequence_parallel:
+            whole.sequence_parallel = True  # type: ignore[attr-defined]  # Megatron Core reads it
+
+    def _own_rows(self, whole: Tensor) -> Tensor:
+        """This rank's rows; of gate and up projection those of each."""
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        parts = whole.chunk(2) if self.gated else (whole,)
+        return torch.cat([part.chunk(self.tp)[rank] for part in parts])
+
+    def _own_columns(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self.tp, dim=1)[parallel_state.get_tensor_model_parallel_rank()]
+
+    # --- computing ------------------------------------------------------------------------------
+
+    def wide_b(self) -> Tensor:
+        """B with a column for each row of A."""
+        return self.b if self.num_blocks == 1 else expand_blocks(self.b, self.blocks)
+
+    def add(self, output: Tensor, inputs: Tensor) -> Tensor:
+        """The output of the linear layer with that of the adapter.
+
+        Args:
+            output: `[S, b, out]` as the layer gives it.
+            inputs: `[S, b, in]` as the layer got them (after its norm).
+        """
+        if not self.enabled or self.merged:
+            return output
+        dropping = self.training and self.dropout > 0
+        if dropping and self.dropout_position == "pre":
+            inputs = self._drop(inputs, split=self.sequence_parallel or not self.by_rows)
+        hidden = F.linear(inputs, self.a)
+        if self.tp > 1:
+            hidden = self._exchange(hidden)
+        b = self.wide_b()
+        if dropping and self.dropout_position == "post":
+            delta = F.linear(hidden, b)
+            delta = self._drop(delta, split=self.sequence_parallel or self.by_rows)
+            return output + self.scale * delta
+        added = torch.addmm(output.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=self.scale)
+        return added.view_as(output)
+
+    def _exchange(self, hidden: Tensor) -> Tensor:
+        """What B is applied to: of a layer split by rows the hidden states of all positions, else
+        the sum over the ranks' columns.
+        """
+        if self.by_rows:
+            if self.sequence_parallel:
+                return gather_from_sequence_parallel_region(hidden)
+            return copy_to_tensor_model_parallel_region(hidden)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(hidden)
+        return reduce_from_tensor_model_parallel_region(hidden)
+
+    def _drop(self, values: Tensor, split: bool) -> Tensor:
+        """Dropout; ranks that hold different values draw different masks."""
+        fork = (
+            tensor_parallel.get_cuda_rng_tracker().fork if split and self.tp > 1 else nullcontext
+        )
+        with fork():
+            return F.dropout(values, self.dropout)
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """What merging adds to this rank's part of the weight, float32 `[rows, columns]`."""
+        return delta(self.a, self.wide_b(), self.scale)
+
+    # --- merging --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def merge(self, linear: Any) -> None:
+        """Put `delta` into the weight of `linear` until `unmerge`; needs memory for one more copy
+        of it.
+        """
+        self._whole_weight = linear.weight.data
+        linear.weight.data = (linear.weight.float() + self.delta()).to(linear.weight.dtype)
+        self.merged = True
+
+    def unmerge(self, linear: Any) -> None:
+        """Give `linear` the very tensor back that it had before `merge`."""
+        assert self._whole_weight is not None
+        linear.weight.data, self._whole_weight, self.merged = self._whole_weight, None, False
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def sharded(self, prefix: str) -> dict[str, Any]:
+        """Entries of a sharded state dict.
+
+        Args:
+            prefix: of the linear layer's names in the state dict of its chunk.
+        """
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        result: dict[str, Any] = {}
+        for name, parameter in (("a", self.a), ("b", self.b)):
+            is_split = (name == "b") == self.by_rows
+            axis = 0 if name == "b" else 1
+            tensor: Any = ShardedTensor.from_rank_offsets(
+                f"{prefix}{ADAPTER}.{self.layer_number}.{name}",
+                parameter,
+                *([(axis, rank, self.tp)] if is_split else []),
+                replica_id=(0, 0 if is_split else rank, replica),
+            )
+            if self.gated and name == "b":
+                tensor = apply_swiglu_sharded_factory(tensor, ())
+            result[f"{prefix}{ADAPTER}.{name}"] = tensor
+        return result
+
+
+class _Initializer:
+    """Draws initial values from a generator of its own; `stream` names it."""
+
+    def __init__(self, stream: str):
+        digest = hashlib.sha256(stream.encode()).digest()
+        self.generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def __call__(self, method: str, blocks: int, rows: int, columns: int) -> Tensor:
+        """float32 `[blocks * rows, columns]`, each block drawn by itself."""
+        return torch.cat([self._draw(method, rows, columns) for _ in range(blocks)])
+
+    def _draw(self, method: str, rows: int, columns: int) -> Tensor:
+        values = torch.zeros(rows, columns)
+        if method == "xavier":
+            torch.nn.init.xavier_normal_(values, generator=self.generator)
+        elif method == "normal":
+            values.normal_(std=0.2, generator=self.generator)
+        elif method == "kaiming":
+            torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=self.generator)
+        return values
+
+
+class _WithAdapter:
+    """What the class of a linear layer gets in front when the layer gets an adapter."""
+
+    lora: LoRA
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer without an adapter, with the adapter's output added."""
+        parent: Any = super()
+        output, *rest = parent.forward(inputs, *args, **kwargs)
+        if len(rest) == 2:  # Transformer Engine's norm and linear layer in one: bias, normed input
+            rest, inputs = rest[:1], rest[1]
+        elif isinstance(output, tuple):  # the same without a separate bias
+            output, inputs = output
+        return self.lora.add(output, inputs), *rest
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The layer's entries under the names that they have without an adapter, and those of the
+        adapter.
+        """
+        parent: Any = super()
+        entries = parent.sharded_state_dict(prefix, sharded_offsets, metadata)
+        own = f"{prefix}{ADAPTER}."
+        base = {name: entry for name, entry in entries.items() if not name.startswith(own)}
+        return base | self.lora.sharded(prefix)
+
+
+_classes: dict[type, type] = {}
+
+
+def _class_with_adapter(kind: type) -> type:
+    """The subclass of a class of linear layers whose instances have an adapter."""
+    if kind not in _classes:
+        _classes[kind] = type(f"{kind.__name__}WithLoRA", (_WithAdapter, kind), {})
+    return _classes[kind]
+
+
+def linear_layers(module: Any) -> Iterator[tuple[int, str, Any]]:
+    """(number of the transformer layer, target, linear layer) of a bare `GPTModel`."""
+    for layer in module.decoder.layers:
+        for target, path in TARGETS.items():
+            linear = layer
+            for name in path.split("."):
+                linear = getattr(linear, name, None)
+            if linear is not None:
+                yield layer.layer_number, target, linear
+
+
+def add_adapters(
+    modules: list[Any], settings: LoRASettings, config: TransformerConfig, seed: int
+) -> list[tuple[Any, LoRA]]:
+    """Give the linear layers that `settings` selects their adapters, and freeze all other weights.
+
+    Args:
+        modules: bare Megatron modules of this stage.
+        settings, config, seed: as for `LoRA`.
+
+    Returns:
+        The linear layers with their adapters.
+    """
+    added: list[tuple[Any, LoRA]] = []
+    tied: dict[str, LoRA] = {}
+    for module in modules:
+        module.requires_grad_(False)
+        for number, target, linear in linear_layers(module):
+            chosen = settings.layers is None or number in settings.layers
+            if target not in settings.targets or not chosen:
+                continue
+            adapter = LoRA(linear, target, number, settings, config, seed)
+            if settings.weight_tying:
+                first = tied.setdefault(target, adapter)
+                adapter.a, adapter.b = first.a, first.b
+            linear.__class__ = _class_with_adapter(type(linear))
+            linear.lora = adapter
+            if hasattr(linear, "return_layernorm_output"):
+                linear.return_layernorm_output = True
+            added.append((linear, adapter))
+    return added
+
+
+@contextmanager
+def _switched(
+    adapters: list[tuple[Any, LoRA]],
+    enter: Callable[[Any, LoRA], None],
+    leave: Callable[[Any, LoRA], None],
+) -> Iterator[None]:
+    done: list[tuple[Any, LoRA]] = []
+    try:
+        for linear, adapter in adapters:
+            enter(linear, adapter)
+            done.append((linear, adapter))
+        yield
+    finally:
+        for linear, adapter in done:
+            leave(linear, adapter)
+
+
+def disabled(adapters: list[tuple[Any, LoRA]]) -> Any:
+    """Context in which the layers compute without their adapters."""
+
+    def switch(on: bool) -> Callable[[Any, LoRA], None]:
+        return lambda _linear, adapter: setattr(adapter, "enabled", on)
+
+    return _switched(adapters, switch(False), switch(True))
+
+
+def merged(adapters: list[tuple[Any, LoRA]]) -> Any:
+    """Context in which the weights hold the adapters; afterwards they have their former bits."""
+    return _switched(
+        adapters,
+        lambda linear, adapter: adapter.merge(linear),
+        lambda linear, adapter: adapter.unmerge(linear),
+    )
