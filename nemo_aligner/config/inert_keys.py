@@ -413,10 +413,6 @@ ONLY: dict[str, tuple[tuple, str]] = {
         "all layers share model.rotary_base in Megatron Core (Gemma 3 has two)",
     ),
     "model.attention_type": (("multihead",), "only self-attention with a causal mask exists here"),
-    "model.peft.peft_scheme": (
-        ("none",),
-        "adapters such as LoRA cannot be trained yet; set it to none, and every weight is trained",
-    ),
     "model.fp8": ((False,), "fp8 is not supported: train in bf16"),
     "model.fp32_residual_connection": (
         (False,),

@@ -28,6 +28,7 @@ from nemo_aligner.config.parallel_rules import (
     parallel_factor,
     virtual_pipeline_group,
 )
+from nemo_aligner.config.peft_rules import check_peft, trains_adapters
 from nemo_aligner.config.ppo_rules import check_ppo_actor
 from nemo_aligner.config.rollout_rules import check_rs_actor
 from nemo_aligner.config.schema import (
@@ -129,6 +130,12 @@ def check_values(
             check_evaluation(values)
         return
     check_save_hf(values.get("model.save_hf"))
+    check_peft(values)
+    if trains_from_scratch and trains_adapters(values.tree):
+        raise ConfigError(
+            "model.peft.peft_scheme=lora trains adapters of a checkpoint; name it in "
+            f"{restore_key(config_name)}, or train all weights (peft_scheme=none)."
+        )
     _check_training(values, config_name, dp)
     if config_name == "gpt_ppo_actor":
         check_ppo_actor(values, dp)

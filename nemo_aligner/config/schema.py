@@ -102,7 +102,7 @@ _PEFT = dotted(
     restore_from_ckpt.checkpoint_name lora_tuning.target_modules lora_tuning.adapter_dim
     lora_tuning.alpha lora_tuning.adapter_dropout lora_tuning.dropout_position
     lora_tuning.column_init_method lora_tuning.row_init_method lora_tuning.layer_selection
-    lora_tuning.weight_tying lora_tuning.position_embedding_strategy""",
+    lora_tuning.weight_tying lora_tuning.position_embedding_strategy lora_tuning.variant""",
 )
 _SAMPLING = "sampling_params." + " sampling_params.".join(
     "use_greedy temperature top_k top_p repetition_penalty end_strings".split()
@@ -227,14 +227,20 @@ _EVALUATE = (
 LIVE = {
     "gpt_ppo_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _ACTOR,
     # A critic serves until it is stopped: it has neither a time limit nor an end of training.
-    "gpt_ppo_critic": (_COMMON | _CHECKPOINT | _REWARD_MODEL | _CRITIC)
+    "gpt_ppo_critic": (_COMMON | _CHECKPOINT | _PEFT | _REWARD_MODEL | _CRITIC)
     - {
         "trainer.max_time",
         "exp_manager.max_time_per_run",
         "exp_manager.checkpoint_callback_params.save_nemo_on_train_end",
     },
     "gpt_rs_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _RS,
-    "training_rm": _COMMON | _CHECKPOINT | _DATA | _REWARD_MODEL | _RM | {"model.loss_func"},
+    "training_rm": _COMMON
+    | _CHECKPOINT
+    | _DATA
+    | _PEFT
+    | _REWARD_MODEL
+    | _RM
+    | {"model.loss_func"},
     "inference_rm": _TRAINER
     | _ARCHITECTURE
     | _PARALLEL

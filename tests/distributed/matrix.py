@@ -66,7 +66,7 @@ class Split:
 
     ranks: int
     model: dict = field(default_factory=dict)
-    architectures: tuple[str, ...] = ("gpt2", "llama")
+    architectures: tuple[str, ...] = ("gpt2", "llama", "lora")
     slim: bool = False
 
     @property
@@ -78,12 +78,7 @@ class Split:
         covers them in `make test`.
         """
         architectures = [a for a in self.architectures if a != "moe" or not slim]
-        return [
-            (a, role)
-            for a in architectures
-            for role in ROLES
-            if a != "moe" or role in ROLES_WITH_EXPERTS
-        ]
+        return [(a, role) for a in architectures for role in ROLES_OF_ARCHITECTURES.get(a, ROLES)]
 
 
 def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
@@ -97,7 +92,7 @@ def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
     )
 
 
-ALL = ("gpt2", "llama", "moe")
+ALL = ("gpt2", "llama", "moe", "lora")
 ADAMW = {"name": "adamw"}
 SELECTIVE = {"activations_checkpoint_granularity": "selective"}
 FULL = {
@@ -144,6 +139,18 @@ SPLITS = {
     "DP2 bf16": Split(2, _sizes(precision="bf16"), architectures=("llama",), slim=True),
     "DP2 adamw bf16": Split(2, _sizes(precision="bf16", optim=ADAMW)),
 }
+# The architecture "lora" is "llama" with frozen weights and adapters that are not 0 at the start.
+LORA = {
+    "peft_scheme": "lora",
+    "lora_tuning": {
+        "target_modules": ["all"],
+        "adapter_dim": 3,
+        "alpha": 1.5,
+        "row_init_method": "normal",
+        "layer_selection": [2, 3, 4],
+        "variant": "canonical",
+    },
+}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 REDUCTIONS = ("token", "sequence", "microbatch")
 
@@ -174,7 +181,8 @@ VARIANTS = tuple(
     for reduction, sizes in {"token": (1, 2, 4), "sequence": (1, 4), "microbatch": (1, 2)}.items()
     for size in sizes
 )
-ROLES_WITH_EXPERTS = ("actor", "sft")
+# Where not all roles run.
+ROLES_OF_ARCHITECTURES = {"moe": ("actor", "sft"), "lora": ("actor", "critic", "sft")}
 SLIM_VARIANTS = (("token", 1), ("token", 4), ("sequence", 2), ("microbatch", 2))
 GENERATION = {
     "greedy": GenerationParams(
@@ -341,7 +349,7 @@ def deviation(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
 def model_config(tokenizer_dir, architecture: str, **overrides):
     cfg = tiny_config(
         tokenizer_dir,
-        "llama" if architecture == "moe" else architecture,
+        architecture if architecture == "gpt2" else "llama",
         num_layers=4,
         init_method_std=0.2,
         forward_micro_batch_size=3,
@@ -359,7 +367,7 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
 
 def write_models(tokenizer_dir, folder: Path) -> None:
     """The weights that all start from; one process calls it."""
-    for architecture in ALL:
+    for architecture in ("gpt2", "llama", "moe"):
         MegatronGPTModel(model_config(tokenizer_dir, architecture, seed=3)).save_to(
             f"{folder}/{architecture}-lm.nemo"
         )
@@ -377,8 +385,11 @@ def build(tokenizer_dir, folder, architecture: str, role: str, overrides: dict):
         regression={"num_attributes": ATTRIBUTES if role == "regression" else 1},
         **overrides,
     )
-    path = Path(folder) / f"{architecture}-{ROLES[role].base}.nemo"
+    weights = "llama" if architecture == "lora" else architecture
+    path = Path(folder) / f"{weights}-{ROLES[role].base}.nemo"
     model = load_from_nemo(ROLES[role].model_class, cfg, None, restore_path=path)
+    if architecture == "lora":
+        model.init_peft(LORA)
     if role == "critic":
         model.set_reward_model()
     return model, *model.setup_megatron_optimization(10)
@@ -413,6 +424,8 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
     outputs = {}
     if role in ("actor", "rs"):
         outputs["logprobs"] = model.get_inference_log_probs(tokens)
+    if role == "actor" and model.use_peft:
+        outputs["reference logprobs"] = model.get_init_policy_logprobs(tokens)
     if role == "actor":
         outputs["entropy"] = forward_collect(
             model.model,

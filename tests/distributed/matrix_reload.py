@@ -29,8 +29,9 @@ from tests.distributed.matrix import (
     loss_and_gradient,
 )
 
-# Architecture and role of the checkpoints: with and without biases and a head.
-CASES = (("gpt2", "critic"), ("llama", "actor"), ("moe", "sft"))
+# Architecture and role of the checkpoints: with and without biases and a head, all weights or
+# adapters and a head.
+CASES = (("gpt2", "critic"), ("llama", "actor"), ("moe", "sft"), ("lora", "critic"))
 
 
 def cases(name: str, slim: bool) -> list[tuple[str, str]]:

@@ -293,7 +293,16 @@ def test_accelerator():
             ["model.global_batch_size=5", "model.micro_batch_size=2"],
             "model.global_batch_size=5 .* use 4 or 6",
         ),
-        ("gpt_sft", ["model.peft.peft_scheme=lora"], "peft_scheme='lora' is not supported here"),
+        (
+            "gpt_sft",
+            ["model.peft.peft_scheme=lora"],
+            "trains adapters of a checkpoint; name it in",
+        ),
+        (
+            "training_rm",
+            ["model.peft.peft_scheme=ia3"],
+            "peft_scheme='ia3' is not available; use lora",
+        ),
         (
             "gpt_ppo_actor",
             ["model.data.seq_length=9999"],

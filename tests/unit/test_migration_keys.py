@@ -318,7 +318,6 @@ def test_nothing_reads_a_key_without_effect():
 def test_every_other_value_is_refused_with_its_remedy(name, tmp_path):
     for key, (accepted, remedy) in ONLY.items():
         value = REFUSED[key.split(".")[1]]
-        value = value["peft_scheme"] if key.endswith("peft_scheme") else value
         cfg = with_keys(name, tmp_path, {key: value})
         with pytest.raises(ConfigError) as caught:
             check_config(cfg, name, visible_devices=0, env={})

@@ -124,7 +124,6 @@ REFUSED = {
     "transformer_block_type": "post_ln",
     "apply_residual_connection_post_layernorm": True,
     "attention_type": "cross",
-    "peft": {"peft_scheme": "lora"},
     "fp8": True,
     "fp32_residual_connection": True,
     "headscale": True,
@@ -344,7 +343,6 @@ def test_every_refused_key_is_tested_and_its_accepted_values_build(build):
     accepted = {
         key.removeprefix("model."): values[0] for key, (values, _) in ONLY.items() if values
     }
-    accepted["peft"] = {"peft_scheme": accepted.pop("peft.peft_scheme")}
     accepted["mcore_customization_config"] = {
         "rotary_interleaved": False,  # as it is built
         "parallel": None,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import optimizer_step
@@ -221,10 +221,3 @@ def test_response_without_seeds_depends_on_the_prompt_alone(tiny_tokenizer_dir):
             alone["response_tokens"][0, :total], together["response_tokens"][row, :total]
         )
     assert set(together) == {"response_tokens", "response_lengths", "prompt_lengths", "is_end"}
-
-
-def test_unsupported_peft_scheme_is_refused(tiny_tokenizer_dir):
-    actor = make_actor(tiny_tokenizer_dir)
-    actor.init_peft({"peft_scheme": "none"})
-    with pytest.raises(ConfigError, match="peft_scheme='lora'"):
-        actor.init_peft({"peft_scheme": "lora"})

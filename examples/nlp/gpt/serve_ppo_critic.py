@@ -52,6 +52,7 @@ def serve(cfg: DictConfig) -> None:
     model = load_from_nemo(
         MegatronGPTCriticModel, cfg.model, job.trainer, restore_path=restore_path
     )
+    model.init_peft(cfg.model.peft)
     if cfg.trainer.ppo.combine_rm_and_critic_server:
         # Before a checkpoint is resumed: rewards come from the model that the job started from.
         model.set_reward_model()

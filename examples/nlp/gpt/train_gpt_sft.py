@@ -53,6 +53,7 @@ def train(cfg: DictConfig) -> None:
         model = GPTSFTModel(cfg.model, job.trainer)
     else:
         model = load_from_nemo(GPTSFTModel, cfg.model, job.trainer, restore_path=base)
+    model.init_peft(cfg.model.peft)
 
     data = cfg.model.data
     train_ds, validation_ds = (

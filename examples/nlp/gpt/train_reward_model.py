@@ -76,6 +76,7 @@ def train(cfg: DictConfig) -> None:
     job = start_job(cfg, "rm")
 
     model = build_model(cfg, model_class, job.trainer)
+    model.init_peft(cfg.model.peft)
     train_dataloader, val_dataloaders, test_dataloader = build_dataloaders(cfg, model.tokenizer)
     optimizer, scheduler = model.setup_megatron_optimization(
         max_steps=supervised_max_steps(cfg.trainer.rm, train_dataloader)

@@ -142,11 +142,11 @@ class NLPAdapterModelMixin(MegatronGPTModel):
                 yield name, tensor
 
     def sharded_weights(self, metadata: dict | None = None) -> dict[str, dict[str, Any]]:
-        """As the base class; with adapters only what is trained."""
+        """As the base class; with adapters only what is trained, of the chunks that have any."""
         sharded = super().sharded_weights(metadata)
         if not self.use_peft:
             return sharded
-        return {
+        trained = {
             chunk: {
                 name: entry
                 for name, entry in entries.items()
@@ -154,10 +154,13 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             }
             for chunk, entries in sharded.items()
         }
+        return {chunk: entries for chunk, entries in trained.items() if entries}
 
     def load_sharded_weights(self, loaded: dict[str, dict[str, Any]], strict: bool = True) -> None:
         """As the base class; with adapters the base's weights stay as they are."""
-        super().load_sharded_weights(loaded, strict=strict and not self.use_peft)
+        # A chunk without adapters has nothing to load.
+        every_chunk = {f"model{index}": {} for index in range(len(self.model))} | loaded
+        super().load_sharded_weights(every_chunk, strict=strict and not self.use_peft)
 
     def _load_adapters(self, path: Path) -> None:
         """Load adapters, and heads that the file has, at the split of this job."""

@@ -166,9 +166,9 @@ class LoRA(torch.nn.Module):
             hidden = self._exchange(hidden)
         b = self.wide_b()
         if dropping and self.dropout_position == "post":
-            delta = F.linear(hidden, b)
-            delta = self._drop(delta, split=self.sequence_parallel or self.by_rows)
-            return output + self.scale * delta
+            added = F.linear(hidden, b)
+            added = self._drop(added, split=self.sequence_parallel or self.by_rows)
+            return output + self.scale * added
         added = torch.addmm(output.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=self.scale)
         return added.view_as(output)
 
