@@ -294,9 +294,17 @@ def test_accelerator():
             "model.global_batch_size=5 .* use 4 or 6",
         ),
         (
-            "gpt_sft",
-            ["model.peft.peft_scheme=lora"],
-            "trains adapters of a checkpoint; name it in",
+            "training_rm",
+            [
+                "pretrained_checkpoint.restore_from_path=null",
+                "model.peft.peft_scheme=lora",
+                "model.num_layers=2",
+                "model.hidden_size=32",
+                "model.num_attention_heads=4",
+                "model.tokenizer.library=huggingface",
+                "model.tokenizer.type=folder",
+            ],
+            "trains adapters of a checkpoint; name it in pretrained_checkpoint.restore_from_path",
         ),
         (
             "training_rm",

@@ -269,6 +269,7 @@ HOMONYMS = {
     "mcore_gpt transformer_engine dist_ckpt_format dist_ckpt_load_strictness": (
         "written into .nemo files, for NeMo"
     ),
+    "restore_from_ckpt": "of the section model.peft",
     "model_parallel_size": "set to null before references are resolved",
     "last_epoch": "a counter of FakeScheduler",
     "inference": "a section of inference_rm; in gpt_sft of GPTSFTModel, see its reason",
