@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jobs import Job
 
+LORA_DIM, LORA_RATE = 16, 3  # of models with 64 hidden units
 SCRIPTS = Path(__file__).resolve().parents[1] / "nlp" / "gpt"
 
 
@@ -62,6 +63,18 @@ def optimizer(lr: float, warmup: int = 10) -> dict:
         "model.optim.sched.warmup_steps": warmup,
         "model.optim.sched.constant_steps": 0,
         "model.optim.sched.min_lr": lr / 10,
+    }
+
+
+def with_lora(overrides: dict) -> dict:
+    """`overrides` with adapters in place of all weights; they learn at higher rates."""
+    return {
+        **overrides,
+        "model.peft.peft_scheme": "lora",
+        "model.peft.lora_tuning.target_modules": ["all"],
+        "model.peft.lora_tuning.adapter_dim": LORA_DIM,
+        "model.optim.lr": LORA_RATE * overrides["model.optim.lr"],
+        "model.optim.sched.min_lr": LORA_RATE * overrides["model.optim.sched.min_lr"],
     }
 
 

@@ -15,6 +15,7 @@ from commands import (
     schedule,
     script_job,
     training,
+    with_lora,
 )
 from gold import gold_score
 from jobs import Job
@@ -63,8 +64,10 @@ def phases(args) -> dict[str, Phase]:
     }
 
 
-def up_to_the_reward_model(walk: Walk) -> None:
-    """Data, SFT model and reward model, one after another."""
+def up_to_the_reward_model(walk: Walk, lora: bool = False) -> None:
+    """Data, SFT model and reward model, one after another; `lora`: the reward model trains
+    adapters beside the SFT model's weights.
+    """
     data, seed = walk.run_dir / "data", walk.args.seed
 
     def write_data() -> str:
@@ -83,9 +86,8 @@ def up_to_the_reward_model(walk: Walk) -> None:
 
     walk.do("data", write_data)
     walk.follow("sft", sft_job(walk.run_dir, seed, walk.args.sft_steps))
-    walk.follow(
-        "rm", reward_model_job(walk.run_dir, seed, walk.args.rm_steps), result=held_out_accuracy
-    )
+    reward_model = reward_model_job(walk.run_dir, seed, walk.args.rm_steps, lora)
+    walk.follow("rm", reward_model, result=held_out_accuracy)
 
 
 def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
@@ -98,7 +100,7 @@ def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
     return script_job("SFT", "train_gpt_sft.py", run_dir / "sft", overrides, threads=2)
 
 
-def reward_model_job(run_dir: Path, seed: int, steps: int) -> Job:
+def reward_model_job(run_dir: Path, seed: int, steps: int, lora: bool) -> Job:
     """The SFT model with a new head learns from pairs which review is kinder; it never sees the
     gold score.
     """
@@ -115,6 +117,8 @@ def reward_model_job(run_dir: Path, seed: int, steps: int) -> Job:
         "++model.data.append_eod": True,
         **schedule("trainer.rm", steps, steps),
     }
+    if lora:
+        overrides = with_lora(overrides)
     return script_job(
         "Reward model", "train_reward_model.py", run_dir / "rm", overrides, threads=2
     )

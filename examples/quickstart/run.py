@@ -21,15 +21,24 @@ from pathlib import Path
 import make_data
 import reviews
 import walkthrough
-from commands import data_prefix, nemo_file, optimizer, policy_training, script_job, training
+from commands import (
+    data_prefix,
+    nemo_file,
+    optimizer,
+    policy_training,
+    script_job,
+    training,
+    with_lora,
+)
 from jobs import Job
 from narrator import Phase
 from reviews import BATCH_SIZE, MAX_RESPONSE, SEQ_LENGTH
-from walkthrough import Ending, Steps, Walk
+from walkthrough import Ending, Steps, Switch, Walk
 
 from nemo_aligner.servers.ports import find_free_port
 
 ROLLOUT_SIZE = 128  # a rollout makes two updates
+LORA = Switch("--lora", "train adapters (LoRA) instead of all weights, in all jobs after SFT")
 STEPS = Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} samples")
 
 
@@ -44,15 +53,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    return walkthrough.parse_args(argv, __doc__, "quickstart", (STEPS, *reviews.STEPS))
+    return walkthrough.parse_args(
+        argv, __doc__, "quickstart", (STEPS, *reviews.STEPS), switches=(LORA,)
+    )
 
 
 def story(walk: Walk) -> None:
     """Run all phases; raises `JobFailed` when one of the scripts fails."""
-    reviews.up_to_the_reward_model(walk)
+    lora = walk.args.lora
+    reviews.up_to_the_reward_model(walk, lora)
     port = find_free_port()
-    critic = critic_job(walk.run_dir, walk.args.seed, walk.args.steps, port)
-    actor = actor_job(walk.run_dir, walk.args.seed, walk.args.steps, port)
+    critic = critic_job(walk.run_dir, walk.args.seed, walk.args.steps, port, lora)
+    actor = actor_job(walk.run_dir, walk.args.seed, walk.args.steps, port, lora)
     walk.follow(
         "ppo",
         actor,
@@ -61,7 +73,7 @@ def story(walk: Walk) -> None:
     )
 
 
-def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
+def critic_job(run_dir: Path, seed: int, steps: int, port: int, lora: bool) -> Job:
     """The server of rewards and values; it trains the critic and starts from the reward model."""
     overrides = {
         **training(run_dir / "critic", seed, SEQ_LENGTH),
@@ -76,10 +88,12 @@ def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
         "model.micro_batch_size": BATCH_SIZE,
         "model.loss_clip_val": 1.0,  # rewards of this reward model range from about -3 to 3
     }
+    if lora:
+        overrides = with_lora(overrides)
     return script_job("Critic server", "serve_ppo_critic.py", run_dir / "critic", overrides)
 
 
-def actor_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
+def actor_job(run_dir: Path, seed: int, steps: int, port: int, lora: bool) -> Job:
     """PPO from the SFT model, with the served critic."""
     overrides = {
         **training(run_dir / "ppo_actor", seed, SEQ_LENGTH),
@@ -100,6 +114,8 @@ def actor_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
         "model.ppo.length_params.max_length": MAX_RESPONSE,
         "model.data.data_prefix": data_prefix(run_dir / "data", "prompts"),
     }
+    if lora:
+        overrides = with_lora(overrides)
     return script_job("PPO actor", "train_gpt_ppo_actor.py", run_dir / "ppo_actor", overrides)
 
 

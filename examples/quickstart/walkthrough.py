@@ -37,15 +37,30 @@ class Variant:
     help: str = ""
 
 
+@dataclass(frozen=True)
+class Switch:
+    """An argument that is there or not.
+
+    Attributes:
+        option: such as "--lora".
+        help: what it does.
+    """
+
+    option: str
+    help: str
+
+
 def parse_args(
     argv: list[str] | None,
     doc: str,
     name: str,
     choices: Sequence[Steps],
     variants: Sequence[Variant] = (),
+    switches: Sequence[Switch] = (),
 ) -> argparse.Namespace:
-    """`run_dir` (created if missing), `seed`, one number per entry of `choices` and one name per
-    entry of `variants`; exits with 2 if they make no sense.
+    """`run_dir` (created if missing), `seed`, one number per entry of `choices`, one name per
+    entry of `variants` and True or False per entry of `switches`; exits with 2 if they make no
+    sense.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -60,6 +75,8 @@ def parse_args(
         parser.add_argument(
             variant.option, choices=variant.values, default=variant.values[0], help=variant.help
         )
+    for switch in switches:
+        parser.add_argument(switch.option, action="store_true", help=switch.help)
     args = parser.parse_args(argv)
     for choice in choices:
         value = getattr(args, choice.option.removeprefix("--").replace("-", "_"))

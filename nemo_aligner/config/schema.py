@@ -99,8 +99,9 @@ _OPTIM = dotted(
 _PEFT = dotted(
     "model.peft",
     """peft_scheme restore_from_path restore_from_ckpt.checkpoint_dir
-    restore_from_ckpt.checkpoint_name lora_tuning.target_modules lora_tuning.adapter_dim
-    lora_tuning.alpha lora_tuning.adapter_dropout lora_tuning.dropout_position
+    restore_from_ckpt.checkpoint_name merge_for_generation lora_tuning.target_modules
+    lora_tuning.adapter_dim lora_tuning.alpha lora_tuning.adapter_dropout
+    lora_tuning.dropout_position
     lora_tuning.column_init_method lora_tuning.row_init_method lora_tuning.layer_selection
     lora_tuning.weight_tying lora_tuning.position_embedding_strategy lora_tuning.variant""",
 )
@@ -317,7 +318,8 @@ FLAGS = (
         gradient_accumulation_fusion optim.overlap_grad_sync output_sequence use_avg_pool
         reward_standardization.enable regression.merge_attributes regression.load_rm_head_weights
         optim.sched.cycle
-        offload_adam_states answer_only_loss peft.lora_tuning.weight_tying ppo.offload_adam_states
+        offload_adam_states answer_only_loss peft.lora_tuning.weight_tying
+        peft.merge_for_generation ppo.offload_adam_states
         ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
         ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy""",
     )

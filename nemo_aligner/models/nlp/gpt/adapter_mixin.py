@@ -36,6 +36,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
     """
 
     lora: LoRASettings | None = None
+    _merge_for_generation = True
     _adapters: list[tuple[Any, LoRA]]
     _base: adapters.Base
 
@@ -75,6 +76,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             self.unwrapped(), settings, self.transformer_config, self.cfg.seed
         )
         self.lora = settings
+        self._merge_for_generation = bool(peft.merge_for_generation)
         for name, parameter in self._parameters_of_chunks():
             parameter.requires_grad_(self._is_trained(name))
         self._let_gradients_through()
@@ -83,6 +85,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
                 "peft_scheme": LORA,
                 "restore_from_path": None,
                 "restore_from_ckpt": {"checkpoint_dir": None, "checkpoint_name": None},
+                "merge_for_generation": self._merge_for_generation,
                 "lora_tuning": settings.to_config(),
             }
         if start is not None:
@@ -132,6 +135,12 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         they have their former bits. It needs memory for a copy of the weights with adapters.
         """
         return lora_layers.merged(self._adapters) if self.use_peft else nullcontext()
+
+    def adapters_for_generation(self) -> AbstractContextManager[None]:
+        """Inside, responses are generated: `adapters_merged`, unless
+        `model.peft.merge_for_generation` is False.
+        """
+        return self.adapters_merged() if self._merge_for_generation else nullcontext()
 
     # --- weights --------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ It has everything but the loss, which the actor of PPO and the policy of rejecti
 """
 
 import dataclasses
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,7 +56,6 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
             self.settings.length_params, self.settings.sampling_params
         )
         self.temperature = 1.0
-        self.merge_for_generation = True
         self.generator = MegatronGenerator(
             self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length
         )
@@ -108,7 +106,7 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
             seeds = self._seeds_of_prompts(prompts, lengths)
         wanted = bool(inference_batch.get("return_logprobs"))
         params = dataclasses.replace(self.generation_params, return_logprobs=wanted)
-        with self.adapters_merged() if self.merge_for_generation else nullcontext():
+        with self.adapters_for_generation():
             generated = self.generator.generate(prompts, lengths, seeds.cpu(), params)
         rollout: Rollout = {
             "response_tokens": generated.response_tokens,
