@@ -392,6 +392,64 @@ MUTANTS = [
             "test_length_control_undoes_a_bias_to_length",
         ),
     ),
+    # --- LoRA
+    Mutant(
+        "the scale of the adapters is forgotten",
+        "core/lora.py",
+        "return scale * (wide_b.float() @ a.float())",
+        "return wide_b.float() @ a.float()",
+        _unit("test_lora.py", "test_merged_weights_give_the_same_and_come_back_bit_for_bit"),
+    ),
+    Mutant(
+        "the scale of the adapters is forgotten in the forward pass",
+        "models/nlp/gpt/lora_layers.py",
+        "b.t(), alpha=self.scale)",
+        "b.t())",
+        _unit(
+            "test_lora.py",
+            "test_outputs_and_gradients_are_those_of_the_sum_of_the_weights[llama-canonical]",
+        ),
+    ),
+    Mutant(
+        "keys and values change places in an adapter with an A for each",
+        "core/lora.py",
+        "* queries_per_group + [1, 2])",
+        "* queries_per_group + [2, 1])",
+        _unit(
+            "test_lora.py",
+            "test_outputs_and_gradients_are_those_of_the_sum_of_the_weights[llama-canonical]",
+        ),
+    ),
+    Mutant(
+        "the reference policy has the adapters on",
+        "models/nlp/gpt/megatron_gpt_ppo_actor.py",
+        "            return self.adapters_disabled()\n",
+        "            return self.adapters_merged()\n",
+        _unit(
+            "test_lora.py", "test_fresh_adapters_change_no_bit_and_the_reference_stays_the_base"
+        ),
+    ),
+    Mutant(
+        "every rank of a split layer starts with the same rows of B",
+        "models/nlp/gpt/lora_layers.py",
+        "torch.cat([part.chunk(self.tp)[rank] for part in parts])",
+        "torch.cat([part.chunk(self.tp)[0] for part in parts])",
+        _two_ranks("TP2-LoRA"),
+    ),
+    Mutant(
+        "the gradient of an adapter's shared half is not summed over TP ranks",
+        "models/nlp/gpt/lora_layers.py",
+        "            return copy_to_tensor_model_parallel_region(hidden)\n",
+        "            return hidden\n",
+        _two_ranks("TP2-LoRA"),
+    ),
+    Mutant(
+        "the gradient of an adapter's shared half is not summed over positions",
+        "models/nlp/gpt/lora_layers.py",
+        "            whole.sequence_parallel = True",
+        "            whole.sequence_parallel = False",
+        _two_ranks("TP2-SP-LoRA"),
+    ),
 ]
 
 

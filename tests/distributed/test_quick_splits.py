@@ -14,12 +14,18 @@ from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config
 
 SAMPLES, WIDTH = 4, 11
+LORA = {
+    "peft_scheme": "lora",
+    "lora_tuning": {"target_modules": ["all"], "adapter_dim": 3, "row_init_method": "normal"},
+}
 SPLITS = {
     "DP2": {},
     "DP2-adamw": {"optim": {"name": "adamw"}},
     "TP2-SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "PP2": {"pipeline_model_parallel_size": 2},
     "CP2": {"context_parallel_size": 2},
+    "TP2-LoRA": {"tensor_model_parallel_size": 2, "peft": LORA},
+    "TP2-SP-LoRA": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "peft": LORA},
 }
 
 
@@ -34,6 +40,7 @@ def actor_of(nemo: str, **split) -> tuple:
         nemo_archive.read_config(nemo), {"ppo": ppo, "micro_batch_size": 1}, split
     )
     actor = MegatronGPTActorModel.restore_from(nemo, override_config_path=cfg)
+    actor.init_peft(split.get("peft"))
     return actor, *actor.setup_megatron_optimization(max_steps=10)
 
 
@@ -112,16 +119,18 @@ def two_ranks(nemo, request):
 
 
 @pytest.fixture(scope="module")
-def one_rank(nemo):
-    return updates(nemo)
+def one_rank(nemo) -> dict:
+    """Results of one rank: with all weights trained, and with adapters."""
+    return {lora: updates(nemo, **({"peft": LORA} if lora else {})) for lora in (False, True)}
 
 
 @pytest.mark.full  # the matrix covers it in `make test`
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_ranks_update_as_one_does(one_rank, two_ranks, split):
+    expected = one_rank[split.endswith("LoRA")]
     for rank in two_ranks:
-        torch.testing.assert_close(rank[split]["steps"], one_rank["steps"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(rank[split]["steps"], expected["steps"], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(
-            rank[split]["logprobs"], one_rank["logprobs"], rtol=1e-5, atol=1e-5
+            rank[split]["logprobs"], expected["logprobs"], rtol=1e-5, atol=1e-5
         )

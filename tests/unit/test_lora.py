@@ -34,7 +34,12 @@ LENGTHS = torch.tensor([9, 6, 8, 4])
 
 def peft(**tuning) -> dict:
     """A section `model.peft`: adapters on all layers that are not 0 at the start."""
-    defaults = {"target_modules": ["all"], "adapter_dim": 4, "row_init_method": "normal"}
+    defaults = {
+        "target_modules": ["all"],
+        "adapter_dim": 4,
+        "alpha": 6,
+        "row_init_method": "normal",
+    }
     return {"peft_scheme": "lora", "lora_tuning": {**defaults, **tuning}}
 
 
@@ -117,7 +122,7 @@ def naive_weights(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("variant", ["nemo", "canonical"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_outputs_and_gradients_are_those_of_the_sum_of_the_weights(bases, architecture, variant):
-    model = actor_with(bases, architecture, variant=variant, alpha=6, column_init_method="kaiming")
+    model = actor_with(bases, architecture, variant=variant, column_init_method="kaiming")
     module = model.unwrapped()[0]
     positions = torch.arange(9).expand(4, -1)
     with model.adapters_disabled():
@@ -337,7 +342,7 @@ def test_a_checkpoint_of_another_kind_of_training_is_refused(bases, tmp_path):
     CheckpointCallback(tmp_path, model, *training, name="actor").custom_save({})
     for other, message in (
         (load(bases), "trained adapters, but this job has model.peft.peft_scheme=none"),
-        (actor_with(bases, alpha=7), r"another form: .*alpha=7.0 \(checkpoint: 4.0\)"),
+        (actor_with(bases, alpha=7), r"another form: .*alpha=7.0 \(checkpoint: 6.0\)"),
         (actor_with(bases, target_modules="mlp"), r"target_modules=\['mlp_fc1', 'mlp_fc2'\]"),
     ):
         training = other.setup_megatron_optimization(max_steps=10)

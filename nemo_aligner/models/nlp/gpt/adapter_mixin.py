@@ -89,7 +89,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
                 "lora_tuning": settings.to_config(),
             }
         if start is not None:
-            self._load_adapters(start)
+            self.load_adapters(start)
         self._log_sizes(start)
 
     def _parameters_of_chunks(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -171,8 +171,15 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         every_chunk = {f"model{index}": {} for index in range(len(self.model))} | loaded
         super().load_sharded_weights(every_chunk, strict=strict and not self.use_peft)
 
-    def _load_adapters(self, path: Path) -> None:
-        """Load adapters, and heads that the file has, at the split of this job."""
+    def load_adapters(self, path: Path) -> None:
+        """Load adapters, and heads that the file has, at the split of this job; all ranks call it.
+
+        Args:
+            path: `.nemo` or checkpoint folder of adapters of the form that this model has.
+
+        Raises:
+            UserError: they belong to another base, or have other shapes.
+        """
         config = nemo_archive.read_stored_config(path)
         base = adapters.base_in(config)
         assert base is not None

@@ -169,12 +169,13 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
             limit, add_bos = self.cfg.encoder_seq_length, bool(sampling.get("add_BOS"))
             given = tokenize_batch(given, self.tokenizer, limit, add_bos)
         prompts, lengths = given
-        generated = self.generator.generate(
-            prompts,
-            lengths,
-            sample_seeds(self.cfg.seed, 0, torch.arange(len(lengths))),
-            GenerationParams.from_config(length_params, sampling),
-        )
+        with self.adapters_for_generation():
+            generated = self.generator.generate(
+                prompts,
+                lengths,
+                sample_seeds(self.cfg.seed, 0, torch.arange(len(lengths))),
+                GenerationParams.from_config(length_params, sampling),
+            )
         ends = zip(lengths.tolist(), generated.response_lengths.tolist(), strict=True)
         token_ids, predictions = [], []
         for tokens, (start, end) in zip(generated.response_tokens.tolist(), ends, strict=True):

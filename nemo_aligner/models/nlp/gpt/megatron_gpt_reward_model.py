@@ -164,9 +164,17 @@ class MegatronGPTRewardModel(
     def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
         """Load the weights as the base class does, and set `has_trained_head`."""
         super().load_sharded_weights(loaded, strict=strict)
-        self.has_trained_head = any(
+        has_head = any(
             name.startswith("model.rm_head.") for chunk in loaded.values() for name in chunk
         )
+        # Adapters without a head leave that of their base.
+        self.has_trained_head = has_head or (self.use_peft and self.has_trained_head)
+
+    def load_adapters(self, path: Path) -> None:
+        """Load adapters as the base class does; the head of a critic gives no rewards."""
+        super().load_adapters(path)
+        if complete_model(nemo_archive.read_config(path)).output_sequence:
+            self.has_trained_head = False
 
     def module_provider(
         self, pre_process: bool, post_process: bool, vp_stage: int | None = None
