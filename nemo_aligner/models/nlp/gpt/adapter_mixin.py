@@ -168,8 +168,8 @@ class NLPAdapterModelMixin(MegatronGPTModel):
     def load_sharded_weights(self, loaded: dict[str, dict[str, Any]], strict: bool = True) -> None:
         """As the base class; with adapters the base's weights stay as they are."""
         # A chunk without adapters has nothing to load.
-        every_chunk = {f"model{index}": {} for index in range(len(self.model))} | loaded
-        super().load_sharded_weights(every_chunk, strict=strict and not self.use_peft)
+        nothing: dict[str, dict[str, Any]] = {f"model{i}": {} for i in range(len(self.model))}
+        super().load_sharded_weights(nothing | loaded, strict=strict and not self.use_peft)
 
     def load_adapters(self, path: Path) -> None:
         """Load adapters, and heads that the file has, at the split of this job; all ranks call it.
