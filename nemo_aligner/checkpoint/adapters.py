@@ -36,6 +36,7 @@ from nemo_aligner.core.lora import (
 BASE_SECTION = "lora_base"
 _LAYERS = "model.decoder.layers."
 _ADAPTER = ".lora."
+_HEAD, _OUTPUT_LAYER = "model.rm_head.weight", "model.output_layer.weight"
 # The weights that the checksum of a base reads: every transformer layer has them.
 _CHECKED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
 
@@ -91,17 +92,20 @@ def checksum_of_source(source: TensorSource) -> str:
     layer, in hexadecimal digits.
     """
     total = 0
-    for key, shape in source.shapes().items():
+    shapes = source.shapes()
+    for key, shape in shapes.items():
         if not key.endswith(_CHECKED) or is_adapter(key):
             continue
         name, number = _unnumbered(key)
+        if number is not None and name in shapes:
+            continue  # a folder of Hugging Face has its layers under both names
         stacked = len(shape) == 3
         for layer in range(shape[0]) if stacked else (number,):
             assert layer is not None
             for row in checked_rows(shape[-2]):
-                part = (row, slice(0, shape[-1]))
+                part = (slice(row, row + 1), slice(0, shape[-1]))
                 values = source.read(key, (layer, *part) if stacked else part)
-                total += base_checksum(name, values, layer, row, 0)
+                total += base_checksum(name, values[0], layer, row, 0)
     return _digits(total)
 
 
@@ -214,7 +218,10 @@ class MergedTensors:
         self._check()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {**self.base.shapes(), **self._own}
+        shapes = {**self.base.shapes(), **self._own}
+        if _HEAD in self._own:
+            shapes.pop(_OUTPUT_LAYER, None)  # the base is a language model, the result is not
+        return shapes
 
     def read(self, key: str, part: Slice) -> Tensor:
         if key in self._own:
@@ -246,7 +253,7 @@ class MergedTensors:
         stem = name.removesuffix("weight")
         if layer + 1 not in self._adapted[stem]:
             return values
-        key = f"{stem}lora.{layer + 1}."
+        key = self._adapted[stem][layer + 1]
         shapes = self.adapters.shapes()
         rows, columns = part
         a = self.adapters.read(key + "a", (slice(0, shapes[key + "a"][0]), columns))
@@ -271,8 +278,8 @@ class MergedTensors:
             weight = stored.get(stem + "weight") or stored.get(_numbered(stem, min(layers)))
             if weight is None:
                 raise UserError(f"the base has no {stem}weight, to which the adapters belong.")
-            for layer in layers:
-                a, b = (shapes[f"{stem}lora.{layer}.{name}"] for name in "ab")
+            for layer, key in layers.items():
+                a, b = (shapes[key + name] for name in "ab")
                 if a[1] != weight[-1] or b[0] != weight[-2]:
                     raise UserError(
                         f"the adapter of {stem}weight in layer {layer} is for a weight of shape "
@@ -285,11 +292,17 @@ def _numbered(stem: str, layer: int) -> str:
     return f"{_LAYERS}{layer - 1}.{stem.removeprefix(_LAYERS)}weight"
 
 
-def _adapted_layers(keys: Iterable[str]) -> dict[str, set[int]]:
-    """Key of a linear layer, up to its last dot -> numbers of the layers with an adapter."""
-    result: dict[str, set[int]] = {}
+def _adapted_layers(keys: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Key of a linear layer as it is for all layers, up to its last dot -> numbers of the layers
+    with an adapter -> keys of these but for `a` or `b`.
+
+    In models whose layers differ the keys have the layers' numbers from 0 too.
+    """
+    result: dict[str, dict[int, str]] = {}
     for key in keys:
         stem, found, rest = key.partition(_ADAPTER)
         if found:
-            result.setdefault(stem + ".", set()).add(int(rest.partition(".")[0]))
+            name, _number = _unnumbered(stem + ".")
+            layers = result.setdefault(name, {})
+            layers[int(rest.partition(".")[0])] = key[:-1]
     return result
