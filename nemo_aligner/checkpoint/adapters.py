@@ -47,11 +47,12 @@ class Base:
 
     Attributes:
         path: of its checkpoint; None: of a model with random weights.
-        checksum: of its weights (`checksum_of_source`).
+        checksum: of its weights (`checksum_of_source`); None: not recorded, in folders of PEFT
+            that others wrote.
     """
 
     path: str | None
-    checksum: str
+    checksum: str | None
 
     def to_config(self) -> dict[str, Any]:
         """The section `lora_base`."""
@@ -68,7 +69,8 @@ def base_in(config: DictConfig) -> Base | None:
     section = config.get(BASE_SECTION)
     if section is None:
         return None
-    return Base(section.get("restore_from_path"), str(section.get("checksum")))
+    checksum = section.get("checksum")
+    return Base(section.get("restore_from_path"), None if checksum is None else str(checksum))
 
 
 def settings_in(config: DictConfig) -> LoRASettings:
@@ -163,7 +165,7 @@ def _unnumbered(key: str) -> tuple[str, int | None]:
 
 
 def check_base(expected: Base, found: str, what: str, where: str) -> None:
-    """Check that adapters belong to a model.
+    """Check that adapters belong to a model, if they say to which.
 
     Args:
         expected: the base that they were trained on.
@@ -174,7 +176,7 @@ def check_base(expected: Base, found: str, what: str, where: str) -> None:
     Raises:
         UserError: they belong to another one.
     """
-    if expected.checksum != found:
+    if expected.checksum not in (None, found):
         raise UserError(
             f"{what} are adapters of another base: they were trained on "
             f"{expected.path or 'random weights'} (checksum {expected.checksum}), but {where} has "
