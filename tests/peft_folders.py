@@ -23,7 +23,7 @@ MODULES = {
     "Mixtral": SEPARATE[:4],
     "Qwen 2 MoE": SEPARATE[:4],  # layers with and without experts
 }
-TOKENS = torch.randint(0, 300, (2, 150), generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 def load_base(folder: Path, kind: str = "CausalLM") -> torch.nn.Module:

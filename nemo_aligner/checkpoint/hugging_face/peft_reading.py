@@ -162,10 +162,11 @@ class PeftTensors:
             if NAME_PREFIX + self.modules.head(kind) in self.file.shapes()
         }
         if not found and not self._has_head:
+            name = NAME_PREFIX + self.modules.head("weight")
             raise UserError(
                 f"{self.path} says task_type={peft_config.TASKS[self.config.role]} but holds no "
-                f"{NAME_PREFIX}{self.modules.head('weight')!r}, and its base has no head either; "
-                "train it with modules_to_save naming the head."
+                f"{name!r}, and its base has no head either; train it with modules_to_save "
+                "naming the head."
             )
         return found
 
