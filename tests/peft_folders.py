@@ -17,11 +17,15 @@ MODULES = {
     "Llama, odd sizes": SEPARATE,
     "Qwen 2": SEPARATE,  # biases
     "Gemma": SEPARATE,
+    "Mistral": SEPARATE,
+    "Qwen 3": SEPARATE,
+    "Nemotron": [name for name in SEPARATE if name != "gate_proj"],
     "GPT-2": ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"],
     "Phi 3": FUSED,
     "StarCoder 2": ["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "mlp.c_proj"],
     "Mixtral": SEPARATE[:4],
     "Qwen 2 MoE": SEPARATE[:4],  # layers with and without experts
+    "Qwen 3 MoE": SEPARATE[:4],
 }
 TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 

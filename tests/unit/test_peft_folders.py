@@ -179,7 +179,6 @@ def trained(base, tuning, tmp_path, **keys):
         ("Qwen 2", "nemo", "attention"),
         ("Gemma", "canonical", "mlp"),
         ("GPT-2", "nemo", "all"),
-        ("GPT-2", "canonical", "all"),
         ("Phi 3", "nemo", "all"),
         ("Phi 3", "canonical", "all"),
         ("Mixtral", "canonical", "attention"),
@@ -195,11 +194,6 @@ def test_trained_adapters_give_the_same_logits_in_peft(
     expected = logits_in_peft(base, root / "sft-hf")
     assert (expected - outputs_of(load(base))[..., : expected.size(-1)]).abs().max() > 0.01
     assert_same_logits(model, expected)
-    # From the .nemo and the checkpoint of the job the same folder comes.
-    (checkpoint,) = root.glob("*step*")
-    for number, source in enumerate((root / "sft.nemo", checkpoint)):
-        assert convert("nemo-to-hf", source, tmp_path / f"again{number}") == 0
-        assert_same_tensors(root / "sft-hf", tmp_path / f"again{number}")
     config = json.loads((root / "sft-hf" / CONFIG).read_text())
     assert config["base_model_name_or_path"] == str(base)
     with safe_open(root / "sft-hf" / ADAPTERS, framework="pt") as opened:
@@ -213,6 +207,11 @@ def test_selected_layers_go_there_and_back(write_folder, tmp_path):
     config = json.loads((root / "sft-hf" / CONFIG).read_text())
     assert config["layers_to_transform"] == [0, 2] and config["lora_alpha"] == 3
     assert_same_logits(model, logits_in_peft(base, root / "sft-hf"))
+    # From the .nemo and the checkpoint of the job the same folder comes.
+    (checkpoint,) = root.glob("*step*")
+    for number, source in enumerate((root / "sft.nemo", checkpoint)):
+        assert convert("nemo-to-hf", source, tmp_path / f"again{number}") == 0
+        assert_same_tensors(root / "sft-hf", tmp_path / f"again{number}")
     again = start_from(base, root / "sft-hf")
     assert again.lora.layers == (1, 3)
     assert_same_logits(again, outputs_of(model))
@@ -659,6 +658,8 @@ def test_a_base_by_its_name_on_the_hub_is_an_error_that_names_the_key(folder, ca
 
 
 def test_every_architecture_has_its_projections_all_apart_or_all_together():
+    kinds = {hugging_face.FOLDERS[name]().config.model_type for name in MODULES}
+    assert kinds == set(ARCHITECTURES)
     for architecture in ARCHITECTURES.values():
         layer = architecture.names.layer
         separate = len(layer["self_attention.linear_qkv."].names) == 3

@@ -66,7 +66,7 @@ class Modules:
     """
 
     def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
-        self.architecture = architecture
+        self.architecture, self.keys = architecture, keys
         self.layout = Layout(architecture, keys)
         heads, hidden = self.layout.heads, int(keys["hidden_size"])
         queries = heads.groups * heads.queries * heads.size

@@ -37,9 +37,7 @@ from nemo_aligner.checkpoint.hugging_face.writing import (
     role_of,
 )
 from nemo_aligner.checkpoint.stored_weights import TensorSource
-from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.peft_rules import LoRASettings
-from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.lora import expand_blocks, gated_blocks, qkv_blocks
 
@@ -71,9 +69,8 @@ def write_folder(
         UserError: Hugging Face cannot express the model, or the source is damaged.
     """
     modules = modules_of(section)
-    keys = plain_dict(complete_model(section), resolve=True)
-    role = role_of(keys, source)
-    skipped = left_out(role, keys, source, drop_head_bias)
+    role = role_of(modules.keys, source)
+    skipped = left_out(role, modules.keys, source, drop_head_bias)
     tensors, targets, wide = _adapters(modules, source, settings)
     heads = [] if role == CAUSAL_LM else [modules.head("").rstrip(".").rpartition(".")[2]]
     for key in (HEAD, HEAD_BIAS):
