@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Import of other libraries' PPO mathematics, to compare ours with. See tests/oracles.txt for what
-and why.
+"""Import of other libraries, whose PPO mathematics or LoRA adapters ours are compared with. See
+tests/oracles.txt for what and why.
 
 They lie in a folder that is on `sys.path` only while they are imported, last. What of them needs a
 cluster or a GPU (ray, vLLM) is not installed: inside their own modules, and only there, an absent
@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(sys.prefix) / "oracles"
-LIBRARIES = ("verl", "openrlhf", "torchrl")
+LIBRARIES = ("verl", "openrlhf", "torchrl", "peft")
 ABSENT = (
     "ray",
     "vllm",

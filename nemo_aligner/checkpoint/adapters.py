@@ -36,6 +36,7 @@ from nemo_aligner.core.lora import (
 BASE_SECTION = "lora_base"
 _LAYERS = "model.decoder.layers."
 _ADAPTER = ".lora."
+_HEAD, _OUTPUT_LAYER = "model.rm_head.weight", "model.output_layer.weight"
 # The weights that the checksum of a base reads: every transformer layer has them.
 _CHECKED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
 
@@ -46,11 +47,12 @@ class Base:
 
     Attributes:
         path: of its checkpoint; None: of a model with random weights.
-        checksum: of its weights (`checksum_of_source`).
+        checksum: of its weights (`checksum_of_source`); None: not recorded, in folders of PEFT
+            that others wrote.
     """
 
     path: str | None
-    checksum: str
+    checksum: str | None
 
     def to_config(self) -> dict[str, Any]:
         """The section `lora_base`."""
@@ -67,7 +69,8 @@ def base_in(config: DictConfig) -> Base | None:
     section = config.get(BASE_SECTION)
     if section is None:
         return None
-    return Base(section.get("restore_from_path"), str(section.get("checksum")))
+    checksum = section.get("checksum")
+    return Base(section.get("restore_from_path"), None if checksum is None else str(checksum))
 
 
 def settings_in(config: DictConfig) -> LoRASettings:
@@ -91,17 +94,20 @@ def checksum_of_source(source: TensorSource) -> str:
     layer, in hexadecimal digits.
     """
     total = 0
-    for key, shape in source.shapes().items():
+    shapes = source.shapes()
+    for key, shape in shapes.items():
         if not key.endswith(_CHECKED) or is_adapter(key):
             continue
         name, number = _unnumbered(key)
+        if number is not None and name in shapes:
+            continue  # a folder of Hugging Face has its layers under both names
         stacked = len(shape) == 3
         for layer in range(shape[0]) if stacked else (number,):
             assert layer is not None
             for row in checked_rows(shape[-2]):
-                part = (row, slice(0, shape[-1]))
+                part = (slice(row, row + 1), slice(0, shape[-1]))
                 values = source.read(key, (layer, *part) if stacked else part)
-                total += base_checksum(name, values, layer, row, 0)
+                total += base_checksum(name, values[0], layer, row, 0)
     return _digits(total)
 
 
@@ -159,7 +165,7 @@ def _unnumbered(key: str) -> tuple[str, int | None]:
 
 
 def check_base(expected: Base, found: str, what: str, where: str) -> None:
-    """Check that adapters belong to a model.
+    """Check that adapters belong to a model, if they say to which.
 
     Args:
         expected: the base that they were trained on.
@@ -170,7 +176,7 @@ def check_base(expected: Base, found: str, what: str, where: str) -> None:
     Raises:
         UserError: they belong to another one.
     """
-    if expected.checksum != found:
+    if expected.checksum not in (None, found):
         raise UserError(
             f"{what} are adapters of another base: they were trained on "
             f"{expected.path or 'random weights'} (checksum {expected.checksum}), but {where} has "
@@ -214,7 +220,10 @@ class MergedTensors:
         self._check()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {**self.base.shapes(), **self._own}
+        shapes = {**self.base.shapes(), **self._own}
+        if _HEAD in self._own:
+            shapes.pop(_OUTPUT_LAYER, None)  # the base is a language model, the result is not
+        return shapes
 
     def read(self, key: str, part: Slice) -> Tensor:
         if key in self._own:
@@ -246,7 +255,7 @@ class MergedTensors:
         stem = name.removesuffix("weight")
         if layer + 1 not in self._adapted[stem]:
             return values
-        key = f"{stem}lora.{layer + 1}."
+        key = self._adapted[stem][layer + 1]
         shapes = self.adapters.shapes()
         rows, columns = part
         a = self.adapters.read(key + "a", (slice(0, shapes[key + "a"][0]), columns))
@@ -271,8 +280,8 @@ class MergedTensors:
             weight = stored.get(stem + "weight") or stored.get(_numbered(stem, min(layers)))
             if weight is None:
                 raise UserError(f"the base has no {stem}weight, to which the adapters belong.")
-            for layer in layers:
-                a, b = (shapes[f"{stem}lora.{layer}.{name}"] for name in "ab")
+            for layer, key in layers.items():
+                a, b = (shapes[key + name] for name in "ab")
                 if a[1] != weight[-1] or b[0] != weight[-2]:
                     raise UserError(
                         f"the adapter of {stem}weight in layer {layer} is for a weight of shape "
@@ -285,11 +294,17 @@ def _numbered(stem: str, layer: int) -> str:
     return f"{_LAYERS}{layer - 1}.{stem.removeprefix(_LAYERS)}weight"
 
 
-def _adapted_layers(keys: Iterable[str]) -> dict[str, set[int]]:
-    """Key of a linear layer, up to its last dot -> numbers of the layers with an adapter."""
-    result: dict[str, set[int]] = {}
+def _adapted_layers(keys: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Key of a linear layer as it is for all layers, up to its last dot -> numbers of the layers
+    with an adapter -> keys of these but for `a` or `b`.
+
+    In models whose layers differ the keys have the layers' numbers from 0 too.
+    """
+    result: dict[str, dict[int, str]] = {}
     for key in keys:
         stem, found, rest = key.partition(_ADAPTER)
         if found:
-            result.setdefault(stem + ".", set()).add(int(rest.partition(".")[0]))
+            name, _number = _unnumbered(stem + ".")
+            layers = result.setdefault(name, {})
+            layers[int(rest.partition(".")[0])] = key[:-1]
     return result

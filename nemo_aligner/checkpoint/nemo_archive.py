@@ -53,6 +53,7 @@ from nemo_aligner.checkpoint.forms import (
     MARKER,
     WEIGHTS_FOLDER,
 )
+from nemo_aligner.checkpoint.hugging_face import peft_config, peft_reading
 from nemo_aligner.checkpoint.rank_files import RankFiles
 from nemo_aligner.checkpoint.stored_weights import (
     SourceWeights,
@@ -119,6 +120,8 @@ def check_restore_path(
             f"{key}={path} does not exist; give the path of a .nemo file or directory."
         )
     if path.is_dir():
+        if peft_config.is_folder(path):
+            return path
         if not nemo2.is_folder(path) and not (path / CONFIG_FILE).is_file():
             if hugging_face.is_folder(path):
                 return path
@@ -185,23 +188,36 @@ def _set_nemo_gelu(config: DictConfig) -> None:
         config.bias_activation_fusion = gated or plain
 
 
-def read_config(path: str | Path) -> DictConfig:
+def read_config(path: str | Path, base: Path | None = None) -> DictConfig:
     """The model configuration in a `.nemo` or a folder of NeMo 2.0; the files in it that it refers
     to get absolute paths.
 
     That of adapters describes the model with all weights that they make with their base.
 
+    Args:
+        path: of the file or folder.
+        base: where the base of adapters lies; None: where they say.
+
     Raises:
         UserError: a reference leads out of the archive, or NeMo 2.0 built a model that is not
             supported.
     """
-    config = read_stored_config(path)
+    config = read_stored_config(path, None if base is None else read_config(base))
     return config if adapters.base_in(config) is None else adapters.without_adapter_keys(config)
 
 
-def read_stored_config(path: str | Path) -> DictConfig:
-    """As `read_config`, with the sections `lora_base` and `peft` of a checkpoint of adapters."""
+def read_stored_config(path: str | Path, model: DictConfig | None = None) -> DictConfig:
+    """As `read_config`, with the sections `lora_base` and `peft` of a checkpoint of adapters.
+
+    Args:
+        path: of the file or folder.
+        model: configuration of the base, for folders of PEFT, which do not hold it; None: that of
+            the base that they name.
+    """
     path = Path(path).resolve()
+    if peft_config.is_folder(path):
+        base = read_config(peft_reading.base_path(path)) if model is None else model
+        return peft_reading.adapter_section(path, base)
     if nemo2.is_folder(path):
         return nemo2.read_config(path)
     if hugging_face.is_folder(path):
@@ -245,21 +261,34 @@ def _inside(folder: Path, reference: str, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def stored_weights(path: str | Path) -> Iterator[StoredWeights]:
+def stored_weights(path: str | Path, base: Path | None = None) -> Iterator[StoredWeights]:
     """The weights of a `.nemo` or a folder of NeMo 2.0, in whatever form; all ranks enter it
     together. Those of adapters are the weights of their base with the adapters merged in.
 
+    Args:
+        path: of the file or folder.
+        base: where the base of adapters lies; None: where they say.
+
     Raises:
         UserError: the archive holds no weights, or their form does not load; adapters whose base
-            is not there, or is another model.
+            is not there, or is another model; a base is given of what are no adapters.
     """
-    base = adapters.base_in(read_stored_config(path))
-    if base is None:
+    model = None if base is None else read_config(base)
+    config = read_stored_config(path, model)
+    expected = adapters.base_in(config)
+    if expected is None:
+        if base is not None:
+            raise UserError(f"{path} holds a model with all its weights, which has no base.")
         with own_weights(path) as weights:
             yield weights
         return
-    with _own_tensors(path) as own, stored_tensors(_base_path(path, base)) as source:
-        yield SourceWeights(_merged(path, base, own, source))
+    if base is not None:
+        expected = dataclasses.replace(expected, path=str(base))
+    with (
+        own_tensors(path, model) as own,
+        stored_tensors(_base_path(path, expected)) as source,
+    ):
+        yield SourceWeights(_merged(path, expected, own, source, config))
 
 
 def _base_path(path: str | Path, base: adapters.Base) -> Path:
@@ -278,19 +307,28 @@ def _base_path(path: str | Path, base: adapters.Base) -> Path:
 
 
 def _merged(
-    path: str | Path, base: adapters.Base, own: TensorSource, source: TensorSource
+    path: str | Path,
+    base: adapters.Base,
+    own: TensorSource,
+    source: TensorSource,
+    config: DictConfig,
 ) -> adapters.MergedTensors:
     """The tensors of the base `source` with the adapters `own`, which lie at `path`."""
     found = adapters.checksum_of_source(source)
     adapters.check_base(base, found, what=str(path), where=f"{base.path}, as it is now,")
-    config = read_stored_config(path)
     return adapters.MergedTensors(source, own, adapters.settings_in(config), config)
 
 
 @contextlib.contextmanager
-def own_weights(path: str | Path) -> Iterator[StoredWeights]:
-    """As `stored_weights`, but of adapters alone without their base."""
+def own_weights(path: str | Path, model: DictConfig | None = None) -> Iterator[StoredWeights]:
+    """As `stored_weights`, but of adapters alone without their base; `model` as for
+    `read_stored_config`.
+    """
     path = Path(path).resolve()
+    if peft_config.is_folder(path):
+        base = read_config(peft_reading.base_path(path)) if model is None else model
+        yield SourceWeights(peft_reading.PeftTensors(path, base))
+        return
     if nemo2.is_folder(path):
         yield TorchDistWeights(nemo2.weights_folder(path), prefix=nemo2.WEIGHTS_PREFIX)
         return
@@ -302,15 +340,16 @@ def own_weights(path: str | Path) -> Iterator[StoredWeights]:
 
 
 @contextlib.contextmanager
-def stored_tensors(path: str | Path) -> Iterator[TensorSource]:
+def stored_tensors(path: str | Path, base: Path | None = None) -> Iterator[TensorSource]:
     """As `stored_weights`, but for reading one tensor after the other."""
-    with stored_weights(path) as weights:
+    with stored_weights(path, base) as weights:
         yield _tensors_of(weights)
 
 
 @contextlib.contextmanager
-def _own_tensors(path: str | Path) -> Iterator[TensorSource]:
-    with own_weights(path) as weights:
+def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[TensorSource]:
+    """As `own_weights`, but for reading one tensor after the other."""
+    with own_weights(path, model) as weights:
         yield _tensors_of(weights)
 
 

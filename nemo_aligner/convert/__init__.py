@@ -4,5 +4,6 @@
 
 hf-to-nemo FOLDER out.nemo     one process, no GPU, one tensor in memory at a time
 nemo-to-hf in.nemo FOLDER
+merge-lora ADAPTERS out.nemo   adapters with their base
 nemo-info PATH                 what a checkpoint of any form holds
 """

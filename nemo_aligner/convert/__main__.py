@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m nemo_aligner.convert hf-to-nemo | nemo-to-hf | nemo-info`."""
+"""The command line: `python -m nemo_aligner.convert COMMAND`."""
 
 import argparse
 import errno
@@ -28,13 +28,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    to_nemo = commands.add_parser("hf-to-nemo", help="write a .nemo from a Hugging Face folder")
+    to_nemo = commands.add_parser(
+        "hf-to-nemo", help="write a .nemo from a Hugging Face folder; of adapters from one of PEFT"
+    )
     to_nemo.add_argument("source", type=Path, metavar="HF_FOLDER")
     to_nemo.add_argument(
         "target", type=Path, metavar="OUT", help="file that ends in .nemo, or a folder"
     )
 
-    to_hf = commands.add_parser("nemo-to-hf", help="write a Hugging Face folder")
+    to_hf = commands.add_parser(
+        "nemo-to-hf", help="write a Hugging Face folder; of adapters one of PEFT"
+    )
     to_hf.add_argument(
         "source", type=Path, metavar="NEMO", help=".nemo file or folder, or a folder of NeMo 2.0"
     )
@@ -49,12 +53,35 @@ def _parser() -> argparse.ArgumentParser:
         "--shard-size", type=_size, default=5.0, metavar="GB", help="largest file (default 5)"
     )
     to_hf.add_argument(
+        "--merged",
+        action="store_true",
+        help="write adapters merged with their base as a folder with all weights",
+    )
+    to_hf.add_argument(
         "--drop-head-bias",
         action="store_true",
         help="leave out the bias of a reward model's head, for which Hugging Face has no place; "
         "all rewards shift by it",
     )
-    for command in (to_nemo, to_hf):
+    merge = commands.add_parser(
+        "merge-lora", help="write adapters merged with their base as a .nemo"
+    )
+    merge.add_argument(
+        "source",
+        type=Path,
+        metavar="ADAPTERS",
+        help=".nemo of adapters, checkpoint folder of a job, or folder of Hugging Face's PEFT",
+    )
+    merge.add_argument(
+        "target", type=Path, metavar="OUT", help="file that ends in .nemo, or a folder"
+    )
+    for command in (to_nemo, to_hf, merge):
+        command.add_argument(
+            "--base",
+            type=Path,
+            metavar="PATH",
+            help="base of the adapters, where it lies in another place than they say",
+        )
         command.add_argument(
             "--dtype", choices=DTYPES, default="as-stored", help="of the weights that are written"
         )
@@ -87,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     # Megatron Core takes seconds to import.
-    from nemo_aligner.convert import hugging_face, info
+    from nemo_aligner.convert import adapters, hugging_face, info
 
     if args.command == "nemo-info":
         info.show(args.source, as_json=args.json)
@@ -95,9 +122,26 @@ def _run(args: argparse.Namespace) -> None:
     options = hugging_face.Options(
         dtype=args.dtype, overwrite=args.overwrite, progress=not args.quiet
     )
-    if args.command == "hf-to-nemo":
-        hugging_face.to_nemo(args.source, args.target, options)
+    if args.command == "merge-lora":
+        adapters.merge(args.source, args.target, options, args.base)
+    elif args.command == "hf-to-nemo":
+        if adapters.is_peft_folder(args.source):
+            adapters.to_nemo(args.source, args.target, options, args.base)
+        else:
+            _refuse_options(args, "base")
+            hugging_face.to_nemo(args.source, args.target, options)
+    elif adapters.are_adapters(args.source, key="NEMO") and not args.merged:
+        _refuse_options(args, "architecture")
+        adapters.to_peft(
+            args.source,
+            args.target,
+            options,
+            drop_head_bias=args.drop_head_bias,
+            base=args.base,
+        )
     else:
+        if not adapters.are_adapters(args.source, key="NEMO"):
+            _refuse_options(args, "merged", "base")
         hugging_face.from_nemo(
             args.source,
             args.target,
@@ -105,8 +149,25 @@ def _run(args: argparse.Namespace) -> None:
             model_type=args.architecture,
             shard_bytes=int(args.shard_size * 1e9),
             drop_head_bias=args.drop_head_bias,
+            base=args.base,
         )
     print(args.target)
+
+
+def _refuse_options(args: argparse.Namespace, *names: str) -> None:
+    """Raise `UserError` if an option is given that has no meaning for the source."""
+    for name in names:
+        if not getattr(args, name):
+            continue
+        if name == "architecture":
+            raise UserError(
+                f"--architecture chooses how all weights are written, but {args.source} holds "
+                "adapters; add --merged to write them with their base, or leave it out."
+            )
+        raise UserError(
+            f"--{name} is for adapters, but {args.source} holds a model with all its weights; "
+            "leave it out."
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between Hugging Face folders and `.nemo`, one tensor in memory at a time."""
+"""Conversion between Hugging Face folders and `.nemo`, one tensor in memory at a time.
+
+Folders of PEFT and checkpoints of adapters go the same ways: `convert/adapters.py`.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nemo_aligner.checkpoint import forms, hugging_face, nemo_archive
+from nemo_aligner.checkpoint.hugging_face import peft_config
 from nemo_aligner.checkpoint.hugging_face.folder import CONFIG_FILE
 from nemo_aligner.checkpoint.hugging_face.weights import FolderWeights
 from nemo_aligner.checkpoint.stored_weights import Slice, stored_dtype
@@ -19,7 +23,7 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
-_CONFIG_FILES = (CONFIG_FILE, forms.CONFIG_FILE)
+_CONFIG_FILES = (CONFIG_FILE, forms.CONFIG_FILE, peft_config.CONFIG_FILE)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -42,7 +46,7 @@ class Options:
         return DTYPES.get(self.dtype)
 
 
-def _check_target(source: Path, target: Path, options: Options) -> Path:
+def check_target(source: Path, target: Path, options: Options) -> Path:
     """The absolute path of what is written.
 
     Raises:
@@ -61,7 +65,8 @@ def _check_target(source: Path, target: Path, options: Options) -> Path:
     return target
 
 
-def _progress(total: int, options: Options) -> tqdm:
+def progress_bar(total: int, options: Options) -> tqdm:
+    """A bar that counts bytes."""
     return tqdm(
         total=total, unit="B", unit_scale=True, disable=not options.progress, desc="weights"
     )
@@ -82,7 +87,7 @@ def to_nemo(source: Path, target: Path, options: Options | None = None) -> None:
             exists.
     """
     options = options or Options()
-    target = _check_target(source, target, options)
+    target = check_target(source, target, options)
     source = source.expanduser().absolute()
     if not hugging_face.is_folder(source):
         raise UserError(f"{source} is not a Hugging Face folder: it has no {CONFIG_FILE}.")
@@ -90,10 +95,10 @@ def to_nemo(source: Path, target: Path, options: Options | None = None) -> None:
     weights = hugging_face.weights(source)
     _check_vocabulary(section)
     parts = _chunks(weights, options.torch_dtype())
-    with _progress(sum(_nbytes(chunk) for chunk in parts), options) as bar:
+    with progress_bar(sum(nbytes(chunk) for chunk in parts), options) as bar:
 
         def read(chunk: Chunk) -> Tensor:
-            bar.update(_nbytes(chunk))
+            bar.update(nbytes(chunk))
             return weights.read(chunk.key, parts[chunk]).to(chunk.dtype).reshape(chunk.size)
 
         nemo_archive.write_streamed(
@@ -130,7 +135,8 @@ def _check_vocabulary(section: DictConfig) -> None:
         )
 
 
-def _nbytes(chunk: Chunk) -> int:
+def nbytes(chunk: Chunk) -> int:
+    """Bytes of what is written for one part."""
     return torch.Size(chunk.size).numel() * chunk.dtype.itemsize
 
 
@@ -145,11 +151,14 @@ def from_nemo(
     model_type: str | None = None,
     shard_bytes: int = hugging_face.SHARD_BYTES,
     drop_head_bias: bool = False,
+    base: Path | None = None,
 ) -> None:
-    """Write the model in a `.nemo` as a Hugging Face folder; in one process.
+    """Write the model in a `.nemo` as a Hugging Face folder; in one process. That of adapters is
+    their base with them merged in.
 
     Args:
         source: `.nemo` of any form.
+        base: where the base of adapters lies; None: where they say.
         target: the folder, which appears when it is complete.
         model_type, shard_bytes, drop_head_bias: as for `hugging_face.write_folder`.
 
@@ -158,10 +167,10 @@ def from_nemo(
             exists.
     """
     options = options or Options()
-    target = _check_target(source, target, options)
+    target = check_target(source, target, options)
     source = nemo_archive.check_restore_path(source, key="NEMO")
-    section = nemo_archive.read_config(source)
-    with nemo_archive.stored_tensors(source) as weights, _progress(0, options) as bar:
+    section = nemo_archive.read_config(source, base)
+    with nemo_archive.stored_tensors(source, base) as weights, progress_bar(0, options) as bar:
 
         def show(written: int, total: int) -> None:
             bar.total = total

@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint import nemo_archive
-from nemo_aligner.checkpoint.stored_weights import stored_dtype
+from nemo_aligner.checkpoint import adapters, nemo_archive
+from nemo_aligner.checkpoint.hugging_face import peft_config, peft_reading
+from nemo_aligner.checkpoint.stored_weights import TensorSource, stored_dtype
+from nemo_aligner.config.peft_rules import LoRASettings
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.config.values import plain_dict
 
@@ -20,24 +22,70 @@ def collect(source: Path) -> dict[str, Any]:
         UserError: the checkpoint is damaged, or its form does not load.
     """
     source = nemo_archive.check_restore_path(source, key="PATH")
-    keys = plain_dict(nemo_archive.read_config(source))
-    with nemo_archive.stored_tensors(source) as weights:
-        shapes = dict(weights.shapes())
-        # A folder's layers are there by their numbers too.
-        shapes = {key: shape for key, shape in shapes.items() if not _numbered(key, shapes)}
-        dtypes = {key: str(stored_dtype(weights, key)).removeprefix("torch.") for key in shapes}
-    return {
-        "path": str(source),
-        "parameters": sum(math.prod(shape) for shape in shapes.values()),
+    if peft_config.is_folder(source):
+        return _collect_peft(source)
+    config = nemo_archive.read_stored_config(source)
+    keys = plain_dict(config)
+    base = adapters.base_in(config)
+    found: dict[str, Any] = {"path": str(source)}
+    if base is not None:
+        found["adapters"] = _described(adapters.settings_in(config), base)
+    with nemo_archive.own_tensors(source) as weights:
+        found |= _tensors(weights)
+    return found | {
         "keys": {
             key: keys[key]
             for key in ARCHITECTURE_KEYS
             if keys.get(key) is not None and not key.endswith("_parallel_size")
         },
         "tokenizer": keys.get("tokenizer"),
+    }
+
+
+def _tensors(weights: TensorSource) -> dict[str, Any]:
+    shapes = dict(weights.shapes())
+    # A folder's layers are there by their numbers too.
+    shapes = {key: shape for key, shape in shapes.items() if not _numbered(key, shapes)}
+    dtypes = {key: str(stored_dtype(weights, key)).removeprefix("torch.") for key in shapes}
+    return {
+        "parameters": sum(math.prod(shape) for shape in shapes.values()),
         "tensors": {
             key: {"shape": list(shape), "dtype": dtypes[key]} for key, shape in shapes.items()
         },
+    }
+
+
+def _described(settings: LoRASettings, base: adapters.Base) -> dict[str, Any]:
+    """What adapters look like and what they belong to."""
+    return {
+        "target_modules": list(settings.targets),
+        "adapter_dim": settings.dim,
+        "alpha": settings.alpha,
+        "variant": settings.variant,
+        "layer_selection": None if settings.layers is None else list(settings.layers),
+        "base": base.path,
+        "base_checksum": base.checksum,
+    }
+
+
+def _collect_peft(source: Path) -> dict[str, Any]:
+    """Of a folder of PEFT, which does not hold the keys of its model; its base is not read."""
+    config, tensors, checksum = peft_reading.describe(source)
+    return {
+        "path": str(source),
+        "adapters": {
+            "target_modules": list(config.targets),
+            "adapter_dim": config.rank,
+            "alpha": config.alpha,
+            "layer_selection": None
+            if config.layers is None
+            else [layer + 1 for layer in config.layers],
+            "base": config.base,
+            "base_checksum": checksum,
+        },
+        **_tensors(peft_reading.AsStored(tensors)),
+        "keys": {},
+        "tokenizer": None,
     }
 
 
@@ -54,7 +102,12 @@ def show(source: Path, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    print(f"{found['path']}\n{found['parameters']:,} parameters\n\nkeys of model")
+    print(f"{found['path']}\n{found['parameters']:,} parameters")
+    if "adapters" in found:
+        print("\nadapters (LoRA)")
+        for key, value in found["adapters"].items():
+            print(f"  {key}: {value}")
+    print("\nkeys of model")
     for key, value in found["keys"].items():
         print(f"  {key}: {value}")
     print(f"\ntokenizer\n  {found['tokenizer']}\n\ntensors (the first dimension counts layers)")

@@ -10,6 +10,10 @@
     reading.py         a folder as a checkpoint: its keys and weights
     export.py          weights of a `TensorSource` written as safetensors
     writing.py         a model written as a folder
+    peft_config.py     `adapter_config.json` of a folder of PEFT, in both directions
+    peft_names.py      the modules of PEFT that each adapter stands for
+    peft_reading.py    a folder of PEFT as a checkpoint of adapters
+    peft_writing.py    adapters written as a folder of PEFT
 
 Nothing here computes on weights: tensors are taken apart, put together and transposed, so that
 what is written is what was read, bit for bit. docs/hugging_face.md says how to add an

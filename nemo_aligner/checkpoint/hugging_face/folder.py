@@ -88,13 +88,17 @@ def read_config(path: Path) -> FolderConfig:
 class Tensors:
     """The tensors in the safetensors of a folder, read in parts.
 
+    Args:
+        path: of the folder.
+        files: the file that holds each tensor; None: those of a model.
+
     Raises:
         UserError: a file is missing or damaged, or the weights are pickled.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, files: Mapping[str, str] | None = None):
         self.path = path
-        self.files = _files(path)
+        self.files = _files(path) if files is None else files
         self._open: tuple[str, Any] | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in dict.fromkeys(self.files.values()):
@@ -142,6 +146,19 @@ class Tensors:
         return UserError(f"{self.path / file} is damaged or incomplete ({error}); copy it again.")
 
 
+def names_in(file: Path) -> list[str]:
+    """Names of the tensors in a safetensors file.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged or incomplete ({error}); copy it again.") from error
+
+
 def _files(path: Path) -> dict[str, str]:
     """The file that holds each tensor, by the tensor's name."""
     if (path / INDEX_FILE).is_file():
@@ -160,13 +177,7 @@ def _files(path: Path) -> dict[str, str]:
                 )
         return files
     if (path / WEIGHTS_FILE).is_file():
-        try:
-            with safe_open(path / WEIGHTS_FILE, framework="pt") as opened:
-                return dict.fromkeys(opened.keys(), WEIGHTS_FILE)
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{path / WEIGHTS_FILE} is damaged or incomplete ({error}); copy it again."
-            ) from error
+        return dict.fromkeys(names_in(path / WEIGHTS_FILE), WEIGHTS_FILE)
     if any((path / name).is_file() for name in _PICKLED):
         raise UserError(
             f"{path} holds pickled weights only, which can run code and are not read. Write "

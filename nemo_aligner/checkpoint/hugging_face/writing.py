@@ -117,9 +117,9 @@ def write_folder(
         UserError: Hugging Face cannot express the model, or the source is damaged.
     """
     architecture, config, keys = describe(section, model_type)
-    role = _role(keys, source)
-    left_out = _left_out(role, keys, source, drop_head_bias)
-    items = export.plan(source, architecture, keys, vocab_rows, dtype, left_out)
+    role = role_of(keys, source)
+    skipped = left_out(role, keys, source, drop_head_bias)
+    items = export.plan(source, architecture, keys, vocab_rows, dtype, skipped)
     total = sum(sum(item.sizes().values()) for item in items)
     config = (keys.get(ORIGIN) or {}) | config | _head_config(role, keys)
     config |= {
@@ -135,7 +135,7 @@ def write_folder(
         export.write_tensors(
             folder, source, layout, items, shard_bytes, lambda written: progress(written, total)
         )
-        _copy_tokenizer(section, folder)
+        copy_tokenizer(section, folder)
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         replace_folder(target, folder)
     except BaseException:
@@ -143,7 +143,7 @@ def write_folder(
         raise
 
 
-def _role(keys: Mapping[str, Any], weights: TensorSource) -> str:
+def role_of(keys: Mapping[str, Any], weights: TensorSource) -> str:
     """What the head of the model is for."""
     if f"model.{HEAD}" not in weights.shapes():
         return CAUSAL_LM
@@ -169,7 +169,7 @@ def _check_head(keys: Mapping[str, Any]) -> None:
             )
 
 
-def _left_out(
+def left_out(
     role: str, keys: Mapping[str, Any], weights: TensorSource, drop_head_bias: bool
 ) -> Sequence[str]:
     """Names of weights that Hugging Face has no place for, and that may be left out.
@@ -217,7 +217,7 @@ def _main_dtype(items: Sequence[export.Written]) -> torch.dtype:
     return max(total, key=lambda dtype: total[dtype])
 
 
-def _copy_tokenizer(section: DictConfig, folder: Path) -> None:
+def copy_tokenizer(section: DictConfig, folder: Path) -> None:
     """Copy the tokenizer, with its chat template, and the generation settings beside it."""
     tokenizer = section.get("tokenizer") or OmegaConf.create({})
     source = Path(str(tokenizer.get("type")))

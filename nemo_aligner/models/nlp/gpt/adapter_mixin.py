@@ -13,6 +13,8 @@ from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
 from nemo_aligner.checkpoint import adapters, nemo_archive
+from nemo_aligner.checkpoint.hugging_face import peft_writing
+from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.peft_rules import LORA, NONE, LoRASettings, check_peft
 from nemo_aligner.config.values import Values, plain_dict
@@ -65,9 +67,9 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         if peft.peft_scheme == NONE:
             return
         settings = LoRASettings.from_config(plain_dict(peft.lora_tuning, resolve=True))
-        start = _adapters_to_start_from(peft)
+        start = _adapters_to_start_from(peft, self.cfg)
         if start is not None:
-            settings = _settings_of(start, settings)
+            settings = _settings_of(start, settings, self.cfg)
         path = None if self.restore_path is None else str(Path(self.restore_path).resolve())
         self._base = adapters.Base(
             path, adapters.checksum_of_model(super().sharded_weights(), _add_over_ranks)
@@ -180,12 +182,12 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         Raises:
             UserError: they belong to another base, or have other shapes.
         """
-        config = nemo_archive.read_stored_config(path)
+        config = nemo_archive.read_stored_config(path, self.cfg)
         base = adapters.base_in(config)
-        assert base is not None
+        assert base is not None and self._base.checksum is not None
         adapters.check_base(base, self._base.checksum, str(path), self._base.path or "this model")
         sharded = self.sharded_weights()
-        with nemo_archive.own_weights(path) as weights:
+        with nemo_archive.own_weights(path, self.cfg) as weights:
             stored = weights.shapes()
             for chunk in sharded.values():
                 for name, entry in list(chunk.items()):
@@ -215,6 +217,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             )
         if base is None:
             return
+        assert self._base.checksum is not None
         adapters.check_base(base, self._base.checksum, str(folder), self._base.path or "the model")
         stored = adapters.settings_in(config)
         if stored != self.lora:
@@ -229,6 +232,18 @@ class NLPAdapterModelMixin(MegatronGPTModel):
                 f"{folder} has adapters of another form: model.peft.lora_tuning."
                 f"{', '.join(changed)}. Resume with the former values."
             )
+
+    def _write_hugging_face(self, folder: Path, weights: Path) -> None:
+        """As the base class; with adapters a folder of PEFT."""
+        if self.lora is None:
+            super()._write_hugging_face(folder, weights)
+            return
+        source = TorchDistTensors(weights)
+        self._warn_of_head_bias(folder, source)
+        peft_writing.write_folder(
+            folder, source, self.cfg, self.lora, self._base, drop_head_bias=True
+        )
+        logging.info(f"saved {folder}")
 
     def _resolved_config(self) -> DictConfig:
         config = super()._resolved_config()
@@ -246,8 +261,9 @@ def _add_over_ranks(tensor: Tensor) -> None:
     tensor.copy_(on_device)
 
 
-def _adapters_to_start_from(peft: DictConfig) -> Path | None:
-    """The adapters that `restore_from_path` or `restore_from_ckpt` names.
+def _adapters_to_start_from(peft: DictConfig, model: DictConfig) -> Path | None:
+    """The adapters that `restore_from_path` or `restore_from_ckpt` names; `model` is the
+    configuration of this job's.
 
     Raises:
         UserError: they do not exist or are a model with all weights.
@@ -259,7 +275,7 @@ def _adapters_to_start_from(peft: DictConfig) -> Path | None:
     if path is None:
         return None
     path = nemo_archive.check_restore_path(path, key=key)
-    if adapters.base_in(nemo_archive.read_stored_config(path)) is None:
+    if adapters.base_in(nemo_archive.read_stored_config(path, model)) is None:
         raise UserError(
             f"{key}={path} holds a model with all its weights, not adapters; name it as the "
             "checkpoint that the job starts from."
@@ -267,9 +283,9 @@ def _adapters_to_start_from(peft: DictConfig) -> Path | None:
     return path
 
 
-def _settings_of(path: Path, wanted: LoRASettings) -> LoRASettings:
+def _settings_of(path: Path, wanted: LoRASettings, model: DictConfig) -> LoRASettings:
     """The form of the adapters at `path`, with what does not concern their weights as wanted."""
-    stored = adapters.settings_in(nemo_archive.read_stored_config(path)).to_config()
+    stored = adapters.settings_in(nemo_archive.read_stored_config(path, model)).to_config()
     free = ("adapter_dropout", "dropout_position", "column_init_method", "row_init_method")
     merged = {**stored, **{key: wanted.to_config()[key] for key in free}}
     differing = [

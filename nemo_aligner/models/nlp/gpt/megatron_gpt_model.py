@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from nemo_aligner.checkpoint import hugging_face, nemo_archive
+from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.model_keys import check_model_keys
@@ -394,14 +395,18 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def _write_hugging_face(self, folder: Path, weights: Path) -> None:
         rows = self.cfg.override_vocab_size or self.tokenizer.vocab_size
         source = TorchDistTensors(weights)
+        self._warn_of_head_bias(folder, source)
+        hugging_face.write_folder(folder, source, self.cfg, rows, drop_head_bias=True)
+        logging.info(f"saved {folder}")
+
+    @staticmethod
+    def _warn_of_head_bias(folder: Path, source: TensorSource) -> None:
         bias = hugging_face.head_bias(source)
         if bias and any(bias):
             logging.warning(
                 f"{folder} lacks the bias {bias} of the head, for which Hugging Face has no "
                 "place: its rewards are those of this model less the bias."
             )
-        hugging_face.write_folder(folder, source, self.cfg, rows, drop_head_bias=True)
-        logging.info(f"saved {folder}")
 
     def save_config_to(self, folder: Path) -> None:
         """Write the configuration and the tokenizer's files into `folder`, as a `.nemo` has them;

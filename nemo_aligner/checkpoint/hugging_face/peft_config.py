@@ -1,0 +1,228 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`adapter_config.json` of a folder of Hugging Face's PEFT, in both directions.
+
+Which layers have adapters, and of which rank, is read from the tensors of the folder; the
+configuration says by what their output is multiplied. What this package does not compute is
+refused by name.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_aligner.checkpoint.hugging_face.architecture import (
+    CAUSAL_LM,
+    PER_SAMPLE,
+    PER_TOKEN,
+    Unsupported,
+)
+from nemo_aligner.checkpoint.hugging_face.folder import read_json
+
+CONFIG_FILE = "adapter_config.json"
+# PEFT's names of what a model is for
+TASKS = {CAUSAL_LM: "CAUSAL_LM", PER_SAMPLE: "SEQ_CLS", PER_TOKEN: "TOKEN_CLS"}
+_ROLES = {name: role for role, name in TASKS.items()} | {None: CAUSAL_LM}
+# Heads of `modules_to_save` by their names in the models of Hugging Face
+HEADS = ("score", "classifier")
+# Keys that do not change what is computed from the tensors: where they come from, how they were
+# drawn and trained, which layers have some (the tensors say so).
+_NO_INFLUENCE = frozenset(
+    """auto_mapping corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out
+    inference_mode layers_pattern loftq_config lora_ga_config megatron_config megatron_core
+    peft_version qalora_group_size rank_pattern revision runtime_config velora_config""".split()
+)
+_READ = frozenset(
+    """alpha_pattern base_model_name_or_path init_lora_weights layers_to_transform lora_alpha
+    lora_dropout modules_to_save peft_type r target_modules task_type use_rslora""".split()
+)
+# Keys that must have no value, with what a value means.
+_REFUSED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA",
+    "kasa_config": "KaSA, which changes the weights of the base",
+    "monteclora_config": "MonteCLoRA",
+    "arrow_config": "routing between adapters",
+    "alora_invocation_tokens": "activated LoRA",
+    "lora_bias": "a bias in B",
+    "trainable_token_indices": "trained embeddings",
+    "target_parameters": "adapters of parameters, such as stacked experts",
+    "layer_replication": "replicated layers",
+}
+# Initial values that leave the base as it is; the others subtract from its weights.
+_INITIAL_VALUES = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_REMEDY = (
+    "Merge them in PEFT (model.merge_and_unload(), then save_pretrained) and name that folder as "
+    "the model."
+)
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What `adapter_config.json` says about the tensors beside it.
+
+    Attributes:
+        path: of the folder.
+        base: name or path of the base; None: not given.
+        role: of `TASKS`, what the model is for.
+        rank: of adapters, where their tensors are no others.
+        alpha, alpha_pattern, root_of_rank: `alpha_for` reads them.
+        dropout: probability that a number of an adapter's input is dropped in training.
+        targets: names of modules with adapters, if they are listed.
+        layers: numbers from 0 of the layers with adapters; None: all.
+    """
+
+    path: Path
+    base: str | None
+    role: str
+    rank: int
+    alpha: float
+    alpha_pattern: Mapping[str, float]
+    root_of_rank: bool
+    dropout: float
+    targets: Sequence[str]
+    layers: Sequence[int] | None
+
+    def alpha_for(self, module: str, rank: int) -> float:
+        """The alpha with which `alpha / rank` is what the output of a module's adapter is
+        multiplied by.
+
+        Args:
+            module: its name in the model of Hugging Face.
+            rank: rows of its A.
+        """
+        alpha = self.alpha
+        for pattern, value in self.alpha_pattern.items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = float(value)
+                break
+        return alpha * math.sqrt(rank) if self.root_of_rank else alpha
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder of PEFT: adapters, not a model with all weights."""
+    whole = ("model.safetensors", "model.safetensors.index.json")
+    return (path / CONFIG_FILE).is_file() and not any((path / name).is_file() for name in whole)
+
+
+def read(path: Path) -> AdapterConfig:
+    """The configuration in the folder `path`.
+
+    Raises:
+        UserError: the file is damaged.
+        Unsupported: it asks for what is not computed here; the message names the key.
+    """
+    file = path / CONFIG_FILE
+    given = read_json(file)
+    _check(file, given)
+    layers = given.get("layers_to_transform")
+    if layers is not None and not isinstance(layers, list):
+        layers = [layers]
+    targets = given.get("target_modules")
+    base = given.get("base_model_name_or_path")
+    return AdapterConfig(
+        path=path,
+        base=base or None,
+        role=_ROLES[given.get("task_type")],
+        rank=given["r"],
+        alpha=float(given["lora_alpha"]),
+        alpha_pattern=dict(given.get("alpha_pattern") or {}),
+        root_of_rank=bool(given.get("use_rslora")),
+        dropout=float(given.get("lora_dropout") or 0),
+        targets=targets if isinstance(targets, list) else (),
+        layers=layers or None,
+    )
+
+
+def _check(file: Path, given: Mapping[str, Any]) -> None:
+    """Raise `Unsupported` if a key asks for something else than LoRA as it is computed here."""
+
+    def refuse(key: str, why: str, remedy: str = _REMEDY) -> Unsupported:
+        return Unsupported(f"{file}: {key}={given.get(key)!r} {why}. {remedy}")
+
+    if given.get("peft_type") != "LORA":
+        raise refuse("peft_type", "is not supported; what is: LORA")
+    for key, meaning in _REFUSED.items():
+        if given.get(key):
+            raise refuse(key, f"asks for {meaning}, which is not supported")
+    if given.get("bias") not in (None, "none"):
+        raise refuse("bias", "trained biases of the base, which is not supported")
+    if given.get("init_lora_weights", True) not in _INITIAL_VALUES:
+        raise refuse(
+            "init_lora_weights", "changes the weights of the base, which is not supported"
+        )
+    if given.get("task_type") not in _ROLES:
+        known = ", ".join(TASKS.values())
+        raise refuse("task_type", f"is not supported; what is: {known}")
+    saved = given.get("modules_to_save") or []
+    for name in saved if isinstance(saved, list) else [saved]:
+        if name not in HEADS:
+            raise refuse(
+                "modules_to_save",
+                f"trained the whole of {name!r}, which is not supported; what is: heads "
+                f"({', '.join(HEADS)})",
+            )
+    numbers = {
+        "r": given.get("r"),
+        "lora_alpha": given.get("lora_alpha"),
+        **{f"alpha_pattern.{key}": v for key, v in (given.get("alpha_pattern") or {}).items()},
+    }
+    for key, value in numbers.items():
+        whole = not isinstance(value, bool) and isinstance(value, int)
+        positive = (whole or (isinstance(value, float) and key != "r")) and value > 0
+        if not positive:
+            raise Unsupported(f"{file}: {key}={value!r} is not a number above 0.")
+    for key, value in given.items():
+        if value and key not in _NO_INFLUENCE | _READ | {"bias"} | _REFUSED.keys():
+            raise refuse(key, "is not known here; the adapters may compute something else")
+
+
+def content(
+    *,
+    base: str | None,
+    role: str,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str],
+    wide: Mapping[str, int],
+    layers: Sequence[int] | None,
+    dropout: float,
+    transposed: bool,
+    heads: Sequence[str],
+) -> dict[str, Any]:
+    """The content of `adapter_config.json`.
+
+    Args:
+        base, role, rank, alpha, targets, layers, dropout: as in `AdapterConfig`.
+        wide: names of modules whose rank is a multiple of `rank`, with the multiple.
+        transposed: the base stores its matrices transposed.
+        heads: modules that are stored whole.
+    """
+
+    def number(value: float) -> float:
+        return int(value) if float(value).is_integer() else value
+
+    return {
+        "peft_type": "LORA",
+        "task_type": TASKS[role],
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": number(alpha),
+        "rank_pattern": {name: times * rank for name, times in wide.items()},
+        "alpha_pattern": {name: number(times * alpha) for name, times in wide.items()},
+        "use_rslora": False,
+        "lora_dropout": dropout,
+        "target_modules": list(targets),
+        "layers_to_transform": None if layers is None else list(layers),
+        "layers_pattern": None,
+        "fan_in_fan_out": transposed,
+        "modules_to_save": list(heads) or None,
+        "bias": "none",
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }

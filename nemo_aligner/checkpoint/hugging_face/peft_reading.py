@@ -1,0 +1,373 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of Hugging Face's PEFT as a checkpoint of adapters (`checkpoint/adapters.py`).
+
+Projections without an adapter in the folder get one of zeros, whose gradient is zero too: it
+stays away, as in PEFT. A module of lower rank than others gets rows of zeros.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors import safe_open
+from torch import Tensor
+
+from nemo_aligner.checkpoint.adapters import BASE_SECTION, Base, is_adapter
+from nemo_aligner.checkpoint.hugging_face import peft_config
+from nemo_aligner.checkpoint.hugging_face.architecture import CAUSAL_LM, PER_TOKEN, Unsupported
+from nemo_aligner.checkpoint.hugging_face.folder import Tensors, names_in
+from nemo_aligner.checkpoint.hugging_face.peft_config import AdapterConfig
+from nemo_aligner.checkpoint.hugging_face.peft_names import (
+    HEAD,
+    NAME_PREFIX,
+    A,
+    B,
+    Modules,
+    Weight,
+    all_names,
+    modules_of,
+)
+from nemo_aligner.checkpoint.hugging_face.weights import KINDS, PREFIX
+from nemo_aligner.checkpoint.stored_weights import Slice
+from nemo_aligner.config.peft_rules import LORA, TARGETS, LoRASettings
+from nemo_aligner.core.errors import UserError
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CHECKSUM = "nemo_aligner.base_checksum"  # in the metadata of that file
+_PICKLED = "adapter_model.bin"
+_BASE_KEY = "base_model_name_or_path"
+
+
+def base_path(path: Path) -> Path:
+    """The base that a folder of PEFT names.
+
+    Raises:
+        UserError: it names none, or none on this machine.
+    """
+    name = peft_config.read(path).base
+    if name is not None and Path(name).expanduser().exists():
+        return Path(name).expanduser().absolute()
+    raise UserError(
+        f"{path} holds adapters, but their base, {_BASE_KEY}={name!r} in "
+        f"{peft_config.CONFIG_FILE}, is not on this machine. Set it to the folder of the base "
+        "there, give the base with --base (python -m nemo_aligner.convert hf-to-nemo or "
+        "merge-lora), or start the job from the base with model.peft.restore_from_path naming the "
+        "adapters."
+    )
+
+
+def adapter_section(path: Path, model: DictConfig) -> DictConfig:
+    """The section `model` of the adapters in a folder, as a checkpoint of adapters has it.
+
+    Args:
+        path: of the folder.
+        model: the section `model` of the base.
+
+    Raises:
+        UserError: the folder is damaged or does not fit the model.
+    """
+    tensors = PeftTensors(path, model)
+    section = OmegaConf.create(OmegaConf.to_container(model, resolve=True))
+    assert isinstance(section, DictConfig)
+    section.update(tensors.head_keys())
+    name = tensors.config.base
+    local = name is not None and Path(name).expanduser().exists()
+    section[BASE_SECTION] = Base(
+        str(Path(str(name)).expanduser().absolute()) if local else name, _checksum(path)
+    ).to_config()
+    section.peft = {"peft_scheme": LORA, "lora_tuning": tensors.settings.to_config()}
+    return section
+
+
+def _checksum(path: Path) -> str | None:
+    """Checksum of the base, which folders of this package hold."""
+    with safe_open(path / WEIGHTS_FILE, framework="pt") as opened:
+        return (opened.metadata() or {}).get(CHECKSUM)
+
+
+def file_tensors(path: Path) -> Tensors:
+    """The tensors in a folder of PEFT by their own names.
+
+    Raises:
+        UserError: the file is missing or damaged, or pickled.
+    """
+    if (path / WEIGHTS_FILE).is_file():
+        return Tensors(path, dict.fromkeys(names_in(path / WEIGHTS_FILE), WEIGHTS_FILE))
+    if (path / _PICKLED).is_file():
+        raise UserError(
+            f"{path} holds pickled adapters ({_PICKLED}), which can run code and are not read. "
+            "Write safetensors where you trust it: PeftModel.from_pretrained(BASE, FOLDER)"
+            ".save_pretrained(NEW_FOLDER)."
+        )
+    raise UserError(f"{path} holds no {WEIGHTS_FILE}; copy it again.")
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """The adapter of one module: its name in the file but for `A` and `B`, its rank, and what its
+    B is multiplied by, since all adapters have one scale here.
+    """
+
+    stem: str
+    rank: int
+    factor: float
+
+
+class PeftTensors:
+    """A `TensorSource` of the adapters in a folder of PEFT, and of their head.
+
+    Args:
+        path: of the folder.
+        model: the section `model` of the base.
+
+    Attributes:
+        config: what `adapter_config.json` says.
+        settings: what the adapters look like.
+
+    Raises:
+        UserError: a file is damaged, or a tensor has no place in the model or another shape.
+    """
+
+    def __init__(self, path: Path, model: DictConfig):
+        self.path = path
+        self.config = peft_config.read(path)
+        self.file = file_tensors(path)
+        stems = [name.removesuffix(A) for name in self.file.shapes() if name.endswith(A)]
+        names = [stem.removeprefix(NAME_PREFIX).removesuffix(".") for stem in stems]
+        if self.config.role != CAUSAL_LM:  # its head's name depends on it
+            role = {"output_sequence": self.config.role == PER_TOKEN}
+            model = OmegaConf.merge(model, role)
+        self.modules: Modules = modules_of(model, names)
+        self._has_head = "reward_model_type" in model
+        self._heads = self._find_heads()
+        self._found = self._find_adapters()
+        self._check_complete()
+        self.settings = self._settings()
+        self._shapes = self._megatron_shapes()
+        self.dtype = self.file.part(stems[0] + A, (slice(0, 1), slice(0, 1))).dtype
+
+    # --- what there is --------------------------------------------------------------------------
+
+    def _find_heads(self) -> dict[str, str]:
+        """Names in the file of the head's tensors, by Megatron Core's."""
+        if self.config.role == CAUSAL_LM:
+            return {}
+        found = {
+            f"{PREFIX}{HEAD}{kind}": NAME_PREFIX + self.modules.head(kind)
+            for kind in KINDS
+            if NAME_PREFIX + self.modules.head(kind) in self.file.shapes()
+        }
+        if not found and not self._has_head:
+            name = NAME_PREFIX + self.modules.head("weight")
+            raise UserError(
+                f"{self.path} says task_type={peft_config.TASKS[self.config.role]} but holds no "
+                f"{name!r}, and its base has no head either; train it with modules_to_save "
+                "naming the head."
+            )
+        return found
+
+    def head_keys(self) -> dict[str, Any]:
+        """Keys of `model` for the head in the folder."""
+        if f"{PREFIX}{HEAD}weight" not in self._heads:
+            return {}
+        keys: dict[str, Any] = {"output_sequence": self.config.role == PER_TOKEN}
+        if not self._has_head:
+            numbers = self.file.shapes()[self._heads[f"{PREFIX}{HEAD}weight"]][0]
+            kind = "regression" if numbers > 1 else "binary_ranking"
+            keys |= {"reward_model_type": kind, "regression": {"num_attributes": numbers}}
+        return keys
+
+    def _find_adapters(self) -> dict[tuple[str, int, int], _Adapter]:
+        """The adapters by target, layer (from 0) and number of the projection in the weight."""
+        places = all_names(self.modules)
+        shapes = self.file.shapes()
+        found: dict[tuple[str, int, int], tuple[_Adapter, float]] = {}
+        for name in shapes:
+            if name in self._heads.values():
+                continue
+            module = name.removeprefix(NAME_PREFIX).removesuffix("." + A).removesuffix("." + B)
+            if not name.startswith(NAME_PREFIX) or module not in places:
+                raise self._no_place(name)
+            weight, index, layer = places[module]
+            stem = f"{NAME_PREFIX}{module}."
+            rank = self._checked_rank(stem, weight, index)
+            key = (weight.target, layer, index)
+            found[key] = _Adapter(stem, rank, 1.0), self.config.alpha_for(module, rank)
+        if not found:
+            raise UserError(f"{self.path / WEIGHTS_FILE} holds no adapters.")
+        self._rank, self._alpha = max((each.rank, alpha) for each, alpha in found.values())
+        scale = self._alpha / self._rank
+        return {
+            key: _Adapter(each.stem, each.rank, alpha / each.rank / scale)
+            for key, (each, alpha) in found.items()
+        }
+
+    def _no_place(self, name: str) -> UserError:
+        there = sorted(
+            {
+                self.modules.short_name(weight, index)
+                for weight in self.modules.weights.values()
+                for index in range(len(weight.rule.names))
+            }
+        )
+        return Unsupported(
+            f"{self.path / WEIGHTS_FILE} holds {name!r}, which has no place in a model of "
+            f"{self.modules.architecture.class_name} with {self.modules.layout.layers} layers; "
+            f"adapters are those (lora_A, lora_B) of {', '.join(there)}. Merge them in PEFT "
+            "(model.merge_and_unload(), then save_pretrained) and name that folder as the model."
+        )
+
+    def _checked_rank(self, stem: str, weight: Weight, index: int) -> int:
+        shapes = self.file.shapes()
+        for one, other in ((A, B), (B, A)):
+            if stem + one not in shapes:
+                raise UserError(
+                    f"{self.path / WEIGHTS_FILE} holds {stem + other!r} but not "
+                    f"{stem + one!r}; copy it again."
+                )
+        a, b = shapes[stem + A], shapes[stem + B]
+        rows = self.modules.rows(weight, index)
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or (b[0], a[1]) != (rows, weight.columns):
+            raise UserError(
+                f"{self.path / WEIGHTS_FILE}: {stem}lora_A and lora_B have the shapes {a} and "
+                f"{b}, but the weight of the base is ({rows}, {weight.columns}): they were "
+                "trained on another model."
+            )
+        return a[0]
+
+    def _check_complete(self) -> None:
+        """Raise `UserError` if a module that the configuration lists lacks adapters in a layer."""
+        count = self.modules.layout.layers
+        layers = range(count) if self.config.layers is None else self.config.layers
+        there = {(target, index) for target, _layer, index in self._found}
+        for target, index in sorted(there):
+            weight = self.modules.weights[target]
+            whole = "." + weight.rule.names[index].removesuffix(".")
+            listed = any(whole.endswith("." + str(name)) for name in self.config.targets)
+            for layer in layers if listed else ():
+                if (target, layer, index) not in self._found:
+                    raise UserError(
+                        f"{self.path / WEIGHTS_FILE} lacks the adapter of "
+                        f"{self.modules.name(weight, index, layer)!r}, which target_modules in "
+                        f"{peft_config.CONFIG_FILE} lists; copy it again, or it was trained on a "
+                        f"model with another number of layers than {count}."
+                    )
+
+    def _settings(self) -> LoRASettings:
+        targets = {target for target, _layer, _index in self._found}
+        layers = sorted({layer + 1 for _target, layer, _index in self._found})
+        return LoRASettings(
+            targets=tuple(target for target in TARGETS if target in targets),
+            dim=self._rank,
+            alpha=self._alpha,
+            dropout=self.config.dropout,
+            dropout_position="pre",
+            column_init_method="kaiming",
+            row_init_method="zero",
+            layers=None if len(layers) == self.modules.layout.layers else tuple(layers),
+            weight_tying=False,
+            variant="canonical" if self.modules.separate else "nemo",
+        )
+
+    # --- as tensors of Megatron Core ------------------------------------------------------------
+
+    def _megatron_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {key: self.file.shapes()[name] for key, name in self._heads.items()}
+        self._places: dict[str, tuple[Weight, int]] = {}
+        layers = self.settings.layers or range(1, self.modules.layout.layers + 1)
+        for target in self.settings.targets:
+            weight = self.modules.weights[target]
+            for layer in layers:
+                stem = weight.key_in(layer - 1) if self.modules.layers_differ else weight.key
+                for half, shape in (
+                    ("a", (len(weight.rule.names) * self._rank, weight.columns)),
+                    ("b", (weight.rows, self._rank)),
+                ):
+                    shapes[f"{stem}{layer}.{half}"] = shape
+                    self._places[f"{stem}{layer}.{half}"] = weight, layer - 1
+        return shapes
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, key: str, part: Slice) -> Tensor:
+        if not is_adapter(key):
+            return _read(self.file, self._heads[key], part)
+        weight, layer = self._places[key]
+        rows, columns = _slices(part)
+        if key.endswith(".a"):
+            values = self._read_a(weight, layer, columns)[rows]
+        else:
+            values = self._read_b(weight, layer, rows)[:, columns]
+        return values[_dropped(part)]
+
+    def _read_a(self, weight: Weight, layer: int, columns: slice) -> Tensor:
+        """`columns` of A, `[blocks * dim, columns]`."""
+        result = torch.zeros(
+            len(weight.rule.names), self._rank, columns.stop - columns.start, dtype=self.dtype
+        )
+        for index, block in enumerate(result):
+            adapter = self._found.get((weight.target, layer, index))
+            if adapter is not None:
+                wanted = (slice(0, adapter.rank), columns)
+                block[: adapter.rank] = self.file.part(adapter.stem + A, wanted)
+        return result.flatten(0, 1)
+
+    def _read_b(self, weight: Weight, layer: int, rows: slice) -> Tensor:
+        """`rows` of B, `[rows, dim]`, in the order of Megatron Core."""
+        result = torch.zeros(rows.stop - rows.start, self._rank, dtype=self.dtype)
+        first = 0
+        for run in weight.rule.runs(weight.rows, self.modules.layout.heads):
+            start, stop = max(rows.start, first), min(rows.stop, first + run.count)
+            index = list(weight.rule.names).index(run.name)
+            adapter = self._found.get((weight.target, layer, index))
+            if start < stop and adapter is not None:
+                shift = run.start - first
+                wanted = (slice(start + shift, stop + shift), slice(0, adapter.rank))
+                values = self.file.part(adapter.stem + B, wanted)
+                if adapter.factor != 1:
+                    values = values.float() * adapter.factor
+                result[start - rows.start : stop - rows.start, : adapter.rank] = values
+            first += run.count
+        return result
+
+
+def _slices(part: Slice) -> tuple[slice, ...]:
+    """`part` without numbers in it."""
+    return tuple(slice(axis, axis + 1) if isinstance(axis, int) else axis for axis in part)
+
+
+def _dropped(part: Slice) -> tuple[int | slice, ...]:
+    """Index that drops the axes of which `part` has a number."""
+    return tuple(0 if isinstance(axis, int) else slice(None) for axis in part)
+
+
+def _read(tensors: Tensors, name: str, part: Slice) -> Tensor:
+    return tensors.part(name, _slices(part))[_dropped(part)]
+
+
+class AsStored:
+    """A `TensorSource` of the tensors of a file by their own names."""
+
+    def __init__(self, tensors: Tensors):
+        self.tensors = tensors
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.tensors.shapes()
+
+    def read(self, key: str, part: Slice) -> Tensor:
+        return _read(self.tensors, key, part)
+
+
+def describe(path: Path) -> tuple[AdapterConfig, Tensors, str | None]:
+    """What a folder of PEFT says by itself, without its base: configuration, tensors, checksum of
+    the base.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    return peft_config.read(path), file_tensors(path), _checksum(path)

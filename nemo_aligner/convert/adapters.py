@@ -1,0 +1,198 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters (LoRA) merged with their base, and converted between `.nemo` and folders of PEFT."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from nemo_aligner.checkpoint import adapters, nemo_archive
+from nemo_aligner.checkpoint.hugging_face import peft_config, peft_writing
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, stored_dtype
+from nemo_aligner.checkpoint.torch_dist_stream import Chunk
+from nemo_aligner.convert.hugging_face import Options, check_target, nbytes, progress_bar
+from nemo_aligner.core.errors import UserError
+
+_LAYERS = "model.decoder.layers."
+_EXPERTS = ".experts.experts."
+
+
+def is_peft_folder(source: Path) -> bool:
+    """Whether `source` is a folder of PEFT."""
+    return peft_config.is_folder(source.expanduser())
+
+
+def are_adapters(source: Path, key: str = "ADAPTERS") -> bool:
+    """Whether the checkpoint `source`, for messages named `key`, holds adapters.
+
+    Raises:
+        UserError: it does not exist, or has a form that does not load.
+    """
+    source = nemo_archive.check_restore_path(source, key=key)
+    if peft_config.is_folder(source):
+        return True
+    return adapters.base_in(nemo_archive.read_stored_config(source)) is not None
+
+
+def merge(
+    source: Path, target: Path, options: Options | None = None, base: Path | None = None
+) -> None:
+    """Write adapters merged with their base as a `.nemo`, one tensor in memory at a time.
+
+    Args:
+        source: `.nemo` of adapters, checkpoint folder of a job, or folder of PEFT.
+        target: a file that ends in `.nemo`, or a folder, which appears when it is complete.
+        base: where the base lies; None: where the adapters say.
+
+    Raises:
+        UserError: the source holds no adapters, their base is absent or another one, or the
+            target exists.
+    """
+    options = options or Options()
+    target = check_target(source, target, options)
+    if not are_adapters(source):
+        raise UserError(f"{source} holds a model with all its weights; there is nothing to merge.")
+    base = _checked_base(base)
+    section = nemo_archive.read_config(source, base)
+    with nemo_archive.stored_tensors(source, base) as weights:
+        _write(target, section, weights, options)
+
+
+def to_nemo(
+    source: Path, target: Path, options: Options | None = None, base: Path | None = None
+) -> None:
+    """Write a folder of PEFT as a `.nemo` of adapters; arguments and errors as for `merge`."""
+    options = options or Options()
+    target = check_target(source, target, options)
+    with _opened(source, base) as (section, weights):
+        found = adapters.base_in(section)
+        assert found is not None
+        path = base or found.path
+        if path is None or not Path(path).exists():
+            raise UserError(
+                f"{source} names {found.path!r} as its base, which is not on this machine; give "
+                "it with --base."
+            )
+        with nemo_archive.stored_tensors(path) as tensors:
+            checksum = adapters.checksum_of_source(tensors)
+        where = str(Path(path).resolve())
+        adapters.check_base(found, checksum, str(source), where)
+        # Checks that the base has what the adapters belong to.
+        settings = adapters.settings_in(section)
+        with nemo_archive.stored_tensors(path) as tensors:
+            adapters.MergedTensors(tensors, weights, settings, section)
+        section[adapters.BASE_SECTION] = adapters.Base(where, checksum).to_config()
+        _write(target, section, weights, options)
+
+
+def to_peft(
+    source: Path,
+    target: Path,
+    options: Options | None = None,
+    *,
+    drop_head_bias: bool = False,
+    base: Path | None = None,
+) -> None:
+    """Write adapters as a folder of PEFT; in one process.
+
+    Args:
+        source: as for `merge`.
+        target: the folder, which appears when it is complete.
+        drop_head_bias: as for `peft_writing.write_folder`.
+        base: the base that the folder names; None: the one that the adapters name.
+
+    Raises:
+        UserError: Hugging Face cannot express the model, the base is another one, or the target
+            exists.
+    """
+    options = options or Options()
+    target = check_target(source, target, options)
+    with _opened(source, base) as (section, weights):
+        found = adapters.base_in(section)
+        assert found is not None
+        if base is not None:
+            with nemo_archive.stored_tensors(base) as tensors:
+                checksum = adapters.checksum_of_source(tensors)
+            adapters.check_base(found, checksum, str(source), str(base))
+            found = replace(found, path=str(base.resolve()), checksum=checksum)
+        peft_writing.write_folder(
+            target,
+            weights,
+            section,
+            adapters.settings_in(section),
+            found,
+            dtype=options.torch_dtype(),
+            drop_head_bias=drop_head_bias,
+        )
+
+
+def _checked_base(base: Path | None) -> Path | None:
+    return None if base is None else nemo_archive.check_restore_path(base, key="--base")
+
+
+@contextlib.contextmanager
+def _opened(source: Path, base: Path | None) -> Iterator[tuple[DictConfig, TensorSource]]:
+    """Configuration and tensors of adapters alone."""
+    source = nemo_archive.check_restore_path(source, key="ADAPTERS")
+    base = _checked_base(base)
+    model = None if base is None else nemo_archive.read_config(base)
+    section = nemo_archive.read_stored_config(source, model)
+    with nemo_archive.own_tensors(source, model) as weights:
+        yield section, weights
+
+
+def _write(target: Path, section: DictConfig, weights: TensorSource, options: Options) -> None:
+    parts = _parts(weights, options.torch_dtype())
+    with progress_bar(sum(nbytes(chunk) for chunk in parts), options) as bar:
+
+        def read(chunk: Chunk) -> Tensor:
+            bar.update(nbytes(chunk))
+            return weights.read(chunk.key, parts[chunk]).to(chunk.dtype).reshape(chunk.size)
+
+        nemo_archive.write_streamed(
+            target, section, list(parts), read, as_directory=target.suffix != ".nemo"
+        )
+
+
+def _parts(weights: TensorSource, dtype: torch.dtype | None) -> dict[Chunk, Slice]:
+    """What is written, cut by layers and experts, and the part that it is read from."""
+    shapes = weights.shapes()
+    stacked: list[str] = []
+    numbered: list[str] = []
+    for key in shapes:
+        if key.startswith(_LAYERS) and not adapters.is_adapter(key):
+            (numbered if _number(key) else stacked).append(key)
+    # A folder has its layers under both names; where they differ, only the numbered ones are all.
+    layers = {_number(key) for key in numbered}
+    alike = not numbered or len(numbered) == len(stacked) * len(layers)
+    left_out = set(numbered if alike else stacked)
+    result: dict[Chunk, Slice] = {}
+    for key, shape in shapes.items():
+        if key in left_out:
+            continue
+        in_layer = key.startswith(_LAYERS) and not adapters.is_adapter(key)
+        axes = (1 if in_layer and not _number(key) else 0) + (1 if _EXPERTS in key else 0)
+        rest = shape[axes:]
+        kept = dtype or stored_dtype(weights, key)
+        for index in itertools.product(*(range(size) for size in shape[:axes])):
+            chunk = Chunk(
+                key,
+                shape,
+                offset=(*index, *(0 for _ in rest)),
+                size=(*(1 for _ in index), *rest),
+                dtype=kept,
+            )
+            result[chunk] = (*index, *(slice(0, size) for size in rest))
+    return result
+
+
+def _number(key: str) -> str:
+    """The number of the layer in a key; empty: it has none."""
+    number = key.removeprefix(_LAYERS).partition(".")[0]
+    return number if number.isdigit() else ""

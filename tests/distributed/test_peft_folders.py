@@ -1,0 +1,111 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of PEFT at splits: each rank reads its own part of the adapters, and the logits are
+PEFT's.
+"""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.distributed.launcher import progress, run_ranks
+from tests.peft_folders import TOKENS, with_adapters
+
+SPLITS = {
+    "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "PP2": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+}
+NAMES = ("Llama, odd sizes", "Phi 3", "GPT-2")  # projections apart, and together
+
+
+def logits(model) -> torch.Tensor | None:
+    """float32 `[B, S, V]` on ranks of the last stage, else None; all ranks call it."""
+    from nemo_aligner.parallel import parallel_state
+    from nemo_aligner.training.megatron_steps import forward_collect
+
+    model.set_eval()
+    with torch.no_grad():
+        found = forward_collect(
+            model.model, {"tokens": TOKENS}, micro_batch_size=2, output_fn=lambda x, _: x
+        )
+    if not parallel_state.is_pipeline_last_stage():
+        return None
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(found) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, found.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def counting_reads() -> dict[str, int]:
+    """Numbers that this rank reads of each tensor, from now on."""
+    from nemo_aligner.checkpoint.hugging_face.folder import Tensors
+
+    part, counts = Tensors.part, {}
+
+    def counted(self, name, index):
+        values = part(self, name, index)
+        if values.numel() > 1:  # one is read for its type
+            counts[name] = counts.get(name, 0) + values.numel()
+        return values
+
+    Tensors.part = counted
+    return counts
+
+
+def at_each(folders: dict[str, tuple[str, str]], splits: dict[str, dict]) -> dict:
+    from megatron.core.parallel_state import destroy_model_parallel
+
+    from nemo_aligner.launch.model_loading import load_from_nemo
+    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+
+    counts = counting_reads()
+    results = {}
+    for split, keys in splits.items():
+        for name, (base, folder) in folders.items():
+            job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, **keys})
+            model = load_from_nemo(GPTSFTModel, job, None, restore_path=base)
+            counts.clear()
+            model.init_peft({"peft_scheme": "lora", "restore_from_path": folder})
+            read = dict(counts)
+            beside = logits(model)
+            with model.adapters_merged():
+                merged = logits(model)
+            whole = logits(load_from_nemo(GPTSFTModel, job, None, restore_path=folder))
+            results[split, name] = (beside, merged, whole), read
+            progress(f"{split} {name}")
+            destroy_model_parallel()
+    return results
+
+
+@pytest.mark.timeout(300)
+def test_logits_at_each_split_are_those_of_peft(write_folder, tmp_path):
+    folders, expected = {}, {}
+    for name in NAMES:
+
+        def write(model, part, name=name):
+            return write_folder(model, f"{name}/{part}")
+
+        base, folder, model = with_adapters(write, name)
+        folders[name] = str(base), str(folder)
+        with torch.no_grad():
+            expected[name] = model(TOKENS).logits
+    for rank, found in enumerate(run_ranks(at_each, 2, 120, folders, SPLITS)):
+        assert len(found) == len(SPLITS) * len(NAMES)
+        for (split, name), (results, read) in found.items():
+            for result in results:
+                assert (result is None) == (split == "PP2" and rank == 0)
+                if result is None:
+                    continue
+                result = result[..., : expected[name].size(-1)]
+                torch.testing.assert_close(result, expected[name], atol=1e-5, rtol=1e-5)
+            layers = {
+                int(key.split("layers." if "layers." in key else "h.")[1][0]) for key in read
+            }
+            if split == "PP2":
+                assert layers == ({0} if rank == 0 else set(range(1, len(layers) + 1)))
+            elif name.startswith("Llama"):
+                stem = "base_model.model.model.layers.0."
+                assert read[stem + "self_attn.q_proj.lora_B.weight"] == 60 * 4 / 2
+                assert read[stem + "mlp.gate_proj.lora_B.weight"] == 48 * 4 / 2
+                assert read[stem + "mlp.down_proj.lora_A.weight"] == 48 * 4 / 2
+                assert read[stem + "self_attn.q_proj.lora_A.weight"] == 36 * 4
