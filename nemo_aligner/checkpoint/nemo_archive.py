@@ -10,9 +10,7 @@ Checkpoint folders of jobs (`checkpointing.py`), which hold the first two beside
 folders of NeMo 2.0 are read too, and weights in NeMo's older forms (`checkpoint.forms`). Reading
 the configuration or the tokenizer does not unpack the weights.
 
-What is written loads in NeMo-Aligner's NeMo (2.1). There, `tokenizer.type` is the name or folder
-of a Hugging Face tokenizer that must exist at loading, since its archives hold single files only;
-so our copy stands at a key of its own, `tokenizer.folder`.
+`nemo_writing.py` writes them.
 """
 
 import atexit
@@ -23,30 +21,23 @@ import os
 import shutil
 import tarfile
 import tempfile
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 from yaml import YAMLError
 
 from nemo_aligner.checkpoint import (
     adapters,
-    dist_ckpt,
     forms,
     hugging_face,
     nemo2,
-    torch_dist_stream,
 )
 from nemo_aligner.checkpoint.dist_ckpt import barrier
-from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
 from nemo_aligner.checkpoint.forms import (
     CHECKPOINT_WEIGHTS,
     CONFIG_FILE,
@@ -61,10 +52,9 @@ from nemo_aligner.checkpoint.stored_weights import (
     TensorSource,
     TorchDistWeights,
 )
-from nemo_aligner.checkpoint.torch_dist_stream import Chunk, TorchDistTensors
+from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.parallel import parallel_state
 
 ARTIFACT_PREFIX = "nemo:"
 # Configuration keys whose value may name a file that belongs in the archive. NeMo reads the same.
@@ -73,31 +63,8 @@ ARTIFACT_KEYS = (
     "tokenizer.vocab_file",
     "tokenizer.merge_file",
 )
-_WEIGHT_SUFFIXES = tuple(
-    ".safetensors .bin .pt .pth .ckpt .gguf .onnx .msgpack .h5 .index.json".split()
-)
-_BESIDE_ATTENTION = "self_attention.linear_proj._extra_state"
 REMOTE_CODE = "tokenizer.trust_remote_code"
 TOKENIZER_FOLDER = "tokenizer.folder"  # our copy of a Hugging Face tokenizer
-
-# What NeMo reads in a file's configuration and this package has no use for.
-NEMO_ALWAYS = {
-    "mcore_gpt": True,  # without it NeMo builds layers of its own, whose weights have other names
-    "dist_ckpt_format": "torch_dist",
-}
-NEMO_UNLESS_SET = {
-    "transformer_engine": True,
-    # Versions of Transformer Engine differ in which layers have an extra state (empty but in
-    # fp8). This is what NeMo's own message about a missing one recommends; a missing weight is
-    # still an error there.
-    "dist_ckpt_load_strictness": "log_all",
-}
-# Our class that neither NeMo nor NeMo-Aligner has, and theirs.
-NEMO_TARGETS = {
-    "nemo_aligner.models.nlp.gpt.megatron_gpt_model.MegatronGPTModel": (
-        "nemo.collections.nlp.models.language_modeling.megatron_gpt_model.MegatronGPTModel"
-    ),
-}
 
 
 def check_restore_path(
@@ -422,229 +389,3 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
     finally:
         if first_on_node:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
-    """Copy the files that `config` names into `folder`; return a configuration that refers to the
-    copies.
-    """
-    config = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-    for key in ARTIFACT_KEYS:
-        value = OmegaConf.select(config, key)
-        if isinstance(value, str) and os.path.isfile(value):
-            name = _archive_name(value)
-            shutil.copyfile(value, folder / name)
-            OmegaConf.update(config, key, ARTIFACT_PREFIX + name)
-    source = OmegaConf.select(config, "tokenizer.type")
-    if isinstance(source, str) and os.path.isdir(source):
-        name = _archive_name(source)
-        shutil.copytree(source, folder / name, ignore=_all_but_small_files, dirs_exist_ok=True)
-        OmegaConf.update(config, TOKENIZER_FOLDER, ARTIFACT_PREFIX + name, force_add=True)
-        OmegaConf.update(config, "tokenizer.type", _first_name(Path(source)))
-    return config
-
-
-def _all_but_small_files(source: str, names: list[str]) -> list[str]:
-    """What not to copy of a folder with a tokenizer, which may be that of a whole model: folders
-    and weights.
-    """
-    return [
-        name for name in names if Path(source, name).is_dir() or name.endswith(_WEIGHT_SUFFIXES)
-    ]
-
-
-def _archive_name(path: str) -> str:
-    """Name of the copy of a file or folder in an archive."""
-    name = Path(path).name
-    return name if name.startswith("tokenizer") else f"tokenizer_{name}"
-
-
-def _first_name(tokenizer: Path) -> str:
-    """Name or path under which the model first got the tokenizer in a folder. The folder may be
-    the copy in a `.nemo`, which has noted it.
-    """
-    config_file = tokenizer.parent / CONFIG_FILE
-    if config_file.is_file():
-        config = OmegaConf.load(config_file)
-        if OmegaConf.select(config, TOKENIZER_FOLDER) == ARTIFACT_PREFIX + tokenizer.name:
-            return str(OmegaConf.select(config, "tokenizer.type"))
-    return str(tokenizer.absolute())
-
-
-def _nemo_config(config: DictConfig) -> DictConfig:
-    """`config` with what NeMo needs to load the file."""
-    given = {key: value for key, value in config.items() if value is not None}
-    settings = NEMO_UNLESS_SET | given | NEMO_ALWAYS
-    if "target" in given:
-        settings["target"] = NEMO_TARGETS.get(given["target"], given["target"])
-    if "add_qkv_bias" in given:  # our name; NeMo's wins there
-        settings["qkv_bias"] = given["add_qkv_bias"]
-    return OmegaConf.merge(config, settings)
-
-
-def _with_attention_states(sharded_weights: dict[str, Any]) -> dict[str, Any]:
-    """`sharded_weights` with the extra state that Transformer Engine's attention asks for, empty
-    as that of the layers beside it.
-    """
-    result = {}
-    for chunk, items in sharded_weights.items():
-        result[chunk] = dict(items)
-        for name, item in items.items():
-            if isinstance(item, ShardedObject) and name.endswith(_BESIDE_ATTENTION):
-                wanted = name.replace("linear_proj", "core_attention")
-                key = item.key.replace("linear_proj", "core_attention")
-                result[chunk].setdefault(wanted, dataclasses.replace(item, key=key))
-    return result
-
-
-def write_config(folder: Path, config: DictConfig) -> None:
-    """Write the configuration of a model and its tokenizer's files into `folder`; one rank calls
-    it.
-    """
-    OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
-
-
-def write_nemo(
-    path: str | Path,
-    config: DictConfig,
-    sharded_weights: dict[str, Any],
-    *,
-    as_directory: bool = False,
-) -> None:
-    """Write a `.nemo` to a file system that all ranks share; all ranks call it.
-
-    It is written beside its final place and renamed, so that a reader never sees half of it.
-
-    Args:
-        path: of the `.nemo`.
-        config: of the model.
-        sharded_weights: Megatron Core's sharded state dict of the weights.
-        as_directory: leave it as a directory instead of packing a tar file.
-    """
-    path = Path(path).expanduser().absolute()
-    folder = path.with_name(path.name + WRITING_SUFFIX)
-    rank_zero = parallel_state.get_rank() == 0
-    if rank_zero:
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / WEIGHTS_FOLDER).mkdir(parents=True)
-    barrier()
-    dist_ckpt.save(_with_attention_states(sharded_weights), folder / WEIGHTS_FOLDER)
-    barrier()
-    if rank_zero:
-        _finish(folder, path, config, as_directory)
-    barrier()
-
-
-def write_streamed(
-    path: str | Path,
-    config: DictConfig,
-    chunks: Sequence[Chunk],
-    read: Callable[[Chunk], Tensor],
-    *,
-    as_directory: bool = False,
-) -> None:
-    """Write a `.nemo` tensor by tensor; one process calls it. After an error nothing is left.
-
-    Args:
-        path, config, as_directory: as for `write_nemo`.
-        chunks, read: of the weights, as for `torch_dist_stream.write`.
-    """
-    path = Path(path).expanduser().absolute()
-    folder = path.with_name(path.name + WRITING_SUFFIX)
-    shutil.rmtree(folder, ignore_errors=True)
-    weights = folder / WEIGHTS_FOLDER
-    try:
-        weights.mkdir(parents=True)
-        if as_directory:
-            torch_dist_stream.write(chunks, read, weights)
-            _finish(folder, path, config, as_directory)
-            return
-        # The weights go straight into the tar file: they would be written twice otherwise.
-        with tarfile.open(_packed(path), "w:") as tar:
-            torch_dist_stream.write(
-                chunks,
-                read,
-                weights,
-                lambda name: _growing_member(tar, f"./{WEIGHTS_FOLDER}/{name}"),
-            )
-            _finish(folder, path, config, as_directory, tar)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        _packed(path).unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _growing_member(tar: tarfile.TarFile, name: str) -> Iterator["_Member"]:
-    """A file in `tar`, open for writing, whose size is not known before."""
-    file: Any = tar.fileobj
-    header = file.tell()
-    file.write(bytes(tarfile.BLOCKSIZE))
-    member = _Member(file)
-    yield member
-    info = tarfile.TarInfo(name)
-    info.size, info.mtime = member.tell(), int(time.time())
-    file.write(bytes(-info.size % tarfile.BLOCKSIZE))
-    tar.offset = file.tell()
-    file.seek(header)
-    file.write(info.tobuf(tarfile.GNU_FORMAT))  # has room for any size in one block
-    file.seek(tar.offset)
-
-
-class _Member:
-    """A part of a file, from where it is now to its end, as a file to write."""
-
-    def __init__(self, file: Any):
-        self.file, self.start = file, file.tell()
-
-    def write(self, data: Any) -> int:
-        """Write `data`; returns its length."""
-        return self.file.write(data)
-
-    def tell(self) -> int:
-        """Where the next byte goes."""
-        return self.file.tell() - self.start
-
-    def flush(self) -> None:
-        """Hand everything to the system."""
-        self.file.flush()
-
-    def fileno(self) -> int:
-        """Number of the whole file."""
-        return self.file.fileno()
-
-    def close(self) -> None:
-        """Do nothing: the whole file stays open."""
-
-
-def _packed(path: Path) -> Path:
-    """Where a tar file is written before it gets its name."""
-    return path.with_name(path.name + ".tar.writing")
-
-
-def _finish(
-    folder: Path,
-    path: Path,
-    config: DictConfig,
-    as_directory: bool,
-    tar: tarfile.TarFile | None = None,
-) -> None:
-    """Add configuration and tokenizer to `folder`, which holds the weights, and give it its place
-    and form.
-
-    Args:
-        tar: the file to pack into, open, if it holds a part already.
-    """
-    write_config(folder, config)
-    if as_directory:
-        replace_folder(path, folder)
-        return
-    with contextlib.nullcontext(tar) if tar else tarfile.open(_packed(path), "w:") as packed:
-        packed.add(folder, arcname=".")
-    if tar is not None:
-        tar.close()
-    if path.is_dir():
-        replace_folder(path, _packed(path))
-    else:
-        _packed(path).replace(path)
-    shutil.rmtree(folder)

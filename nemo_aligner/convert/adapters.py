@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.checkpoint import adapters, nemo_archive
+from nemo_aligner.checkpoint import adapters, nemo_archive, nemo_writing
 from nemo_aligner.checkpoint.hugging_face import peft_config, peft_writing
 from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, stored_dtype
 from nemo_aligner.checkpoint.torch_dist_stream import Chunk
@@ -155,7 +155,7 @@ def _write(target: Path, section: DictConfig, weights: TensorSource, options: Op
             bar.update(nbytes(chunk))
             return weights.read(chunk.key, parts[chunk]).to(chunk.dtype).reshape(chunk.size)
 
-        nemo_archive.write_streamed(
+        nemo_writing.write_streamed(
             target, section, list(parts), read, as_directory=target.suffix != ".nemo"
         )
 

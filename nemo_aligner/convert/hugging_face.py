@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
-from nemo_aligner.checkpoint import forms, hugging_face, nemo_archive
+from nemo_aligner.checkpoint import forms, hugging_face, nemo_archive, nemo_writing
 from nemo_aligner.checkpoint.hugging_face import peft_config
 from nemo_aligner.checkpoint.hugging_face.folder import CONFIG_FILE
 from nemo_aligner.checkpoint.hugging_face.weights import FolderWeights
@@ -101,7 +101,7 @@ def to_nemo(source: Path, target: Path, options: Options | None = None) -> None:
             bar.update(nbytes(chunk))
             return weights.read(chunk.key, parts[chunk]).to(chunk.dtype).reshape(chunk.size)
 
-        nemo_archive.write_streamed(
+        nemo_writing.write_streamed(
             target, section, list(parts), read, as_directory=target.suffix != ".nemo"
         )
 

@@ -10,5 +10,5 @@ from nemo_aligner.checkpoint.nemo_archive import (
     check_restore_path,
     read_config,
     weights_folder,
-    write_nemo,
 )
+from nemo_aligner.checkpoint.nemo_writing import write_nemo

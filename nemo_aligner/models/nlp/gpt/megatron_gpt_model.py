@@ -26,7 +26,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
-from nemo_aligner.checkpoint import hugging_face, nemo_archive
+from nemo_aligner.checkpoint import hugging_face, nemo_archive, nemo_writing
 from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
@@ -355,7 +355,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         directory.
         """
         as_directory = str(save_path).endswith("/") or not Path(save_path).suffix
-        nemo_archive.write_nemo(
+        nemo_writing.write_nemo(
             save_path, self._resolved_config(), self.sharded_weights(), as_directory=as_directory
         )
 
@@ -412,7 +412,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         """Write the configuration and the tokenizer's files into `folder`, as a `.nemo` has them;
         one rank calls it.
         """
-        nemo_archive.write_config(folder, self._resolved_config())
+        nemo_writing.write_config(folder, self._resolved_config())
 
     def _resolved_config(self) -> DictConfig:
         return OmegaConf.create(OmegaConf.to_container(self.cfg, resolve=True))
