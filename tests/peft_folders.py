@@ -1,15 +1,27 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of Hugging Face's PEFT, as an oracle: tiny models with adapters, written as folders."""
+"""Adapters of Hugging Face's PEFT, as an oracle: tiny models with adapters, written as folders;
+and the same adapters in this package.
+"""
 
 from pathlib import Path
 
 import torch
 import transformers
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
+from nemo_aligner.convert.__main__ import main
+from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.training.megatron_steps import forward_collect
 from tests import hugging_face
 from tests.oracles import oracle
 
+ADAPTERS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+EXACT = {"atol": 1e-5, "rtol": 1e-5}
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 SEPARATE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Models of `hugging_face.FOLDERS` and all modules of theirs that can have adapters
@@ -74,3 +86,48 @@ def logits_in_peft(base: Path, folder: Path, tokens: torch.Tensor = TOKENS) -> t
     model = oracle("peft").PeftModel.from_pretrained(load_base(base), folder).eval()
     with torch.no_grad():
         return model(tokens).logits
+
+
+# --- in this package ---
+
+
+def load(path, cls=MegatronGPTModel, **keys):
+    """The model of a checkpoint, as a job loads it."""
+    job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, **keys})
+    model = load_from_nemo(cls, job, None, restore_path=path)
+    model.set_eval()
+    return model
+
+
+def start_from(base, folder, cls=GPTSFTModel, **keys):
+    """A job that goes on training the adapters in `folder`."""
+    model = load(base, cls, **keys)
+    model.init_peft({"peft_scheme": "lora", "restore_from_path": str(folder)})
+    model.set_eval()
+    return model
+
+
+def outputs_of(model, tokens=TOKENS) -> torch.Tensor:
+    """float32 `[B, S, V]`, or values `[B, S]` of a critic."""
+    with torch.no_grad():
+        return forward_collect(
+            model.model, {"tokens": tokens}, micro_batch_size=2, output_fn=lambda x, _: x.clone()
+        )
+
+
+def assert_same_logits(model, expected) -> None:
+    """That a model gives `expected` for `TOKENS`; its vocabulary may be padded."""
+    torch.testing.assert_close(outputs_of(model)[..., : expected.size(-1)], expected, **EXACT)
+
+
+def convert(*arguments) -> int:
+    """Exit code of `python -m nemo_aligner.convert`."""
+    return main([str(argument) for argument in arguments] + ["--quiet"])
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """That two folders of PEFT hold the same bits under the same names."""
+    before, after = load_file(one / ADAPTERS), load_file(other / ADAPTERS)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name

@@ -7,6 +7,8 @@ Hugging Face has an adapter for each of these in PEFT, with an A of its own: the
 Where Hugging Face stores them as one weight too, PEFT has one A: the form "nemo".
 """
 
+import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +137,13 @@ def modules_of(section: DictConfig, names: Sequence[str] | None = None) -> Modul
     Raises:
         Unsupported: no architecture of Hugging Face can express the model.
     """
-    keys = plain_dict(complete_model(section), resolve=True)
+    given = json.dumps(plain_dict(section, resolve=True), sort_keys=True, default=str)
+    return _modules_of(given, None if names is None else tuple(names))
+
+
+@functools.lru_cache(maxsize=8)  # the start of a job asks several times, and defaults take a while
+def _modules_of(section: str, names: tuple[str, ...] | None) -> Modules:
+    keys = plain_dict(complete_model(json.loads(section)), resolve=True)
     kind = (keys.get(ORIGIN) or {}).get("model_type")
     if kind in ARCHITECTURES:
         return Modules(ARCHITECTURES[kind], keys)

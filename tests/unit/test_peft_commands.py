@@ -1,0 +1,319 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Commands on folders of Hugging Face's PEFT and adapters: there and back, merging, bases; and
+what is refused.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemo_aligner.checkpoint import adapters, nemo_archive
+from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
+from nemo_aligner.checkpoint.hugging_face.peft_reading import PeftTensors
+from nemo_aligner.convert.__main__ import main
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from tests import hugging_face
+from tests.peft_folders import (
+    ADAPTERS,
+    CONFIG,
+    MODULES,
+    TOKENS,
+    assert_same_logits,
+    assert_same_tensors,
+    convert,
+    load,
+    load_base,
+    start_from,
+    with_adapters,
+)
+
+
+def edit(folder: Path, **keys) -> None:
+    file = folder / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+def change_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / ADAPTERS)
+    change(tensors)
+    save_file(tensors, folder / ADAPTERS, {"format": "pt"})
+
+
+# --- the commands ---
+
+
+@pytest.fixture
+def llama(write_folder):
+    return with_adapters(write_folder, "Llama, odd sizes", modules=["q_proj", "v_proj", "up_proj"])
+
+
+def test_there_and_back_gives_the_same_bits(llama, tmp_path):
+    base, folder, _ = llama
+    assert convert("hf-to-nemo", folder, tmp_path / "a.nemo") == 0
+    assert convert("nemo-to-hf", tmp_path / "a.nemo", tmp_path / "back") == 0
+    assert_same_tensors(folder, tmp_path / "back")
+    before, after = (json.loads((f / CONFIG).read_text()) for f in (folder, tmp_path / "back"))
+    for key in ("r", "lora_alpha", "peft_type", "task_type", "base_model_name_or_path"):
+        assert before[key] == after[key], key
+    assert set(before["target_modules"]) == set(after["target_modules"])
+    assert convert("hf-to-nemo", tmp_path / "back", tmp_path / "b.nemo") == 0
+    with nemo_archive.own_tensors(tmp_path / "a.nemo") as a:
+        with nemo_archive.own_tensors(tmp_path / "b.nemo") as b:
+            assert a.shapes() == b.shapes()
+            for key, shape in a.shapes().items():
+                whole = tuple(slice(0, size) for size in shape)
+                assert torch.equal(a.read(key, whole), b.read(key, whole))
+
+
+@pytest.mark.parametrize("name", ["Llama, odd sizes", "GPT-2", "Phi 3", "Qwen 2 MoE"])
+def test_merged_equals_unmerged(write_folder, tmp_path, name):
+    base, folder, model = with_adapters(write_folder, name)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    assert convert("hf-to-nemo", folder, tmp_path / "adapters.nemo") == 0
+    assert convert("merge-lora", tmp_path / "adapters.nemo", tmp_path / "merged.nemo") == 0
+    assert_same_logits(load(tmp_path / "merged.nemo"), expected)
+    assert "lora_base" not in nemo_archive.read_stored_config(tmp_path / "merged.nemo")
+    # Adapters in their layers' weights, by PEFT
+    assert convert("nemo-to-hf", tmp_path / "adapters.nemo", tmp_path / "hf", "--merged") == 0
+    whole = model.merge_and_unload().state_dict()
+    merged = load_base(tmp_path / "hf").state_dict()
+    for key, tensor in whole.items():
+        torch.testing.assert_close(merged[key], tensor, atol=1e-6, rtol=1e-6, msg=key)
+
+
+def test_a_base_that_has_moved(llama, tmp_path, capsys):
+    base, folder, model = llama
+    assert convert("hf-to-nemo", folder, tmp_path / "a.nemo") == 0
+    moved = base.rename(tmp_path / "moved")
+    for source in (folder, tmp_path / "a.nemo"):
+        assert convert("merge-lora", source, tmp_path / "merged") == 2
+        assert "--base" in capsys.readouterr().err
+        out = tmp_path / f"merged-{source.name}"
+        assert convert("merge-lora", source, out, "--base", moved) == 0
+        with torch.no_grad():
+            assert_same_logits(load(out), model(TOKENS).logits)
+    assert convert("hf-to-nemo", folder, tmp_path / "b.nemo") == 2
+    assert "base_model_name_or_path" in capsys.readouterr().err
+    assert convert("hf-to-nemo", folder, tmp_path / "b.nemo", "--base", moved) == 0
+    base_of = adapters.base_in(nemo_archive.read_stored_config(tmp_path / "b.nemo"))
+    assert base_of.path == str(moved)
+    assert convert("nemo-to-hf", tmp_path / "a.nemo", tmp_path / "c", "--base", moved) == 0
+    assert json.loads((tmp_path / "c" / CONFIG).read_text())["base_model_name_or_path"] == str(
+        moved
+    )
+
+
+def test_another_base_is_refused(llama, write_folder, tmp_path, capsys):
+    _base, folder, _ = llama
+    torch.manual_seed(99)
+    other = write_folder(hugging_face.FOLDERS["Llama, odd sizes"](), "other")
+    assert convert("hf-to-nemo", folder, tmp_path / "a.nemo") == 0
+    assert convert("nemo-to-hf", tmp_path / "a.nemo", tmp_path / "back") == 0
+    for command, source in (
+        ("merge-lora", tmp_path / "a.nemo"),
+        ("merge-lora", tmp_path / "back"),  # the checksum is in the folder
+        ("hf-to-nemo", tmp_path / "back"),
+        ("nemo-to-hf", tmp_path / "a.nemo"),
+    ):
+        assert convert(command, source, tmp_path / "out", "--base", other) == 2
+        assert "another base" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="another base"):
+        start_from(other, tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["Llama, odd sizes", "GPT-2", "Phi 3", "Qwen 2 MoE"])
+def test_checksums_do_not_depend_on_the_form(write_folder, tmp_path, name):
+    base = write_folder(hugging_face.randomized(hugging_face.FOLDERS[name]), "base")
+    assert convert("hf-to-nemo", base, tmp_path / "base.nemo") == 0
+    found = set()
+    for path in (base, tmp_path / "base.nemo"):
+        with nemo_archive.stored_tensors(path) as source:
+            found.add(adapters.checksum_of_source(source))
+    model = load(base, GPTSFTModel)
+    model.init_peft({"peft_scheme": "lora"})
+    assert found == {model._base.checksum}
+
+
+def test_info_says_what_adapters_belong_to(llama, tmp_path, capsys):
+    base, folder, _ = llama
+    assert convert("hf-to-nemo", folder, tmp_path / "a.nemo") == 0
+    shutil.rmtree(base)  # it is not needed
+    capsys.readouterr()
+    assert main(["nemo-info", str(tmp_path / "a.nemo"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["adapters"] == {
+        "target_modules": ["attention_qkv", "mlp_fc1"],
+        "adapter_dim": 4,
+        "alpha": 6.0,
+        "variant": "canonical",
+        "layer_selection": None,
+        "base": str(base),
+        "base_checksum": found["adapters"]["base_checksum"],
+    }
+    assert len(found["adapters"]["base_checksum"]) == 16
+    assert main(["nemo-info", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["adapters"]["target_modules"]) == {"q_proj", "v_proj", "up_proj"}
+    assert found["adapters"]["base"] == str(base) and found["adapters"]["base_checksum"] is None
+    assert found["parameters"] == sum(t.numel() for t in load_file(folder / ADAPTERS).values())
+    assert main(["nemo-info", str(folder)]) == 0
+    assert "adapters (LoRA)\n  target_modules" in capsys.readouterr().out
+
+
+def test_options_without_a_meaning_are_refused(llama, tmp_path, capsys):
+    base, folder, _ = llama
+    for arguments, says in (
+        (("merge-lora", base, tmp_path / "x"), "nothing to merge"),
+        (("nemo-to-hf", base, tmp_path / "x", "--merged"), "--merged is for adapters"),
+        (("nemo-to-hf", base, tmp_path / "x", "--base", base), "--base is for adapters"),
+        (("hf-to-nemo", base, tmp_path / "x", "--base", base), "--base is for adapters"),
+        (("nemo-to-hf", folder, tmp_path / "x", "--architecture", "llama"), "add --merged"),
+    ):
+        assert convert(*arguments) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+# --- what is refused, by name ---
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A base and adapters that tests copy."""
+    root = tmp_path_factory.mktemp("kept")
+
+    def write(model, name):
+        model.save_pretrained(root / name)
+        return root / name
+
+    with_adapters(write, "Llama, odd sizes", modules=["q_proj", "o_proj"])
+    return root
+
+
+@pytest.fixture
+def folder(kept, tmp_path):
+    return shutil.copytree(kept / "adapters", tmp_path / "adapters")
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
+        ({"use_dora": True}, "use_dora=True asks for DoRA"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"trainable_token_indices": [1, 2]}, r"trainable_token_indices=\[1, 2\]"),
+        ({"modules_to_save": ["lm_head"]}, "trained the whole of 'lm_head'"),
+        ({"modules_to_save": ["score", "embed_tokens"]}, "trained the whole of 'embed_tokens'"),
+        ({"target_parameters": ["experts.down_proj"]}, "target_parameters="),
+        ({"layer_replication": [[0, 2]]}, "layer_replication="),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"task_type": "SEQ_2_SEQ_LM"}, "task_type='SEQ_2_SEQ_LM'"),
+        ({"alora_invocation_tokens": [5]}, "activated LoRA"),
+        ({"r": 0}, "r=0 is not a number above 0"),
+        ({"lora_alpha": -1}, "lora_alpha=-1 is not a number above 0"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern.q_proj='x' is not a number above 0"),
+        ({"a_new_form_of_lora": {"x": 1}}, "a_new_form_of_lora=.* is not known here"),
+        (
+            {"task_type": "SEQ_CLS"},
+            "task_type=SEQ_CLS but holds no 'base_model.model.score.weight'",
+        ),
+        ({"layers_to_transform": [0, 5]}, r"lacks the adapter of 'model\.layers\.5"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_is_not_computed_here_is_named(kept, folder, keys, says):
+    edit(folder, **keys)
+    with pytest.raises(UserError, match=says):
+        PeftTensors(folder, nemo_archive.read_config(kept / "base"))
+
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj."
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 36)}),
+            r"'base_model\.model\.lm_head\.lora_A\.weight', which has no place",
+        ),
+        (
+            lambda t: t.update(
+                {"base_model.model.model.embed_tokens.weight": torch.ones(301, 36)}
+            ),
+            r"embed_tokens\.weight', which has no place",
+        ),
+        (
+            lambda t: t.update({Q + "lora_magnitude_vector": torch.ones(60)}),
+            "lora_magnitude_vector', which has no place",
+        ),
+        (
+            lambda t: t.update({Q.replace("q_proj", "qkv_proj") + "lora_A.weight": torch.ones(1)}),
+            r"qkv_proj\.lora_A\.weight', which has no place in a model of Llama with 3 layers",
+        ),
+        (
+            lambda t: t.update({Q.replace(".1.", ".3.") + "lora_A.weight": torch.ones(4, 36)}),
+            r"layers\.3.* with 3 layers",
+        ),
+        (
+            lambda t: t.update({Q + "lora_A.weight": torch.ones(4, 40)}),
+            r"shapes \(4, 40\) and \(60, 4\), but the weight of the base is \(60, 36\)",
+        ),
+        (lambda t: t.pop(Q + "lora_A.weight"), r"but not .*lora_A\.weight"),
+        (
+            lambda t: [t.pop(Q + f"lora_{half}.weight") for half in "AB"],
+            r"lacks the adapter of 'model\.layers\.1\.self_attn\.q_proj'",
+        ),
+        (lambda t: t.clear(), "holds no adapters"),
+    ],
+)
+def test_tensors_without_a_place_are_named(kept, folder, change, says):
+    change_tensors(folder, change)
+    with pytest.raises(UserError, match=says):
+        PeftTensors(folder, nemo_archive.read_config(kept / "base"))
+
+
+def test_damaged_folders_are_named(kept, folder):
+    base = nemo_archive.read_config(kept / "base")
+    file = folder / ADAPTERS
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-50])
+    with pytest.raises(UserError, match=f"{ADAPTERS} is damaged or incomplete"):
+        PeftTensors(folder, base)
+    file.unlink()
+    with pytest.raises(UserError, match=f"holds no {ADAPTERS}"):
+        PeftTensors(folder, base)
+    (folder / "adapter_model.bin").write_bytes(b"pickle")
+    with pytest.raises(UserError, match="pickled adapters .*save_pretrained"):
+        PeftTensors(folder, base)
+    file.write_bytes(whole)
+    (folder / CONFIG).write_text("{")
+    with pytest.raises(UserError, match=f"{CONFIG} cannot be read"):
+        PeftTensors(folder, base)
+
+
+def test_a_base_by_its_name_on_the_hub_is_an_error_that_names_the_key(folder, capsys, tmp_path):
+    edit(folder, base_model_name_or_path="someone/llama")
+    with pytest.raises(UserError, match="base_model_name_or_path='someone/llama'.*restore_from"):
+        load(folder)
+    assert convert("merge-lora", folder, tmp_path / "out") == 2
+    assert "base_model_name_or_path='someone/llama'" in capsys.readouterr().err
+
+
+def test_every_architecture_has_its_projections_all_apart_or_all_together():
+    kinds = {hugging_face.FOLDERS[name]().config.model_type for name in MODULES}
+    assert kinds == set(ARCHITECTURES)
+    for architecture in ARCHITECTURES.values():
+        layer = architecture.names.layer
+        separate = len(layer["self_attention.linear_qkv."].names) == 3
+        gated = len(layer["mlp.linear_fc1."].names) if "mlp.linear_fc1." in layer else 1
+        assert separate or gated == 1, architecture.model_type
