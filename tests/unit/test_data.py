@@ -649,7 +649,7 @@ def test_wide_requests_need_no_lengths(texts, tiny_tokenizer):
     train, _, _ = build(
         build_train_valid_test_rlhf_datasets, {"train": [texts(["a", "b" * 15])]}, tiny_tokenizer
     )
-    train.encode = None  # so that tokenizing would fail
+    train.encoder = None  # so that tokenizing would fail
     for pad_to_length in (32, 33, None):
         cfg = OmegaConf.create(
             {"model": model_cfg(), "remote_rm": {"pad_to_length": pad_to_length}}
