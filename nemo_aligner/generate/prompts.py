@@ -3,7 +3,6 @@
 """From texts and conversations to the tokens of a prompt."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer

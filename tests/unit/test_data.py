@@ -454,8 +454,8 @@ def test_sft_refusals(tmp_path, tiny_tokenizer):
     for overrides, message in cases:
         with pytest.raises(UserError, match=message):
             build_sft_dataset(sft_cfg(path, **overrides), tiny_tokenizer, is_chat=False)
-    with pytest.raises(ConfigError, match="model.data.chat=True"):
-        build_sft_dataset(sft_cfg(path), tiny_tokenizer)
+    with pytest.raises(UserError, match="line 1: field 'messages' .* is missing"):
+        build_sft_dataset(sft_cfg(path), tiny_tokenizer)  # NeMo-Aligner's default is chat
 
 
 # ------------------------------------------------------------------------------------- bad files

@@ -12,7 +12,7 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_masks import Encoded
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.json_lines import Record
-from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, NeMoChat
+from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
 
 
 class ConversationForm(Protocol):
@@ -49,7 +49,8 @@ def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Conve
     if template:
         return ChatTemplate(tokenizer, str(template))
     if chat:
-        return NeMoChat(tokenizer, data_cfg.get("chat_prompt_tokens") or NEMO_TOKENS)
+        given = data_cfg.get("chat_prompt_tokens")
+        return NeMoChat(tokenizer, ChatTokens.of(given) if given else NEMO_TOKENS)
     return None
 
 

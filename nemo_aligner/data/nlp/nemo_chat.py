@@ -21,7 +21,7 @@ trained on, without LABEL_START. Without a type labels are left out.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from nemo_aligner.core.errors import ConfigError, UserError
@@ -37,21 +37,6 @@ from nemo_aligner.data.nlp.chat_records import (
 )
 from nemo_aligner.data.nlp.json_lines import Record
 
-CHAT_PROMPT_TOKENS = (
-    "system_turn_start",
-    "turn_start",
-    "label_start",
-    "end_of_turn",
-    "end_of_name",
-)
-# Those of NeMo where a script gives none.
-NEMO_TOKENS = dict(
-    zip(
-        CHAT_PROMPT_TOKENS,
-        ("<extra_id_0>", "<extra_id_1>", "<extra_id_2>", "\n", "\n"),
-        strict=True,
-    )
-)
 SYSTEM, USER, RESPONDER = "System", "User", "Assistant"
 VALUE_TO_TEXT, TEXT_TO_VALUE = "VALUE_TO_TEXT", "TEXT_TO_VALUE"
 # Tokens are counted behind this text: at the beginning of a text some tokenizers add a space.
@@ -84,40 +69,78 @@ class Source:
     kind: str | None = None
 
 
-class NeMoChat:
-    """NeMo's chat format for one tokenizer.
+@dataclass(frozen=True)
+class ChatTokens:
+    """The texts between turns, `model.data.chat_prompt_tokens`; see the module."""
 
-    Args:
-        tokenizer: NeMo tokenizer.
-        prompt_tokens: `model.data.chat_prompt_tokens`, a text for each of `CHAT_PROMPT_TOKENS`.
+    system_turn_start: str
+    turn_start: str
+    label_start: str
+    end_of_turn: str
+    end_of_name: str
 
-    Raises:
-        ConfigError: one of them is missing or empty.
-    """
+    @classmethod
+    def of(cls, texts: Mapping[str, str]) -> "ChatTokens":
+        """From a section of the configuration.
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tokens: Mapping[str, str]) -> None:
-        self.tokenizer = tokenizer
-        for name in CHAT_PROMPT_TOKENS:
-            value = prompt_tokens.get(name)
+        Raises:
+            ConfigError: one of them is missing or empty.
+        """
+        for name in (field.name for field in fields(cls)):
+            value = texts.get(name)
             if not isinstance(value, str) or not value:
                 raise ConfigError(
                     f"model.data.chat_prompt_tokens.{name}={value!r}: with model.data.chat=True "
                     "each of the chat tokens is a text."
                 )
-        self.system_turn_start: str = prompt_tokens["system_turn_start"]
-        self.turn_start: str = prompt_tokens["turn_start"]
-        self.label_start: str = prompt_tokens["label_start"]
-        self.end_of_turn: str = prompt_tokens["end_of_turn"]
-        self.end_of_name: str = prompt_tokens["end_of_name"]
+        return cls(**{field.name: texts[field.name] for field in fields(cls)})
+
+
+# Those of NeMo where a script gives none.
+NEMO_TOKENS = ChatTokens("<extra_id_0>", "<extra_id_1>", "<extra_id_2>", "\n", "\n")
+
+
+def header_text(source: Source, marks: ChatTokens) -> str:
+    """The system turn."""
+    return marks.system_turn_start + SYSTEM + marks.end_of_name + source.system + marks.end_of_turn
+
+
+def turn_text(turn: Turn, kind: str | None, marks: ChatTokens) -> str:
+    """One turn, with its label where the type of the conversation has a place for it."""
+    label = "" if turn.label is None else marks.label_start + turn.label + marks.end_of_name
+    before = label if kind == VALUE_TO_TEXT else ""
+    after = label if kind == TEXT_TO_VALUE else ""
+    name = marks.turn_start + turn.speaker + marks.end_of_name
+    return name + before + turn.value + marks.end_of_turn + after
+
+
+def chat_text(source: Source, marks: ChatTokens) -> str:
+    """A conversation, with the TURN that ends its last response."""
+    turns = "".join(turn_text(turn, source.kind, marks) for turn in source.turns)
+    trained = source.turns[-1].speaker not in source.masked
+    return header_text(source, marks) + turns + marks.turn_start * trained
+
+
+class NeMoChat:
+    """NeMo's chat format for one tokenizer.
+
+    Args:
+        tokenizer: NeMo tokenizer.
+        marks: the texts between turns.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, marks: ChatTokens) -> None:
+        self.tokenizer = tokenizer
+        self.marks = marks
         self._behind = len(tokenizer.text_to_ids(_BEHIND))
-        self._turn_start_ids = self._ids(self.turn_start)
-        self._label_start_ids = self._ids(self.label_start)
-        self._end_of_name_ids = self._ids(self.end_of_name)
+        self._turn_start_ids = self._ids(marks.turn_start)
+        self._label_start_ids = self._ids(marks.label_start)
+        self._end_of_name_ids = self._ids(marks.end_of_name)
 
     @property
     def end_strings(self) -> tuple[str, ...]:
         """What ends a response besides the eos token."""
-        return (self.turn_start,)
+        return (self.marks.turn_start,)
 
     # --- records --------------------------------------------------------------------------------
 
@@ -136,7 +159,8 @@ class NeMoChat:
                 )
         else:
             source = source_of_messages(prompt_messages(record))
-        text = self._text(source) + self.turn_start + RESPONDER + self.end_of_name
+        text = chat_text(source, self.marks)  # which ends with the turn of someone who is masked
+        text += self.marks.turn_start + RESPONDER + self.marks.end_of_name
         return self.tokenizer.text_to_ids(text)
 
     def conversation(self, record: Record) -> Encoded:
@@ -156,12 +180,7 @@ class NeMoChat:
         chosen, rejected = map(source_of_messages, pair_messages(record))
         return self.encode(chosen), self.encode(rejected)
 
-    # --- text and tokens ------------------------------------------------------------------------
-
-    def text(self, source: Source) -> str:
-        """The text of a conversation, with the TURN that ends its last response."""
-        trained = source.turns[-1].speaker not in source.masked
-        return self._text(source) + self.turn_start * trained
+    # --- tokens -------------------------------------------------------------------------------
 
     def encode(self, source: Source) -> Encoded:
         """The tokens of a conversation and which of them are trained on.
@@ -169,9 +188,9 @@ class NeMoChat:
         Raises:
             UserError: nothing is trained on, or the tokenizer joins characters of two turns.
         """
-        tokens = self.tokenizer.text_to_ids(self.text(source))
-        header = self.tokenizer.text_to_ids(self._header(source))
-        parts = [self._ids(self._turn_text(turn, source.kind)) for turn in source.turns]
+        tokens = self.tokenizer.text_to_ids(chat_text(source, self.marks))
+        header = self.tokenizer.text_to_ids(header_text(source, self.marks))
+        parts = [self._ids(turn_text(turn, source.kind, self.marks)) for turn in source.turns]
         self._check_parts(tokens, [header, *parts])
         is_response = [False] * len(header)
         for number, (turn, part) in enumerate(zip(source.turns, parts, strict=True)):
@@ -196,7 +215,7 @@ class NeMoChat:
             # or, without labels to predict, the second.
             follows_response = number > (0 if source.kind == TEXT_TO_VALUE else 1)
             return 0, len(self._turn_start_ids) * follows_response
-        name = len(self._ids(self.turn_start + turn.speaker + self.end_of_name))
+        name = len(self._ids(self.marks.turn_start + turn.speaker + self.marks.end_of_name))
         label = -1 if turn.label is None else _find(self._label_start_ids, part)
         if label >= 0 and source.kind == TEXT_TO_VALUE:
             return label + len(self._label_start_ids), len(part)
@@ -209,29 +228,6 @@ class NeMoChat:
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.text_to_ids(_BEHIND + text)[self._behind :]
-
-    def _header(self, source: Source) -> str:
-        return (
-            self.system_turn_start + SYSTEM + self.end_of_name + source.system + self.end_of_turn
-        )
-
-    def _turn_text(self, turn: Turn, kind: str | None) -> str:
-        label = ""
-        if turn.label is not None:
-            label = self.label_start + turn.label + self.end_of_name
-        return (
-            self.turn_start
-            + turn.speaker
-            + self.end_of_name
-            + (label if kind == VALUE_TO_TEXT else "")
-            + turn.value
-            + self.end_of_turn
-            + (label if kind == TEXT_TO_VALUE else "")
-        )
-
-    def _text(self, source: Source) -> str:
-        turns = "".join(self._turn_text(turn, source.kind) for turn in source.turns)
-        return self._header(source) + turns
 
     def _check_parts(self, tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> None:
         """Raise `UserError` unless the tokens are those of the parts, one after the other."""
