@@ -44,7 +44,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any, source: str = FROM_TOKENIZER) -> None:
-        self.inner = getattr(tokenizer, "tokenizer", None)
+        self.inner: Any = getattr(tokenizer, "tokenizer", None)
         if not hasattr(self.inner, "apply_chat_template"):
             raise ConfigError(
                 f"model.data.chat_template={source} needs a tokenizer of Hugging Face; for a "
