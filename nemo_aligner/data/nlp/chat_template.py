@@ -91,7 +91,7 @@ class ChatTemplate:
 
     def tokens(self, text: str) -> list[int]:
         """The tokens of a text that holds its control tokens already."""
-        return list(self.inner(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(self.inner(text, add_special_tokens=False)["input_ids"])
 
     def prompt_tokens(
         self, messages: Sequence[Message], tools: list[Any] | None = None
