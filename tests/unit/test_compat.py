@@ -12,7 +12,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_aligner.compat import stand_ins
-from nemo_aligner.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 REMOVED = "nemo.collections.nlp.parts.nlp_overrides"
