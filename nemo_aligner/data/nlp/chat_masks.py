@@ -21,7 +21,7 @@ from typing import NamedTuple
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.chat_records import ASSISTANT, Message
 
-Tokenize = Callable[[str], list[int]]
+Tokenize = Callable[[list[str]], list[list[int]]]  # several texts in one call, which is faster
 Decode = Callable[[list[int]], str]
 # (messages, with the generation prompt) -> text
 Render = Callable[[Sequence[Message], bool], str]
@@ -88,13 +88,13 @@ def encode_turns(text: str, spans: Sequence[Span], tokenize: Tokenize, decode: D
     Raises:
         UserError: the tokenizer writes something else for the pieces than for the whole.
     """
-    tokens = tokenize(text[: spans[-1][1]])
     cuts = [0, *(border for span in spans for border in span)]
-    pieces = [tokenize(text[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
+    parts = [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
+    tokens, *pieces = tokenize([text[: spans[-1][1]], *parts])
     joined = [token for piece in pieces for token in piece]
     if joined != tokens:
         # Some tokenizers add a space before each piece; what counts is the text before a turn.
-        before = [tokenize(text[:border]) for border in cuts[1:]]
+        before = tokenize([text[:border] for border in cuts[1:]])
         if all(tokens[: len(part)] == part for part in before):
             return _masked(tokens, [len(part) for part in before])
         if decode(joined) != decode(tokens):

@@ -89,9 +89,9 @@ class ChatTemplate:
         """
         return str(self._apply(messages, tools, generation_prompt, tokenize=False))
 
-    def tokens(self, text: str) -> list[int]:
-        """The tokens of a text that holds its control tokens already."""
-        return list(self.inner(text, add_special_tokens=False)["input_ids"])
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of texts that hold their control tokens already."""
+        return [list(ids) for ids in self.inner(texts, add_special_tokens=False)["input_ids"]]
 
     def prompt_tokens(
         self, messages: Sequence[Message], tools: list[Any] | None = None
@@ -101,7 +101,7 @@ class ChatTemplate:
         Raises:
             UserError: the template refuses the messages.
         """
-        return self.tokens(self.render(messages, True, tools))
+        return self.tokenize([self.render(messages, True, tools)])[0]
 
     def conversation_tokens(
         self, messages: Sequence[Message], tools: list[Any] | None = None
@@ -123,7 +123,7 @@ class ChatTemplate:
             return self.render(part, generation_prompt, tools)
 
         spans = find_turns(text, messages, render, self._turn_end)
-        return encode_turns(text, spans, self.tokens, self.inner.decode)
+        return encode_turns(text, spans, self.tokenize, self.inner.decode)
 
     # --- records --------------------------------------------------------------------------------
 
