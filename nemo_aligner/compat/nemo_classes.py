@@ -3,13 +3,19 @@
 """What stands in for classes of NeMo's collection `nlp` that this package has no equivalent of."""
 
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig
 
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.data.nlp.nemo_chat import (
+    VALUE_TO_TEXT,
+    ChatTokens,
+    Source,
+    Turn,
+    chat_text,
+)
 from nemo_aligner.launch.processes import resolve_and_create_trainer
 from nemo_aligner.parallel.device import get_backend
 
@@ -40,9 +46,17 @@ class MegatronTrainerBuilder:
         return trainer
 
 
-def get_prompt_template_example(special_tokens: Any) -> NoReturn:
-    """Raise `UserError`: chat data is not available yet."""
-    raise UserError(
-        "chat data (model.data.chat=True) is not available yet: write each conversation as a "
-        "prompt and a response and set model.data.chat=False."
-    )
+def get_prompt_template_example(special_tokens: Any) -> str:
+    """The text of a conversation of two turns in NeMo's chat format, with names in braces where
+    texts stand; NeMo-Aligner's SFT script stores it as the prompt template.
+
+    Args:
+        special_tokens: `model.data.chat_prompt_tokens`.
+    """
+    turns = []
+    for number in (1, 2):
+        turns.append(Turn("User", f"{{turn {number} user message}}"))
+        label = f"{{turn {number} assistant label}}"
+        turns.append(Turn("Assistant", f"{{turn {number} assistant message}}", label))
+    source = Source("{system message}", tuple(turns), kind=VALUE_TO_TEXT)
+    return chat_text(source, ChatTokens.of(special_tokens))

@@ -1,9 +1,15 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of data files, `model.data.data_impl`."""
+"""Forms of data files, `model.data.data_impl`, and of conversations in them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from nemo_aligner.core.errors import ConfigError
 
+# A value of `model.data.chat_template`; any other is a file.
+FROM_TOKENIZER = "tokenizer"
 # name -> what a file holds
 DATA_IMPLS = {
     "jsonl": "texts, one JSON object per line",
@@ -36,4 +42,36 @@ def check_labels_can_be_read(data_impl: str) -> None:
         raise ConfigError(
             f"model.data.data_impl={data_impl} holds tokens only, but a regression reward model "
             'needs labels; give jsonl files of {"text": ..., "label": [number, ...]}.'
+        )
+
+
+def check_chat(data: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if the keys of `model.data` ask for two forms of conversations, or for
+    one where none can be.
+
+    Args:
+        data: section `model.data`; absent keys ask for nothing.
+    """
+    template, chat = data.get("chat_template"), data.get("chat")
+    if template and chat:
+        raise ConfigError(
+            f"model.data.chat=True (NeMo's chat format) and model.data.chat_template={template} "
+            "are two forms of a conversation; set one of them."
+        )
+    if not template:
+        return
+    if template != FROM_TOKENIZER and not Path(str(template)).expanduser().is_file():
+        raise ConfigError(
+            f"model.data.chat_template={template} does not exist; give tokenizer, for the "
+            "tokenizer's own template, or the file of a template (Jinja)."
+        )
+    if data.get("append_eod"):
+        raise ConfigError(
+            f"model.data.append_eod=True contradicts model.data.chat_template={template}: a "
+            "conversation ends with the template's end-of-turn token. Set it to False."
+        )
+    if holds_tokens(str(data.get("data_impl") or "jsonl")):
+        raise ConfigError(
+            f"model.data.data_impl={data['data_impl']} holds tokens, which have no place for "
+            f"model.data.chat_template={template}; give jsonl files, or set it to null."
         )

@@ -115,11 +115,6 @@ OLD_FORMS = (
 # accepted, what to do instead). Checked for the job that reads the key: a checkpoint's own
 # configuration may well hold it.
 LATER = {
-    ("gpt_sft", "model.data.chat"): (
-        (False,),
-        "chat data cannot be read yet; write each conversation as a prompt and a response "
-        '({"input": ..., "output": ...}) and set it to False',
-    ),
     **{
         ("gpt_sft", f"model.data.{split}.{key}"): ((False,), remedy)
         for split in ("train_ds", "validation_ds", "test_ds")

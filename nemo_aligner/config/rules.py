@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from omegaconf import DictConfig
 
 from nemo_aligner.config.command_rules import check_evaluation, check_generation_command
-from nemo_aligner.config.data_rules import check_data_impl, check_labels_can_be_read
+from nemo_aligner.config.data_rules import check_chat, check_data_impl, check_labels_can_be_read
 from nemo_aligner.config.defaults import complete_config, model_fallback
 from nemo_aligner.config.model_keys import refuse_model_values
 from nemo_aligner.config.old_forms import check_later
@@ -302,6 +302,7 @@ def _check_prefix_data(values: Values) -> None:
         check_data_impl(data_impl)
         if values.get("model.reward_model_type") == "regression":
             check_labels_can_be_read(data_impl)
+    check_chat(values.get("model.data", {}))
     if not values.get("model.data.data_prefix"):
         raise ConfigError(
             "model.data.data_prefix is not set; give the data files, for example "
@@ -312,6 +313,7 @@ def _check_prefix_data(values: Values) -> None:
 
 def _check_sft(values: Values, dp: dict[str, int]) -> None:
     values.choice("model.loss_reduction", LOSS_REDUCTIONS)
+    check_chat(values.get("model.data", {}))
     length = values.whole("model.encoder_seq_length")
     for split in ("train_ds", "validation_ds"):
         name = f"model.data.{split}"

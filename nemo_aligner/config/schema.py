@@ -108,10 +108,17 @@ _PEFT = dotted(
 _SAMPLING = "sampling_params." + " sampling_params.".join(
     "use_greedy temperature top_k top_p repetition_penalty end_strings".split()
 )
-_DATA = dotted(
-    "model.data",
-    """data_impl splits_string seq_length num_workers data_prefix validation_drop_last
+_CHAT = dotted("model.data", "chat_template chat") | dotted(
+    "model.data.chat_prompt_tokens",
+    "system_turn_start turn_start label_start end_of_turn end_of_name",
+)
+_DATA = (
+    dotted(
+        "model.data",
+        """data_impl splits_string seq_length num_workers data_prefix validation_drop_last
     apply_ftfy append_eod""",
+    )
+    | _CHAT
 )
 _REWARD_MODEL = dotted(
     "model",
@@ -197,11 +204,8 @@ _SFT = (
         limit_val_batches gradient_clip_val alarms.replica_check_interval""",
     )
     | dotted("model", "restore_from_path answer_only_loss loss_reduction")
-    | dotted("model.data", "chat num_workers")
-    | dotted(
-        "model.data.chat_prompt_tokens",
-        "system_turn_start turn_start label_start end_of_turn end_of_name",
-    )
+    | {"model.data.num_workers"}
+    | _CHAT
     | set().union(
         *(
             dotted(f"model.data.{split}", _SFT_SET)

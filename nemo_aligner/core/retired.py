@@ -20,7 +20,6 @@ _OTHER = (
     "{} belongs to an algorithm that this package does not have; it has PPO, rejection sampling, "
     "SFT and reward models"
 )
-_SFT_CHAT = "chat data is not available yet; write prompts and responses ({'input', 'output'})"
 _APEX = (
     "apex's optimizer is not used: model.offload_optimizer() and model.onload_optimizer() move "
     "the states of Megatron Core's"
@@ -43,7 +42,7 @@ RETIRED: dict[str, dict[str, str]] = {
         "DPOPackedDataset": _OTHER.format("DPO"),
         "KTOModelDataset": _OTHER.format("KTO"),
         "KnowledgeDistillationDataset": _OTHER.format("knowledge distillation"),
-        "SteerLM2Dataset": _SFT_CHAT,
+        "SteerLM2Dataset": _OTHER.format("SteerLM 2.0"),
     },
     "nemo_aligner.utils.distributed": {
         "compute_topk_logits_in_batched_sequence": _OTHER.format("knowledge distillation"),

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the project uses of NeMo's tokenizers, and the text of a response."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -36,3 +37,27 @@ def response_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     if ids[-1:] == [tokenizer.eos_id]:
         ids.pop()
     return tokenizer.ids_to_text(ids) if ids else ""
+
+
+def keep_special_tokens(tokenizer: Tokenizer) -> dict[str, bool]:
+    """Options of `ids_to_text` with which it writes special tokens too.
+
+    Hugging Face tokenizers leave them out unless told otherwise; others have no such option.
+    """
+    options = inspect.signature(tokenizer.ids_to_text).parameters
+    return {"remove_special_tokens": False} if "remove_special_tokens" in options else {}
+
+
+def decode_with_special_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of ids, special tokens included."""
+    return tokenizer.ids_to_text(list(ids), **keep_special_tokens(tokenizer)) if ids else ""
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids of the tokens that are no ordinary text: bos, eos and all that were added."""
+    found = {tokenizer.eos_id, tokenizer.bos_id}
+    inner: Any = getattr(tokenizer, "tokenizer", None)
+    if hasattr(inner, "get_added_vocab"):  # of Hugging Face
+        found |= {*inner.all_special_ids, *inner.get_added_vocab().values()}
+    found |= set(getattr(tokenizer, "special_token_to_id", {}).values())  # added to SentencePiece
+    return frozenset(id_ for id_ in found if id_ is not None)

@@ -18,8 +18,9 @@ from tqdm import tqdm
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.generate.policy import Policy
-from nemo_aligner.generate.prompts import ChatForm, chat_tokens, plain_tokens
+from nemo_aligner.generate.prompts import ChatForm, plain_tokens
 from nemo_aligner.generate.responses import Response, read_prompts, write_responses
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
@@ -67,6 +68,7 @@ def respond(policy: Policy, prompts: Sequence[str], form: ChatForm, source: str)
     Raises:
         UserError: a prompt without tokens, or one that leaves no room for a response.
     """
+    policy = policy.with_end_strings(form.end_strings(policy.tokenizer))
     tokens = tokenize(policy, prompts, form, source)
     samples = samples_of(tokens, policy.seed, policy.responses_per_prompt)
     own = _generate(policy, prompts, deal(samples, policy.micro_batch_size))
@@ -86,8 +88,9 @@ def tokenize(
     """
     chat = form.resolve(policy.tokenizer)
     if chat:
+        template = ChatTemplate(policy.tokenizer)
         tokens = [
-            chat_tokens(policy.tokenizer, [*form.opening(), {"role": "user", "content": prompt}])
+            template.prompt_tokens([*form.opening(), {"role": "user", "content": prompt}])
             for prompt in prompts
         ]
     else:

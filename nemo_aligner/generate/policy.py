@@ -3,7 +3,8 @@
 """The policy that generates: loaded from a `.nemo` or from a job's newest checkpoint."""
 
 import logging as python_logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -55,6 +56,10 @@ class Policy:
     micro_batch_size: int
     seed: int
     group: ControlGroup
+
+    def with_end_strings(self, more: Sequence[str]) -> "Policy":
+        """This policy, whose responses end with one of `more` too."""
+        return replace(self, params=self.params.with_end_strings(more))
 
 
 def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:

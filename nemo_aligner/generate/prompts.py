@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """From texts and conversations to the tokens of a prompt."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
-
-Message = dict[str, str]  # role and content, as chat templates want them
+from nemo_aligner.data.nlp.chat_records import Message
+from nemo_aligner.data.nlp.chat_template import ChatTemplate, own_chat_template
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class ChatForm:
         Raises:
             UserError: it is asked for and the tokenizer has none.
         """
-        has_template = chat_template(tokenizer) is not None
+        has_template = own_chat_template(tokenizer) is not None
         wanted = self.chat or (self.chat is None and self.system is not None)
         if wanted and not has_template:
             raise UserError(
@@ -49,32 +47,13 @@ class ChatForm:
             )
         return has_template if self.chat is None else self.chat
 
+    def end_strings(self, tokenizer: Tokenizer) -> tuple[str, ...]:
+        """What ends a response besides the eos token: the template's end-of-turn token."""
+        return ChatTemplate(tokenizer).end_strings if self.resolve(tokenizer) else ()
+
     def opening(self) -> list[Message]:
         """The messages that a conversation starts with."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
-
-
-def chat_template(tokenizer: Any) -> str | None:
-    """The chat template of the Hugging Face tokenizer behind a NeMo tokenizer, if there is one."""
-    return getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
-
-
-def chat_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """The tokens of a conversation, up to where the policy's next message begins.
-
-    Raises:
-        UserError: the template refuses the messages (some know no system message).
-    """
-    try:
-        return list(
-            tokenizer.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        )
-    except Exception as error:  # jinja2's own classes; a template raises what it likes
-        raise UserError(
-            f"the tokenizer's chat template refuses the conversation: {error}"
-        ) from error
 
 
 def plain_tokens(tokenizer: Tokenizer, text: str, add_bos: bool) -> list[int]:

@@ -16,8 +16,10 @@ from torch import Tensor
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.data.nlp.chat_records import Message
+from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.generate.policy import Policy
-from nemo_aligner.generate.prompts import ChatForm, Message, chat_tokens, plain_tokens
+from nemo_aligner.generate.prompts import ChatForm, plain_tokens
 from nemo_aligner.generation.streaming import TextStream
 from nemo_aligner.parallel import parallel_state
 
@@ -32,6 +34,7 @@ def converse(policy: Policy, form: ChatForm) -> None:
     why, and the conversation goes on.
     """
     chat = form.resolve(policy.tokenizer)
+    policy = policy.with_end_strings(form.end_strings(policy.tokenizer))
     first = parallel_state.get_rank() == 0
     if first:
         _greet(policy, chat)
@@ -94,7 +97,7 @@ def _respond(policy: Policy, asked: str | list[Message], turn: int, show: bool) 
         tokens = plain_tokens(tokenizer, asked, policy.add_bos)
         remedy = "shorten it"
     else:
-        tokens = chat_tokens(tokenizer, asked)
+        tokens = ChatTemplate(tokenizer).prompt_tokens(asked)
         remedy = f"start a new conversation with {NEW}"
     if not 0 < len(tokens) < room:
         raise UserError(

@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a generated response has ended."""
 
-import inspect
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.core.tokenizer import Tokenizer, keep_special_tokens
 
 
 class EndConditions:
@@ -26,12 +25,7 @@ class EndConditions:
     def __init__(self, tokenizer: Tokenizer, end_strings: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
-        # Hugging Face tokenizers leave special tokens out unless told otherwise; SentencePiece
-        # tokenizers have no such option.
-        options = inspect.signature(tokenizer.ids_to_text).parameters
-        self._decode_options: dict[str, bool] = (
-            {"remove_special_tokens": False} if "remove_special_tokens" in options else {}
-        )
+        self._decode_options = keep_special_tokens(tokenizer)
         self.token_ids = [tokenizer.eos_id]
         strings = []
         for string in end_strings:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user asks of text generation: lengths, sampling, ends."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_aligner.core.errors import ConfigError
@@ -79,6 +79,11 @@ class GenerationParams:
         """False if tokens are simply drawn from softmax(logits / temperature)."""
         cut = not self.use_greedy and (self.top_k > 0 or self.top_p < 1.0)
         return cut or self.repetition_penalty != 1.0 or self.min_length > 1
+
+    def with_end_strings(self, more: Sequence[str]) -> "GenerationParams":
+        """These parameters with `more` strings that end a response."""
+        added = [string for string in more if string not in self.end_strings]
+        return replace(self, end_strings=(*self.end_strings, *added))
 
     @classmethod
     def from_config(

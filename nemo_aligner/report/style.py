@@ -33,5 +33,9 @@ td { white-space: pre-wrap; overflow-wrap: anywhere; }
 .numbers td + td, .numbers th + th { text-align: right; font-variant-numeric: tabular-nums; }
 .samples { width: 100%; } .samples td, .samples th { width: 38%; }
 .samples td:first-child, .samples th:first-child { width: 24%; }
+pre.tokens { white-space: pre-wrap; overflow-wrap: anywhere; padding: .8rem;
+  border: 1px solid var(--line); }
+.marked { color: var(--c3); font-weight: 600; } .special { border: 1px solid var(--soft); }
+.bar { display: inline-block; height: .8em; background: var(--c1); }
 details { margin: 1rem 0; } summary { cursor: pointer; color: var(--soft); }
 """

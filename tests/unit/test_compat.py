@@ -12,7 +12,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_aligner.compat import stand_ins
-from nemo_aligner.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 REMOVED = "nemo.collections.nlp.parts.nlp_overrides"
@@ -75,8 +74,9 @@ def test_stand_ins_do_what_the_scripts_need(installed):
     chat = importlib.import_module(
         "nemo.collections.nlp.data.language_modeling.megatron.gpt_sft_chat_dataset"
     )
-    with pytest.raises(UserError, match="chat data"):
-        chat.get_prompt_template_example({})
+    names = ("system_turn_start", "turn_start", "label_start", "end_of_turn", "end_of_name")
+    example = chat.get_prompt_template_example(dict(zip(names, "<>:;.", strict=True)))
+    assert example.startswith("<System.{system message};>User.{turn 1 user message};>Assistant.:")
 
 
 def test_runner_runs_a_script_as_python_would(tmp_path):

@@ -464,7 +464,25 @@ def test_accelerator():
         ),
         ("gpt_rs_actor", ["remote_rm.port=-1"], "port=-1: -1 is not a TCP port"),
         ("gpt_rs_actor", ["remote_rm.pad_to_length=x"], "'x' must be a whole number"),
-        ("gpt_sft", ["model.data.chat=True"], "chat=True is not supported yet: .* prompt and a"),
+        *(
+            (name, ["model.data.chat=True", "model.data.chat_template=tokenizer"], "set one")
+            for name in ("gpt_sft", "gpt_ppo_actor", "gpt_rs_actor", "training_rm")
+        ),
+        (
+            "gpt_ppo_actor",
+            ["model.data.chat_template=nowhere.jinja"],
+            "model.data.chat_template=nowhere.jinja does not exist; give tokenizer",
+        ),
+        (
+            "training_rm",
+            ["model.data.chat_template=tokenizer", "model.data.append_eod=True"],
+            "append_eod=True contradicts model.data.chat_template=tokenizer",
+        ),
+        (
+            "gpt_rs_actor",
+            ["model.data.chat_template=tokenizer", "model.data.data_impl=mmap"],
+            "data_impl=mmap holds tokens, which have no place for model.data.chat_template",
+        ),
         ("gpt_sft", ["model.data.train_ds.add_sep=True"], "add_sep=True is not supported yet"),
         (
             "gpt_sft",

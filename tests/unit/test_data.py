@@ -454,8 +454,8 @@ def test_sft_refusals(tmp_path, tiny_tokenizer):
     for overrides, message in cases:
         with pytest.raises(UserError, match=message):
             build_sft_dataset(sft_cfg(path, **overrides), tiny_tokenizer, is_chat=False)
-    with pytest.raises(ConfigError, match="model.data.chat=True"):
-        build_sft_dataset(sft_cfg(path), tiny_tokenizer)
+    with pytest.raises(UserError, match="line 1: field 'messages' .* is missing"):
+        build_sft_dataset(sft_cfg(path), tiny_tokenizer)  # NeMo-Aligner's default is chat
 
 
 # ------------------------------------------------------------------------------------- bad files
@@ -649,7 +649,7 @@ def test_wide_requests_need_no_lengths(texts, tiny_tokenizer):
     train, _, _ = build(
         build_train_valid_test_rlhf_datasets, {"train": [texts(["a", "b" * 15])]}, tiny_tokenizer
     )
-    train.encode = None  # so that tokenizing would fail
+    train.encoder = None  # so that tokenizing would fail
     for pad_to_length in (32, 33, None):
         cfg = OmegaConf.create(
             {"model": model_cfg(), "remote_rm": {"pad_to_length": pad_to_length}}

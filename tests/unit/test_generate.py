@@ -21,8 +21,9 @@ from omegaconf import OmegaConf
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.generate.__main__ import main
-from nemo_aligner.generate.prompts import ChatForm, chat_tokens
+from nemo_aligner.generate.prompts import ChatForm
 from nemo_aligner.generate.responses import Response, read_responses, replaced, write_responses
 from nemo_aligner.generate.settings import compose_settings, is_setting
 from nemo_aligner.generation import GenerationParams
@@ -368,7 +369,7 @@ def test_a_chat_needs_a_template(tiny_tokenizer, chat_tokenizer_dir):
     assert ChatForm(None).resolve(with_template) and not ChatForm(None).resolve(tiny_tokenizer)
     assert not ChatForm(False).resolve(with_template)
     with pytest.raises(UserError, match="chat template refuses the conversation: no tools"):
-        chat_tokens(with_template, [{"role": "tool", "content": "x"}])
+        ChatTemplate(with_template).prompt_tokens([{"role": "tool", "content": "x"}])
 
 
 def test_words_of_the_command_line(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning on prompts with responses, lines `{"input": ..., "output": ...}`; the
+"""Supervised fine-tuning on prompts with responses, lines `{"input": ..., "output": ...}`, or on
+conversations, `{"messages": [...]}`, with `model.data.chat_template=tokenizer` (docs/data.md); the
 loss counts the responses only.
 
     python train_gpt_sft.py model.restore_from_path=base.nemo \
@@ -62,6 +63,8 @@ def train(cfg: DictConfig) -> None:
             model.tokenizer,
             answer_only_loss=cfg.model.answer_only_loss,
             is_chat=data.chat,
+            special_tokens=data.chat_prompt_tokens,
+            chat_template=data.chat_template,
         )
         for section in (data.train_ds, data.validation_ds)
     )

@@ -24,6 +24,7 @@ from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat import chat_form
 from nemo_aligner.data.nlp.constructors import build_dataset_generic, dataset_maker
 from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
@@ -43,6 +44,7 @@ from nemo_aligner.data.nlp.samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
+from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
 from nemo_aligner.data.nlp.sft_examples import SFTDataset
 from nemo_aligner.parallel import parallel_state
 
@@ -282,26 +284,44 @@ def build_sft_dataset(
     is_chat: bool = True,
     special_tokens: Mapping[str, str] | None = None,
     model_cfg: DictConfig | None = None,
-) -> SFTDataset:
-    """Build the dataset of `model.data.train_ds` or `validation_ds`: prompt-response jsonl.
+    chat_template: str | None = None,
+) -> SFTDataset | SFTChatDataset:
+    """Build the dataset of `model.data.train_ds` or `validation_ds`: jsonl of prompts with their
+    responses, or of conversations.
 
     Args:
         data_cfg: `file_path` (one or a list), `max_seq_length`, and optionally `prompt_template`,
             `label_key`, `truncation_field`, `truncation_method`, `add_bos`, `add_eos`,
-            `pad_to_max_length`.
+            `pad_to_max_length`. Of conversations only the file, the length and the padding are
+            read: their form says how they begin and end.
         tokenizer: NeMo tokenizer.
         num_samples: use at most so many samples; None or below 1 means all.
         answer_only_loss: train on the response only, not on the prompt.
-        is_chat, special_tokens: chat data (`model.data.chat=True`) is refused.
+        is_chat: `model.data.chat`, conversations in NeMo's chat format.
+        special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo, `<extra_id_0>` to
+            `<extra_id_2>` and newlines.
         model_cfg: section `model` (NeMo-Aligner's argument); nothing of it is needed.
+        chat_template: `model.data.chat_template`, conversations in a template of Hugging Face.
 
     Raises:
         ConfigError: no files, or something that is not supported.
     """
     section = {key: data_cfg.get(key) for key in data_cfg}
-    check_later(Values({"model": {"data": {"chat": is_chat, "train_ds": section}}}), "gpt_sft")
+    check_later(Values({"model": {"data": {"train_ds": section}}}), "gpt_sft")
     paths, weights = _paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
+    chat = {"chat": is_chat, "chat_prompt_tokens": special_tokens, "chat_template": chat_template}
+    form = chat_form(chat, tokenizer)
+    if form is not None:
+        conversations = SFTChatDataset(
+            paths,
+            tokenizer,
+            form,
+            max_seq_length=data_cfg.max_seq_length,
+            answer_only_loss=answer_only_loss,
+            pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),
+        )
+        return _blended(conversations, weights, num_samples)
     dataset = SFTDataset(
         paths,
         tokenizer,

@@ -99,12 +99,24 @@ def _parse(line: bytes, fields: Sequence[str], allow_blank: bool, where: str) ->
     if not isinstance(record, dict):
         raise UserError(f"{where}: a JSON object is needed, not {type(record).__name__}.")
     for field in fields:
-        if field not in record:
-            raise UserError(f"{where}: field '{field}' is missing; the line has {sorted(record)}.")
-        if not isinstance(record[field], str):
-            raise UserError(
-                f"{where}: field '{field}' must be text, not {type(record[field]).__name__}."
-            )
-        if not (allow_blank or record[field].strip()):
-            raise UserError(f"{where}: field '{field}' is empty.")
+        try:
+            check_text(record, field, allow_blank)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
     return record
+
+
+def check_text(record: Record, field: str, allow_blank: bool = False) -> None:
+    """Raise `UserError` unless a record has text in `field`, by default one that is not blank."""
+    if field not in record:
+        hint = ""
+        if "messages" in record or "conversations" in record:
+            hint = (
+                " A conversation needs a form: set model.data.chat_template=tokenizer, or the "
+                "file of a template, or model.data.chat=True for NeMo's chat format."
+            )
+        raise UserError(f"field '{field}' is missing; the line has {sorted(record)}.{hint}")
+    if not isinstance(record[field], str):
+        raise UserError(f"field '{field}' must be text, not {type(record[field]).__name__}.")
+    if not (allow_blank or record[field].strip()):
+        raise UserError(f"field '{field}' is empty.")

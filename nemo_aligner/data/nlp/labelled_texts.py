@@ -11,8 +11,9 @@ import torch
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
-from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder, documents_within, pad
+from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
 from nemo_aligner.data.nlp.json_lines import JsonLines, Record
+from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 
 # Default of `model.regression.loss_mask_val`: the number that means "no label".
 DEFAULT_MASK_VALUE = -100.0
@@ -30,7 +31,9 @@ def _attributes(given: dict[str, Any]) -> dict[str, Any]:
 
 @accepts_nemo_aligner_call(_attributes)
 class RegressionRewardModelDataset(FileDataset):
-    """Labelled texts for a regression reward model: lines `{"text": ..., "label": [number, ...]}`.
+    """Labelled texts for a regression reward model: lines `{"text": ..., "label": [number, ...]}`,
+    or with a conversation (`chat_records.py`) in the place of the text, in the form that
+    `data_cfg` asks for.
 
     With one attribute the label may be a bare number. A number equal to `mask_value` means that
     the attribute has no label. A text longer than `seq_length` is left out; a warning at start
@@ -42,7 +45,7 @@ class RegressionRewardModelDataset(FileDataset):
         seq_length: S.
         num_attributes: A, numbers in each label.
         mask_value: `model.regression.loss_mask_val`.
-        data_cfg: `model.data`.
+        data_cfg: `model.data`; see `RecordEncoder`.
         name: "train", ...; for messages.
 
     Items: `inputs` int64 [S], padded with eos; `lengths` (a scalar); `labels` float32 [A];
@@ -60,7 +63,8 @@ class RegressionRewardModelDataset(FileDataset):
         data_cfg: Mapping[str, Any] | None = None,
         name: str = "train",
     ) -> None:
-        self.encode = TextEncoder(tokenizer, data_cfg)
+        self.encoder = RecordEncoder(tokenizer, data_cfg)
+        self.encode = self.encoder.encode_text
         self.name = name
         self.seq_length = seq_length
         self.num_attributes = num_attributes
@@ -70,9 +74,9 @@ class RegressionRewardModelDataset(FileDataset):
         def inspect(record: Record) -> int:
             nonlocal labels
             labels += sum(number != mask_value for number in _label(record, num_attributes))
-            return self.encode.length(record["text"], seq_length)
+            return self.encoder.sample_length(record, seq_length)
 
-        self.lines = JsonLines(paths, ["text"], inspect)
+        self.lines = JsonLines(paths, [], inspect)
         if not labels:
             raise UserError(
                 f"{name} data: every label is model.regression.loss_mask_val={mask_value}, which "
@@ -84,7 +88,7 @@ class RegressionRewardModelDataset(FileDataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         record = self.lines[int(self.documents[max(index, 0)])]
-        tokens = self.encode(record["text"])
+        tokens = self.encoder.sample(record)
         loss_mask = torch.zeros(self.seq_length)
         loss_mask[: len(tokens) if index >= 0 else 0] = 1.0
         return {

@@ -11,24 +11,29 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat_records import holds_pair
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
-from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder, documents_within, pad
+from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, label_numbers
+from nemo_aligner.data.nlp.record_encoder import Pair, RecordEncoder
 from nemo_aligner.data.nlp.token_files import open_records
 
 
 @accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
 class RewardModelDataset(FileDataset):
-    """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better first.
+    """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better first,
+    or lines `{"prompt": ..., "chosen": ..., "rejected": ...}`.
 
+    The lines may hold conversations (`chat_records.py`), in the form that `data_cfg` asks for.
     A pair with a text longer than `seq_length` is left out; a warning at start counts them.
 
     Args:
         paths: the files.
         tokenizer: NeMo tokenizer.
         seq_length: S.
-        data_cfg: `model.data`; its `data_impl` is the form of the files, jsonl if not set.
+        data_cfg: `model.data`; its `data_impl` is the form of the files, jsonl if not set;
+            see also `RecordEncoder`.
         name: "train", ...; for messages.
 
     Items: `chosen`, `rejected` int64 [S], padded with eos; `chosen_length`, `rejected_length`
@@ -37,7 +42,7 @@ class RewardModelDataset(FileDataset):
     text sees it.
     """
 
-    lines_per_document = 2
+    lines_per_document = 2  # 1 if a line holds a pair
 
     def __init__(
         self,
@@ -47,29 +52,49 @@ class RewardModelDataset(FileDataset):
         data_cfg: Mapping[str, Any] | None = None,
         name: str = "train",
     ) -> None:
-        self.encode = TextEncoder(tokenizer, data_cfg)
+        self.encoder = RecordEncoder(tokenizer, data_cfg)
+        self.encode = self.encoder.encode_text
+        self._pair_in_line: bool | None = None  # unknown before the first line
         self.name = name
         self.seq_length = seq_length
         self.pad_id = tokenizer.eos_id
         data_impl = (data_cfg or {}).get("data_impl") or "jsonl"
         self.lines = open_records(paths, data_impl, self._inspect)
+        self.lines_per_document = 1 if self._pair_in_line else 2
         for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
-            if count % 2:
+            if count % self.lines_per_document:
                 raise UserError(
                     f"{path} has {count} lines, an odd number: a reward model's data are pairs of "
                     "neighbouring lines, the better one first. A line is missing or one too many."
                 )
-        lengths = self.lines.notes.reshape(-1, 2).max(axis=1)
+        lengths = self.lines.notes.reshape(-1, self.lines_per_document).max(axis=1)
         self.documents = documents_within(lengths, seq_length, name, "pairs", "have a text longer")
 
     def _inspect(self, record: Record) -> int:
+        in_line = holds_pair(record)
+        if self._pair_in_line not in (None, in_line):
+            raise UserError(
+                f"this line holds {'a pair' if in_line else 'one text'}, the lines before it "
+                f"{'one text' if in_line else 'a pair'} each: either every line holds 'chosen' "
+                "and 'rejected', or two neighbouring lines are a pair."
+            )
+        self._pair_in_line = in_line
+        if in_line:
+            return self.encoder.pair_length(record, self.seq_length)
         if "label" in record:  # neighbours in a file of labelled texts are no pairs
             raise UserError(
                 "field 'label': this is data for regression, but pairs of neighbouring lines are "
                 "needed. Set model.reward_model_type=regression; if the lines are pairs, remove "
                 "the field."
             )
-        return self.encode.length(record["text"], self.seq_length)
+        return self.encoder.sample_length(record, self.seq_length)
+
+    def pair_tokens(self, pair: int) -> Pair:
+        """The tokens of both samples of a pair, the better one first."""
+        if self._pair_in_line:
+            return self.encoder.pair(self.lines[pair])
+        first, second = self._chosen_first(pair)
+        return self.encoder.sample(self.lines[first]), self.encoder.sample(self.lines[second])
 
     def _chosen_first(self, pair: int) -> tuple[int, int]:
         """Numbers of the lines of a pair, the better one first."""
@@ -77,9 +102,7 @@ class RewardModelDataset(FileDataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         pair = int(self.documents[max(index, 0)])
-        chosen, rejected = (
-            self.encode(self.lines[line]["text"]) for line in self._chosen_first(pair)
-        )
+        chosen, rejected = self.pair_tokens(pair)
         longest = max(len(chosen), len(rejected))
         loss_mask = torch.zeros(self.seq_length)
         loss_mask[: longest if index >= 0 else 0] = 1.0
@@ -129,6 +152,11 @@ class LabelledPairDataset(RewardModelDataset):
         self._check_labels(labels)
 
     def _inspect(self, record: Record) -> int:
+        if holds_pair(record):
+            raise UserError(
+                "a line with 'chosen' and 'rejected' says which is better, so a label has no "
+                "place: set model.reward_model_type=binary_ranking."
+            )
         number = label_numbers(record)[0]
         if number == self.mask_value:
             raise UserError(
@@ -138,7 +166,7 @@ class LabelledPairDataset(RewardModelDataset):
                 "Remove the pair, or use model.regression.loss_func=regression."
             )
         self._labels.append(number)
-        return self.encode.length(record["text"], self.seq_length)
+        return self.encoder.sample_length(record, self.seq_length)
 
     def _check_labels(self, labels: np.ndarray) -> None:
         disagree = np.flatnonzero(labels[:, 0] != labels[:, 1])

@@ -15,13 +15,15 @@ from typing_extensions import Self
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call, prompt_limit
-from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder
+from nemo_aligner.data.nlp.file_dataset import FileDataset
+from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.token_files import open_records
 
 
 @accepts_nemo_aligner_call(prompt_limit)
 class RLHFDataset(FileDataset):
-    """Prompts: lines `{"text": prompt}`, tokenized as they are.
+    """Prompts: lines `{"text": prompt}`, tokenized as they are, or conversations that end with the
+    user (`chat_records.py`) in the form that `data_cfg` asks for.
 
     A prompt longer than the limit is replaced by the next one that fits, with a `loss_multiplier`
     of 0: a response is generated to it, so that batches stay full, but it must not train. A
@@ -31,7 +33,8 @@ class RLHFDataset(FileDataset):
         paths: the files.
         tokenizer: NeMo tokenizer.
         max_prompt_length: limit in tokens.
-        data_cfg: `model.data`; its `data_impl` is the form of the files, jsonl if not set.
+        data_cfg: `model.data`; its `data_impl` is the form of the files, jsonl if not set;
+            see also `RecordEncoder`.
         name: "train", ...; for messages.
         limit_text: the limit in words, and where it comes from; for messages.
 
@@ -48,14 +51,15 @@ class RLHFDataset(FileDataset):
         name: str = "train",
         limit_text: str = "the limit",
     ) -> None:
-        self.encode = TextEncoder(tokenizer, data_cfg)
+        self.encoder = RecordEncoder(tokenizer, data_cfg)
+        self.encode = self.encoder.encode_text
         self.name = name
         self.max_prompt_length = max_prompt_length
         self.limit_text = limit_text
         self.lines = open_records(
             paths,
             (data_cfg or {}).get("data_impl") or "jsonl",
-            lambda record: self.encode.length(record["text"], max_prompt_length),
+            lambda record: self.encoder.prompt_length(record, max_prompt_length),
         )
         self.documents = np.arange(len(self.lines))
         fits = self._fits()
@@ -92,13 +96,13 @@ class RLHFDataset(FileDataset):
         """
         if self.max_prompt_length <= enough:
             return 0
-        bounds = self.lines.notes[self.documents]  # upper bounds, see `TextEncoder.length`
+        bounds = self.lines.notes[self.documents]  # upper bounds, see `prompt_length`
         in_doubt = self.documents[(bounds > enough) & (bounds <= self.max_prompt_length)]
         longest = 0
         for document in sorted(in_doubt, key=lambda document: -self.lines.notes[document]):
             if self.lines.notes[document] <= longest:
                 break
-            longest = max(longest, len(self.encode(self.lines[document]["text"])))
+            longest = max(longest, len(self.encoder.prompt(self.lines[document])))
         return longest
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -107,7 +111,7 @@ class RLHFDataset(FileDataset):
         while self.lines.notes[self.documents[position]] > self.max_prompt_length:
             position, replaced = (position + 1) % len(self), 1
         tokens = torch.tensor(
-            self.encode(self.lines[self.documents[position]]["text"]), dtype=torch.int64
+            self.encoder.prompt(self.lines[self.documents[position]]), dtype=torch.int64
         )
         return {
             "text": tokens,

@@ -163,24 +163,52 @@ class SFTDataset(FileDataset):
             `tokens`, `labels` int64 [B, S], padded with eos (labels: the token that follows);
             `loss_mask` float32 [B, S], 1.0 where the label counts; `position_ids` [B, S].
         """
-        longest = max(len(item["tokens"]) for item in items)
-        width = (
-            self.max_seq_length
-            if self.pad_to_max_length
-            else min(-(-longest // 16) * 16, self.max_seq_length)
+        return collate_examples(
+            [item["tokens"] for item in items],
+            [
+                [place >= item["answer_start"] for place in range(len(item["tokens"]))]
+                for item in items
+            ],
+            self.max_seq_length,
+            self.tokenizer.eos_id,
+            self.pad_to_max_length,
         )
-        tokens = torch.stack(
-            [pad(item["tokens"], width + 1, self.tokenizer.eos_id) for item in items]
-        )
-        target = torch.arange(1, width + 1)  # the token that a column of the loss mask predicts
-        starts = torch.tensor([item["answer_start"] for item in items])[:, None]
-        ends = torch.tensor([len(item["tokens"]) for item in items])[:, None]
-        return {
-            "tokens": tokens[:, :-1].contiguous(),
-            "labels": tokens[:, 1:].contiguous(),
-            "loss_mask": ((target >= starts) & (target < ends)).float(),
-            "position_ids": torch.arange(width).expand(len(items), width).contiguous(),
-        }
+
+
+def collate_examples(
+    examples: Sequence[list[int]],
+    trained: Sequence[list[bool]],
+    max_seq_length: int,
+    pad_id: int,
+    pad_to_max_length: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Collate B examples to a batch of width S, their longest length rounded up to 16.
+
+    Args:
+        examples: ids; one more than `max_seq_length` at most, of which the last is a label only.
+        trained: True for the tokens that are trained on.
+        max_seq_length: largest S.
+        pad_id: id of the padding.
+        pad_to_max_length: S is `max_seq_length` in any case.
+
+    Returns:
+        See `SFTDataset.collate_fn`.
+    """
+    longest = max(map(len, examples))
+    width = max_seq_length
+    if not pad_to_max_length:
+        width = min(-(-longest // 16) * 16, max_seq_length)
+    tokens = torch.stack([pad(example, width + 1, pad_id) for example in examples])
+    # A column of the loss mask belongs to the prediction of the next token.
+    mask = torch.zeros(len(examples), width + 1)
+    for row, counts in enumerate(trained):
+        mask[row, : len(counts)] = torch.tensor(counts, dtype=torch.float32)
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": mask[:, 1:].contiguous(),
+        "position_ids": torch.arange(width).expand(len(examples), width).contiguous(),
+    }
 
 
 def _field(record: Record, field: str | None) -> str:

@@ -89,9 +89,9 @@ class TokenFiles(Sequence):
 def open_records(
     paths: Sequence[str], data_impl: str, inspect: Callable[[Record], int]
 ) -> JsonLines | TokenFiles:
-    """The records of `paths` in the form `data_impl`, each with a `text`."""
+    """The records of `paths` in the form `data_impl`; `inspect` checks their fields."""
     if data_impl.startswith("json"):
-        return JsonLines(paths, ["text"], inspect)
+        return JsonLines(paths, [], inspect)
     return TokenFiles(paths, data_impl, inspect)
 
 

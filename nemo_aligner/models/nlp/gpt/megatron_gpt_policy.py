@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout
+from nemo_aligner.data.nlp.chat import chat_end_strings
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
@@ -54,7 +55,7 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         self.to_offload_adam_states: bool = self.settings.offload_adam_states
         self.generation_params = GenerationParams.from_config(
             self.settings.length_params, self.settings.sampling_params
-        )
+        ).with_end_strings(chat_end_strings(self.cfg.get("data"), self.tokenizer))
         self.temperature = 1.0
         self.generator = MegatronGenerator(
             self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length

@@ -1,0 +1,311 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo's chat format, `model.data.chat=True`: conversations between special tokens, and the tokens
+of them that are trained on.
+
+With the tokens of `conf/gpt_sft.yaml` (SYS is system_turn_start, TURN turn_start, and so on) a
+conversation is the text
+
+    SYS System NAME_END {system} TURN_END
+    TURN User NAME_END {value} TURN_END
+    TURN Assistant NAME_END {value} TURN_END TURN
+
+without the spaces and newlines in between. The last TURN follows if the last turn is one that is
+trained on; it ends the response. What is trained on is the value of the turns of every speaker who
+is not named by the record's field `mask` ("User" if absent, several with commas), TURN_END
+included, and the TURN that follows it; never the first turn.
+
+Turns may have labels (SteerLM). Of `type` VALUE_TO_TEXT, LABEL_START {label} NAME_END stands
+before the value and is not trained on; of TEXT_TO_VALUE it stands after TURN_END, and it alone is
+trained on, without LABEL_START. Without a type labels are left out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat_masks import Encoded
+from nemo_aligner.data.nlp.chat_records import (
+    ASSISTANT,
+    Message,
+    check_response,
+    conversation_messages,
+    pair_messages,
+    prompt_messages,
+)
+from nemo_aligner.data.nlp.json_lines import Record
+
+SYSTEM, USER, RESPONDER = "System", "User", "Assistant"
+VALUE_TO_TEXT, TEXT_TO_VALUE = "VALUE_TO_TEXT", "TEXT_TO_VALUE"
+# Tokens are counted behind this text: at the beginning of a text some tokenizers add a space.
+_BEHIND = "\x00"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one speaker says; `label` may be None."""
+
+    speaker: str
+    value: str
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A conversation.
+
+    Attributes:
+        system: text of the system turn.
+        turns: in order.
+        masked: speakers who are not trained on.
+        kind: None, `VALUE_TO_TEXT` or `TEXT_TO_VALUE`.
+    """
+
+    system: str
+    turns: tuple[Turn, ...]
+    masked: tuple[str, ...] = (USER,)
+    kind: str | None = None
+
+
+@dataclass(frozen=True)
+class ChatTokens:
+    """The texts between turns, `model.data.chat_prompt_tokens`; see the module."""
+
+    system_turn_start: str
+    turn_start: str
+    label_start: str
+    end_of_turn: str
+    end_of_name: str
+
+    @classmethod
+    def of(cls, texts: Mapping[str, str]) -> "ChatTokens":
+        """From a section of the configuration.
+
+        Raises:
+            ConfigError: one of them is missing or empty.
+        """
+        for name in (field.name for field in fields(cls)):
+            value = texts.get(name)
+            if not isinstance(value, str) or not value:
+                raise ConfigError(
+                    f"model.data.chat_prompt_tokens.{name}={value!r}: with model.data.chat=True "
+                    "each of the chat tokens is a text."
+                )
+        return cls(**{field.name: texts[field.name] for field in fields(cls)})
+
+
+# Those of NeMo where a script gives none.
+NEMO_TOKENS = ChatTokens("<extra_id_0>", "<extra_id_1>", "<extra_id_2>", "\n", "\n")
+
+
+def header_text(source: Source, marks: ChatTokens) -> str:
+    """The system turn."""
+    return marks.system_turn_start + SYSTEM + marks.end_of_name + source.system + marks.end_of_turn
+
+
+def turn_text(turn: Turn, kind: str | None, marks: ChatTokens) -> str:
+    """One turn, with its label where the type of the conversation has a place for it."""
+    label = "" if turn.label is None else marks.label_start + turn.label + marks.end_of_name
+    before = label if kind == VALUE_TO_TEXT else ""
+    after = label if kind == TEXT_TO_VALUE else ""
+    name = marks.turn_start + turn.speaker + marks.end_of_name
+    return name + before + turn.value + marks.end_of_turn + after
+
+
+def chat_text(source: Source, marks: ChatTokens) -> str:
+    """A conversation, with the TURN that ends its last response."""
+    turns = "".join(turn_text(turn, source.kind, marks) for turn in source.turns)
+    trained = source.turns[-1].speaker not in source.masked
+    return header_text(source, marks) + turns + marks.turn_start * trained
+
+
+class NeMoChat:
+    """NeMo's chat format for one tokenizer.
+
+    Args:
+        tokenizer: NeMo tokenizer.
+        marks: the texts between turns.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, marks: ChatTokens) -> None:
+        self.tokenizer = tokenizer
+        self.marks = marks
+        self._behind = len(tokenizer.text_to_ids(_BEHIND))
+        self._turn_start_ids = self._ids(marks.turn_start)
+        self._label_start_ids = self._ids(marks.label_start)
+        self._end_of_name_ids = self._ids(marks.end_of_name)
+
+    @property
+    def end_strings(self) -> tuple[str, ...]:
+        """What ends a response besides the eos token."""
+        return (self.marks.turn_start,)
+
+    # --- records --------------------------------------------------------------------------------
+
+    def prompt(self, record: Record) -> list[int]:
+        """The tokens of a record's prompt, up to where the response begins.
+
+        Raises:
+            UserError: a broken record, or one that does not end with the user's turn.
+        """
+        if record.get("prompt") is None and "conversations" in record:
+            source = source_of_record(record)
+            if source.turns[-1].speaker not in source.masked:
+                raise UserError(
+                    f"the last turn is that of {source.turns[-1].speaker}, but the policy "
+                    "responds to a prompt: remove that turn."
+                )
+        else:
+            source = source_of_messages(prompt_messages(record))
+        text = chat_text(source, self.marks)  # which ends with the turn of someone who is masked
+        text += self.marks.turn_start + RESPONDER + self.marks.end_of_name
+        return self.tokenizer.text_to_ids(text)
+
+    def conversation(self, record: Record) -> Encoded:
+        """The tokens of a record's conversation.
+
+        Raises:
+            UserError: a broken record, or one without anything to train on.
+        """
+        if "conversations" in record:
+            return self.encode(source_of_record(record))
+        messages = conversation_messages(record)
+        check_response(messages, "messages")
+        return self.encode(source_of_messages(messages))
+
+    def pair(self, record: Record) -> tuple[Encoded, Encoded]:
+        """The tokens of a record's two conversations, the better one first."""
+        chosen, rejected = map(source_of_messages, pair_messages(record))
+        return self.encode(chosen), self.encode(rejected)
+
+    # --- tokens -------------------------------------------------------------------------------
+
+    def encode(self, source: Source) -> Encoded:
+        """The tokens of a conversation and which of them are trained on.
+
+        Raises:
+            UserError: nothing is trained on, or the tokenizer joins characters of two turns.
+        """
+        tokens = self.tokenizer.text_to_ids(chat_text(source, self.marks))
+        header = self.tokenizer.text_to_ids(header_text(source, self.marks))
+        parts = [self._ids(turn_text(turn, source.kind, self.marks)) for turn in source.turns]
+        self._check_parts(tokens, [header, *parts])
+        is_response = [False] * len(header)
+        for number, (turn, part) in enumerate(zip(source.turns, parts, strict=True)):
+            start, end = self._trained(source, number, turn, part)
+            is_response += [start <= place < end for place in range(len(part))]
+        is_response += [True] * (len(tokens) - len(is_response))  # the TURN at the end
+        if not any(is_response):
+            raise UserError(
+                f"no turn of the conversation is trained on: all are masked "
+                f"({', '.join(source.masked)}), or there is only the first one."
+            )
+        return Encoded(tokens, is_response)
+
+    def _trained(
+        self, source: Source, number: int, turn: Turn, part: Sequence[int]
+    ) -> tuple[int, int]:
+        """Start and end of the tokens of a turn that are trained on."""
+        if number == 0 and source.kind != TEXT_TO_VALUE:
+            return 0, 0  # it is the context of the others, whoever speaks
+        if turn.speaker in source.masked:
+            # Its TURN ends the response before it, which is none where this is the first turn,
+            # or, without labels to predict, the second.
+            follows_response = number > (0 if source.kind == TEXT_TO_VALUE else 1)
+            return 0, len(self._turn_start_ids) * follows_response
+        name = len(self._ids(self.marks.turn_start + turn.speaker + self.marks.end_of_name))
+        label = -1 if turn.label is None else _find(self._label_start_ids, part)
+        if label >= 0 and source.kind == TEXT_TO_VALUE:
+            return label + len(self._label_start_ids), len(part)
+        if label >= 0 and source.kind == VALUE_TO_TEXT:
+            end = _find(self._end_of_name_ids, part[name:])
+            if end < 0:
+                return 0, 0
+            name += end + len(self._end_of_name_ids)
+        return name, len(part)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer.text_to_ids(_BEHIND + text)[self._behind :]
+
+    def _check_parts(self, tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> None:
+        """Raise `UserError` unless the tokens are those of the parts, one after the other."""
+        joined = [token for part in parts for token in part]
+        if list(tokens[: len(joined)]) != joined or len(tokens) - len(joined) not in (
+            0,
+            len(self._turn_start_ids),
+        ):
+            raise UserError(
+                "the tokenizer joins characters of two turns into one token, so that the mask of "
+                "the loss would be wrong. Choose other model.data.chat_prompt_tokens: special "
+                "tokens of the tokenizer are never joined."
+            )
+
+
+def source_of_record(record: Record) -> Source:
+    """The conversation in the fields `system`, `conversations`, `mask` and `type` of a record.
+
+    Raises:
+        UserError: a turn without speaker or value, an unknown type, or a mask that names nobody.
+    """
+    turns = record["conversations"]
+    if not isinstance(turns, list):
+        raise UserError(f"field 'conversations' must be a list, not {type(turns).__name__}.")
+    if not turns:
+        raise UserError("field 'conversations' is an empty list: a conversation has turns.")
+    read = tuple(_turn(turn, number) for number, turn in enumerate(turns, start=1))
+    system, kind = record.get("system") or "", record.get("type")
+    if not isinstance(system, str):
+        raise UserError(f"field 'system' must be text, not {type(system).__name__}.")
+    if kind not in (None, VALUE_TO_TEXT, TEXT_TO_VALUE):
+        raise UserError(f"field 'type' is {kind!r}: use {VALUE_TO_TEXT}, {TEXT_TO_VALUE} or none.")
+    mask = record.get("mask") or USER
+    masked = tuple(str(mask).split(","))
+    speakers = list(dict.fromkeys(turn.speaker for turn in read))
+    absent = [name for name in masked if name not in speakers]
+    if absent:
+        raise UserError(
+            f"nobody in the conversation is called {absent[0]!r} (field 'mask', User if absent); "
+            f"its speakers are {', '.join(speakers)}."
+        )
+    return Source(system, read, masked, kind)
+
+
+def source_of_messages(messages: Sequence[Message]) -> Source:
+    """The conversation of messages with roles: user is User, assistant is Assistant, and so on.
+
+    Raises:
+        UserError: a system message that is not the first, or nothing but one.
+    """
+    system, rest = "", list(messages)
+    if rest[0]["role"] == "system":
+        system = rest.pop(0)["content"]
+    if any(message["role"] == "system" for message in rest):
+        raise UserError("NeMo's chat format has one system message, the first.")
+    if not rest:
+        raise UserError("the conversation has nothing but a system message.")
+    turns = tuple(Turn(message["role"].capitalize(), message["content"]) for message in rest)
+    masked = dict.fromkeys(turn.speaker for turn in turns if turn.speaker.lower() != ASSISTANT)
+    return Source(system, turns, tuple(masked) or (USER,))
+
+
+def _turn(turn: Any, number: int) -> Turn:
+    where = f"turn {number} of field 'conversations'"
+    if not isinstance(turn, dict):
+        raise UserError(f"{where} must be an object, not {type(turn).__name__}.")
+    for name in ("from", "value"):
+        if not isinstance(turn.get(name), str):
+            raise UserError(f"{where} has no text in '{name}'; it has {sorted(turn)}.")
+    label = turn.get("label")
+    if label is not None and not isinstance(label, str):
+        raise UserError(f"'label' of {where} must be text, not {type(label).__name__}.")
+    return Turn(turn["from"], turn["value"], label)
+
+
+def _find(part: Sequence[int], whole: Sequence[int]) -> int:
+    """Where `part` begins in `whole`; -1: nowhere."""
+    for place in range(len(whole) - len(part) + 1):
+        if list(whole[place : place + len(part)]) == list(part):
+            return place
+    return -1

@@ -1,0 +1,148 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From records to the tokens of prompts, of whole samples and of pairs: texts as they stand, and
+conversations in the form that `model.data` asks for.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat import chat_form
+from nemo_aligner.data.nlp.chat_records import conversation_field
+from nemo_aligner.data.nlp.file_dataset import TextEncoder
+from nemo_aligner.data.nlp.json_lines import Record, check_text
+
+Pair = tuple[list[int], list[int]]  # the better one first
+
+
+class RecordEncoder:
+    """Tokenizes records.
+
+    Without a form for conversations a prompt is the field `text`, or a text in `prompt`; a sample
+    is `text`; a pair is `chosen` and `rejected`, which continue `prompt` if there is one. All are
+    texts and stay as they are. In a form they are conversations (`chat_records.py`).
+
+    Args:
+        tokenizer: NeMo tokenizer.
+        data_cfg: `model.data`; see `TextEncoder` and `chat_form`.
+
+    Every method raises `UserError` for a record that it cannot use.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, data_cfg: Mapping[str, Any] | None = None) -> None:
+        self.encode_text = TextEncoder(tokenizer, data_cfg)
+        self.form = chat_form(data_cfg, tokenizer)
+        self.template = (data_cfg or {}).get("chat_template")
+
+    def prompt(self, record: Record) -> list[int]:
+        """The tokens of a prompt."""
+        text = self._prompt_text(record)
+        if text is not None:
+            return self.encode_text(text)
+        assert self.form is not None
+        return self.form.prompt(self._fixed(record))
+
+    def prompt_length(self, record: Record, limit: int) -> int:
+        """Tokens of a prompt; above `limit` exact, else possibly an upper bound."""
+        text = self._prompt_text(record)
+        return len(self.prompt(record)) if text is None else self.encode_text.length(text, limit)
+
+    def sample(self, record: Record) -> list[int]:
+        """The tokens of a prompt with its response."""
+        text = self._sample_text(record)
+        if text is not None:
+            return self.encode_text(text)
+        assert self.form is not None
+        return self.form.conversation(self._fixed(record)).tokens
+
+    def sample_length(self, record: Record, limit: int) -> int:
+        """Tokens of a prompt with its response; above `limit` exact, else possibly an upper
+        bound.
+        """
+        text = self._sample_text(record)
+        return len(self.sample(record)) if text is None else self.encode_text.length(text, limit)
+
+    def pair(self, record: Record) -> Pair:
+        """The tokens of both samples of a pair that stands in one record."""
+        if self.form is not None:
+            chosen, rejected = self.form.pair(self._fixed(record))
+            return chosen.tokens, rejected.tokens
+        first, second = _pair_texts(record)
+        return self.encode_text(first), self.encode_text(second)
+
+    def pair_length(self, record: Record, limit: int) -> int:
+        """Tokens of the longer sample of a pair; above `limit` exact, else possibly an upper
+        bound.
+        """
+        if self.form is not None:
+            return max(map(len, self.pair(record)))
+        return max(self.encode_text.length(text, limit) for text in _pair_texts(record))
+
+    def _prompt_text(self, record: Record) -> str | np.ndarray | None:
+        """The text of a prompt that stays as it is; None for a conversation."""
+        prompt = record.get("prompt")
+        if self.form is None and "text" not in record and prompt is not None:
+            if not isinstance(prompt, str):
+                raise UserError(
+                    "field 'prompt' holds a conversation, which needs a form: set "
+                    "model.data.chat_template=tokenizer, or the file of a template."
+                )
+            check_text(record, "prompt")
+            return prompt
+        return self._text(record, has_conversation=prompt is not None)
+
+    def _sample_text(self, record: Record) -> str | np.ndarray | None:
+        return self._text(record, has_conversation=False)
+
+    def _text(self, record: Record, has_conversation: bool) -> str | np.ndarray | None:
+        """The field `text`; None for a conversation, which goes before it in a form."""
+        if self.form is not None:
+            if has_conversation or conversation_field(record) or "text" not in record:
+                return None
+            if self.template:
+                raise UserError(
+                    f"model.data.chat_template={self.template} is for conversations, but the line "
+                    "has a text in field 'text', which stays as it is. Give messages (or prompt, "
+                    "for a user's message), or set model.data.chat_template=null."
+                )
+        text = record.get("text")
+        if not isinstance(text, np.ndarray):
+            check_text(record, "text")
+        return text
+
+    def _fixed(self, record: Record) -> Record:
+        """A record whose texts are mended with `model.data.apply_ftfy`."""
+        fix = self.encode_text.fix_text
+
+        def fixed(value: Any) -> Any:
+            if isinstance(value, str):
+                return fix(value) if fix else value
+            if isinstance(value, list):
+                return [fixed(item) for item in value]
+            if isinstance(value, dict):
+                return {key: fixed(item) for key, item in value.items()}
+            return value
+
+        return record if fix is None else fixed(record)
+
+
+def _pair_texts(record: Record) -> tuple[str, str]:
+    """Both texts of a pair, the better one first."""
+    for field in ("prompt", "chosen", "rejected"):
+        value = record.get(field)
+        if isinstance(value, list):
+            raise UserError(
+                f"field '{field}' holds a conversation, which needs a form: set "
+                "model.data.chat_template=tokenizer, or the file of a template."
+            )
+        if field == "prompt" and value is None:
+            continue
+        check_text(record, field)
+    if record["chosen"] == record["rejected"]:
+        raise UserError("'chosen' and 'rejected' are equal, so there is nothing to prefer.")
+    before = record.get("prompt") or ""
+    return before + record["chosen"], before + record["rejected"]

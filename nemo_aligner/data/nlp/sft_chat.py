@@ -1,0 +1,107 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations for supervised fine-tuning."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from nemo.utils import logging
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat import ConversationForm
+from nemo_aligner.data.nlp.chat_masks import Encoded
+from nemo_aligner.data.nlp.file_dataset import FileDataset
+from nemo_aligner.data.nlp.json_lines import JsonLines, Record
+from nemo_aligner.data.nlp.sft_examples import collate_examples
+
+WHOLE, CUT, NO_RESPONSE_LEFT = 0, 1, 2  # notes of the records
+
+
+class SFTChatDataset(FileDataset):
+    """Conversations, lines `{"messages": [...]}` or `{"conversations": [...]}`, of which the
+    assistant's turns are trained on, with the tokens that end them.
+
+    Of a conversation with more than `max_seq_length` + 1 tokens the end is cut off (the last token
+    of an example is predicted, but not read).
+
+    Args:
+        paths: jsonl files.
+        tokenizer: NeMo tokenizer.
+        form: of the conversations.
+        max_seq_length: widest batch, in tokens.
+        answer_only_loss: train on the assistant's turns only, not on everything.
+        pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
+        name: "train", ...; for messages.
+
+    Items: `tokens` list of ids, `trained` list of bools (True: trained on), `idx`. `collate_fn`
+    makes batches of them.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        tokenizer: Tokenizer,
+        form: ConversationForm,
+        max_seq_length: int,
+        answer_only_loss: bool = True,
+        pad_to_max_length: bool = False,
+        name: str = "train",
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.form = form
+        self.max_seq_length = max_seq_length
+        self.answer_only_loss = answer_only_loss
+        self.pad_to_max_length = pad_to_max_length
+        self.lines = JsonLines(paths, [], self._inspect)
+        self._check_lengths()
+        self.documents = np.arange(len(self.lines))
+
+    def _inspect(self, record: Record) -> int:
+        tokens, is_response = self.form.conversation(record)
+        limit = self.max_seq_length + 1
+        if len(tokens) <= limit:
+            return WHOLE
+        return CUT if any(is_response[:limit]) else NO_RESPONSE_LEFT
+
+    def _check_lengths(self) -> None:
+        """Warn of conversations that are cut; raise if none keeps anything of a response."""
+        cut, without_response = self.lines.notes > WHOLE, self.lines.notes == NO_RESPONSE_LEFT
+        if without_response.all():
+            raise UserError(
+                f"{self.name} data: in all {len(self.lines)} conversations the first response "
+                f"begins beyond max_seq_length={self.max_seq_length} tokens, so nothing is left "
+                "to train on. Raise max_seq_length."
+            )
+        if cut.any():
+            logging.warning(
+                f"{self.name} data: {cut.sum()} of {len(self.lines)} conversations are longer "
+                f"than max_seq_length={self.max_seq_length} tokens, and their ends are cut off; "
+                f"{without_response.sum()} of them keep nothing of a response."
+            )
+
+    def encoded(self, document: int) -> Encoded:
+        """The tokens of a document, and which of them are responses, before anything is cut."""
+        return self.form.conversation(self.lines[document])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens, trained = self.encoded(self.documents[max(index, 0)])
+        if index < 0:
+            trained = [False] * len(tokens)  # an empty slot: no token is trained on
+        elif not self.answer_only_loss:
+            trained = [True] * len(tokens)
+        limit = self.max_seq_length + 1
+        return {"tokens": tokens[:limit], "trained": trained[:limit], "idx": index}
+
+    def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Collate items to a batch; see `SFTDataset.collate_fn`."""
+        return collate_examples(
+            [item["tokens"] for item in items],
+            [item["trained"] for item in items],
+            self.max_seq_length,
+            self.tokenizer.eos_id,
+            self.pad_to_max_length,
+        )

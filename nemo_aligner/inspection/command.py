@@ -1,0 +1,91 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command `python -m nemo_aligner.data inspect`."""
+
+import os
+import sys
+from pathlib import Path
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.generate.settings import CommandParser, quiet_libraries
+from nemo_aligner.launch.endings import user_errors_end_the_job
+
+DESCRIPTION = """\
+Show the first samples of data files as the model will see them, with the tokens that are trained
+on in colour, the lengths, and what will be dropped, cut, is empty or there twice.
+
+MODEL is a .nemo file or folder, a checkpoint folder of a job, the folder of a job, or a Hugging
+Face folder; its tokenizer is used. The settings are those of the job that will read the files.
+
+examples:
+  python -m nemo_aligner.data inspect train.jsonl --model sft.nemo
+  python -m nemo_aligner.data inspect chats.jsonl --model Llama-3.2-1B-Instruct --job gpt_sft \\
+      model.data.chat_template=tokenizer model.data.train_ds.max_seq_length=2048
+"""
+JOBS = ("gpt_sft", "gpt_ppo_actor", "gpt_rs_actor", "training_rm")
+
+
+def parser() -> CommandParser:
+    """The parser of the command line."""
+    result = CommandParser(
+        prog="python -m nemo_aligner.data",
+        usage="%(prog)s inspect FILE ... --model MODEL [--job JOB] [key=value ...]",
+        description=DESCRIPTION,
+        epilog="See docs/data.md.",
+    )
+    result.add_argument("--model", metavar="MODEL", help="whose tokenizer is used")
+    result.add_argument(
+        "--job",
+        choices=JOBS,
+        help="that will read the files (default: what the records look like)",
+    )
+    result.add_argument("--samples", type=int, default=3, metavar="N", help="to show (default 3)")
+    result.add_argument(
+        "--limit",
+        type=int,
+        default=20000,
+        metavar="N",
+        help="samples that lengths and findings are of (default 20000; 0: all)",
+    )
+    result.add_argument("--html", metavar="FILE", help="write a page too")
+    result.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="(default auto)"
+    )
+    return result
+
+
+@user_errors_end_the_job
+def main(argv: list[str] | None = None) -> None:
+    """Inspect as the command line asks."""
+    args, words, settings = parser().split(sys.argv[1:] if argv is None else argv)
+    if words[:1] != ["inspect"] or len(words) < 2:
+        raise UserError(
+            "the command is: python -m nemo_aligner.data inspect FILE ... --model MODEL"
+        )
+    if args.model is None:
+        raise UserError("--model is missing: name the model whose tokenizer the job will use.")
+    if args.samples < 0 or args.limit < 0:
+        raise UserError("--samples and --limit are numbers of samples, 0 or more.")
+    quiet_libraries()
+    # They take seconds to import.
+    from nemo_aligner.generate.policy import quiet_logs
+    from nemo_aligner.inspection.findings import look
+    from nemo_aligner.inspection.jobs import open_job
+    from nemo_aligner.inspection.samples import read_samples
+    from nemo_aligner.inspection.terminal import show
+
+    quiet_logs()
+    job = open_job(words[1:], args.model, args.job, settings)
+    findings = look(job, args.limit)
+    samples = read_samples(job, args.samples)
+    colored = args.color == "always" or (
+        args.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    )
+    print(show(job, samples, findings, colored))
+    if args.html is not None:
+        from nemo_aligner.generate.responses import replaced
+        from nemo_aligner.inspection.page import render
+
+        with replaced(Path(args.html)) as file:
+            file.write(render(job, samples, findings))
+        print(f"\npage: {args.html}")

@@ -1,0 +1,165 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The dataset of a job, built by the functions that the job's script calls, on data files and the
+tokenizer of a model.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_aligner.config.checks import check_keys
+from nemo_aligner.config.defaults import complete_config, complete_model
+from nemo_aligner.config.values import plain_dict, resolved
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp import builders
+from nemo_aligner.data.nlp.chat_records import ASSISTANT
+from nemo_aligner.data.nlp.file_dataset import FileDataset
+from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.generate.policy import newest_weights
+from nemo_aligner.generate.settings import compose_settings
+from nemo_aligner.launch.model_loading import load_and_override_model_config
+from nemo_aligner.models.nlp.gpt.reward_model_classes import (
+    RewardModelType,
+    learns_labelled_pairs,
+)
+from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
+
+SFT, PPO, RM = "gpt_sft", "gpt_ppo_actor", "training_rm"
+REWARD_MODEL_TYPE = "model.reward_model_type"
+
+
+@dataclass(frozen=True)
+class InspectedJob:
+    """Data files as a job reads them.
+
+    Attributes:
+        name: of the job's configuration, "gpt_sft" for example.
+        files: the data files.
+        model: whose tokenizer is used.
+        cfg: section `model` of the job.
+        tokenizer: of the model.
+        dataset: of the job.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    model: Path
+    cfg: DictConfig
+    tokenizer: Tokenizer
+    dataset: FileDataset
+
+
+def open_job(
+    files: Sequence[str], model: str, job: str | None, settings: Sequence[str]
+) -> InspectedJob:
+    """Build the dataset of a job.
+
+    Args:
+        files: data files; with `data_impl=mmap` without their endings.
+        model: a `.nemo`, a checkpoint or job folder, or a Hugging Face folder.
+        job: name of the job's configuration; None: what the first record looks like.
+        settings: `key=value` words of the job's command line.
+
+    Raises:
+        UserError: whatever the job would raise on these files, or the job cannot be told.
+    """
+    settings = list(settings)
+    if job is None:
+        job, more = _guess(files[0])
+        if not any(REWARD_MODEL_TYPE in word for word in settings):
+            settings += more
+    path = newest_weights(model, "--model")
+    cfg = compose_settings(job, settings)
+    check_keys(plain_dict(cfg), job)
+    if job == SFT:
+        for part in ("train_ds", "validation_ds"):
+            OmegaConf.update(cfg, f"model.data.{part}.file_path", list(files))
+    else:
+        OmegaConf.update(cfg, "model.data.data_prefix", {"train": list(files)}, force_add=True)
+    section = resolved(complete_config(cfg, job))["model"]
+    model_cfg = complete_model(
+        load_and_override_model_config(path, OmegaConf.create(section)), job
+    )
+    tokenizer = build_tokenizer(model_cfg.tokenizer)
+    dataset = _build(job, model_cfg, tokenizer)
+    return InspectedJob(job, tuple(map(str, files)), path, model_cfg, tokenizer, dataset)
+
+
+def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
+    """The training set of a job; see its script."""
+    data = cfg.data
+    if job == SFT:
+        return builders.build_sft_dataset(
+            data.train_ds,
+            tokenizer,
+            answer_only_loss=cfg.answer_only_loss,
+            is_chat=data.chat,
+            special_tokens=data.chat_prompt_tokens,
+            chat_template=data.chat_template,
+        )
+    build = builders.build_train_valid_test_rlhf_datasets
+    if job == RM:
+        build = {
+            RewardModelType.BINARY_RANKING: builders.build_train_valid_test_rm_datasets,
+            RewardModelType.REGRESSION: builders.build_train_valid_test_regression_rm_datasets,
+        }[RewardModelType(cfg.reward_model_type)]
+        if learns_labelled_pairs(cfg):
+            build = builders.build_train_valid_test_labelled_pair_datasets
+    train: FileDataset = build(
+        cfg=cfg,
+        data_prefix=data.data_prefix,
+        data_impl=data.data_impl,
+        splits_string=None,
+        train_valid_test_num_samples=[-1, -1, -1],
+        seq_length=data.seq_length,
+        seed=cfg.seed,
+        tokenizer=tokenizer,
+    )[0]
+    return train
+
+
+def _guess(file: str) -> tuple[str, list[str]]:
+    """The job that a file's first record is for, and settings that go with it.
+
+    Raises:
+        UserError: it is for none, or for more than one.
+    """
+    record = _first_record(Path(file))
+    if record is not None:
+        if "label" in record:
+            return RM, [f"{REWARD_MODEL_TYPE}=regression"]
+        if "chosen" in record or "rejected" in record:
+            return RM, []
+        if "output" in record:
+            return SFT, []
+        messages = record.get("messages") or record.get("conversations")
+        if isinstance(messages, list) and isinstance(messages[-1], dict):
+            role = str(messages[-1].get("role") or messages[-1].get("from")).lower()
+            return (SFT if role in (ASSISTANT, "gpt") else PPO), []
+        if "prompt" in record:
+            return PPO, []
+    raise UserError(
+        f"the first record of {file} does not show which job it is for (a text may be a prompt, "
+        f"or one of a pair): add --job {SFT}, {PPO}, gpt_rs_actor or {RM}."
+    )
+
+
+def _first_record(path: Path) -> Record | None:
+    """The first JSON object of a file; None if it begins otherwise."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    return None
+                return record if isinstance(record, dict) else None
+    return None

@@ -1,0 +1,141 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of a dataset as tokens with the mask of the loss, and their text in pieces."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, special_ids
+from nemo_aligner.data.nlp.file_dataset import FileDataset
+from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
+from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
+from nemo_aligner.data.nlp.prompts import RLHFDataset
+from nemo_aligner.inspection.jobs import InspectedJob
+
+LEGEND = {
+    "prompt": "the policy continues it",
+    "example": "trained on",
+    "chosen": "the reward is read at the token",
+    "text": "the reward is read at the token",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sequence that the model sees.
+
+    Attributes:
+        name: "prompt", "example", "chosen", "rejected" or "text".
+        tokens: its ids, without padding.
+        marked: True for the tokens that are trained on, or at which a reward is read.
+    """
+
+    name: str
+    tokens: list[int]
+    marked: list[bool]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An item of the dataset.
+
+    Attributes:
+        document: number of the document in the files.
+        place: file and record, for the reader.
+        parts: what the model sees.
+        note: more to know, such as the label.
+    """
+
+    document: int
+    place: str
+    parts: tuple[Part, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring tokens of one kind as text."""
+
+    text: str
+    marked: bool
+    special: bool
+
+
+def read_samples(job: InspectedJob, count: int) -> list[Sample]:
+    """The first samples that a job serves."""
+    dataset = job.dataset
+    return [read_sample(dataset, index) for index in range(min(count, len(dataset)))]
+
+
+def read_sample(dataset: FileDataset, index: int) -> Sample:
+    """One item of a dataset, as the job gets it."""
+    document = int(dataset.documents[index])
+    item = dataset[index]
+    return Sample(document, place(dataset, document), _parts(dataset, item), _note(dataset, item))
+
+
+def place(dataset: FileDataset, document: int) -> str:
+    """Where a document stands: file and record, counted from 1."""
+    first = document * dataset.lines_per_document
+    file = max(n for n, start in enumerate(dataset.lines.first_of_file) if start <= first)
+    record = first - int(dataset.lines.first_of_file[file]) + 1
+    last = record + dataset.lines_per_document - 1
+    numbers = f"record {record}" if last == record else f"records {record} and {last}"
+    return f"{dataset.lines.paths[file]}, {numbers}"
+
+
+def pieces(tokenizer: Tokenizer, part: Part) -> Iterator[Piece]:
+    """The text of a part, cut where the mask changes and around special tokens."""
+    special = special_ids(tokenizer)
+    kinds = [
+        (marked, token in special) for token, marked in zip(part.tokens, part.marked, strict=True)
+    ]
+    start, before = 0, ""
+    for end in range(1, len(part.tokens) + 1):
+        if end < len(part.tokens) and kinds[end] == kinds[start]:
+            continue
+        # What the piece adds to the text before it: alone, some tokenizers drop its first space.
+        text = decode_with_special_tokens(tokenizer, part.tokens[:end])
+        own = text[len(before) :] if text.startswith(before) else None
+        if own is None:
+            own = decode_with_special_tokens(tokenizer, part.tokens[start:end])
+        yield Piece(own, *kinds[start])
+        start, before = end, text
+
+
+def visible(text: str) -> str:
+    """`text` with marks for line ends and control characters."""
+    shown = {code: chr(0x2400 + code) for code in range(32) if code != 10} | {10: "⏎\n"}
+    return text.translate(shown)
+
+
+def _parts(dataset: FileDataset, item: dict[str, Any]) -> tuple[Part, ...]:
+    if isinstance(dataset, RLHFDataset):
+        tokens = item["text"].tolist()
+        return (Part("prompt", tokens, [False] * len(tokens)),)
+    if isinstance(dataset, RewardModelDataset):
+        return tuple(
+            _scored(name, item[name].tolist(), int(item[f"{name}_length"]))
+            for name in ("chosen", "rejected")
+        )
+    if isinstance(dataset, RegressionRewardModelDataset):
+        return (_scored("text", item["inputs"].tolist(), int(item["lengths"])),)
+    batch = dataset.collate_fn([item])  # type: ignore[attr-defined]  # of both SFT datasets
+    length = len(item["tokens"])
+    tokens = [*batch["tokens"][0, :1].tolist(), *batch["labels"][0].tolist()][:length]
+    marked = [False, *(batch["loss_mask"][0] > 0).tolist()][:length]
+    return (Part("example", tokens, marked),)
+
+
+def _scored(name: str, tokens: Sequence[int], length: int) -> Part:
+    """A sequence whose last token's output is the reward."""
+    return Part(name, list(tokens[:length]), [False] * (length - 1) + [True])
+
+
+def _note(dataset: FileDataset, item: dict[str, Any]) -> str:
+    if "labels" in item and isinstance(dataset, RegressionRewardModelDataset):
+        return f"label {item['labels'].tolist()}"
+    if "margin" in item:
+        return f"margin {float(item['margin']):g}"
+    return ""

@@ -1,0 +1,87 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What was found as text for a terminal, in colour or with brackets."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nemo_aligner.inspection.findings import EXAMPLES, Finding, Findings, histogram
+from nemo_aligner.inspection.jobs import InspectedJob
+from nemo_aligner.inspection.samples import LEGEND, Piece, Sample, pieces, visible
+
+MARKED, SPECIAL, PLAIN = "\033[32m", "\033[7m", "\033[0m"
+BAR = 40  # characters of the longest bar
+
+
+def show(job: InspectedJob, samples: Sequence[Sample], findings: Findings, colored: bool) -> str:
+    """The whole text.
+
+    Args:
+        colored: what is trained on green, special tokens inverted; else in [[ ]] and as they are.
+    """
+    blocks = [summary(job, findings)]
+    names = {part.name for sample in samples for part in sample.parts}
+    legend = next((text for name, text in LEGEND.items() if name in names), "")
+    if names != {"prompt"} and samples:
+        blocks.append(f"{legend}: {_piece(Piece('so', True, False), colored)}")
+    for number, sample in enumerate(samples, start=1):
+        head = f"--- sample {number}: {sample.place}" + (f"; {sample.note}" * bool(sample.note))
+        parts = []
+        for part in sample.parts:
+            text = "".join(_piece(piece, colored) for piece in pieces(job.tokenizer, part))
+            marked = f", {sum(part.marked)} trained on" if part.name == "example" else ""
+            parts.append(f"{part.name} ({len(part.tokens)} tokens{marked})\n{text}")
+        blocks.append("\n".join([head, *parts]))
+    if len(findings.lengths):
+        blocks.append(_lengths(findings))
+    blocks.append("\n".join(map(finding_text, findings.bad)) or "Nothing to report.")
+    return "\n\n".join(blocks)
+
+
+def summary(job: InspectedJob, findings: Findings) -> str:
+    """What was read, in one line."""
+    seen = (
+        "" if findings.seen >= findings.served else f" (the first {findings.seen} are looked at)"
+    )
+    return (
+        f"{job.name} reads {', '.join(job.files)} with the tokenizer of {job.model}: "
+        f"{findings.documents} samples, of which it uses {findings.served}{seen}."
+    )
+
+
+def finding_text(finding: Finding) -> str:
+    """A finding with its first places."""
+    places = finding.places[:EXAMPLES]
+    more = len(finding.places) - len(places)
+    rest = f"\n    and {more} more" if more else ""
+    listed = "".join(f"\n    {place}" for place in places)
+    return f"{len(finding.places)} {finding.text}:{listed}{rest}"
+
+
+def length_text(findings: Findings) -> str:
+    """Quantiles of the lengths, and the limit."""
+    low, middle, high, top = np.quantile(findings.lengths, [0, 0.5, 0.95, 1], method="higher")
+    return (
+        f"lengths in tokens: shortest {low:g}, median {middle:g}, 95% up to {high:g}, longest "
+        f"{top:g}; {findings.limit}"
+    )
+
+
+def _lengths(findings: Findings) -> str:
+    bins = histogram(findings.lengths)
+    most = max(count for _, _, count in bins)
+    width = len(str(bins[-1][1]))
+    rows = [
+        f"{first:>{width}} to {last:>{width}}  {'█' * -(-BAR * count // most)} {count}"
+        for first, last, count in bins
+    ]
+    return "\n".join([length_text(findings), *rows])
+
+
+def _piece(piece: Piece, colored: bool) -> str:
+    text = visible(piece.text)
+    if not colored:
+        return f"[[{text}]]" if piece.marked else text
+    codes = MARKED * piece.marked + SPECIAL * piece.special
+    return f"{codes}{text}{PLAIN}" if codes else text

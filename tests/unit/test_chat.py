@@ -1,0 +1,600 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations in chat templates: tokens and masks against the characters that each template
+writes (`tests/chat_forms.py`), and what is wrong with a record, with file and line.
+"""
+
+import json
+import random
+
+import pytest
+import torch
+from nemo.collections.common.tokenizers import AutoTokenizer
+from omegaconf import OmegaConf
+
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.data.nlp.builders import build_sft_dataset
+from nemo_aligner.data.nlp.chat import chat_end_strings, chat_form
+from nemo_aligner.data.nlp.chat_template import ChatTemplate
+from nemo_aligner.data.nlp.datasets import (
+    RegressionRewardModelDataset,
+    RewardModelDataset,
+    RLHFDataset,
+)
+from nemo_aligner.generate.prompts import ChatForm
+from nemo_aligner.generation.end_conditions import EndConditions
+from nemo_aligner.generation.params import GenerationParams
+from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+from tests.chat_forms import FAMILIES, slow_encoding, write_tokenizer
+from tests.tiny_models import PPO, tiny_config
+
+WORDS = "the film was a joy, a dull plot; What is 2 + 2? It is 4. hello World! naïve 日本".split()
+every_family = pytest.mark.parametrize("name", FAMILIES)
+TEMPLATE = {"chat_template": "tokenizer"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {name: write_tokenizer(root / name, family) for name, family in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(folders):
+    return {name: AutoTokenizer(pretrained_model_name=folder) for name, folder in folders.items()}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*records, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return str(path)
+
+    return write
+
+
+def conversations(seed, system, count=12):
+    """Random conversations of one to three turns that end with the assistant."""
+    rng = random.Random(seed)
+
+    def text():
+        return " ".join(rng.choices(WORDS, k=rng.randint(1, 7))) + rng.choice(["", "\n", " ."])
+
+    for number in range(count):
+        turns = [(role, text()) for _ in range(1 + number % 3) for role in ("user", "assistant")]
+        yield [("system", text()), *turns] if system and number % 2 else turns
+
+
+def messages_of(conversation):
+    return [{"role": role, "content": content} for role, content in conversation]
+
+
+# ----------------------------------------------------------------------------------------- masks
+
+
+@every_family
+def test_masks_are_those_of_the_characters(name, folders, tokenizers):
+    family, form = FAMILIES[name], ChatTemplate(tokenizers[name])
+    for conversation in conversations(1, family.takes_system):
+        encoded = form.conversation_tokens(messages_of(conversation))
+        ids, mask = slow_encoding(folders[name], family.write(conversation))
+        assert encoded.tokens == ids
+        assert encoded.is_response == mask
+
+
+@every_family
+def test_a_prompt_is_the_beginning_of_its_conversation(name, folders, tokenizers):
+    """What a rollout starts from is what the supervised sample has before the response."""
+    family, form = FAMILIES[name], ChatTemplate(tokenizers[name])
+    for conversation in conversations(2, family.takes_system):
+        encoded = form.conversation_tokens(messages_of(conversation))
+        prompt = form.prompt_tokens(messages_of(conversation[:-1]))
+        before = [*family.write(conversation[:-1]), (family.generation_prompt, True)]
+        text = "".join(text for text, _ in before)
+        assert tokenizers[name].tokenizer.decode(prompt) == text
+        assert encoded.tokens[: len(prompt)] == prompt
+        assert not any(encoded.is_response[len(prompt) - 1 : len(prompt)])
+        assert all(encoded.is_response[len(prompt) :])
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama3", "gemma"])
+def test_masks_with_a_tokenizer_that_marks_spaces(name, tmp_path):
+    family = FAMILIES[name]
+    folder = write_tokenizer(tmp_path, family, metaspace=True)
+    form = ChatTemplate(AutoTokenizer(pretrained_model_name=folder))
+    for conversation in conversations(3, family.takes_system):
+        conversation = [
+            (role, text.encode("ascii", "ignore").decode()) for role, text in conversation
+        ]
+        encoded = form.conversation_tokens(messages_of(conversation))
+        assert tuple(encoded) == slow_encoding(folder, family.write(conversation))
+
+
+def test_text_that_joins_the_generation_prompt_is_tokenized_as_in_a_rollout(tokenizers):
+    """ChatML: the newline before a response and the one that it begins with are one token."""
+    tokenizer = tokenizers["chatml"]
+    form = ChatTemplate(tokenizer)
+    messages = messages_of([("user", "hello"), ("assistant", "\n\nthe film")])
+    prompt = form.prompt_tokens(messages[:1])
+    encoded = form.conversation_tokens(messages)
+    whole = tokenizer.text_to_ids(form.render(messages, False))
+    assert whole[: len(prompt)] != prompt
+    assert encoded.tokens[: len(prompt)] == prompt
+    assert encoded.tokens[len(prompt) :] == tokenizer.text_to_ids("\n\nthe film<|im_end|>")
+    assert encoded.is_response == [place >= len(prompt) for place in range(len(encoded.tokens))]
+
+
+def test_pieces_that_a_tokenizer_writes_otherwise_are_refused(tmp_path):
+    """No special token or space stands between prompt and response, and pieces get a space."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}"
+        "{% endfor %}"
+    )
+    folder = write_tokenizer(tmp_path, FAMILIES["mistral"], template, metaspace=True)
+    form = ChatTemplate(AutoTokenizer(pretrained_model_name=folder))
+    with pytest.raises(
+        UserError, match="the tokenizer joins the text before and after a response"
+    ):
+        form.conversation_tokens(messages_of([("user", "the fi"), ("assistant", "lm")]))
+
+
+def test_markers_of_a_template_say_what_is_trained_on(tmp_path):
+    family = FAMILIES["chatml"]
+    marked = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
+        "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    folder = write_tokenizer(tmp_path, family, marked)
+    form = ChatTemplate(AutoTokenizer(pretrained_model_name=folder))
+    for conversation in conversations(4, True, count=6):
+        encoded = form.conversation_tokens(messages_of(conversation))
+        assert tuple(encoded) == slow_encoding(folder, family.write(conversation))
+
+
+def test_a_template_file_takes_the_place_of_the_tokenizers_own(tokenizers, tmp_path):
+    file = tmp_path / "other.jinja"
+    file.write_text(FAMILIES["chatml"].template.replace("im_start", "im_end"))
+    form = chat_form({"chat_template": str(file)}, tokenizers["chatml"])
+    text = tokenizers["chatml"].tokenizer.decode(form.prompt({"prompt": "hello"}))
+    assert text == "<|im_end|>user\nhello<|im_end|>\n<|im_end|>assistant\n"
+    with pytest.raises(ConfigError, match="nowhere.jinja does not exist; give tokenizer"):
+        chat_form({"chat_template": str(tmp_path / "nowhere.jinja")}, tokenizers["chatml"])
+
+
+def test_tools_and_their_messages(folders, tokenizers):
+    """As far as the template takes them: Qwen's writes tools and calls, Llama's calls."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    messages = [
+        {"role": "user", "content": "What is 2 + 2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4", "name": None},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    record = {"messages": messages, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    expected = {
+        "qwen2_5": [
+            ("<|im_start|>system\nYou are a helpful model.<|im_end|>\n", False),
+            ("<|im_start|>system\n# Tools\n\n<tools>\n", False),
+            ('{"type": "function", "function": {"name": "add"}}', False),
+            ("\n</tools><|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n", False),
+            ("<|im_start|>assistant\n", False),
+            ('<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>', True),
+            ("\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n", False),
+            ("<|im_start|>assistant\n", False),
+            ("It is 4.<|im_end|>", True),
+        ],
+        "llama3": [
+            ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n", False),
+            ("What is 2 + 2?<|eot_id|>", False),
+            ("<|start_header_id|>assistant<|end_header_id|>\n\n", False),
+            ('{"name": "add", "parameters": {"a": 2}}<|eot_id|>', True),
+            ("<|start_header_id|>ipython<|end_header_id|>\n\n4<|eot_id|>", False),
+            ("<|start_header_id|>assistant<|end_header_id|>\n\n", False),
+            ("It is 4.<|eot_id|>", True),
+        ],
+    }
+    for name, pieces in expected.items():
+        encoded = chat_form(TEMPLATE, tokenizers[name]).conversation(record)
+        assert tuple(encoded) == slow_encoding(folders[name], pieces), name
+    as_text = record | {"tools": json.dumps(record["tools"])}
+    form = chat_form(TEMPLATE, tokenizers["qwen2_5"])
+    assert form.conversation(as_text) == form.conversation(record)
+
+
+def test_a_template_that_shows_no_turns_is_refused(tmp_path):
+    """It keeps thoughts in the last turn only, so that an earlier turn is not what a rollout of
+    that turn would be.
+    """
+    template = FAMILIES["chatml"].template.replace(
+        "message['content']",
+        "(message['content'] if loop.last else message['content'].split('</think>')[-1])",
+    )
+    folder = write_tokenizer(tmp_path, FAMILIES["chatml"], template)
+    form = ChatTemplate(AutoTokenizer(pretrained_model_name=folder))
+    turns = [("user", "hello"), ("assistant", "<think>2 + 2</think>It is 4.")]
+    assert any(form.conversation_tokens(messages_of(turns)).is_response)
+    with pytest.raises(UserError, match="which tokens of message 2 are the assistant's.*2 \\+ 2"):
+        form.conversation_tokens(messages_of(turns * 2))
+    other = FAMILIES["chatml"].template.replace("assistant\\n' }}{% endif", "bot\\n' }}{% endif")
+    (tmp_path / "other.jinja").write_text(other)
+    form = ChatTemplate(form_tokenizer(folder), str(tmp_path / "other.jinja"))
+    with pytest.raises(UserError, match="with its generation prompt, is not the beginning"):
+        form.conversation_tokens(messages_of(turns))
+
+
+def form_tokenizer(folder):
+    return AutoTokenizer(pretrained_model_name=folder)
+
+
+def test_a_template_without_an_end_is_refused_for_training(tmp_path):
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    form = ChatTemplate(form_tokenizer(write_tokenizer(tmp_path, FAMILIES["chatml"], template)))
+    assert form.end_strings == ()
+    with pytest.raises(UserError, match="writes no special token after a response.*eos_token"):
+        form.conversation_tokens(messages_of([("user", "a"), ("assistant", "b")]))
+
+
+# ------------------------------------------------------------------------------------------ ends
+
+
+@every_family
+def test_a_response_ends_with_the_templates_end_of_turn(name, tokenizers):
+    tokenizer, family = tokenizers[name], FAMILIES[name]
+    strings = chat_end_strings(TEMPLATE, tokenizer)
+    assert strings == (family.end_of_turn,)
+    ends = EndConditions(tokenizer, strings)
+    end = tokenizer.tokenizer.convert_tokens_to_ids(family.end_of_turn)
+    assert ends.strings == () and end in ends.token_ids
+    form = ChatTemplate(tokenizer)
+    encoded = form.conversation_tokens(messages_of([("user", "hello"), ("assistant", "the film")]))
+    tokens = torch.tensor([encoded.tokens])
+    ended = [bool(ends.ended(tokens, torch.tensor([last]))) for last in range(len(tokens[0]))]
+    responses = [place for place, counts in enumerate(encoded.is_response) if counts]
+    assert [place for place in responses if ended[place]] == [len(encoded.tokens) - 1]
+    assert chat_end_strings({}, tokenizer) == chat_end_strings(None, tokenizer) == ()
+
+
+def test_a_policy_ends_its_responses_there(folders):
+    """Its greedy response is the end-of-turn token, which is not the tokenizer's eos."""
+    cfg = tiny_config(folders["llama3"], ppo=PPO, data=TEMPLATE)
+    cfg.ppo.sampling_params.use_greedy = True
+    cfg.ppo.length_params.min_length = 0
+    actor = MegatronGPTActorModel(cfg)
+    assert actor.generation_params.end_strings == ("<|eot_id|>",)
+    end = actor.tokenizer.text_to_ids("<|eot_id|>")[0]
+    assert end != actor.tokenizer.eos_id
+    prompt = torch.tensor([ChatTemplate(actor.tokenizer).prompt_tokens(messages_of(SFT[:1]))])
+    actor.prepare_for_inference()
+    output_layer = actor.unwrapped()[0].output_layer
+    seen = []
+    hook = output_layer.register_forward_pre_hook(lambda _layer, inputs: seen.append(inputs[0]))
+    actor.get_inference_log_probs(prompt)
+    hook.remove()
+    with torch.no_grad():
+        output_layer.weight.zero_()
+        output_layer.weight[end] = seen[0].flatten(0, 1)[-1]
+    rollout = actor.infer({"text": prompt, "length": torch.tensor([prompt.shape[1]])})
+    assert rollout["is_end"].tolist() == [True]
+    assert rollout["response_lengths"].tolist() == [prompt.shape[1] + 1]
+    assert rollout["response_tokens"][0, prompt.shape[1]] == end
+
+
+# -------------------------------------------------------------------------------------- datasets
+
+
+SFT = [
+    ("user", "What is 2 + 2?"),
+    ("assistant", "It is 4."),
+    ("user", "the film"),
+    ("assistant", "was a joy"),
+]
+
+
+@every_family
+def test_masked_tokens_of_a_collated_batch_are_the_assistants_turns(name, tokenizers, write):
+    tokenizer, end = tokenizers[name], FAMILIES[name].end_of_turn
+    path = write({"messages": messages_of(SFT)}, {"messages": messages_of(SFT[:2])})
+    cfg = OmegaConf.create({"file_path": path, "max_seq_length": 128})
+    dataset = build_sft_dataset(cfg, tokenizer, is_chat=False, chat_template="tokenizer")
+    batch = dataset.collate_fn([dataset[0], dataset[1], dataset[-1]])
+    assert batch["tokens"].shape == batch["labels"].shape == batch["loss_mask"].shape
+    assert batch["tokens"].shape[1] % 16 == 0
+    space = " " if name == "mistral" else ""
+    expected = [f"{space}It is 4.{end}{space}was a joy{end}", f"{space}It is 4.{end}", ""]
+    for row, text in enumerate(expected):
+        trained = batch["labels"][row][batch["loss_mask"][row] == 1]
+        assert tokenizer.tokenizer.decode(trained) == text
+    assert batch["tokens"][:, 1:].equal(batch["labels"][:, :-1])
+    everything = build_sft_dataset(
+        cfg, tokenizer, answer_only_loss=False, is_chat=False, chat_template="tokenizer"
+    )
+    assert all(everything[0]["trained"])
+
+
+def test_long_conversations_are_cut_at_their_end(tokenizers, write, monkeypatch):
+    from nemo.utils import logging
+
+    said = []
+    monkeypatch.setattr(logging, "warning", lambda text, *_a, **_k: said.append(text))
+    path = write({"messages": messages_of(SFT)}, {"messages": messages_of(SFT[:2])})
+    short = len(ChatTemplate(tokenizers["chatml"]).conversation_tokens(messages_of(SFT[:2]))[0])
+
+    def build(length):
+        cfg = OmegaConf.create({"file_path": path, "max_seq_length": length})
+        return build_sft_dataset(
+            cfg, tokenizers["chatml"], is_chat=False, chat_template="tokenizer"
+        )
+
+    dataset = build(short - 1)  # the last token is predicted, but not read
+    assert "1 of 2 conversations are longer than max_seq_length" in said[0]
+    batch = dataset.collate_fn([dataset[0], dataset[1]])
+    assert batch["tokens"].shape[1] == short - 1
+    for row in range(2):
+        trained = batch["labels"][row][batch["loss_mask"][row] == 1]
+        assert tokenizers["chatml"].tokenizer.decode(trained) == "It is 4.<|im_end|>"
+    with pytest.raises(UserError, match="in all 2 conversations the first response begins beyond"):
+        build(6)
+
+
+def test_share_gpt_and_messages_are_the_same(tokenizers):
+    form = chat_form(TEMPLATE, tokenizers["chatml"])
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names[role], "value": content} for role, content in SFT]
+    messages = [{"role": "system", "content": "Be kind."}, *messages_of(SFT)]
+    expected = form.conversation({"messages": messages})
+    assert form.conversation({"conversations": turns, "system": "Be kind."}) == expected
+    assert form.conversation({"messages": messages_of(SFT), "system": "Be kind."}) == expected
+    system = {"from": "system", "value": "Be kind."}
+    assert form.conversation({"conversations": [system, *turns]}) == expected
+    assert form.prompt({"conversations": turns[:3]}) == form.prompt(
+        {"messages": messages_of(SFT[:3])}
+    )
+    assert form.prompt({"prompt": "hello"}) == form.prompt(
+        {"prompt": messages_of([("user", "hello")])}
+    )
+
+
+@every_family
+def test_prompts_of_rollouts(name, tokenizers, write):
+    family, tokenizer = FAMILIES[name], tokenizers[name]
+    path = write(
+        {"messages": messages_of(SFT[:3])},
+        {"prompt": "hello", "chosen": "x", "rejected": "y"},
+        {"prompt": messages_of(SFT[:1]), "messages": messages_of(SFT)},
+    )
+    dataset = RLHFDataset([path], tokenizer, 100, TEMPLATE)
+    for number, conversation in enumerate((SFT[:3], [("user", "hello")], SFT[:1])):
+        text = "".join(piece for piece, _ in family.write(conversation))
+        item = dataset[number]
+        assert tokenizer.tokenizer.decode(item["text"]) == text + family.generation_prompt
+        assert item["length"] == len(item["text"]) == dataset.lines.notes[number]
+    longest = max(dataset.lines.notes)
+    assert dataset.longest_prompt(enough=1) == longest
+    shorter = RLHFDataset([path], tokenizer, int(longest) - 1, TEMPLATE)
+    assert [shorter[n]["loss_multiplier"] for n in range(3)] == [0.0, 1.0, 1.0]
+
+
+@every_family
+def test_pairs_are_what_a_rollout_makes(name, folders, tokenizers, write):
+    """The reward model is trained on samples of the form that it scores: prompt, response, and the
+    end-of-turn token as the last one.
+    """
+    family, tokenizer = FAMILIES[name], tokenizers[name]
+    prompt, (good, bad) = SFT[:3], ("It is 4.", "was a joy")
+    whole = [messages_of([*prompt, ("assistant", text)]) for text in (good, bad)]
+    replies = [text[-1:] for text in whole]
+    records = [
+        {"prompt": messages_of(prompt), "chosen": good, "rejected": bad},
+        {"prompt": messages_of(prompt), "chosen": replies[0], "rejected": replies[1]},
+        {"prompt": messages_of(prompt), "chosen": whole[0], "rejected": whole[1]},
+        {"chosen": whole[0], "rejected": whole[1]},
+    ]
+    dataset = RewardModelDataset([write(*records)], tokenizer, 80, TEMPLATE)
+    assert len(dataset) == 4
+    lines = RewardModelDataset(
+        [write({"messages": whole[0]}, {"messages": whole[1]}, name="lines.jsonl")],
+        tokenizer,
+        80,
+        TEMPLATE,
+    )
+    form = ChatTemplate(tokenizer)
+    rollout = form.prompt_tokens(messages_of(prompt))
+    space = " " if name == "mistral" else ""
+    for item in [dataset[number] for number in range(4)] + [lines[0]]:
+        for side, text in (("chosen", good), ("rejected", bad)):
+            tokens = item[side][: item[f"{side}_length"]].tolist()
+            assert tokens == rollout + tokenizer.text_to_ids(f"{space}{text}{family.end_of_turn}")
+            pieces = family.write([*prompt, ("assistant", text)])
+            assert tokens == slow_encoding(folders[name], pieces)[0]
+
+
+def test_pairs_of_texts_need_no_template(tiny_tokenizer, write):
+    path = write(
+        {"prompt": "the film", "chosen": " a joy", "rejected": " dull"},
+        {"chosen": "a joy", "rejected": "dull"},
+    )
+    dataset = RewardModelDataset([path], tiny_tokenizer, 24, {"append_eod": True})
+    for number, texts in enumerate((("the film a joy", "the film dull"), ("a joy", "dull"))):
+        for side, text in zip(("chosen", "rejected"), texts, strict=True):
+            tokens = dataset[number][side][: dataset[number][f"{side}_length"]].tolist()
+            assert tokens == [*tiny_tokenizer.text_to_ids(text), tiny_tokenizer.eos_id]
+    dataset = RLHFDataset([write({"prompt": "the film"})], tiny_tokenizer, 24)
+    assert dataset[0]["text"].tolist() == tiny_tokenizer.text_to_ids("the film")
+
+
+def test_labelled_conversations(folders, tokenizers, write):
+    path = write({"messages": messages_of(SFT), "label": [1.0, 2.0]})
+    item = RegressionRewardModelDataset([path], tokenizers["llama3"], 80, 2, data_cfg=TEMPLATE)[0]
+    ids, _mask = slow_encoding(folders["llama3"], FAMILIES["llama3"].write(SFT))
+    assert item["inputs"][: item["lengths"]].tolist() == ids
+    assert item["labels"].tolist() == [1.0, 2.0]
+
+
+# ------------------------------------------------------------------------------------- bad input
+
+USER, RESPONSE = messages_of(SFT[:2])
+GOOD = {"messages": [USER, RESPONSE]}
+
+
+def sft(path, tokenizer):
+    cfg = OmegaConf.create({"file_path": path, "max_seq_length": 128})
+    return build_sft_dataset(cfg, tokenizer, is_chat=False, chat_template="tokenizer")
+
+
+def pairs(path, tokenizer):
+    return RewardModelDataset([path], tokenizer, 128, TEMPLATE)
+
+
+def prompts(path, tokenizer):
+    return RLHFDataset([path], tokenizer, 128, TEMPLATE)
+
+
+PAIR = {"prompt": "hello", "chosen": "a", "rejected": "b"}
+BAD = [
+    (sft, GOOD, {"messages": []}, "field 'messages' is an empty list"),
+    (sft, GOOD, {"messages": [USER]}, "'messages' ends with a message of the role 'user'.*add it"),
+    (sft, GOOD, {"turns": []}, r"field 'messages' .* is missing; the line has \['turns'\]"),
+    (sft, GOOD, {"messages": "hello"}, "'messages' must be a list of messages, not str"),
+    (sft, GOOD, {"messages": ["hello"]}, "message 1 of field 'messages' must be an object"),
+    (
+        sft,
+        GOOD,
+        {"messages": [USER, {"role": "assistant"}]},
+        r"message 2 .*\(assistant\) has no 'content'",
+    ),
+    (sft, GOOD, {"messages": [USER, {"role": "assistant", "content": None}]}, "has no 'content'"),
+    (
+        sft,
+        GOOD,
+        {"messages": [USER, {"role": "assistant", "content": ["x"]}]},
+        "must be text, not list",
+    ),
+    (
+        sft,
+        GOOD,
+        {"messages": [USER, {"content": "x"}]},
+        "message 2 of field 'messages' has no 'role'",
+    ),
+    (
+        sft,
+        GOOD,
+        {"conversations": [{"from": "human"}]},
+        "message 1 of field 'conversations'.*'value'",
+    ),
+    (sft, GOOD, {"messages": [RESPONSE]}, "refuses the conversation: .*must alternate"),
+    (sft, GOOD, GOOD | {"system": "Be kind."}, "the chat template refuses .*System role not supp"),
+    (
+        sft,
+        GOOD,
+        {"messages": [USER, USER, RESPONSE]},
+        "refuses the conversation: .*must alternate",
+    ),
+    (sft, GOOD, GOOD | {"tools": "{"}, "field 'tools' is not valid JSON"),
+    (sft, GOOD, GOOD | {"tools": 3}, "field 'tools' must be a list, not int"),
+    (sft, GOOD, GOOD | {"system": 3}, "field 'system' must be text, not int"),
+    (sft, GOOD, {"system": "a", "messages": [{"role": "system", "content": "b"}]}, "two system"),
+    (pairs, PAIR, {"prompt": "a", "chosen": "b"}, "field 'rejected' is missing; the line has"),
+    (
+        pairs,
+        PAIR,
+        {"chosen": "a", "rejected": "b"},
+        "field 'prompt' is missing: 'chosen' is a text",
+    ),
+    (pairs, PAIR, PAIR | {"rejected": "a"}, "'chosen' and 'rejected' are equal"),
+    (
+        pairs,
+        PAIR,
+        PAIR | {"chosen": [USER]},
+        "field 'chosen' ends with a message of the role 'user'",
+    ),
+    (pairs, PAIR, PAIR | {"rejected": []}, "field 'rejected' is an empty list"),
+    (pairs, PAIR, PAIR | {"prompt": []}, "field 'prompt' is an empty list"),
+    (pairs, PAIR, PAIR | {"chosen": [USER, RESPONSE]}, "does not begin with that of 'prompt'"),
+    (
+        pairs,
+        PAIR,
+        {"chosen": [USER, RESPONSE], "rejected": [USER | {"content": "x"}, RESPONSE]},
+        "differ in message 1, which is of the role 'user'",
+    ),
+    (pairs, PAIR, GOOD, "this line holds one text, the lines before it a pair each"),
+    (prompts, {"prompt": "a"}, {"messages": []}, "field 'messages' is an empty list"),
+    (
+        prompts,
+        {"prompt": "a"},
+        GOOD,
+        "message 2, the last, is the assistant's.*remove that message",
+    ),
+    (prompts, {"prompt": "a"}, {"x": 1}, r"field 'messages' .* is missing; the line has \['x'\]"),
+    (prompts, {"prompt": "a"}, {"text": "b"}, "has a text in field 'text', which stays as it is"),
+    (
+        prompts,
+        {"prompt": "a"},
+        {"prompt": 3},
+        "field 'prompt' must be a list of messages, not int",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "good", "bad", "message"), BAD)
+def test_a_bad_record_is_named_with_file_and_line(make, good, bad, message, tokenizers, write):
+    path = write(good, bad, name="bad.jsonl")
+    with pytest.raises(UserError, match=f"(?s)bad.jsonl, line 2: .*{message}"):
+        make(path, tokenizers["gemma"])
+
+
+def test_a_conversation_does_not_begin_with_the_assistant(tokenizers, write):
+    path = write({"messages": [RESPONSE, USER, RESPONSE]})
+    with pytest.raises(UserError, match="line 1: message 1 is the assistant's: there is no promp"):
+        sft(path, tokenizers["chatml"])
+
+
+def test_content_that_a_template_leaves_out_is_refused(tmp_path, write):
+    template = FAMILIES["chatml"].template.replace(
+        "{% for message in messages %}",
+        "{% for message in messages if message['role'] != 'system' %}",
+    )
+    tokenizer = form_tokenizer(write_tokenizer(tmp_path / "t", FAMILIES["chatml"], template))
+    path = write(GOOD, GOOD | {"system": "Be kind."})
+    with pytest.raises(UserError, match=r"line 2: .* leaves out what message 1 \(role 'system'\)"):
+        sft(path, tokenizer)
+
+
+def test_conversations_without_a_form_are_refused(tiny_tokenizer, write):
+    remedy = "set model.data.chat_template=tokenizer"
+    cfg = OmegaConf.create({"file_path": write(GOOD), "max_seq_length": 64})
+    with pytest.raises(UserError, match=f"line 1: field 'input' is missing.*{remedy}"):
+        build_sft_dataset(cfg, tiny_tokenizer, is_chat=False)
+    with pytest.raises(UserError, match=f"line 1: field 'text' is missing.*{remedy}"):
+        RLHFDataset([write({"messages": [USER]})], tiny_tokenizer, 64)
+    with pytest.raises(UserError, match=f"field 'prompt' holds a conversation.*{remedy}"):
+        RLHFDataset([write({"prompt": [USER]})], tiny_tokenizer, 64)
+    with pytest.raises(UserError, match=f"field 'chosen' holds a conversation.*{remedy}"):
+        RewardModelDataset(
+            [write({"prompt": "a", "chosen": [RESPONSE], "rejected": "b"})], tiny_tokenizer, 64
+        )
+
+
+def test_a_template_needs_a_tokenizer_that_has_one(tiny_tokenizer, tiny_sentencepiece_model):
+    from nemo.collections.common.tokenizers import SentencePieceTokenizer
+
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template; give the file"):
+        chat_form(TEMPLATE, tiny_tokenizer)
+    with pytest.raises(ConfigError, match="needs a tokenizer of Hugging Face.*chat=True"):
+        chat_form(TEMPLATE, SentencePieceTokenizer(tiny_sentencepiece_model))
+
+
+# -------------------------------------------------------------------------------- other commands
+
+
+@every_family
+def test_generated_conversations_end_with_the_turn(name, tokenizers):
+    """`python -m nemo_aligner.generate --chat`, and not for texts that stay as they are."""
+    end = (FAMILIES[name].end_of_turn,)
+    assert ChatForm(chat=True).end_strings(tokenizers[name]) == end
+    assert ChatForm(chat=False).end_strings(tokenizers[name]) == ()
+    params = GenerationParams(max_length=4, end_strings=("x",)).with_end_strings(end)
+    assert params.end_strings == ("x", *end)
+    assert params.with_end_strings(end) == params

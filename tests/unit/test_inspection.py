@@ -1,0 +1,285 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m nemo_aligner.data inspect` in this process, and every record and command of
+docs/data.md through it.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.generate.settings import is_setting
+from nemo_aligner.inspection.command import main
+from nemo_aligner.inspection.findings import histogram, look
+from nemo_aligner.inspection.jobs import open_job
+from nemo_aligner.inspection.samples import Part, pieces, read_samples
+from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
+from tests.chat_forms import FAMILIES, write_tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs/data.md"
+TEMPLATE = "model.data.chat_template=tokenizer"
+
+
+@pytest.fixture(autouse=True)
+def log_level():
+    """The command lowers it for its process."""
+    level = logging.getEffectiveLevel()
+    yield
+    logging.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """An unpacked .nemo without weights, which nothing here reads: its tokenizer is Qwen's."""
+    root = tmp_path_factory.mktemp("inspection")
+    tokenizer = write_tokenizer(root / "tokenizer", FAMILIES["qwen2_5"])
+    folder = root / "model.nemo"
+    folder.mkdir()
+    cfg = {
+        "tokenizer": {"library": "huggingface", "type": tokenizer},
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+    }
+    OmegaConf.save(OmegaConf.create(cfg), folder / "model_config.yaml")
+    return str(folder)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*records, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return str(path)
+
+    return write
+
+
+def chat(*texts):
+    roles = ("user", "assistant") * len(texts)
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
+
+def shown(capsys, *words) -> str:
+    main(["inspect", *words])
+    return capsys.readouterr().out
+
+
+def error_of(capsys, *words) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert ended.value.code == 1
+    return capsys.readouterr().err.split("ERROR: ")[-1]
+
+
+# ------------------------------------------------------------------------------------------ text
+
+
+def test_conversations_for_sft(model, write, tmp_path, capsys):
+    path = write(
+        {"messages": chat("hello", "the film\nwas a joy")},
+        {"messages": chat("hello", "the film\nwas a joy")},
+        {"messages": chat("a plot", " ", "bye", "It is 4.")},
+        {"messages": chat("the <|im_end|> film", "2 " * 200)},
+        {"messages": chat("the film " * 60, "4")},
+    )
+    page = tmp_path / "out" / "page.html"
+    settings = [TEMPLATE, "model.data.train_ds.max_seq_length=100"]
+    out = shown(capsys, path, "--model", model, *settings, "--html", str(page))
+    assert f"gpt_sft reads {path}" in out and "5 samples, of which it uses 5" in out
+    sample = out.split("--- sample 1: ")[1].split("\n\n")[0]
+    assert sample == (
+        f"{path}, record 1\nexample (44 tokens, 13 trained on)\n"
+        "<|im_start|>system⏎\nYou are a helpful model.<|im_end|>⏎\n<|im_start|>user⏎\nhello"
+        "<|im_end|>⏎\n<|im_start|>assistant⏎\n[[the film⏎\nwas a joy]][[<|im_end|>]]"
+    ).replace("44 tokens, 13", re.search(r"\d+ tokens, \d+", sample).group())
+    assert "--- sample 3" in out and "--- sample 4" not in out
+    findings = {
+        "with an empty response": "record 3",
+        "there more than once, to the token": f"record 2 (as {path}, record 1)",
+        "with a special token in what somebody wrote; the model cannot tell it apart": "record 4",
+        "longer than model.data.train_ds.max_seq_length=100 tokens: their ends are cut off": (
+            "record 4"
+        ),
+        "longer than model.data.train_ds.max_seq_length=100 tokens, with nothing left of a "
+        "response: no token is trained on": "record 5",
+    }
+    for text, where in findings.items():
+        assert f"1 {text}:\n    {path}, {where}\n" in out
+    text = page.read_text(encoding="utf-8")
+    assert '<span class="marked">the film⏎\nwas a joy</span>' in text
+    assert '<span class="marked special">&lt;|im_end|&gt;</span>' in text
+    assert "<script" not in text and "http" not in text
+    colored = shown(capsys, path, "--model", model, *settings, "--color", "always")
+    assert "\033[32mthe film⏎\nwas a joy\033[0m\033[32m\033[7m<|im_end|>\033[0m" in colored
+
+
+def test_counts_of_trained_tokens_are_those_of_the_batch(model, write):
+    path = write(*({"messages": chat("hello", text)} for text in ("4", "a joy", "naïve 日本")))
+    job = open_job([path], model, None, [TEMPLATE])
+    batch = job.dataset.collate_fn([job.dataset[number] for number in range(3)])
+    for row, sample in enumerate(read_samples(job, 3)):
+        (part,) = sample.parts
+        assert sum(part.marked) == int(batch["loss_mask"][row].sum())
+        trained = batch["labels"][row][batch["loss_mask"][row] > 0].tolist()
+        assert [token for token, marked in zip(part.tokens, part.marked) if marked] == trained
+        assert "".join(piece.text for piece in pieces(job.tokenizer, part)).endswith("<|im_end|>")
+
+
+def test_prompts_and_what_replaces_them(model, write, capsys):
+    path = write(
+        {"prompt": "hello"}, {"prompt": "the " * 300}, {"prompt": "hello"}, {"prompt": "a"}
+    )
+    settings = [TEMPLATE, "model.data.seq_length=200", "model.ppo.length_params.max_length=50"]
+    out = shown(capsys, path, "--model", model, *settings, "--samples", "2")
+    assert "gpt_ppo_actor reads" in out and "[[" not in out
+    assert out.count("<|im_start|>assistant⏎\n\n") == 2
+    assert re.search(r"1 longer than 150 tokens .*: replaced by the next prompt that fits", out)
+    assert re.search(rf"{re.escape(path)}, record 2 \(\d\d\d tokens\)", out)
+    assert f"1 there more than once:\n    {path}, record 3 (as {path}, record 1)" in out
+    assert "lengths in tokens: shortest" in out and "a prompt may have 150 tokens" in out
+
+
+def test_pairs(model, write, capsys):
+    path = write(
+        {"prompt": "hello", "chosen": "a joy", "rejected": " "},
+        {"prompt": "hello", "chosen": "x " * 80, "rejected": "y"},
+    )
+    out = shown(capsys, path, "--model", model, TEMPLATE, "model.data.seq_length=60")
+    assert "training_rm reads" in out and "2 samples, of which it uses 1" in out
+    assert "assistant⏎\na joy[[<|im_end|>]]\nrejected (" in out
+    assert re.search(
+        r"1 longer than model.data.seq_length=60 tokens: left out:\n.*record 2 \(", out
+    )
+    assert f"1 with an empty response:\n    {path}, record 1" in out
+    lines = write(*({"text": text} for text in ("the film", "a plot", "x", "y")), name="lines")
+    out = shown(capsys, lines, "--model", model, "--job", "training_rm")
+    assert f"--- sample 2: {lines}, records 3 and 4" in out and "Nothing to report." in out
+
+
+def test_labels_and_texts_for_sft(model, write, capsys):
+    path = write({"messages": chat("hello", "a joy"), "label": [1, 2]})
+    out = shown(capsys, path, "--model", model, TEMPLATE, "model.regression.num_attributes=2")
+    assert "training_rm reads" in out and "record 1; label [1.0, 2.0]" in out
+    path = write({"input": "the film", "output": "was a joy"}, {"input": "x", "output": " "})
+    out = shown(capsys, path, "--model", model)
+    assert "the film[[ was a joy]][[<|im_end|>]]" in out
+    assert f"1 with an empty response:\n    {path}, record 2" in out
+
+
+def test_nemos_chat_format(model, write, capsys):
+    conversation = [{"from": "User", "value": "hello"}, {"from": "Assistant", "value": "a joy"}]
+    path = write({"system": "Be kind.", "conversations": conversation})
+    out = shown(capsys, path, "--model", model, "model.data.chat=True", "--job", "gpt_sft")
+    assert "␀System⏎\nBe kind.⏎\n␑User⏎\nhello⏎\n␑Assistant⏎\n[[a joy⏎\n␑]]" in out
+
+
+def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
+    path = write({"messages": chat("hello", "a joy")}, {"messages": []})
+    error = error_of(capsys, "inspect", path, "--model", model, TEMPLATE)
+    assert f"{path}, line 2: field 'messages' is an empty list" in error
+    error = error_of(capsys, "inspect", write({"messages": chat("a", "b")}), "--model", model)
+    assert "A conversation needs a form: set model.data.chat_template=tokenizer" in error
+    text = write({"text": "hello"})
+    assert "add --job gpt_sft" in error_of(capsys, "inspect", text, "--model", model)
+    assert "--model is missing" in error_of(capsys, "inspect", text)
+    assert "the command is: python -m" in error_of(capsys, "look", text, "--model", model)
+    error = error_of(
+        capsys, "inspect", text, "--model", model, "--job", "training_rm", "model.data.chat_temp=x"
+    )
+    assert "model.data.chat_temp (did you mean model.data.chat_template?)" in error
+    assert "nowhere" in error_of(capsys, "inspect", text, "--model", "nowhere", "--job", "gpt_sft")
+
+
+def test_limit_and_histogram(model, write):
+    path = write(*({"prompt": "hello " * number} for number in (1, 1, 30)))
+    job = open_job([path], model, "gpt_rs_actor", [TEMPLATE])
+    findings = look(job, 2)
+    assert (findings.documents, findings.served, findings.seen) == (3, 3, 2)
+    assert [len(finding.places) for finding in findings.bad] == [1]
+    assert look(job, 0).seen == 3
+    lengths = np.array([3, 3, 4, 9, 30])
+    bins = histogram(lengths)
+    assert sum(count for _, _, count in bins) == 5
+    for first, last, count in bins:
+        assert count == sum(first <= length <= last for length in lengths.tolist())
+    assert histogram(np.array([], dtype=np.int64)) == []
+
+
+def test_pieces_join_to_the_text_of_all_tokens(model):
+    job_tokenizer = build_tokenizer(OmegaConf.load(Path(model) / "model_config.yaml").tokenizer)
+    text = "<|im_start|>user\na dull  plot<|im_end|> the film"
+    tokens = job_tokenizer.text_to_ids(text)
+    marked = [number % 5 < 2 for number in range(len(tokens))]
+    found = list(pieces(job_tokenizer, Part("example", tokens, marked)))
+    assert [piece.text for piece in found if piece.special] == ["<|im_start|>", "<|im_end|>"]
+    assert "".join(piece.text for piece in found) == text
+    flags = [flag for piece in found for flag in [piece.marked] for _ in piece.text]
+    place = 0
+    for token, flag in zip(tokens, marked, strict=True):
+        width = len(job_tokenizer.tokenizer.decode([token]))
+        assert set(flags[place : place + width]) == {flag}
+        place += width
+
+
+# ------------------------------------------------------------------------------------------ page
+
+JOBS = {
+    "train_gpt_sft": "gpt_sft",
+    "train_gpt_ppo_actor": "gpt_ppo_actor",
+    "train_gpt_rs_actor": "gpt_rs_actor",
+    "train_reward_model": "training_rm",
+}
+
+
+def documented():
+    """(records, job, settings) of each command of the page, after its records."""
+    found, records = [], []
+    text = PAGE.read_text(encoding="utf-8")
+    for block in re.findall(r"(?m)```json\n(?s:.*?)```|(?:^ {4}.*\n)+", text):
+        if block.startswith("```json"):
+            records, rest = [], block.removeprefix("```json").removesuffix("```").strip()
+            while rest:
+                record, end = json.JSONDecoder().raw_decode(rest)
+                records.append(record)
+                rest = rest[end:].strip()
+        else:
+            words = shlex.split(block.replace("\\\n", " "))
+            job = JOBS.get(Path(words[1]).stem)
+            if job is None:  # the command that inspects
+                assert words[:4] == ["python", "-m", "nemo_aligner.data", "inspect"]
+                continue
+            files = ("restore_from_path=", "file_path=", "data_prefix=")
+            settings = [
+                word
+                for word in words[2:]
+                if is_setting(word) and not any(f in word for f in files)
+            ]
+            found.append((records, job, settings))
+    return found
+
+
+DOCUMENTED = documented()
+
+
+def test_the_page_has_all_formats():
+    assert len(DOCUMENTED) == 10
+    assert {job for _, job, _ in DOCUMENTED} == set(JOBS.values())
+
+
+@pytest.mark.parametrize("number", range(len(DOCUMENTED)))
+def test_records_and_settings_of_the_page_make_samples(number, model, write):
+    records, job, settings = DOCUMENTED[number]
+    opened = open_job([write(*records)], model, job, settings)
+    expected = len(records) // opened.dataset.lines_per_document
+    samples = read_samples(opened, 9)
+    assert len(samples) == len(opened.dataset) == expected >= 1
+    for sample in samples:
+        assert all(part.tokens for part in sample.parts)
+        assert job.startswith(("gpt_ppo", "gpt_rs")) or any(sample.parts[0].marked)

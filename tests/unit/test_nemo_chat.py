@@ -1,0 +1,287 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo's chat format: texts and masks by hand, on a tokenizer of bytes, on a byte-level BPE and on
+SentencePiece; and what is wrong with a record.
+
+In the texts, what is trained on stands between [ and ].
+"""
+
+import io
+import json
+import re
+
+import pytest
+import sentencepiece
+from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
+from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
+from omegaconf import OmegaConf
+
+from nemo_aligner.compat.nemo_classes import get_prompt_template_example
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.data.nlp.builders import build_sft_dataset
+from nemo_aligner.data.nlp.chat import chat_end_strings, chat_form
+from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
+from tests.chat_forms import CORPUS, FAMILIES, write_tokenizer
+
+MARKS = {
+    "system_turn_start": "\x00",
+    "turn_start": "\x11",
+    "label_start": "\x12",
+    "end_of_turn": "\n",
+    "end_of_name": "\n",
+}
+CHAT = {"chat": True, "chat_prompt_tokens": MARKS}
+
+
+def turns(*values, labels=None):
+    names = [name for name, _ in values]
+    labels = labels or [None] * len(values)
+    return [
+        {"from": name, "value": value, "label": label}
+        for name, (_, value), label in zip(names, values, labels, strict=True)
+    ]
+
+
+THREE = turns(
+    ("User", "hello"), ("Assistant", "the film"), ("User", "a plot"), ("Assistant", "a joy")
+)
+LABELLED = turns(
+    ("User", "hello"), ("Assistant", "the film"), ("User", "bye"), labels=[None, "joy:4", None]
+)
+RATED = turns(("User", "hello"), ("Assistant", "the film"), labels=["q:1", "joy:4"])
+# record, and its text with what is trained on in brackets
+CASES = {
+    "two turns of the user": (
+        {"system": "Be kind.", "conversations": THREE, "mask": "User"},
+        "\x00System\nBe kind.\n\x11User\nhello\n\x11Assistant\n[the film\n\x11]User\na plot\n"
+        "\x11Assistant\n[a joy\n\x11]",
+    ),
+    "it ends with the user": (
+        {"system": "", "conversations": THREE[:3]},
+        "\x00System\n\n\x11User\nhello\n\x11Assistant\n[the film\n\x11]User\na plot\n",
+    ),
+    "without a system turn in the record, and null": (
+        {"conversations": THREE[:2], "mask": None, "type": None},
+        "\x00System\n\n\x11User\nhello\n\x11Assistant\n[the film\n\x11]",
+    ),
+    "the first turn is never trained on": (
+        {"conversations": [THREE[1], THREE[0], THREE[3]], "mask": "User"},
+        "\x00System\n\n\x11Assistant\nthe film\n\x11User\nhello\n\x11Assistant\n[a joy\n\x11]",
+    ),
+    "somebody else is masked too": (
+        {
+            "conversations": [*THREE[:2], {"from": "Tool", "value": "4"}, THREE[3]],
+            "mask": "User,Tool",
+        },
+        "\x00System\n\n\x11User\nhello\n\x11Assistant\n[the film\n\x11]Tool\n4\n"
+        "\x11Assistant\n[a joy\n\x11]",
+    ),
+    "labels without a type are left out": (
+        {"conversations": LABELLED[:2]},
+        "\x00System\n\n\x11User\nhello\n\x11Assistant\n[the film\n\x11]",
+    ),
+    "from a label to a text": (
+        {"conversations": LABELLED, "type": "VALUE_TO_TEXT"},
+        "\x00System\n\n\x11User\nhello\n\x11Assistant\n\x12joy:4\n[the film\n\x11]User\nbye\n",
+    ),
+    "from a text to its label": (
+        {"conversations": LABELLED, "type": "TEXT_TO_VALUE"},
+        "\x00System\n\n\x11User\nhello\n\x11Assistant\nthe film\n\x12[joy:4\n\x11]User\nbye\n",
+    ),
+    "the first label": (
+        {"conversations": RATED, "type": "TEXT_TO_VALUE", "mask": "Assistant"},
+        "\x00System\n\n\x11User\nhello\n\x12[q:1\n\x11]Assistant\nthe film\n\x12joy:4\n",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    folder = write_tokenizer(tmp_path_factory.mktemp("bpe"), FAMILIES["chatml"])
+    return {
+        "bytes": ByteLevelTokenizer({}),
+        "bpe": AutoTokenizer(pretrained_model_name=folder),
+        "sentencepiece": SentencePieceTokenizer(_sentencepiece(tmp_path_factory.mktemp("sp"))),
+    }
+
+
+def _sentencepiece(folder) -> str:
+    """A model that keeps every character, as Llama's does."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 3),
+        model_writer=model,
+        vocab_size=330,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    return str(folder / "tokenizer.model")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*records, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return str(path)
+
+    return write
+
+
+def split(marked):
+    """The text without brackets, and the parts that stand in them."""
+    return marked.replace("[", "").replace("]", ""), re.findall(r"(?s)\[(.*?)\]", marked)
+
+
+def runs(tokens, flags):
+    """The runs of tokens whose flag is set."""
+    found, before = [], False
+    for token, flag in zip(tokens, flags, strict=True):
+        if flag:
+            found = found if before else [*found, []]
+            found[-1].append(token)
+        before = flag
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_and_masks_by_hand(case, tokenizers):
+    record, marked = CASES[case]
+    text, trained = split(marked)
+    tokens, is_response = chat_form(CHAT, tokenizers["bytes"]).conversation(record)
+    assert bytes(tokens).decode() == text
+    flags, inside = [], False
+    for character in marked:
+        if character in "[]":
+            inside = character == "["
+        else:
+            flags.append(inside)
+    assert is_response == flags
+    bpe = tokenizers["bpe"]
+    tokens, is_response = chat_form(CHAT, bpe).conversation(record)
+    assert tokens == bpe.text_to_ids(text)
+    assert [bpe.ids_to_text(run) for run in runs(tokens, is_response)] == trained
+    pieces = tokenizers["sentencepiece"]
+    tokens, is_response = chat_form(CHAT, pieces).conversation(record)
+    assert tokens == pieces.text_to_ids(text)
+    spoken = [pieces.ids_to_text(run).split() for run in runs(tokens, is_response)]
+    assert spoken == [part.split() for part in trained]
+
+
+def test_messages_have_the_same_form(tokenizers):
+    form = chat_form(CHAT, tokenizers["bytes"])
+    roles = {"User": "user", "Assistant": "assistant"}
+    messages = [{"role": roles[t["from"]], "content": t["value"]} for t in THREE]
+    system = {"role": "system", "content": "Be kind."}
+    expected = form.conversation({"system": "Be kind.", "conversations": THREE})
+    assert form.conversation({"messages": [system, *messages]}) == expected
+    with pytest.raises(UserError, match="has one system message, the first"):
+        form.conversation({"messages": [messages[0], system, messages[1]]})
+    with pytest.raises(UserError, match="'messages' ends with a message of the role 'user'"):
+        form.conversation({"messages": messages[:3]})
+
+
+def test_prompts_and_pairs(tokenizers, write):
+    """A sample that is scored is what a rollout makes: it ends with the token of the next turn."""
+    tokenizer = tokenizers["bytes"]
+    begin = "\x00System\n\n\x11User\nhello\n\x11Assistant\n"
+    path = write(
+        {"prompt": "hello", "chosen": "yes", "rejected": "no"},
+        {
+            "prompt": [{"role": "user", "content": "hello"}],
+            "chosen": [{"role": "assistant", "content": "yes"}],
+            "rejected": [{"role": "assistant", "content": "no"}],
+        },
+    )
+    pairs = RewardModelDataset([path], tokenizer, 64, CHAT)
+    for item in (pairs[0], pairs[1]):
+        for side, text in (("chosen", "yes"), ("rejected", "no")):
+            tokens = item[side][: item[f"{side}_length"]].tolist()
+            assert bytes(tokens).decode() == f"{begin}{text}\n\x11"
+    record = {"conversations": THREE[:1]}
+    prompts = RLHFDataset(
+        [path, write(record, {"text": "as it is"}, name="b")], tokenizer, 64, CHAT
+    )
+    texts = [bytes(prompts[number]["text"].tolist()).decode() for number in range(4)]
+    assert texts == [begin, begin, begin, "as it is"]
+    assert chat_end_strings(CHAT, tokenizer) == ("\x11",)
+    with pytest.raises(UserError, match="line 1: the last turn is that of Assistant"):
+        RLHFDataset([write({"conversations": THREE})], tokenizer, 64, CHAT)
+
+
+def test_sft_dataset_with_the_tokens_of_the_configuration(tokenizers, write):
+    """The defaults of conf/gpt_sft.yaml; without them, NeMo's."""
+    cfg = complete_config(OmegaConf.create({"model": {}}), "gpt_sft").model.data
+    data = OmegaConf.create({"file_path": write(CASES["two turns of the user"][0])})
+    data.max_seq_length = 96
+    dataset = build_sft_dataset(
+        data, tokenizers["bytes"], is_chat=True, special_tokens=cfg.chat_prompt_tokens
+    )
+    batch = dataset.collate_fn([dataset[0], dataset[-1]])
+    trained = [batch["labels"][row][batch["loss_mask"][row] == 1] for row in range(2)]
+    assert bytes(trained[0].tolist()).decode() == "the film\n\x11a joy\n\x11"
+    assert len(trained[1]) == 0
+    nemo = build_sft_dataset(data, tokenizers["bytes"])
+    assert (
+        bytes(nemo[0]["tokens"]).decode().startswith("<extra_id_0>System\nBe kind.\n<extra_id_1>")
+    )
+
+
+BAD = [
+    ({"conversations": []}, "'conversations' is an empty list"),
+    ({"conversations": "hello"}, "must be a list, not str"),
+    ({"conversations": ["hello"]}, "turn 1 of field 'conversations' must be an object"),
+    ({"conversations": [{"from": "User"}]}, "turn 1 .* has no text in 'value'"),
+    ({"conversations": [{"from": "User", "value": "x", "label": 3}]}, "'label' of turn 1 .* text"),
+    ({"conversations": THREE, "mask": "Human"}, "nobody .* is called 'Human'.*User, Assistant"),
+    ({"conversations": THREE, "type": "X"}, "field 'type' is 'X': use VALUE_TO_TEXT"),
+    ({"conversations": THREE, "system": 3}, "field 'system' must be text, not int"),
+    ({"conversations": THREE[:1]}, "no turn of the conversation is trained on"),
+    (
+        {"messages": [{"role": "system", "content": "x"}]},
+        "ends with a message of the role 'system'",
+    ),
+    ({"x": 1}, "field 'messages' .* is missing"),
+]
+
+
+@pytest.mark.parametrize(("record", "message"), BAD)
+def test_a_bad_record_is_named_with_file_and_line(record, message, tokenizers, write):
+    data = OmegaConf.create({"file_path": write({"conversations": THREE}, record)})
+    data.max_seq_length = 96
+    with pytest.raises(UserError, match=f"data.jsonl, line 2: .*{message}"):
+        build_sft_dataset(data, tokenizers["bytes"], special_tokens=MARKS)
+
+
+def test_tokens_that_two_turns_share_are_refused(tmp_path, write):
+    """The newline that ends a turn, and the newlines that a speaker begins with, are one token."""
+    folder = write_tokenizer(tmp_path / "t", FAMILIES["chatml"])
+    form = chat_form(
+        {"chat": True, "chat_prompt_tokens": MARKS | {"turn_start": "\n"}},
+        AutoTokenizer(pretrained_model_name=folder),
+    )
+    with pytest.raises(UserError, match="joins characters of two turns.*chat_prompt_tokens"):
+        form.conversation({"conversations": THREE})
+
+
+def test_chat_tokens_must_be_texts(tokenizers):
+    for value in (None, "", 3):
+        marks = MARKS | {"end_of_name": value}
+        with pytest.raises(ConfigError, match="chat_prompt_tokens.end_of_name="):
+            chat_form({"chat": True, "chat_prompt_tokens": marks}, tokenizers["bytes"])
+
+
+def test_the_example_that_nemo_aligners_script_stores():
+    text = get_prompt_template_example(OmegaConf.create(MARKS))
+    assert text == (
+        "\0System\n{system message}\n\x11User\n{turn 1 user message}\n\x11Assistant\n"
+        "\x12{turn 1 assistant label}\n{turn 1 assistant message}\n\x11User\n"
+        "{turn 2 user message}\n\x11Assistant\n\x12{turn 2 assistant label}\n"
+        "{turn 2 assistant message}\n\x11"
+    )
