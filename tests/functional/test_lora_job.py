@@ -54,7 +54,7 @@ def write_lines(path, records) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def base(write_folder):
     """A Qwen2 folder whose tokenizer has a chat template and its special tokens."""
     from transformers import AutoTokenizer
@@ -77,7 +77,7 @@ def base(write_folder):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     good, bad = turn("a joy"), turn("dull")
