@@ -5,6 +5,7 @@ writes (`tests/chat_forms.py`), and what is wrong with a record, with file and l
 """
 
 import json
+import pickle
 import random
 
 import pytest
@@ -308,6 +309,8 @@ def test_masked_tokens_of_a_collated_batch_are_the_assistants_turns(name, tokeni
         trained = batch["labels"][row][batch["loss_mask"][row] == 1]
         assert tokenizer.tokenizer.decode(trained) == text
     assert batch["tokens"][:, 1:].equal(batch["labels"][:, :-1])
+    copy = pickle.loads(pickle.dumps(dataset))  # as processes that load data get it
+    assert copy[0] == dataset[0]
     everything = build_sft_dataset(
         cfg, tokenizer, answer_only_loss=False, is_chat=False, chat_template="tokenizer"
     )

@@ -115,8 +115,8 @@ def _masked(tokens: list[int], borders: Sequence[int]) -> Encoded:
     return Encoded(tokens, is_response)
 
 
-def end_of_turn_finder(end_of_turn: str, control_tokens: Sequence[str]) -> Callable[[str], int]:
-    """Function from the text of a turn with what follows it to the end of its end-of-turn token.
+class TurnEnd:
+    """From the text of a turn with what follows it to the end of its end-of-turn token.
 
     What may follow is blank, or other control tokens (an end of the text). A turn that ends with
     another token (calls of tools do, in some templates) ends with its last control token.
@@ -125,16 +125,16 @@ def end_of_turn_finder(end_of_turn: str, control_tokens: Sequence[str]) -> Calla
         end_of_turn: what mostly ends a turn.
         control_tokens: the tokens of the tokenizer that are no ordinary text.
     """
-    ordered = sorted(control_tokens, key=len, reverse=True)
-    control = "|".join(re.escape(token) for token in ordered)
-    tail = re.compile(rf"({re.escape(end_of_turn)})(?:\s|{control})*\Z")
-    other = re.compile(rf"({control})\s*\Z")
 
-    def turn_end(turn: str) -> int:
-        found = tail.search(turn) or other.search(turn)
+    def __init__(self, end_of_turn: str, control_tokens: Sequence[str]) -> None:
+        ordered = sorted(control_tokens, key=len, reverse=True)
+        control = "|".join(re.escape(token) for token in ordered)
+        self.usual = re.compile(rf"({re.escape(end_of_turn)})(?:\s|{control})*\Z")
+        self.other = re.compile(rf"({control})\s*\Z")
+
+    def __call__(self, turn: str) -> int:
+        found = self.usual.search(turn) or self.other.search(turn)
         return len(turn) if found is None else found.end(1)
-
-    return turn_end
 
 
 def _refusal(number: int, why: str) -> UserError:

@@ -14,8 +14,8 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_masks import (
     Encoded,
+    TurnEnd,
     encode_turns,
-    end_of_turn_finder,
     find_turns,
 )
 from nemo_aligner.data.nlp.chat_records import (
@@ -58,7 +58,7 @@ class ChatTemplate:
                 "model.data.chat_template=tokenizer, but the tokenizer has no chat template; give "
                 "the file of one, or train on texts (null)."
             )
-        self._turn_end: Any = None
+        self._turn_end: TurnEnd | None = None
 
     @property
     def end_strings(self) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ class ChatTemplate:
     def _control_tokens(self) -> set[str]:
         return {*self.inner.all_special_tokens, *self.inner.get_added_vocab()}
 
-    def _end_finder(self) -> Any:
+    def _end_finder(self) -> TurnEnd:
         end = self.end_of_turn()
         if end is None:
             raise UserError(
@@ -176,7 +176,7 @@ class ChatTemplate:
                 "would teach the policy to end one; write {{ eos_token }} after the assistant's "
                 "content in a template file and give it as model.data.chat_template."
             )
-        return end_of_turn_finder(end, sorted(self._control_tokens()))
+        return TurnEnd(end, sorted(self._control_tokens()))
 
     def _by_markers(self, messages: Sequence[Message], tools: list[Any] | None) -> Encoded:
         found = self._apply(

@@ -10,6 +10,7 @@ tokens too.
 | `RegressionRewardModelDataset` | labelled texts                                            |
 | `LabelledPairDataset`          | pairs with the preference as a label                      |
 | `SFTDataset`                   | prompt-response examples                                  |
+| `SFTChatDataset`               | conversations for supervised fine-tuning                  |
 """
 
 from nemo_aligner.core.retired import retired_names
@@ -17,6 +18,7 @@ from nemo_aligner.data.nlp.json_lines import JsonLines
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, RegressionRewardModelDataset
 from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
+from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
 from nemo_aligner.data.nlp.sft_examples import SFTDataset
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "RLHFDataset",
     "RegressionRewardModelDataset",
     "RewardModelDataset",
+    "SFTChatDataset",
     "SFTDataset",
 ]
 
