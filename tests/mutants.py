@@ -450,6 +450,30 @@ MUTANTS = [
         "            whole.sequence_parallel = False",
         _two_ranks("TP2-SP-LoRA"),
     ),
+    Mutant(
+        "the scale of adapters of PEFT is forgotten",
+        "checkpoint/hugging_face/peft_reading.py",
+        "            alpha=self._alpha,",
+        "            alpha=self._rank,",
+        _unit("test_peft_folders.py", "test_steps_of_sft_equal_those_of_peft[Llama-modules0]"),
+    ),
+    Mutant(
+        "the A of projections change places in adapters of PEFT",
+        "checkpoint/hugging_face/peft_reading.py",
+        "layer, index))\n            if adapter is not None:",
+        "layer, len(result) - 1 - index))\n            if adapter is not None:",
+        _unit("test_peft_folders.py", "test_adapters_of_peft_give_the_same_logits[Qwen 2]"),
+    ),
+    Mutant(
+        "rows of B are written for PEFT in the order of query groups",
+        "checkpoint/hugging_face/peft_writing.py",
+        "rows[run.name][run.start : run.start + run.count] = b[first : first + run.count]",
+        "rows[run.name][run.start : run.start + run.count] = b[run.start : run.start + run.count]",
+        _unit(
+            "test_peft_folders.py",
+            "test_trained_adapters_give_the_same_logits_in_peft[Llama, odd sizes-canonical-all]",
+        ),
+    ),
 ]
 
 

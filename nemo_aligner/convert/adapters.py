@@ -79,14 +79,12 @@ def to_nemo(
                 f"{source} names {found.path!r} as its base, which is not on this machine; give "
                 "it with --base."
             )
+        where = str(Path(path).resolve())
         with nemo_archive.stored_tensors(path) as tensors:
             checksum = adapters.checksum_of_source(tensors)
-        where = str(Path(path).resolve())
-        adapters.check_base(found, checksum, str(source), where)
-        # Checks that the base has what the adapters belong to.
-        settings = adapters.settings_in(section)
-        with nemo_archive.stored_tensors(path) as tensors:
-            adapters.MergedTensors(tensors, weights, settings, section)
+            adapters.check_base(found, checksum, str(source), where)
+            # Checks that the base has what the adapters belong to.
+            adapters.MergedTensors(tensors, weights, adapters.settings_in(section), section)
         section[adapters.BASE_SECTION] = adapters.Base(where, checksum).to_config()
         _write(target, section, weights, options)
 

@@ -220,6 +220,10 @@ def folder(kept, tmp_path):
         ({"alora_invocation_tokens": [5]}, "activated LoRA"),
         ({"r": 0}, "r=0 is not a number above 0"),
         ({"lora_alpha": -1}, "lora_alpha=-1 is not a number above 0"),
+        ({"r": 8}, "but with the rank 8"),
+        ({"rank_pattern": {"o_proj": 3}}, r"o_proj.*but with the rank 3"),
+        ({"alpha_pattern": {"(": 3}}, r"alpha_pattern has no pattern in '\('"),
+        ({"lora_dropout": 1.5}, "lora_dropout=1.5 is not a number from 0 to below 1"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern.q_proj='x' is not a number above 0"),
         ({"a_new_form_of_lora": {"x": 1}}, "a_new_form_of_lora=.* is not known here"),
         (
@@ -234,6 +238,20 @@ def test_what_is_not_computed_here_is_named(kept, folder, keys, says):
     edit(folder, **keys)
     with pytest.raises(UserError, match=says):
         PeftTensors(folder, nemo_archive.read_config(kept / "base"))
+
+
+@pytest.mark.parametrize(
+    "value", [None, "x", -1, 0, 1e400, True, [], [1], {}, {"a": "b"}], ids=repr
+)
+def test_values_that_make_no_sense_are_errors_of_the_user(kept, folder, value):
+    base = nemo_archive.read_config(kept / "base")
+    before = json.loads((folder / CONFIG).read_text())
+    for key in before:
+        edit(folder, **before | {key: value})
+        try:
+            PeftTensors(folder, base)
+        except UserError as error:
+            assert str(folder) in str(error)
 
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj."
@@ -266,7 +284,7 @@ Q = "base_model.model.model.layers.1.self_attn.q_proj."
         ),
         (
             lambda t: t.update({Q + "lora_A.weight": torch.ones(4, 40)}),
-            r"shapes \(4, 40\) and \(60, 4\), but the weight of the base is \(60, 36\)",
+            r"shapes \(4, 40\) and \(60, 4\), but .* weight of shape \(60, 36\)",
         ),
         (lambda t: t.pop(Q + "lora_A.weight"), r"but not .*lora_A\.weight"),
         (

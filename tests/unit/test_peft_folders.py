@@ -154,6 +154,8 @@ def test_trained_adapters_give_the_same_logits_in_peft(
     expected = logits_in_peft(base, root / "sft-hf")
     assert (expected - outputs_of(load(base))[..., : expected.size(-1)]).abs().max() > 0.01
     assert_same_logits(model, expected)
+    if (name, variant) == ("Phi 3", "canonical"):  # of several ranks in PEFT
+        assert_same_logits(start_from(base, root / "sft-hf"), expected)
     config = json.loads((root / "sft-hf" / CONFIG).read_text())
     assert config["base_model_name_or_path"] == str(base)
     with safe_open(root / "sft-hf" / ADAPTERS, framework="pt") as opened:

@@ -33,11 +33,12 @@ HEADS = ("score", "classifier")
 _NO_INFLUENCE = frozenset(
     """auto_mapping corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out
     inference_mode layers_pattern loftq_config lora_ga_config megatron_config megatron_core
-    peft_version qalora_group_size rank_pattern revision runtime_config velora_config""".split()
+    peft_version qalora_group_size revision runtime_config velora_config""".split()
 )
 _READ = frozenset(
     """alpha_pattern base_model_name_or_path init_lora_weights layers_to_transform lora_alpha
-    lora_dropout modules_to_save peft_type r target_modules task_type use_rslora""".split()
+    lora_dropout modules_to_save peft_type r rank_pattern target_modules task_type
+    use_rslora""".split()
 )
 # Keys that must have no value, with what a value means.
 _REFUSED = {
@@ -69,7 +70,7 @@ class AdapterConfig:
         path: of the folder.
         base: name or path of the base; None: not given.
         role: of `TASKS`, what the model is for.
-        rank: of adapters, where their tensors are no others.
+        rank, rank_pattern: `rank_for` reads them.
         alpha, alpha_pattern, root_of_rank: `alpha_for` reads them.
         dropout: probability that a number of an adapter's input is dropped in training.
         targets: names of modules with adapters, if they are listed.
@@ -80,12 +81,17 @@ class AdapterConfig:
     base: str | None
     role: str
     rank: int
+    rank_pattern: Mapping[str, int]
     alpha: float
     alpha_pattern: Mapping[str, float]
     root_of_rank: bool
     dropout: float
     targets: Sequence[str]
     layers: Sequence[int] | None
+
+    def rank_for(self, module: str) -> int:
+        """Rows of the A of a module, by its name in the model of Hugging Face."""
+        return int(_matching(self.rank_pattern, module, self.rank))
 
     def alpha_for(self, module: str, rank: int) -> float:
         """The alpha with which `alpha / rank` is what the output of a module's adapter is
@@ -95,12 +101,16 @@ class AdapterConfig:
             module: its name in the model of Hugging Face.
             rank: rows of its A.
         """
-        alpha = self.alpha
-        for pattern, value in self.alpha_pattern.items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                alpha = float(value)
-                break
+        alpha = float(_matching(self.alpha_pattern, module, self.alpha))
         return alpha * math.sqrt(rank) if self.root_of_rank else alpha
+
+
+def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """The value of the first pattern that is the end of a module's name."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
 
 
 def is_folder(path: Path) -> bool:
@@ -119,9 +129,6 @@ def read(path: Path) -> AdapterConfig:
     file = path / CONFIG_FILE
     given = read_json(file)
     _check(file, given)
-    layers = given.get("layers_to_transform")
-    if layers is not None and not isinstance(layers, list):
-        layers = [layers]
     targets = given.get("target_modules")
     base = given.get("base_model_name_or_path")
     return AdapterConfig(
@@ -129,13 +136,22 @@ def read(path: Path) -> AdapterConfig:
         base=base or None,
         role=_ROLES[given.get("task_type")],
         rank=given["r"],
+        rank_pattern=dict(given.get("rank_pattern") or {}),
         alpha=float(given["lora_alpha"]),
         alpha_pattern=dict(given.get("alpha_pattern") or {}),
         root_of_rank=bool(given.get("use_rslora")),
         dropout=float(given.get("lora_dropout") or 0),
         targets=targets if isinstance(targets, list) else (),
-        layers=layers or None,
+        layers=_layers(given) or None,
     )
+
+
+def _layers(given: Mapping[str, Any]) -> list[Any]:
+    """What `layers_to_transform` lists: one number, or several."""
+    layers = given.get("layers_to_transform")
+    if layers is None:
+        return []
+    return layers if isinstance(layers, list) else [layers]
 
 
 def _check(file: Path, given: Mapping[str, Any]) -> None:
@@ -155,7 +171,7 @@ def _check(file: Path, given: Mapping[str, Any]) -> None:
         raise refuse(
             "init_lora_weights", "changes the weights of the base, which is not supported"
         )
-    if given.get("task_type") not in _ROLES:
+    if given.get("task_type") not in list(_ROLES):
         known = ", ".join(TASKS.values())
         raise refuse("task_type", f"is not supported; what is: {known}")
     saved = given.get("modules_to_save") or []
@@ -166,19 +182,45 @@ def _check(file: Path, given: Mapping[str, Any]) -> None:
                 f"trained the whole of {name!r}, which is not supported; what is: heads "
                 f"({', '.join(HEADS)})",
             )
-    numbers = {
-        "r": given.get("r"),
-        "lora_alpha": given.get("lora_alpha"),
-        **{f"alpha_pattern.{key}": v for key, v in (given.get("alpha_pattern") or {}).items()},
-    }
-    for key, value in numbers.items():
-        whole = not isinstance(value, bool) and isinstance(value, int)
-        positive = (whole or (isinstance(value, float) and key != "r")) and value > 0
-        if not positive:
-            raise Unsupported(f"{file}: {key}={value!r} is not a number above 0.")
+    _check_numbers(file, given)
+    for layer in _layers(given):
+        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
+            raise Unsupported(
+                f"{file}: layers_to_transform={given['layers_to_transform']!r}: {layer!r} is not "
+                "the number of a layer."
+            )
+    base = given.get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        raise Unsupported(f"{file}: base_model_name_or_path={base!r} is not a name or a path.")
     for key, value in given.items():
         if value and key not in _NO_INFLUENCE | _READ | {"bias"} | _REFUSED.keys():
             raise refuse(key, "is not known here; the adapters may compute something else")
+
+
+def _check_numbers(file: Path, given: Mapping[str, Any]) -> None:
+    """Raise `Unsupported` unless ranks, alphas and dropout are numbers that can be."""
+
+    def is_number(value: Any, kinds: type | tuple[type, ...]) -> bool:
+        return isinstance(value, kinds) and not isinstance(value, bool)
+
+    numbers: dict[str, Any] = {"r": given.get("r"), "lora_alpha": given.get("lora_alpha")}
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = given.get(name) or {}
+        if not isinstance(patterns, Mapping):
+            raise Unsupported(f"{file}: {name}={patterns!r} is not an object of patterns.")
+        for pattern, value in patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise Unsupported(f"{file}: {name} has no pattern in {pattern!r}.") from error
+            numbers[f"{name}.{pattern}"] = value
+    for key, value in numbers.items():
+        kinds = int if key == "r" or key.startswith("rank_pattern.") else (int, float)
+        if not is_number(value, kinds) or not 0 < value < math.inf:
+            raise Unsupported(f"{file}: {key}={value!r} is not a number above 0.")
+    dropout = given.get("lora_dropout") or 0
+    if not is_number(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise Unsupported(f"{file}: lora_dropout={dropout!r} is not a number from 0 to below 1.")
 
 
 def content(

@@ -168,6 +168,13 @@ class PeftTensors:
                 f"{name!r}, and its base has no head either; train it with modules_to_save "
                 "naming the head."
             )
+        for name in found.values():
+            shape, hidden = self.file.shapes()[name], int(self.modules.keys["hidden_size"])
+            if shape[1:] not in ((hidden,), ()) or not shape:
+                raise UserError(
+                    f"{self.path / WEIGHTS_FILE}: {name} of shape {shape} is no head of a model "
+                    f"of width {hidden}; it belongs to another model."
+                )
         return found
 
     def head_keys(self) -> dict[str, Any]:
@@ -194,7 +201,7 @@ class PeftTensors:
                 raise self._no_place(name)
             weight, index, layer = places[module]
             stem = f"{NAME_PREFIX}{module}."
-            rank = self._checked_rank(stem, weight, index)
+            rank = self._checked_rank(module, stem, weight, index)
             key = (weight.target, layer, index)
             found[key] = _Adapter(stem, rank, 1.0), self.config.alpha_for(module, rank)
         if not found:
@@ -221,7 +228,7 @@ class PeftTensors:
             "(model.merge_and_unload(), then save_pretrained) and name that folder as the model."
         )
 
-    def _checked_rank(self, stem: str, weight: Weight, index: int) -> int:
+    def _checked_rank(self, module: str, stem: str, weight: Weight, index: int) -> int:
         shapes = self.file.shapes()
         for one, other in ((A, B), (B, A)):
             if stem + one not in shapes:
@@ -230,14 +237,15 @@ class PeftTensors:
                     f"{stem + one!r}; copy it again."
                 )
         a, b = shapes[stem + A], shapes[stem + B]
-        rows = self.modules.rows(weight, index)
-        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or (b[0], a[1]) != (rows, weight.columns):
+        rows, rank = self.modules.rows(weight, index), self.config.rank_for(module)
+        if a != (rank, weight.columns) or b != (rows, rank):
             raise UserError(
                 f"{self.path / WEIGHTS_FILE}: {stem}lora_A and lora_B have the shapes {a} and "
-                f"{b}, but the weight of the base is ({rows}, {weight.columns}): they were "
-                "trained on another model."
+                f"{b}, but with the rank {rank} of {peft_config.CONFIG_FILE} and the base's "
+                f"weight of shape ({rows}, {weight.columns}) they would have "
+                f"({rank}, {weight.columns}) and ({rows}, {rank}); they belong to another model."
             )
-        return a[0]
+        return rank
 
     def _check_complete(self) -> None:
         """Raise `UserError` if a module that the configuration lists lacks adapters in a layer."""

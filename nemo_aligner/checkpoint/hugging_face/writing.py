@@ -13,7 +13,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
-from nemo_aligner.checkpoint.hugging_face import export
+from nemo_aligner.checkpoint.hugging_face import export, peft_config
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
     PER_SAMPLE,
@@ -35,6 +35,7 @@ HEAD = "rm_head.weight"
 HEAD_BIAS = "rm_head.bias"
 # transformers 5 writes the one and reads both; 4 knows the other.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_CONFIG_FILES = (CONFIG_FILE, peft_config.CONFIG_FILE)
 _TOKENIZER_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 
 
@@ -224,7 +225,8 @@ def copy_tokenizer(section: DictConfig, folder: Path) -> None:
     if tokenizer.get("library") == "huggingface" and source.is_dir():
         for pattern in _TOKENIZER_FILES:
             for file in source.glob(pattern):
-                if file.name != CONFIG_FILE and not file.name.endswith(".index.json"):
+                of_weights = file.name in _CONFIG_FILES or file.name.endswith(".index.json")
+                if not of_weights:
                     shutil.copyfile(file, folder / file.name)
     else:
         logging.warning(
