@@ -85,7 +85,7 @@ def data(tmp_path_factory):
     write_lines(
         folder / "pairs.jsonl", [{"prompt": [QUESTION], "chosen": good, "rejected": bad}] * 8
     )
-    questions = [{"role": "user", "content": f"film {i}?"} for i in range(16)]
+    questions = [{"role": "user", "content": f"film {i}?"} for i in range(48)]
     write_lines(folder / "prompts.jsonl", [{"messages": [question]} for question in questions])
     return folder
 
