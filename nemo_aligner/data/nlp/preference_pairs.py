@@ -15,12 +15,14 @@ from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder, documents_within, pad
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, label_numbers
-from nemo_aligner.data.nlp.token_files import open_records
+from nemo_aligner.data.nlp.pair_rows import pair_texts
+from nemo_aligner.data.nlp.records import open_texts
 
 
 @accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
 class RewardModelDataset(FileDataset):
-    """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better first.
+    """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better first,
+    or one row `{"chosen": ..., "rejected": ...}` (`pair_rows.py`).
 
     A pair with a text longer than `seq_length` is left out; a warning at start counts them.
 
@@ -28,7 +30,7 @@ class RewardModelDataset(FileDataset):
         paths: the files.
         tokenizer: NeMo tokenizer.
         seq_length: S.
-        data_cfg: `model.data`; its `data_impl` is the form of the files, jsonl if not set.
+        data_cfg: `model.data`, as for `RLHFDataset`.
         name: "train", ...; for messages.
 
     Items: `chosen`, `rejected` int64 [S], padded with eos; `chosen_length`, `rejected_length`
@@ -38,10 +40,11 @@ class RewardModelDataset(FileDataset):
     """
 
     lines_per_document = 2
+    _what = "pairs"
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: Sequence[Any],
         tokenizer: Tokenizer,
         seq_length: int,
         data_cfg: Mapping[str, Any] | None = None,
@@ -51,8 +54,8 @@ class RewardModelDataset(FileDataset):
         self.name = name
         self.seq_length = seq_length
         self.pad_id = tokenizer.eos_id
-        data_impl = (data_cfg or {}).get("data_impl") or "jsonl"
-        self.lines = open_records(paths, data_impl, self._inspect)
+        settings = self.encode.settings(self._what, seq_length)
+        self.lines = open_texts(paths, data_cfg, self._inspect, settings, split=pair_texts)
         for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
             if count % 2:
                 raise UserError(
@@ -62,7 +65,7 @@ class RewardModelDataset(FileDataset):
         lengths = self.lines.notes.reshape(-1, 2).max(axis=1)
         self.documents = documents_within(lengths, seq_length, name, "pairs", "have a text longer")
 
-    def _inspect(self, record: Record) -> int:
+    def _inspect(self, record: Record) -> int | tuple[int, float]:
         if "label" in record:  # neighbours in a file of labelled texts are no pairs
             raise UserError(
                 "field 'label': this is data for regression, but pairs of neighbouring lines are "
@@ -114,7 +117,7 @@ class LabelledPairDataset(RewardModelDataset):
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: Sequence[Any],
         tokenizer: Tokenizer,
         seq_length: int,
         mask_value: float = DEFAULT_MASK_VALUE,
@@ -122,13 +125,13 @@ class LabelledPairDataset(RewardModelDataset):
         name: str = "train",
     ) -> None:
         self.mask_value = mask_value
-        self._labels: list[float] = []
+        self._what = f"labelled pairs {mask_value}"
         super().__init__(paths, tokenizer, seq_length, data_cfg, name)
-        labels = np.array(self._labels, dtype=np.float32).reshape(-1, 2)
+        labels = self.lines.numbers.astype(np.float32).reshape(-1, 2)
         self.preferences = labels[:, 0]
         self._check_labels(labels)
 
-    def _inspect(self, record: Record) -> int:
+    def _inspect(self, record: Record) -> tuple[int, float]:
         number = label_numbers(record)[0]
         if number == self.mask_value:
             raise UserError(
@@ -137,8 +140,7 @@ class LabelledPairDataset(RewardModelDataset):
                 "below 0 if the first of the two texts is better, above 0 if the second is. "
                 "Remove the pair, or use model.regression.loss_func=regression."
             )
-        self._labels.append(number)
-        return self.encode.length(record["text"], self.seq_length)
+        return self.encode.length(record["text"], self.seq_length), number
 
     def _check_labels(self, labels: np.ndarray) -> None:
         disagree = np.flatnonzero(labels[:, 0] != labels[:, 1])

@@ -16,7 +16,7 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call, prompt_limit
 from nemo_aligner.data.nlp.file_dataset import FileDataset, TextEncoder
-from nemo_aligner.data.nlp.token_files import open_records
+from nemo_aligner.data.nlp.records import open_texts
 
 
 @accepts_nemo_aligner_call(prompt_limit)
@@ -31,7 +31,8 @@ class RLHFDataset(FileDataset):
         paths: the files.
         tokenizer: NeMo tokenizer.
         max_prompt_length: limit in tokens.
-        data_cfg: `model.data`; its `data_impl` is the form of the files, jsonl if not set.
+        data_cfg: `model.data`; of it `data_impl` (the form of the files, jsonl if not set),
+            `columns` and `index_mapping_dir` are read, and what `TextEncoder` reads.
         name: "train", ...; for messages.
         limit_text: the limit in words, and where it comes from; for messages.
 
@@ -41,7 +42,7 @@ class RLHFDataset(FileDataset):
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: Sequence[Any],
         tokenizer: Tokenizer,
         max_prompt_length: int,
         data_cfg: Mapping[str, Any] | None = None,
@@ -52,10 +53,11 @@ class RLHFDataset(FileDataset):
         self.name = name
         self.max_prompt_length = max_prompt_length
         self.limit_text = limit_text
-        self.lines = open_records(
+        self.lines = open_texts(
             paths,
-            (data_cfg or {}).get("data_impl") or "jsonl",
+            data_cfg,
             lambda record: self.encode.length(record["text"], max_prompt_length),
+            self.encode.settings("prompts", max_prompt_length),
         )
         self.documents = np.arange(len(self.lines))
         fits = self._fits()
