@@ -451,9 +451,20 @@ def test_accelerator():
         ("gpt_sft", ["model.data.train_ds.add_sep=True"], "add_sep=True is not supported yet"),
         (
             "gpt_sft",
-            ["model.data.validation_ds.packed_sequence=True", "model.context_parallel_size=2"],
+            [
+                "model.data.validation_ds.packed_sequence=True",
+                "model.context_parallel_size=2",
+                "trainer.devices=2",
+            ],
             "packed_sequence=True with model.context_parallel_size=2",
         ),
+        (
+            "gpt_sft",
+            ["model.data.train_ds.packed_sequence=True", "model.data.train_ds.file_path=a.npy"],
+            "file_path=a.npy: files that were packed beforehand cannot be read",
+        ),
+        ("gpt_sft", ["model.data.columns={input: 3}"], "columns.input=3: give the name of a"),
+        ("gpt_rs_actor", ["model.data.columns=[a]"], "columns=.'a'.: give a mapping"),
         (
             "gpt_rs_actor",
             ["remote_rm.reward_model.ip=[a,b]", "remote_rm.reward_model.port=[1,2,3]"],
