@@ -25,8 +25,7 @@ SPLITS = {
     "TP2-SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "PP2": {"pipeline_model_parallel_size": 2, "micro_batch_size": 2},
 }
-ARCHITECTURES = ("gpt2", "llama")
-REDUCTIONS = ("token", "sequence")
+CASES = (("gpt2", "token"), ("llama", "sequence"))  # architecture, loss_reduction
 WORDS = "the film was a joy and a dull plot with old friends but I loved its warm music".split()
 
 
@@ -52,41 +51,44 @@ def updates(nemo: str, path: str, packed: bool, reduction: str, **split) -> dict
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
     dataset, items = examples(path, model.tokenizer, packed)
     share = dataset.collate_fn(items[matrix.my_samples(len(items))])
-    steps, first = [], None
+    steps, gradients = [], []
     for _ in range(2):
         optimizer.zero_grad()
         model.prepare_for_training_step()
         loss, metrics = model.get_loss_and_metrics(share)
-        if first is None:
-            first = matrix.gradient(model)
+        gradients.append(matrix.gradient(model))
         steps.append([loss, optimizer_step(optimizer, scheduler, 1.0), metrics["weights"]])
     weights = matrix.gathered(model)
     if weights is None:
         return None
     rows = [len(dataset)]
-    return {"steps": torch.tensor(steps), "gradient": first, "weights": weights, "rows": rows}
+    return {
+        "steps": torch.tensor(steps),
+        "gradient": gradients[0],
+        "weights": weights,
+        "rows": rows,
+    }
 
 
 def at_one(nemos: dict[str, str], path: str) -> dict:
     results = {}
     for packed in (False, True):
-        for architecture, nemo in nemos.items():
-            for reduction in REDUCTIONS:
-                results[packed, architecture, reduction] = updates(nemo, path, packed, reduction)
-                progress(f"one rank {packed} {architecture} {reduction}")
+        for architecture, reduction in CASES:
+            nemo = nemos[architecture]
+            results[packed, architecture, reduction] = updates(nemo, path, packed, reduction)
+            progress(f"one rank, {packed=}, {architecture}")
     return results
 
 
 def at_each(names: list[str], nemos: dict[str, str], path: str) -> dict:
     results = {}
     for name in names:
-        for architecture, nemo in nemos.items():
-            for reduction in REDUCTIONS:
-                results[name, architecture, reduction] = updates(
-                    nemo, path, True, reduction, **SPLITS[name]
-                )
-                progress(f"{name} {architecture} {reduction}")
-                destroy_model_parallel()  # the ranks stay
+        for architecture, reduction in CASES:
+            nemo = nemos[architecture]
+            found = updates(nemo, path, True, reduction, **SPLITS[name])
+            results[name, architecture, reduction] = found
+            progress(f"{name} {architecture}")
+            destroy_model_parallel()  # the ranks stay
     return results
 
 
@@ -95,9 +97,11 @@ def nemos(tiny_tokenizer_dir, tmp_path_factory) -> dict[str, str]:
     """The initial weights of all: pipeline stages would draw others than one rank."""
     folder = tmp_path_factory.mktemp("packing")
     paths = {}
-    for architecture in ARCHITECTURES:
+    for architecture, _ in CASES:
         paths[architecture] = str(folder / f"{architecture}.nemo")
-        GPTSFTModel(tiny_config(tiny_tokenizer_dir, architecture)).save_to(paths[architecture])
+        # Adam would blow up the rounding of gradients that are zero, such as those of key biases.
+        cfg = tiny_config(tiny_tokenizer_dir, architecture, optim={"eps": 1e-2})
+        GPTSFTModel(cfg).save_to(paths[architecture])
     return paths
 
 
@@ -135,15 +139,12 @@ def check(found: dict, expected: dict, what: str) -> None:
 def test_packed_sequences_on_one_rank_give_the_numbers_of_examples(one_rank):
     counts = {rows for (_packed, _, _), result in one_rank.items() for rows in result["rows"]}
     assert len(counts) == 2  # fewer packs than examples
-    for architecture in ARCHITECTURES:
-        for reduction in REDUCTIONS:
-            found = one_rank[True, architecture, reduction]
-            check(found, one_rank[False, architecture, reduction], f"{architecture} {reduction}")
+    for case in CASES:
+        check(one_rank[(True, *case)], one_rank[(False, *case)], f"one rank, {case}")
 
 
 @pytest.mark.timeout(400)
 def test_packed_sequences_on_two_ranks_give_the_numbers_of_examples_on_one(one_rank, two_ranks):
-    assert len(two_ranks) == len(SPLITS) * len(ARCHITECTURES) * len(REDUCTIONS)
-    for (split, architecture, reduction), found in two_ranks.items():
-        expected = one_rank[False, architecture, reduction]
-        check(found, expected, f"{split} {architecture} {reduction}")
+    assert len(two_ranks) == len(SPLITS) * len(CASES)
+    for (split, *case), found in two_ranks.items():
+        check(found, one_rank[(False, *case)], f"{split}, {case}")

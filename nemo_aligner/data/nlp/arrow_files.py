@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Rows that are decoded together while a file is copied or checked.
 ROWS_AT_ONCE = 256
+# Of a batch in a copy: opening it reads the page where each batch begins, so there are few.
+BATCH_BYTES = 8 << 20
 
 
 class ArrowTable:
@@ -109,8 +111,8 @@ def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
         def write(target: Path) -> None:
             with pa.OSFile(str(target), "wb") as sink:
                 with pa.ipc.new_stream(sink, file.schema_arrow) as writer:
-                    for batch in _batches_of(file, path):
-                        writer.write_batch(batch)
+                    for table in _gathered(_batches_of(file, path)):
+                        writer.write_table(table)
 
         name = f"{path.name}-{index_files.key(index_files.file_fingerprint(path))}.arrow"
         copy = index_files.keep_file(path, index_dir, name, write)
@@ -161,6 +163,22 @@ def open_saved(folder: Path) -> ArrowTable:
     files = [Path(file["filename"]) for file in dataset.cache_files]
     state = [folder / name for name in ("state.json", "dataset_info.json")]
     return ArrowTable(folder, dataset.data, [*state, *files], files)
+
+
+def _gathered(batches: Iterator["pyarrow.RecordBatch"]) -> Iterator["pyarrow.Table"]:
+    """`batches` in tables of one batch of about `BATCH_BYTES` each."""
+    import pyarrow as pa
+
+    held: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        held.append(batch)
+        size += batch.nbytes
+        if size >= BATCH_BYTES:
+            yield pa.Table.from_batches(held).combine_chunks()
+            held, size = [], 0
+    if held:
+        yield pa.Table.from_batches(held).combine_chunks()
 
 
 def _batches_of(file: Any, path: Path) -> Iterator["pyarrow.RecordBatch"]:
