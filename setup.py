@@ -27,6 +27,8 @@ INSTALL_REQUIRES = [
     "sentencepiece>=0.2,<1",  # SentencePiece tokenizers
     "tokenizers>=0.20",  # the quickstart trains a byte-level BPE
     "pyarrow<26",  # 26 refuses numpy 1, and with it NeMo's and trl's use of datasets
+    "datasets>=3,<6",  # maps tables into memory; folders of data files
+    "filelock>=3.12",  # one rank makes an index, the others wait
     "safetensors>=0.4",  # weights in exchange formats
     "tensorboard>=2.15",  # default logger
     "pandas>=2.0",  # tables of sampled prompts and answers

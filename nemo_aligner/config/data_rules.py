@@ -1,8 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of data files, `model.data.data_impl`, and of conversations in them."""
+"""Forms of data files, `model.data.data_impl`, of `model.data.columns`, and of conversations."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,58 @@ def check_data_impl(name: str) -> None:
         return
     remedy = OTHER_DATA_IMPLS.get(name, f"use one of {', '.join(DATA_IMPLS)}")
     raise ConfigError(f"model.data.data_impl={name} is not supported; {remedy}.")
+
+
+def plain_columns(columns: Any, key: str = "model.data.columns") -> dict[str, str | list[str]]:
+    """`columns` as plain Python, from the name of a field to a text or a list of texts.
+
+    Args:
+        columns: a mapping, or None.
+        key: its name, for messages.
+
+    Raises:
+        ConfigError: another form.
+    """
+    if columns is None:
+        return {}
+    if not hasattr(columns, "items"):
+        raise ConfigError(f"{key}={columns!r}: give a mapping, such as {{text: prompt}}.")
+    plain: dict[str, str | list[str]] = {}
+    for name, form in columns.items():
+        is_list = isinstance(form, Iterable) and not isinstance(form, str)
+        parts = list(form) if is_list else [form]
+        if not parts or not all(isinstance(part, str) and part for part in parts):
+            raise ConfigError(
+                f"{key}.{name}={form!r}: give the name of a column, a text with columns in braces "
+                '("{prompt} {response}"), or a list of them.'
+            )
+        plain[str(name)] = parts if is_list else parts[0]
+    return plain
+
+
+def check_packed(packed: Any, files: Any, context_parallel_size: int | None, split: str) -> None:
+    """Raise `ConfigError` if SFT examples cannot be packed.
+
+    Args:
+        packed: `packed_sequence` of the section `split` (`model.data.train_ds`, ...).
+        files: its `file_path`.
+        context_parallel_size: of the model; None if only its checkpoint knows.
+    """
+    if not packed:
+        return
+    if context_parallel_size is not None and context_parallel_size > 1:
+        raise ConfigError(
+            f"{split}.packed_sequence=True with model.context_parallel_size="
+            f"{context_parallel_size}: packed sequences cannot be split over context-parallel "
+            "ranks; set one of them to False or 1."
+        )
+    names = [files] if isinstance(files, str) else list(files or [])
+    packed_files = [name for name in names if isinstance(name, str) and name.endswith(".npy")]
+    if packed_files:
+        raise ConfigError(
+            f"{split}.file_path={packed_files[0]}: files that were packed beforehand cannot be "
+            "read. Give the files that they were made of: packed_sequence=True packs at start."
+        )
 
 
 def holds_tokens(name: str) -> bool:

@@ -47,7 +47,7 @@ _TE = "the layers depend on what is installed (Transformer Engine on a GPU, else
 _STEERLM2 = {"forward_micro_batch_size": 1, "micro_batch_size": 1}  # in NeMo-Aligner's YAML
 _APEX = "apex's own optimizer and kernels are not used; Megatron Core's are"
 _NEMO = "a key of NeMo's model that Megatron Core has no use for here"
-_DATASET = "the data sets read jsonl directly"
+_DATASET = "the data sets read the files directly, and recognize their form"
 _DEAD = "an old flag of NeMo-Aligner's scripts that had no effect there either"
 
 # Keys that speak of the network and change nothing in it; their other values are worth a warning
@@ -188,11 +188,10 @@ _INERT_COMMON = (
     )
     | _inert("model.data", "skip_warmup", _DATASET, True)
     | _inert("model.data", "dataloader_type", _DATASET, "single", None)
-    | _inert("model.data", "index_mapping_dir", _DATASET, None)
     | _inert(
         "model.data",
         "reset_position_ids reset_attention_mask eod_mask_loss",
-        "samples are never packed",
+        "only SFT packs samples: model.data.train_ds.packed_sequence, which resets both",
         False,
     )
     | _inert(
@@ -350,7 +349,6 @@ INERT = {
             "memmap_workers": (None,),
             "hf_dataset": (False,),
             "min_seq_length": (1, None),
-            "index_mapping_dir": (None,),
             "output_original_text": (True,),
             "file_names": (),
             "concat_sampling_probabilities": (None,),

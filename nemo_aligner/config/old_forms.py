@@ -119,8 +119,6 @@ LATER = {
         ("gpt_sft", f"model.data.{split}.{key}"): ((False,), remedy)
         for split in ("train_ds", "validation_ds", "test_ds")
         for key, remedy in {
-            "packed_sequence": "packed data cannot be read yet; give the jsonl files that it was "
-            "made of, and set it to False",
             "add_sep": "no separator is put between prompt and response; write it into "
             "prompt_template, and set it to False",
         }.items()

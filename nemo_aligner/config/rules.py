@@ -14,7 +14,13 @@ from collections.abc import Mapping
 from omegaconf import DictConfig
 
 from nemo_aligner.config.command_rules import check_evaluation, check_generation_command
-from nemo_aligner.config.data_rules import check_chat, check_data_impl, check_labels_can_be_read
+from nemo_aligner.config.data_rules import (
+    check_chat,
+    check_data_impl,
+    check_labels_can_be_read,
+    check_packed,
+    plain_columns,
+)
 from nemo_aligner.config.defaults import complete_config, model_fallback
 from nemo_aligner.config.model_keys import refuse_model_values
 from nemo_aligner.config.old_forms import check_later
@@ -297,6 +303,7 @@ def _check_prefix_data(values: Values) -> None:
             f"model.data.seq_length={data_length} is above model.encoder_seq_length={length}; set "
             f"it to {length} or less."
         )
+    plain_columns(values.get("model.data.columns"))
     data_impl = values.get("model.data.data_impl")
     if data_impl is not None:
         check_data_impl(data_impl)
@@ -329,3 +336,10 @@ def _check_sft(values: Values, dp: dict[str, int]) -> None:
                 "it."
             )
         values.choice(f"{name}.truncation_method", ("left", "right"))
+        plain_columns(values.get(f"{name}.columns"), f"{name}.columns")
+        check_packed(
+            values.get(f"{name}.packed_sequence"),
+            values.get(f"{name}.file_path"),
+            values.get("model.context_parallel_size"),
+            name,
+        )

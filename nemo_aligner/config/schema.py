@@ -116,7 +116,7 @@ _DATA = (
     dotted(
         "model.data",
         """data_impl splits_string seq_length num_workers data_prefix validation_drop_last
-    apply_ftfy append_eod""",
+    apply_ftfy append_eod columns index_mapping_dir""",
     )
     | _CHAT
 )
@@ -195,7 +195,7 @@ _RM = dotted(
 )
 _SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length drop_last
     label_key add_eos add_sep add_bos truncation_field truncation_method prompt_template
-    pad_to_max_length"""
+    pad_to_max_length columns index_mapping_dir packed_sequence"""
 _SFT = (
     {"name"}
     | dotted(
@@ -204,7 +204,7 @@ _SFT = (
         limit_val_batches gradient_clip_val alarms.replica_check_interval""",
     )
     | dotted("model", "restore_from_path answer_only_loss loss_reduction")
-    | {"model.data.num_workers"}
+    | dotted("model.data", "num_workers columns")
     | _CHAT
     | set().union(
         *(
@@ -259,6 +259,8 @@ LIVE = {
 
 FREE = (
     "model.data.data_prefix",
+    "model.data.columns",
+    *(f"model.data.{split}.columns" for split in ("train_ds", "validation_ds", "test_ds")),
     "model.overwrite_base_config",
     "model.tokenizer.special_tokens",
     "model.mcore_customization_config",
@@ -331,7 +333,9 @@ FLAGS = (
     | {
         f"model.data.{split}.{key}"
         for split in ("train_ds", "validation_ds", "test_ds")
-        for key in "shuffle drop_last add_eos add_sep add_bos pad_to_max_length".split()
+        for key in (
+            "shuffle drop_last add_eos add_sep add_bos pad_to_max_length packed_sequence".split()
+        )
     }
 )
 

@@ -30,6 +30,24 @@ def create_mask(values: Tensor, prompt_lengths: Tensor, response_lengths: Tensor
     return ((column >= start) & (column < stop)).to(values.dtype)
 
 
+def one_row_per_sample(mask: Tensor, packed_position_ids: Tensor) -> Tensor:
+    """Spread the samples of packed rows over rows of their own, where their columns are.
+
+    Args:
+        mask: [B, S].
+        packed_position_ids: int [B, S], 0 where a sample begins, so in column 0 too.
+
+    Returns:
+        [B * K, S], dtype of `mask`; K is the most samples of a row. Sample k of row b is row
+        b * K + k, and is 0 outside its columns.
+    """
+    number = (packed_position_ids == 0).cumsum(1) - 1  # [B, S]: of the sample in its row
+    count = int(number.max()) + 1
+    rows = mask.new_zeros(mask.shape[0], count, mask.shape[1])
+    rows.scatter_(1, number.unsqueeze(1), mask.unsqueeze(1))
+    return rows.flatten(0, 1)
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of `values` where `mask` (same shape) is non-zero, over all of it or along `dim`."""
     kept = torch.where(mask != 0, values, 0)

@@ -154,9 +154,13 @@ class RegressionBatch(TypedDict):
     loss_mask: Tensor  # float32 [B, S]: all zero where a sample must not count
 
 
-class SFTBatch(TypedDict):
-    """Prompt-response examples for supervised fine-tuning."""
-
+class _Examples(TypedDict):
     tokens: Tensor  # int64 [B, S]: prompt + response + eos, padded
     labels: Tensor  # int64 [B, S]: the token that follows
     loss_mask: Tensor  # [B, S]: non-zero where the label belongs to the response
+
+
+class SFTBatch(_Examples, total=False):
+    """Prompt-response examples for supervised fine-tuning."""
+
+    packed_position_ids: Tensor  # int64 [B, S]: of packed samples, 0 where one begins

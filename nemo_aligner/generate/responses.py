@@ -77,9 +77,9 @@ def read_responses(path: str | Path) -> list[Response]:
 def _records(
     path: str | Path, fields: tuple[str, ...], blank: bool = False
 ) -> Iterable[Mapping[str, Any]]:
-    from nemo_aligner.data.nlp.json_lines import JsonLines
+    from nemo_aligner.data.nlp.records import Records
 
-    return JsonLines([str(path)], fields, inspect=lambda record: 0, allow_blank=blank)
+    return Records([str(path)], fields, inspect=lambda record: 0, allow_blank=blank)
 
 
 def write_responses(path: str | Path, responses: Iterable[Response]) -> None:

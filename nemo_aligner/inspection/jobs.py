@@ -21,6 +21,7 @@ from nemo_aligner.data.nlp import builders
 from nemo_aligner.data.nlp.chat_records import ASSISTANT
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.packing import PackedDataset
 from nemo_aligner.generate.policy import newest_weights
 from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.launch.model_loading import load_and_override_model_config
@@ -95,7 +96,7 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
     """The training set of a job; see its script."""
     data = cfg.data
     if job == SFT:
-        return builders.build_sft_dataset(
+        dataset = builders.build_sft_dataset(
             data.train_ds,
             tokenizer,
             answer_only_loss=cfg.answer_only_loss,
@@ -103,6 +104,10 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
             special_tokens=data.chat_prompt_tokens,
             chat_template=data.chat_template,
         )
+        if isinstance(dataset, PackedDataset):  # shown as the samples that the packs are made of
+            assert isinstance(dataset.dataset, FileDataset)
+            return dataset.dataset
+        return dataset
     build = builders.build_train_valid_test_rlhf_datasets
     if job == RM:
         build = {

@@ -5,7 +5,9 @@
 A batch is a dict of tensors with one entry per sample of this data-parallel rank; `tokens` (int64
 `[B, S]`, right-padded) is required. It is cut into micro-batches of `micro_batch_size` consecutive
 samples. The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: the mask
-is causal, which is enough with right padding. Under context parallelism the model gets this rank's
+is causal, which is enough with right padding. Rows may hold several samples one behind the other:
+then the batch has `packed_position_ids` (int64 `[B, S]`, 0 where a sample begins), and no sample
+sees another. Under context parallelism the model gets this rank's
 share of the positions (`context_parallel`) and the other tensors of its samples whole; the ranks
 gather each other's outputs and then compute the same loss.
 
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -62,6 +65,8 @@ def _call_model(
     pad = width - tokens.size(1)
     if pad:
         tokens = torch.nn.functional.pad(tokens, (0, pad))
+    if "packed_position_ids" in micro_batch:
+        return _call_packed(model, tokens, micro_batch["packed_position_ids"], pad)
     # The added columns may lie outside a learned position embedding; their output is not used.
     position_ids = (
         torch.arange(width, device=tokens.device).clamp(max=width - pad - 1).expand_as(tokens)
@@ -69,6 +74,41 @@ def _call_model(
     tokens, position_ids = take_share(tokens, 1), take_share(position_ids, 1)
     inputs = {key: micro_batch[key] for key in model_inputs}
     output: torch.Tensor = model(tokens, position_ids, None, **inputs, **_output_options(model))
+    return output
+
+
+def _call_packed(
+    model: torch.nn.Module, tokens: torch.Tensor, position_ids: torch.Tensor, pad: int
+) -> torch.Tensor:
+    """Output `[1, b * width, ...]` for rows `[b, width]` of several samples each, which go to the
+    model as one row, in Megatron Core's form `thd`: positions and attention restart where
+    `position_ids` `[b, width - pad]` is 0.
+
+    On a GPU Transformer Engine takes this form; that has not been run yet.
+    """
+    if parallel_state.get_context_parallel_world_size() > 1:
+        raise UserError(
+            "packed sequences cannot be split over context-parallel ranks: set packed_sequence "
+            "to False or model.context_parallel_size to 1."
+        )
+    added = torch.arange(pad, device=tokens.device).expand(tokens.size(0), pad)
+    flat = torch.cat([position_ids, added], dim=1).reshape(1, -1)
+    ends = torch.tensor([flat.numel()], device=flat.device)
+    starts = torch.cat([(flat[0] == 0).nonzero()[:, 0], ends]).to(torch.int32)
+    longest = int(flat.max()) + 1
+    output: torch.Tensor = model(
+        tokens.reshape(1, -1),
+        flat,
+        None,
+        packed_seq_params=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        ),
+        **_output_options(model),
+    )
     return output
 
 
@@ -85,11 +125,14 @@ def _output_options(model: Any) -> dict[str, bool]:
 
 
 def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
-    """Remove the added columns from the output `[b, width]` of a head.
+    """Remove the added columns from the output `[b, width]` of a head, and make rows of that of
+    packed samples.
 
     Logits stay as they are: `vocab_parallel` takes them with padding, and cutting it off would
     copy their gradient.
     """
+    if "packed_position_ids" in micro_batch:
+        return output.view(-1, width, *output.shape[2:])
     tokens_width = micro_batch["tokens"].size(1)
     if width != tokens_width and output.dim() == 2 and output.size(1) == width:
         return output[:, :tokens_width]
@@ -116,6 +159,7 @@ def _run_schedule(
     config = get_model_config(model_chunks[0])
     num_microbatches = batch["tokens"].size(0) // micro_batch_size
     width = _padded_width(batch["tokens"].size(1), config)
+    packed = "packed_position_ids" in batch  # the rows of a micro-batch make one
 
     def forward_step(
         data_iterator: Iterator[Batch], model: torch.nn.Module
@@ -136,8 +180,8 @@ def _run_schedule(
         else _micro_batches(batch, micro_batch_size),
         model=model_chunks if len(model_chunks) > 1 else model_chunks[0],
         num_microbatches=num_microbatches,
-        seq_length=width,
-        micro_batch_size=micro_batch_size,
+        seq_length=width * micro_batch_size if packed else width,
+        micro_batch_size=1 if packed else micro_batch_size,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )

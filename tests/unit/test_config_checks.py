@@ -129,7 +129,7 @@ def test_nearest_key_always_names_something():
         ("gpt_ppo_critic", "model.forward_mbs", 1),
         ("training_rm", "model.data.train_ds.shuffle", False),
         ("training_rm", "model.dist_ckpt_load_strictness", "log_all"),
-        ("gpt_sft", "model.data.train_ds.index_mapping_dir", "/somewhere"),
+        ("gpt_sft", "model.data.train_ds.hf_dataset", True),
         ("gpt_rs_actor", "model.data.dataloader_type", "cyclic"),
         ("gpt_rs_actor", "model.offload_adam_states", False),
         ("inference_rm", "exp_manager.explicit_log_dir", "/results"),
@@ -486,9 +486,20 @@ def test_accelerator():
         ("gpt_sft", ["model.data.train_ds.add_sep=True"], "add_sep=True is not supported yet"),
         (
             "gpt_sft",
-            ["model.data.validation_ds.packed_sequence=True"],
-            "packed_sequence=True is not supported yet",
+            [
+                "model.data.validation_ds.packed_sequence=True",
+                "model.context_parallel_size=2",
+                "trainer.devices=2",
+            ],
+            "packed_sequence=True with model.context_parallel_size=2",
         ),
+        (
+            "gpt_sft",
+            ["model.data.train_ds.packed_sequence=True", "model.data.train_ds.file_path=a.npy"],
+            "file_path=a.npy: files that were packed beforehand cannot be read",
+        ),
+        ("gpt_sft", ["model.data.columns={input: 3}"], "columns.input=3: give the name of a"),
+        ("gpt_rs_actor", ["model.data.columns=[a]"], "columns=.'a'.: give a mapping"),
         (
             "gpt_rs_actor",
             ["remote_rm.reward_model.ip=[a,b]", "remote_rm.reward_model.port=[1,2,3]"],

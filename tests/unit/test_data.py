@@ -444,7 +444,6 @@ def test_sft_refusals(tmp_path, tiny_tokenizer):
             "in all 1 examples the prompt alone fills max_seq_length=5",
         ),
         ({"add_sep": True}, "add_sep=True is not supported yet"),
-        ({"packed_sequence": True}, "packed_sequence=True is not supported yet"),
         ({"file_path": None}, "file_path .* is not set"),
         (
             {"label_key": "answer", "prompt_template": "{input}{answer}"},
@@ -486,8 +485,9 @@ def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
         )
     with pytest.raises(UserError, match="missing.jsonl does not exist"):
         RLHFDataset([tmp_path / "missing.jsonl"], tiny_tokenizer, 20)
-    with pytest.raises(UserError, match="does not exist .it is a folder"):
-        RLHFDataset([tmp_path], tiny_tokenizer, 20)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="the folder .*empty holds no data"):
+        RLHFDataset([tmp_path / "empty"], tiny_tokenizer, 20)
 
 
 # -------------------------------------------------------------------------------------- builders

@@ -249,11 +249,12 @@ def documented():
                 record, end = json.JSONDecoder().raw_decode(rest)
                 records.append(record)
                 rest = rest[end:].strip()
+        elif not block.lstrip().startswith("python "):
+            continue  # a part of a configuration, or a listing
         else:
             words = shlex.split(block.replace("\\\n", " "))
             job = JOBS.get(Path(words[1]).stem)
-            if job is None:  # the command that inspects
-                assert words[:4] == ["python", "-m", "nemo_aligner.data", "inspect"]
+            if job is None:  # the command that inspects, a benchmark
                 continue
             files = ("restore_from_path=", "file_path=", "data_prefix=")
             settings = [

@@ -26,8 +26,10 @@ from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat import chat_form
 from nemo_aligner.data.nlp.constructors import build_dataset_generic, dataset_maker
+from nemo_aligner.data.nlp.data_files import DataFile
 from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
+from nemo_aligner.data.nlp.packing import PackedDataset
 from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import (
     RLHFDataset,
@@ -75,7 +77,7 @@ class MakeDataset(Protocol):
     def __call__(
         self,
         *,
-        paths: list[str],
+        paths: list[DataFile],
         cfg: DictConfig,
         tokenizer: Tokenizer,
         seq_length: int,
@@ -85,7 +87,7 @@ class MakeDataset(Protocol):
 
 
 def _make_rlhf_dataset(
-    paths: list[str], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
 ) -> RLHFDataset:
     """Prompts of at most `seq_length - length_params.max_length` tokens, so that responses fit."""
     limit, reason = seq_length // 2, "half of it, as there is no length_params.max_length"
@@ -104,13 +106,13 @@ def _make_rlhf_dataset(
 
 
 def _make_rm_dataset(
-    paths: list[str], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
 ) -> RewardModelDataset:
     return RewardModelDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
 
 
 def _make_regression_rm_dataset(
-    paths: list[str], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
 ) -> RegressionRewardModelDataset:
     regression = complete(cfg.get("regression"), "training_rm", "model.regression")
     return RegressionRewardModelDataset(
@@ -125,7 +127,7 @@ def _make_regression_rm_dataset(
 
 
 def _make_labelled_pair_dataset(
-    paths: list[str], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
 ) -> LabelledPairDataset:
     regression = complete(cfg.get("regression"), "training_rm", "model.regression")
     mask_value = regression.loss_mask_val
@@ -285,15 +287,16 @@ def build_sft_dataset(
     special_tokens: Mapping[str, str] | None = None,
     model_cfg: DictConfig | None = None,
     chat_template: str | None = None,
-) -> SFTDataset | SFTChatDataset:
-    """Build the dataset of `model.data.train_ds` or `validation_ds`: jsonl of prompts with their
-    responses, or of conversations.
+) -> SFTDataset | SFTChatDataset | PackedDataset:
+    """Build the dataset of `model.data.train_ds` or `validation_ds`: prompts with their responses,
+    or conversations.
 
     Args:
-        data_cfg: `file_path` (one or a list), `max_seq_length`, and optionally `prompt_template`,
-            `label_key`, `truncation_field`, `truncation_method`, `add_bos`, `add_eos`,
-            `pad_to_max_length`. Of conversations only the file, the length and the padding are
-            read: their form says how they begin and end.
+        data_cfg: `file_path` (one, a list, or a list of weights and files in turn: a blend),
+            `max_seq_length`, and optionally `prompt_template`, `label_key`, `truncation_field`,
+            `truncation_method`, `add_bos`, `add_eos`, `pad_to_max_length`, `columns`,
+            `index_mapping_dir`, `packed_sequence`. For conversations the templates, the
+            truncation, bos and eos are not read: their form says how they begin and end.
         tokenizer: NeMo tokenizer.
         num_samples: use at most so many samples; None or below 1 means all.
         answer_only_loss: train on the response only, not on the prompt.
@@ -320,8 +323,11 @@ def build_sft_dataset(
             max_seq_length=data_cfg.max_seq_length,
             answer_only_loss=answer_only_loss,
             pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),
+            columns=data_cfg.columns,
+            index_mapping_dir=data_cfg.index_mapping_dir,
         )
-        return _blended(conversations, weights, num_samples)
+        conversations = _blended(conversations, weights, num_samples)
+        return PackedDataset(conversations) if data_cfg.packed_sequence else conversations
     dataset = SFTDataset(
         paths,
         tokenizer,
@@ -334,20 +340,25 @@ def build_sft_dataset(
         add_eos=bool(data_cfg.add_eos),
         answer_only_loss=answer_only_loss,
         pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),
+        columns=data_cfg.columns,
+        index_mapping_dir=data_cfg.index_mapping_dir,
+        keep_lengths=bool(data_cfg.packed_sequence),
     )
-    return _blended(dataset, weights, num_samples)
+    dataset = _blended(dataset, weights, num_samples)
+    return PackedDataset(dataset) if data_cfg.packed_sequence else dataset
 
 
-def _paths(value: Sequence[Any] | str | None, key: str) -> tuple[list[str], list[float] | None]:
-    """File names from one name or a list of them; from a list of weights and names in turn, as in
-    NeMo, also the weights.
+def _paths(value: Any, key: str) -> tuple[list[DataFile], list[float] | None]:
+    """Files from one entry (see `DataFile.of`) or a list of them; from a list of weights and
+    entries in turn, as in NeMo, also the weights.
     """
-    items = [value] if isinstance(value, str) else list(value or [])
+    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    items = [value] if isinstance(value, str | Mapping) else list(value or [])
     if not items:
         raise ConfigError(f"{key} is not set: give a data file or a list of them.")
     numbers = [_number(item) for item in items]
     if all(number is None for number in numbers):
-        return [str(path) for path in items], None
+        return [DataFile.of(item, key) for item in items], None
     weights = [number for number in numbers[::2] if number is not None]
     in_turn = 2 * len(weights) == len(items) and all(number is None for number in numbers[1::2])
     if not in_turn or not all(0 < weight < math.inf for weight in weights):
@@ -355,7 +366,7 @@ def _paths(value: Sequence[Any] | str | None, key: str) -> tuple[list[str], list
             f"{key}={items}: a blend is a list of weights above 0 and files in turn, for example "
             "[0.3, a.jsonl, 0.7, b.jsonl]; without weights the files are used one after the other."
         )
-    return [str(path) for path in items[1::2]], weights
+    return [DataFile.of(item, key) for item in items[1::2]], weights
 
 
 def _number(item: Any) -> float | None:

@@ -24,6 +24,10 @@ class ConversationForm(Protocol):
     def end_strings(self) -> tuple[str, ...]:
         """What ends a response besides the eos token."""
 
+    @property
+    def state(self) -> list[str]:
+        """Everything that the tokens of a record depend on, beside the tokenizer."""
+
     def prompt(self, record: Record) -> list[int]:
         """The tokens of a prompt, up to where the response begins."""
 

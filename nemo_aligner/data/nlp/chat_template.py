@@ -58,6 +58,7 @@ class ChatTemplate:
                 "model.data.chat_template=tokenizer, but the tokenizer has no chat template; give "
                 "the file of one, or train on texts (null)."
             )
+        self.state = ["chat template", self.template or str(own_chat_template(tokenizer))]
         self._turn_end: TurnEnd | None = None
 
     @property

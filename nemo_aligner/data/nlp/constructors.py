@@ -15,7 +15,8 @@ import numpy as np
 from omegaconf import DictConfig
 
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.data.nlp.json_lines import JsonLines, Record
+from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.records import Records
 
 NEMO_ALIGNER_ARGUMENTS = (
     "cfg",
@@ -106,7 +107,7 @@ def prompt_limit(given: dict[str, Any]) -> dict[str, Any]:
 def build_dataset_generic(
     cls: Callable[..., Any],
     cfg: DictConfig,
-    data_prefix: Sequence[str],
+    data_prefix: Sequence[Any],
     data_impl: str,
     num_samples: int,
     seq_length: int,
@@ -116,7 +117,7 @@ def build_dataset_generic(
     n_chunks: int | None = None,
     n_examples_per_chunk: int | None = None,
 ) -> Any:
-    """A dataset of a class with NeMo-Aligner's constructor, from the jsonl files `data_prefix`.
+    """A dataset of a class with NeMo-Aligner's constructor, from the files `data_prefix`.
 
     Args:
         num_samples, n_chunks, n_examples_per_chunk: not used: the class sees all records (there
@@ -128,8 +129,8 @@ def build_dataset_generic(
     """
     if not str(data_impl).startswith("json"):
         raise ConfigError(
-            f"model.data.data_impl={data_impl}: a dataset class of one's own is built from jsonl "
-            "files. Convert the data to jsonl."
+            f"model.data.data_impl={data_impl}: a dataset class of one's own is built from "
+            "records, not from files of tokens. Convert the data to jsonl."
         )
     records: list[Record] = []
 
@@ -137,12 +138,12 @@ def build_dataset_generic(
         records.append(record)
         return 0
 
-    JsonLines(data_prefix, [], keep)
+    Records(data_prefix, [], keep, columns=cfg.data.get("columns"))
     return cls(
         cfg=cfg,
         tokenizer=tokenizer,
         name=name,
-        data_prefix=data_prefix[0],
+        data_prefix=str(data_prefix[0]),
         documents=np.arange(len(records), dtype=np.int32),
         data=records,
         seq_length=seq_length,
@@ -158,7 +159,7 @@ def dataset_maker(cls: Callable[..., Any], data_impl: str, seed: int) -> Callabl
     if not isinstance(cls, type):
         return cls
 
-    def make(*, paths: list[str], cfg: Any, tokenizer: Any, seq_length: int, name: str) -> Any:
+    def make(*, paths: list[Any], cfg: Any, tokenizer: Any, seq_length: int, name: str) -> Any:
         return build_dataset_generic(
             cls, cfg, paths, data_impl, -1, seq_length, seed, tokenizer, name
         )

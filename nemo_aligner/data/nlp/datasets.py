@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The datasets, at NeMo-Aligner's module path. They read jsonl files; the first two read files of
-tokens too.
+"""The datasets, at NeMo-Aligner's module path. They read the files of `data_files.py`; the first
+two read files of tokens too.
 
 | dataset                        | lines                                                     |
 |--------------------------------|-----------------------------------------------------------|
@@ -14,18 +14,18 @@ tokens too.
 """
 
 from nemo_aligner.core.retired import retired_names
-from nemo_aligner.data.nlp.json_lines import JsonLines
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, RegressionRewardModelDataset
 from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
+from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
 from nemo_aligner.data.nlp.sft_examples import SFTDataset
 
 __all__ = [
     "DEFAULT_MASK_VALUE",
-    "JsonLines",
     "LabelledPairDataset",
     "RLHFDataset",
+    "Records",
     "RegressionRewardModelDataset",
     "RewardModelDataset",
     "SFTChatDataset",

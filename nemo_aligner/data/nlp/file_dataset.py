@@ -3,7 +3,9 @@
 """What the datasets over files share: tokenizing, the choice of documents, padding."""
 
 import copy
+import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from typing_extensions import Self
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.records import settings_of
 
 # A tokenizer may add a few tokens that stand for no character (bos, eos, SentencePiece's leading
 # space).
@@ -40,6 +43,11 @@ class TextEncoder:
                     "model.data.apply_ftfy=True needs the package ftfy: pip install ftfy."
                 ) from None
             self.fix_text = fix_text
+
+    def settings(self, *others: Any) -> Callable[[], str | None]:
+        """`settings` of `Records` for a check that needs lengths, and depends on `others`."""
+        ftfy = "" if self.fix_text is None else importlib.metadata.version("ftfy")
+        return partial(settings_of, self.tokenizer, self.append_eod, ftfy, *others)
 
     def __call__(self, text: str | np.ndarray) -> list[int]:
         if not isinstance(text, str):

@@ -12,8 +12,9 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
-from nemo_aligner.data.nlp.json_lines import JsonLines, Record
+from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
+from nemo_aligner.data.nlp.records import open_records
 
 # Default of `model.regression.loss_mask_val`: the number that means "no label".
 DEFAULT_MASK_VALUE = -100.0
@@ -40,12 +41,12 @@ class RegressionRewardModelDataset(FileDataset):
     counts them.
 
     Args:
-        paths: jsonl files.
+        paths: the files.
         tokenizer: NeMo tokenizer.
         seq_length: S.
         num_attributes: A, numbers in each label.
         mask_value: `model.regression.loss_mask_val`.
-        data_cfg: `model.data`; see `RecordEncoder`.
+        data_cfg: `model.data`, as for `RLHFDataset`.
         name: "train", ...; for messages.
 
     Items: `inputs` int64 [S], padded with eos; `lengths` (a scalar); `labels` float32 [A];
@@ -55,7 +56,7 @@ class RegressionRewardModelDataset(FileDataset):
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: Sequence[Any],
         tokenizer: Tokenizer,
         seq_length: int,
         num_attributes: int,
@@ -69,15 +70,14 @@ class RegressionRewardModelDataset(FileDataset):
         self.seq_length = seq_length
         self.num_attributes = num_attributes
         self.pad_id = tokenizer.eos_id
-        labels = 0
 
-        def inspect(record: Record) -> int:
-            nonlocal labels
-            labels += sum(number != mask_value for number in _label(record, num_attributes))
-            return self.encoder.sample_length(record, seq_length)
+        def inspect(record: Record) -> tuple[int, float]:
+            labels = sum(number != mask_value for number in _label(record, num_attributes))
+            return self.encoder.sample_length(record, seq_length), labels
 
-        self.lines = JsonLines(paths, [], inspect)
-        if not labels:
+        settings = self.encoder.settings("labelled texts", seq_length, num_attributes, mask_value)
+        self.lines = open_records(paths, data_cfg, inspect, settings)
+        if not self.lines.numbers.any():
             raise UserError(
                 f"{name} data: every label is model.regression.loss_mask_val={mask_value}, which "
                 f"means no label. Files: {', '.join(map(str, self.lines.paths))}"

@@ -21,7 +21,7 @@ trained on, without LABEL_START. Without a type labels are left out.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from nemo_aligner.core.errors import ConfigError, UserError
@@ -132,6 +132,7 @@ class NeMoChat:
     def __init__(self, tokenizer: Tokenizer, marks: ChatTokens) -> None:
         self.tokenizer = tokenizer
         self.marks = marks
+        self.state = ["NeMo's chat format", *astuple(marks)]
         self._behind = len(tokenizer.text_to_ids(_BEHIND))
         self._turn_start_ids = self._ids(marks.turn_start)
         self._label_start_ids = self._ids(marks.label_start)

@@ -17,7 +17,7 @@ from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pa
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, label_numbers
 from nemo_aligner.data.nlp.record_encoder import Pair, RecordEncoder
-from nemo_aligner.data.nlp.token_files import open_records
+from nemo_aligner.data.nlp.records import open_records
 
 
 @accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
@@ -32,8 +32,7 @@ class RewardModelDataset(FileDataset):
         paths: the files.
         tokenizer: NeMo tokenizer.
         seq_length: S.
-        data_cfg: `model.data`; its `data_impl` is the form of the files, jsonl if not set;
-            see also `RecordEncoder`.
+        data_cfg: `model.data`, as for `RLHFDataset`.
         name: "train", ...; for messages.
 
     Items: `chosen`, `rejected` int64 [S], padded with eos; `chosen_length`, `rejected_length`
@@ -43,10 +42,11 @@ class RewardModelDataset(FileDataset):
     """
 
     lines_per_document = 2  # 1 if a line holds a pair
+    _what = "pairs"
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: Sequence[Any],
         tokenizer: Tokenizer,
         seq_length: int,
         data_cfg: Mapping[str, Any] | None = None,
@@ -58,9 +58,10 @@ class RewardModelDataset(FileDataset):
         self.name = name
         self.seq_length = seq_length
         self.pad_id = tokenizer.eos_id
-        data_impl = (data_cfg or {}).get("data_impl") or "jsonl"
-        self.lines = open_records(paths, data_impl, self._inspect)
-        self.lines_per_document = 1 if self._pair_in_line else 2
+        settings = self.encoder.settings(self._what, seq_length)
+        self.lines = open_records(paths, data_cfg, self._inspect, settings)
+        self.pair_in_line = self._holds_pairs()
+        self.lines_per_document = 1 if self.pair_in_line else 2
         for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
             if count % self.lines_per_document:
                 raise UserError(
@@ -70,7 +71,8 @@ class RewardModelDataset(FileDataset):
         lengths = self.lines.notes.reshape(-1, self.lines_per_document).max(axis=1)
         self.documents = documents_within(lengths, seq_length, name, "pairs", "have a text longer")
 
-    def _inspect(self, record: Record) -> int:
+    def _inspect(self, record: Record) -> tuple[int, float]:
+        """Length of a line, and 1.0 if it holds a pair."""
         in_line = holds_pair(record)
         if self._pair_in_line not in (None, in_line):
             raise UserError(
@@ -80,18 +82,27 @@ class RewardModelDataset(FileDataset):
             )
         self._pair_in_line = in_line
         if in_line:
-            return self.encoder.pair_length(record, self.seq_length)
+            return self.encoder.pair_length(record, self.seq_length), 1.0
         if "label" in record:  # neighbours in a file of labelled texts are no pairs
             raise UserError(
                 "field 'label': this is data for regression, but pairs of neighbouring lines are "
                 "needed. Set model.reward_model_type=regression; if the lines are pairs, remove "
                 "the field."
             )
-        return self.encoder.sample_length(record, self.seq_length)
+        return self.encoder.sample_length(record, self.seq_length), 0.0
+
+    def _holds_pairs(self) -> bool:
+        """Whether each line holds a pair; what an earlier start found counts too."""
+        if len(np.unique(self.lines.numbers)) > 1:
+            raise UserError(
+                f"{self.name} data: some files hold pairs in their lines ('chosen', 'rejected'), "
+                "others one text per line; give files of one kind."
+            )
+        return bool(self.lines.numbers[0])
 
     def pair_tokens(self, pair: int) -> Pair:
         """The tokens of both samples of a pair, the better one first."""
-        if self._pair_in_line:
+        if self.pair_in_line:
             return self.encoder.pair(self.lines[pair])
         first, second = self._chosen_first(pair)
         return self.encoder.sample(self.lines[first]), self.encoder.sample(self.lines[second])
@@ -137,7 +148,7 @@ class LabelledPairDataset(RewardModelDataset):
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: Sequence[Any],
         tokenizer: Tokenizer,
         seq_length: int,
         mask_value: float = DEFAULT_MASK_VALUE,
@@ -145,13 +156,13 @@ class LabelledPairDataset(RewardModelDataset):
         name: str = "train",
     ) -> None:
         self.mask_value = mask_value
-        self._labels: list[float] = []
+        self._what = f"labelled pairs {mask_value}"
         super().__init__(paths, tokenizer, seq_length, data_cfg, name)
-        labels = np.array(self._labels, dtype=np.float32).reshape(-1, 2)
+        labels = self.lines.numbers.astype(np.float32).reshape(-1, 2)
         self.preferences = labels[:, 0]
         self._check_labels(labels)
 
-    def _inspect(self, record: Record) -> int:
+    def _inspect(self, record: Record) -> tuple[int, float]:
         if holds_pair(record):
             raise UserError(
                 "a line with 'chosen' and 'rejected' says which is better, so a label has no "
@@ -165,8 +176,10 @@ class LabelledPairDataset(RewardModelDataset):
                 "below 0 if the first of the two texts is better, above 0 if the second is. "
                 "Remove the pair, or use model.regression.loss_func=regression."
             )
-        self._labels.append(number)
-        return self.encoder.sample_length(record, self.seq_length)
+        return self.encoder.sample_length(record, self.seq_length), number
+
+    def _holds_pairs(self) -> bool:
+        return False
 
     def _check_labels(self, labels: np.ndarray) -> None:
         disagree = np.flatnonzero(labels[:, 0] != labels[:, 1])

@@ -17,7 +17,7 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call, prompt_limit
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.token_files import open_records
+from nemo_aligner.data.nlp.records import open_records
 
 
 @accepts_nemo_aligner_call(prompt_limit)
@@ -33,8 +33,8 @@ class RLHFDataset(FileDataset):
         paths: the files.
         tokenizer: NeMo tokenizer.
         max_prompt_length: limit in tokens.
-        data_cfg: `model.data`; its `data_impl` is the form of the files, jsonl if not set;
-            see also `RecordEncoder`.
+        data_cfg: `model.data`; of it `data_impl` (the form of the files, jsonl if not set),
+            `columns` and `index_mapping_dir` are read, and what `RecordEncoder` reads.
         name: "train", ...; for messages.
         limit_text: the limit in words, and where it comes from; for messages.
 
@@ -44,7 +44,7 @@ class RLHFDataset(FileDataset):
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: Sequence[Any],
         tokenizer: Tokenizer,
         max_prompt_length: int,
         data_cfg: Mapping[str, Any] | None = None,
@@ -58,8 +58,9 @@ class RLHFDataset(FileDataset):
         self.limit_text = limit_text
         self.lines = open_records(
             paths,
-            (data_cfg or {}).get("data_impl") or "jsonl",
+            data_cfg,
             lambda record: self.encoder.prompt_length(record, max_prompt_length),
+            self.encoder.settings("prompts", max_prompt_length),
         )
         self.documents = np.arange(len(self.lines))
         fits = self._fits()

@@ -4,7 +4,7 @@
 conversations in the form that `model.data` asks for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat import chat_form
 from nemo_aligner.data.nlp.chat_records import conversation_field
 from nemo_aligner.data.nlp.file_dataset import TextEncoder
-from nemo_aligner.data.nlp.json_lines import Record, check_text
+from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.records import check_text
 
 Pair = tuple[list[int], list[int]]  # the better one first
 
@@ -37,6 +38,11 @@ class RecordEncoder:
         self.encode_text = TextEncoder(tokenizer, data_cfg)
         self.form = chat_form(data_cfg, tokenizer)
         self.template = (data_cfg or {}).get("chat_template")
+
+    def settings(self, *others: Any) -> Callable[[], str | None]:
+        """`settings` of `Records` for a check that needs lengths, and depends on `others`."""
+        form = None if self.form is None else self.form.state
+        return self.encode_text.settings(form, *others)
 
     def prompt(self, record: Record) -> list[int]:
         """The tokens of a prompt."""

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations for supervised fine-tuning."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat import ConversationForm
 from nemo_aligner.data.nlp.chat_masks import Encoded
 from nemo_aligner.data.nlp.file_dataset import FileDataset
-from nemo_aligner.data.nlp.json_lines import JsonLines, Record
+from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.records import Records, settings_of
 from nemo_aligner.data.nlp.sft_examples import collate_examples
 
 WHOLE, CUT, NO_RESPONSE_LEFT = 0, 1, 2  # notes of the records
@@ -28,13 +30,14 @@ class SFTChatDataset(FileDataset):
     of an example is predicted, but not read).
 
     Args:
-        paths: jsonl files.
+        paths: the files.
         tokenizer: NeMo tokenizer.
         form: of the conversations.
         max_seq_length: widest batch, in tokens.
         answer_only_loss: train on the assistant's turns only, not on everything.
         pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
         name: "train", ...; for messages.
+        columns, index_mapping_dir: of the data section; see `Records`.
 
     Items: `tokens` list of ids, `trained` list of bools (True: trained on), `idx`. `collate_fn`
     makes batches of them.
@@ -42,13 +45,15 @@ class SFTChatDataset(FileDataset):
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: Sequence[Any],
         tokenizer: Tokenizer,
         form: ConversationForm,
         max_seq_length: int,
         answer_only_loss: bool = True,
         pad_to_max_length: bool = False,
         name: str = "train",
+        columns: Mapping[str, Any] | None = None,
+        index_mapping_dir: str | None = None,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
@@ -56,16 +61,29 @@ class SFTChatDataset(FileDataset):
         self.max_seq_length = max_seq_length
         self.answer_only_loss = answer_only_loss
         self.pad_to_max_length = pad_to_max_length
-        self.lines = JsonLines(paths, [], self._inspect)
+        self.lines = Records(
+            paths,
+            [],
+            self._inspect,
+            columns=columns,
+            index_dir=index_mapping_dir,
+            settings=partial(settings_of, tokenizer, form.state, max_seq_length),
+        )
         self._check_lengths()
         self.documents = np.arange(len(self.lines))
 
-    def _inspect(self, record: Record) -> int:
+    def _inspect(self, record: Record) -> tuple[int, float]:
+        """What is left of a conversation, and how many tokens."""
         tokens, is_response = self.form.conversation(record)
         limit = self.max_seq_length + 1
         if len(tokens) <= limit:
-            return WHOLE
-        return CUT if any(is_response[:limit]) else NO_RESPONSE_LEFT
+            return WHOLE, len(tokens)
+        return CUT if any(is_response[:limit]) else NO_RESPONSE_LEFT, limit
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)]: tokens of each item."""
+        return self.lines.numbers[self.documents].astype(np.int64)
 
     def _check_lengths(self) -> None:
         """Warn of conversations that are cut; raise if none keeps anything of a response."""

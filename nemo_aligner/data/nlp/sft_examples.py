@@ -3,7 +3,8 @@
 """Prompt-response examples for supervised fine-tuning."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from nemo.utils import logging
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.file_dataset import EXTRA_TOKENS, FileDataset, pad
-from nemo_aligner.data.nlp.json_lines import JsonLines, Record
+from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.records import Records, settings_of
 
 
 class SFTDataset(FileDataset):
-    """Prompt-response examples: lines with the fields that `prompt_template` names.
+    """Prompt-response examples: records with the fields that `prompt_template` names.
 
     The template ends with the response. It is cut at its fields and each piece is tokenized by
     itself, so the response's tokens do not depend on the prompt. One space before a field belongs
@@ -29,7 +31,7 @@ class SFTDataset(FileDataset):
     enough, the end of the response.
 
     Args:
-        paths: jsonl files.
+        paths: the files.
         tokenizer: NeMo tokenizer.
         max_seq_length: longest example, in tokens.
         prompt_template: text with fields in braces.
@@ -41,6 +43,8 @@ class SFTDataset(FileDataset):
         answer_only_loss: train on the response only, not on the prompt.
         pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
         name: "train", ...; for messages.
+        columns, index_mapping_dir: of the data section; see `Records`.
+        keep_lengths: count the tokens of every example at start, for `lengths`.
 
     Items: `tokens` list of ids, `answer_start` (position of the first token that is trained on),
     `idx`. `collate_fn` makes batches of them.
@@ -48,7 +52,7 @@ class SFTDataset(FileDataset):
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: Sequence[Any],
         tokenizer: Tokenizer,
         max_seq_length: int,
         prompt_template: str = "{input} {output}",
@@ -60,6 +64,9 @@ class SFTDataset(FileDataset):
         answer_only_loss: bool = True,
         pad_to_max_length: bool = False,
         name: str = "train",
+        columns: Mapping[str, Any] | None = None,
+        index_mapping_dir: str | None = None,
+        keep_lengths: bool = False,
     ) -> None:
         if not prompt_template.endswith("{" + label_key + "}"):
             raise ConfigError(
@@ -94,7 +101,22 @@ class SFTDataset(FileDataset):
         self.add_eos = add_eos
         self.answer_only_loss = answer_only_loss
         self.pad_to_max_length = pad_to_max_length
-        self.lines = JsonLines(paths, self.fields, self._inspect, allow_blank=True)
+        self.keep_lengths = keep_lengths
+        self.lines = Records(
+            paths,
+            self.fields,
+            self._inspect,
+            allow_blank=True,
+            columns=columns,
+            index_dir=index_mapping_dir,
+            settings=partial(
+                settings_of,
+                tokenizer,
+                ["sft", prompt_template, getattr(tokenizer, "space_sensitive", True)],
+                [self.truncation_fields, truncation_method, max_seq_length],
+                [add_bos, add_eos, keep_lengths],
+            ),
+        )
         self._check_lengths()
         self.documents = np.arange(len(self.lines))
 
@@ -114,14 +136,23 @@ class SFTDataset(FileDataset):
                 f"{without_response.sum()} of them keep nothing of the response."
             )
 
-    def _inspect(self, record: Record) -> int:
-        """0: fits; 1: is truncated; 2: is truncated and keeps nothing of the response."""
+    def _inspect(self, record: Record) -> tuple[int, float]:
+        """0: fits; 1: is truncated; 2: is truncated and keeps nothing of the response; and with
+        `keep_lengths` the number of tokens.
+        """
         text = "".join(text + _field(record, field) for text, field in self.template)
         longest = len(text) + EXTRA_TOKENS * len(self.template)
-        if text.isascii() and longest <= self.max_seq_length:
-            return 0
+        if text.isascii() and longest <= self.max_seq_length and not self.keep_lengths:
+            return 0, 0.0
         tokens, response_start, is_truncated = self._encode(record)
-        return 2 if response_start >= len(tokens) else int(is_truncated)
+        return 2 if response_start >= len(tokens) else int(is_truncated), len(tokens)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)]: tokens of each item; needs `keep_lengths`."""
+        if not self.keep_lengths:
+            raise ValueError("the dataset was built without keep_lengths")
+        return self.lines.numbers[self.documents].astype(np.int64)
 
     def _encode(self, record: Record) -> tuple[list[int], int, bool]:
         """(tokens, position of the first token of the response, True if truncated)."""

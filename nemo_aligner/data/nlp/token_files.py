@@ -1,12 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Records of files of tokens, in the place of `JsonLines`: Megatron's indexed datasets, and arrays
-of NumPy.
-"""
+"""Files of tokens as sources of records: Megatron's indexed datasets, and arrays of NumPy."""
 
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, IndexedDataset
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.json_lines import JsonLines, Record
+from nemo_aligner.data.nlp.json_lines import Record
 
 # What a pickled array of arrays of numbers is made of, by module (of NumPy 1 and 2) and name.
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -36,63 +34,47 @@ _DAMAGED = (
 )
 
 
-class TokenFiles(Sequence):
-    """Records `{"text": tokens}` of files of tokens, one after the other.
+class TokenFile:
+    """A `RecordSource` of records `{"text": tokens}`.
 
     Args:
-        paths: the files; with "mmap" without their endings .bin and .idx.
+        path: the file; with "mmap" without its endings .bin and .idx.
         data_impl: "mmap" or "packed_jsonl" (see `config/data_rules.py`).
-        inspect: called once with every record; its results are kept in `notes`. To a `UserError`
-            that it raises, the file and the number of the document are added.
-
-    Attributes:
-        paths, notes, counts, first_of_file: as in `JsonLines`.
 
     Raises:
-        UserError: a file is missing, empty or of another form.
+        UserError: the file is missing or of another form.
     """
 
-    def __init__(
-        self, paths: Sequence[str], data_impl: str, inspect: Callable[[Record], int]
-    ) -> None:
-        read = _read_indexed if data_impl == "mmap" else _read_array
-        self.paths = [Path(path) for path in paths]
-        self.files = [read(path) for path in self.paths]
-        self.counts = [len(file) for file in self.files]
-        self.first_of_file = np.cumsum([0, *self.counts[:-1]])
-        notes = []
-        for path, file in zip(self.paths, self.files, strict=True):
-            if not len(file):
-                raise UserError(f"data file {path} is empty.")
-            for number in range(len(file)):
-                try:
-                    tokens = file[number]
-                except _DAMAGED as error:
-                    raise UserError(
-                        f"{path}, document {number} cannot be read ({error}): the file is damaged "
-                        "or incomplete; write it again."
-                    ) from None
-                try:
-                    notes.append(inspect({"text": tokens}))
-                except UserError as error:
-                    raise UserError(f"{path}, document {number}: {error}") from None
-        self.notes = np.array(notes, dtype=np.int64)
+    unit = "document"
+
+    def __init__(self, path: Path, data_impl: str) -> None:
+        indexed = data_impl == "mmap"
+        self.path = path
+        self.documents = (_read_indexed if indexed else _read_array)(path)
+        self.files = [Path(f"{path}.idx"), Path(f"{path}.bin")] if indexed else [path]
+        self.offsets = np.zeros(0, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self.notes)
+        return len(self.documents)
 
-    def __getitem__(self, index: int) -> Record:  # type: ignore[override]
-        number = int(np.searchsorted(self.first_of_file, index, side="right")) - 1
-        return {"text": self.files[number][int(index - self.first_of_file[number])]}
+    def __getitem__(self, number: int) -> Record:
+        return {"text": self.documents[number]}
 
+    def scan(self) -> Iterator[tuple[int, Record]]:
+        """All documents in order, numbered from 0.
 
-def open_records(
-    paths: Sequence[str], data_impl: str, inspect: Callable[[Record], int]
-) -> JsonLines | TokenFiles:
-    """The records of `paths` in the form `data_impl`; `inspect` checks their fields."""
-    if data_impl.startswith("json"):
-        return JsonLines(paths, [], inspect)
-    return TokenFiles(paths, data_impl, inspect)
+        Raises:
+            UserError: one cannot be read.
+        """
+        for number in range(len(self)):
+            try:
+                tokens = self.documents[number]
+            except _DAMAGED as error:
+                raise UserError(
+                    f"{self.path}, document {number} cannot be read ({error}): the file is "
+                    "damaged or incomplete; write it again."
+                ) from None
+            yield number, {"text": tokens}
 
 
 def _read_indexed(prefix: Path) -> IndexedDataset:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_count, loss_weights, sft_loss
+from nemo_aligner.core.masks import one_row_per_sample
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import SFTBatch
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
@@ -70,11 +71,14 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
         """
         mask = batch["loss_mask"].to(get_device())
         micro_batch_size = self.cfg.micro_batch_size
-        inputs = {
-            "tokens": batch["tokens"],
-            "labels": batch["labels"],
-            "weights": loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp),
-        }
+        inputs = {"tokens": batch["tokens"], "labels": batch["labels"]}
+        if "packed_position_ids" in batch:
+            inputs["packed_position_ids"] = batch["packed_position_ids"]
+            if self.loss_reduction == "sequence":
+                mask = one_row_per_sample(mask, batch["packed_position_ids"].to(get_device()))
+        weights = loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp)
+        # Of the rows of a pack's samples, a column has a weight in one.
+        inputs["weights"] = weights.reshape(len(batch["tokens"]), -1, weights.size(1)).sum(1)
 
         def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
             logprobs = from_parallel_logits_to_logprobs(

@@ -38,6 +38,9 @@ class SDPAttention(MegatronModule):
     decoding step with a KV cache has sq < sk. `attention_mask` is True where a position must *not*
     be attended to, as everywhere in Megatron Core.
 
+    With `packed_seq_params` several samples lie one behind the other in `[t, np, hn]`, and the
+    output is `[t, np*hn]`; each sample attends to itself alone.
+
     Under context parallelism queries, keys and values are this rank's share of the positions
     (`nemo_aligner.parallel.context_parallel`). Keys and values are gathered, so each rank holds
     those of the whole sequence for one layer at a time.
@@ -85,6 +88,11 @@ class SDPAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
+        if packed_seq_params is not None:
+            ends = packed_seq_params.cu_seqlens_q.tolist()
+            lengths = [end - start for start, end in zip(ends[:-1], ends[1:], strict=True)]
+            samples = (x.unsqueeze(1).split(lengths) for x in (query, key, value))
+            return torch.cat([self(*sample)[:, 0] for sample in zip(*samples, strict=True)])
         mask = None if attention_mask is None else ~attention_mask
         positions = None  # of the queries, where a mask must be made for them
         if self.config.context_parallel_size > 1:

@@ -1,0 +1,226 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From a path in the configuration to the sources of its records.
+
+| path | source |
+|---|---|
+| a file that ends in .parquet or .arrow | its rows |
+| any other file, also one that ends in .gz or .zst | jsonl |
+| a folder that `datasets.Dataset.save_to_disk` wrote | its rows |
+| another folder | its data files, by `datasets`' rules for names and splits |
+| `<folder>/<split>`, where no such file exists | the data files of one split |
+| a pattern (`data/train-*.parquet`) | the files that match, by name |
+
+With `data_impl` mmap or packed_jsonl a path names a file of tokens instead (`token_files.py`).
+"""
+
+import glob
+import gzip
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from nemo.utils import logging
+
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.data.nlp import index_files
+from nemo_aligner.data.nlp.json_lines import JsonLinesFile, RecordSource
+
+JSONL_ENDINGS = (".jsonl", ".json", ".ndjson")
+TABLE_ENDINGS = (".parquet", ".arrow")
+COMPRESSED_ENDINGS = (".gz", ".zst")
+# First bytes of a file, which tell a file without its ending.
+_MAGIC = {b"PAR1": ".parquet", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
+
+
+class DataFile(NamedTuple):
+    """One entry of a list of data files.
+
+    Attributes:
+        path: of a file or folder, or a pattern.
+        columns: `model.data.columns` of this entry alone; None: those of all files.
+    """
+
+    path: str
+    columns: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, entry: Any, key: str) -> "DataFile":
+        """From an entry of the configuration: a path, or {path: ..., columns: {...}}.
+
+        Raises:
+            ConfigError: another form; `key` names the list in the message.
+        """
+        if isinstance(entry, cls):
+            return entry
+        if not isinstance(entry, Mapping):
+            return cls(str(entry))
+        entry = dict(entry)
+        if "path" not in entry or set(entry) - {"path", "columns"}:
+            raise ConfigError(
+                f"{key} has the entry {entry}: give a path, or a mapping with path and columns."
+            )
+        return cls(str(entry["path"]), entry.get("columns"))
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:
+    """The sources of one path, in order.
+
+    Args:
+        data_impl: form of the files (`config/data_rules.py`).
+        index_dir: `model.data.index_mapping_dir`.
+
+    Raises:
+        UserError: there is no such file, a folder holds no data or several splits, or a file
+            cannot be read.
+    """
+    if not data_impl.startswith("json"):
+        from nemo_aligner.data.nlp.token_files import TokenFile
+
+        return [TokenFile(path, data_impl)]
+    if path.is_dir():
+        return _open_folder(path, index_dir)
+    if path.is_file():
+        return [_open_file(path, index_dir)]
+    if glob.has_magic(str(path)):
+        found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        if not found:
+            raise UserError(f"no data file matches {path}.")
+        return [source for each in found for source in open_sources(each, data_impl, index_dir)]
+    if path.parent.is_dir():
+        splits = _splits(path.parent) if _has_data_files(path.parent) else {}
+        if path.name in splits:
+            return [_open_file(file, index_dir) for file in splits[path.name]]
+    raise UserError(f"data file {path} does not exist.")
+
+
+def _open_folder(folder: Path, index_dir: str | None) -> list[RecordSource]:
+    from nemo_aligner.data.nlp.arrow_files import open_saved
+
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return [open_saved(folder)]
+    if (folder / "dataset_dict.json").is_file():
+        names = sorted(each.parent.name for each in folder.glob("*/state.json"))
+        if len(names) == 1:
+            return [open_saved(folder / names[0])]
+        raise UserError(_choose_split(folder, names))
+    splits = _splits(folder)
+    if len(splits) > 1:
+        raise UserError(_choose_split(folder, sorted(splits)))
+    if not splits:
+        raise UserError(
+            f"the folder {folder} holds no data: there is no file that ends in "
+            f"{', '.join(JSONL_ENDINGS + TABLE_ENDINGS)} (those of text also with "
+            f"{' or '.join(COMPRESSED_ENDINGS)}), and no dataset that save_to_disk wrote."
+        )
+    (files,) = splits.values()
+    return [_open_file(file, index_dir) for file in files]
+
+
+def _choose_split(folder: Path, names: list[str]) -> str:
+    first = folder / names[0] if names else folder
+    return (
+        f"the folder {folder} holds several splits, {', '.join(names)}: name one of them, for "
+        f"example {first}."
+    )
+
+
+def _ending(path: Path) -> str:
+    """What decides how a data file is read; "" for one that is not known by its name."""
+    suffixes = path.suffixes
+    last = suffixes[-1].lower() if suffixes else ""
+    if last in COMPRESSED_ENDINGS:
+        return last if path.with_suffix("").suffix.lower() in JSONL_ENDINGS else ""
+    return last if last in JSONL_ENDINGS + TABLE_ENDINGS else ""
+
+
+def _has_data_files(folder: Path) -> bool:
+    """Whether a data file lies in `folder` or one folder below: looking is cheap there."""
+    return any(_ending(path) for pattern in ("*", "*/*") for path in folder.glob(pattern))
+
+
+def _splits(folder: Path) -> dict[str, list[Path]]:
+    """The data files of each split of a folder, by the rules of `datasets.load_dataset`."""
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+
+    base = str(folder.absolute())
+    try:
+        patterns = get_data_patterns(base)
+        found = DataFilesDict.from_patterns(patterns, base_path=base)
+    except (EmptyDatasetError, FileNotFoundError):
+        return {}
+    splits, others = {}, []
+    for split, names in found.items():
+        files = [folder / Path(name).relative_to(base) for name in names]
+        data = [file for file in files if _ending(file)]
+        others += [str(file) for file in files if not _ending(file)]
+        if data:
+            splits[str(split)] = data
+    if splits and others:
+        logging.warning(f"not read in the folder {folder}: {', '.join(others)}")
+    return splits
+
+
+def _open_file(path: Path, index_dir: str | None) -> RecordSource:
+    if not path.stat().st_size:
+        raise UserError(f"data file {path} is empty.")
+    with path.open("rb") as file:
+        first = file.read(4)
+    kind = path.suffix.lower()
+    if kind not in TABLE_ENDINGS + COMPRESSED_ENDINGS:
+        kind = next((end for magic, end in _MAGIC.items() if first.startswith(magic)), "")
+    if kind in TABLE_ENDINGS:
+        from nemo_aligner.data.nlp import arrow_files
+
+        if kind == ".arrow":
+            return arrow_files.open_arrow(path)
+        return arrow_files.open_parquet(path, index_dir)
+    if kind in COMPRESSED_ENDINGS:
+        return _open_compressed(path, kind, index_dir)
+    return JsonLinesFile(path, path)
+
+
+def _open_compressed(path: Path, kind: str, index_dir: str | None) -> JsonLinesFile:
+    """Unpacked into memory if it is small, else into a copy that is kept."""
+    with _unpacked(path, kind) as file:
+        start = _read(file, index_files.SMALL + 1, path)
+    if len(start) <= index_files.SMALL:
+        return JsonLinesFile(path, start)
+
+    def write(target: Path) -> None:
+        with _unpacked(path, kind) as source, target.open("wb") as copy:
+            while block := _read(source, 1 << 20, path):
+                copy.write(block)
+
+    name = f"{path.stem}-{index_files.key(index_files.file_fingerprint(path))}.jsonl"
+    copy = index_files.keep_file(path, index_dir, name, write)
+    if copy is None:
+        copy = index_files.temporary_folder(path) / name
+        write(copy)
+    return JsonLinesFile(path, copy)
+
+
+def _unpacked(path: Path, kind: str) -> BinaryIO:
+    if kind == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    import pyarrow as pa
+
+    if not pa.Codec.is_available("zstd"):
+        raise UserError(
+            f"{path} cannot be read: this pyarrow was built without zstd. Unpack the file, or "
+            "compress it with gzip."
+        )
+    return pa.input_stream(str(path), compression="zstd")
+
+
+def _read(file: BinaryIO, size: int, path: Path) -> bytes:
+    try:
+        return file.read(size)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(
+            f"{path} cannot be unpacked ({error}): it is damaged or cut short; copy it again."
+        ) from None

@@ -1,0 +1,250 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Files that make a second start fast: the index of a data file (offsets, lengths and other
+results of its check), and copies of it in a form that can be mapped into memory.
+
+They lie in `.nemo_aligner_index` beside the data, or in `model.data.index_mapping_dir`; where
+neither can be written, in the cache folder of Hugging Face's `datasets`. Their names hold a hash
+of everything that they depend on, so they are never out of date; they can be deleted whenever no
+job runs. A file appears complete, by being renamed, and of several processes that need the same
+one the first makes it while the others wait.
+"""
+
+import atexit
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from nemo.utils import logging
+
+from nemo_aligner.core.errors import UserError
+
+FOLDER = ".nemo_aligner_index"
+# Data files below this size (bytes) are read anew at each start, and nothing is written for them.
+SMALL = 4 << 20
+# A larger file counts as unchanged if its size, its times and these samples of it are.
+SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+class Index(NamedTuple):
+    """What the check of a data file found.
+
+    Attributes:
+        offsets: int64, of its `RecordSource`.
+        notes: int64 [records], as `Records.notes`.
+        numbers: float64 [records], as `Records.numbers`.
+    """
+
+    offsets: np.ndarray
+    notes: np.ndarray
+    numbers: np.ndarray
+
+
+def file_fingerprint(path: Path) -> str:
+    """Changes when the file does: a hash of its size, its times (in ns) and its content; of a file
+    above `SMALL`, of samples of its content.
+    """
+    stat = path.stat()
+    found = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
+    with path.open("rb") as file:
+        if stat.st_size <= SMALL:
+            found.update(file.read())
+        else:
+            for start in np.linspace(0, stat.st_size - SAMPLE_BYTES, SAMPLES).astype(np.int64):
+                file.seek(int(start))
+                found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()
+
+
+def key(*parts: Any) -> str:
+    """A hash of `parts`, which are made of texts, numbers, lists and dicts."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def code_fingerprint() -> str:
+    """A hash of the modules that read and check data: an index of other code is not used."""
+    found = hashlib.sha256()
+    for module in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(module.read_bytes())
+    return found.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str | None:
+    """A hash of what decides how the tokenizer cuts a text; None for a kind of tokenizer whose
+    state cannot be read, with which nothing is kept for a second start.
+    """
+    inner: Any = getattr(tokenizer, "tokenizer", None)
+    if hasattr(inner, "backend_tokenizer"):  # of Hugging Face, fast
+        state = inner.backend_tokenizer.to_str()
+    elif hasattr(inner, "serialized_model_proto"):  # SentencePiece
+        state = hashlib.sha256(inner.serialized_model_proto()).hexdigest()
+    elif type(tokenizer).__name__ == "ByteLevelTokenizer":
+        state = ""
+    else:
+        return None
+    own = {
+        name: repr(value)
+        for name, value in sorted(vars(tokenizer).items())
+        if isinstance(value, str | int | float | bool | dict | None)
+        and not name.startswith("_inv_vocab")  # filled on first use
+    }
+    # Settings of the Python side of a tokenizer show in how it cuts a text full of edges.
+    eos = getattr(inner, "eos_token", "")
+    probe = tokenizer.text_to_ids(f" A  b\n\n\tnaïve 日本 {eos}x </s> ")
+    ids = [tokenizer.eos_id, getattr(tokenizer, "bos_id", None), tokenizer.vocab_size]
+    return key(type(tokenizer).__name__, type(inner).__name__, state, own, ids, list(probe))
+
+
+def load_index(data: Path, index_dir: str | None, name: str) -> Index | None:
+    """The index `name` of the data file or folder `data`, mapped into memory; None if there is
+    none.
+    """
+    for folder in _folders(data, index_dir):
+        path = folder / name
+        if path.is_file():
+            return _read_index(path)
+    return None
+
+
+def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], Index]) -> Index:
+    """What `make` returns, or what another process has made in the meantime; kept as the index
+    `name` of `data` where a folder for it can be written.
+    """
+    made: list[Index] = []
+
+    def write(path: Path) -> None:
+        made.append(make())
+        _write_index(path, made[0])
+
+    path = keep_file(data, index_dir, name, write)
+    if made:
+        return made[0]
+    index = None if path is None else _read_index(path)
+    return make() if index is None else index
+
+
+def keep_file(
+    data: Path, index_dir: str | None, name: str, write: Callable[[Path], None]
+) -> Path | None:
+    """The path of the file `name` for the data file or folder `data`.
+
+    Args:
+        write: writes it to the path that it is given; called unless the file exists.
+
+    Returns:
+        None if no folder for it can be written.
+
+    Raises:
+        UserError: there is no room for it; or of `write`.
+    """
+    folders = _folders(data, index_dir)
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder / name
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=folder)
+        except OSError:
+            continue  # not ours to write
+        os.close(handle)
+        try:
+            with _alone(folder / f"{name}.lock", data):
+                if not (folder / name).is_file():  # another process may have been faster
+                    logging.info(f"reading {data}; for the next start: {folder / name}")
+                    write(Path(temporary))
+                    os.chmod(temporary, 0o644)
+                    os.replace(temporary, folder / name)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise UserError(
+                    f"there is no room in {folder} for {name}, which lets {data} be read without "
+                    "filling the memory; name another folder with model.data.index_mapping_dir "
+                    "(SFT: in train_ds and validation_ds)."
+                ) from None
+            raise
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        return folder / name
+    return None
+
+
+def temporary_folder(data: Path) -> Path:
+    """A folder that lives as long as this process, for data that could not be kept."""
+    folder = Path(tempfile.mkdtemp(prefix="nemo_aligner_data_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    logging.warning(
+        f"no folder can be written to keep a copy of {data} for the next start: this process "
+        f"writes its own in {folder}. Set model.data.index_mapping_dir."
+    )
+    return folder
+
+
+def _folders(data: Path, index_dir: str | None) -> list[Path]:
+    """Where the files of `data` may lie, in the order in which they are tried."""
+    chosen = Path(index_dir) if index_dir else (data if data.is_dir() else data.parent) / FOLDER
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
+    )
+    cache = os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")
+    return [chosen, Path(cache).expanduser() / "nemo_aligner"]
+
+
+@contextlib.contextmanager
+def _alone(lock: Path, data: Path) -> Iterator[None]:
+    """One process at a time; on a file system without locks, all of them."""
+    from filelock import FileLock, Timeout
+
+    held = FileLock(lock)
+    try:
+        try:
+            held.acquire(timeout=0)
+        except Timeout:
+            logging.info(f"waiting for another process that reads {data}")
+            held.acquire()
+    except (NotImplementedError, OSError):
+        yield  # the file is renamed when it is complete, so that a second one does no harm
+        return
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def _write_index(path: Path, index: Index) -> None:
+    """One int64 array: the lengths of the three arrays, then the three."""
+    sizes = [len(array) for array in index]
+    parts: Sequence[np.ndarray] = [np.array(sizes), *index[:2], index.numbers.view(np.int64)]
+    with path.open("wb") as file:
+        header = {
+            "descr": np.lib.format.dtype_to_descr(np.dtype(np.int64)),
+            "fortran_order": False,
+            "shape": (3 + sum(sizes),),
+        }
+        np.lib.format.write_array_header_1_0(file, header)
+        for part in parts:
+            part.astype(np.int64, copy=False).tofile(file)
+
+
+def _read_index(path: Path) -> Index | None:
+    """The index, or None if the file is damaged."""
+    try:
+        whole = np.load(path, mmap_mode="r", allow_pickle=False)
+        ends = np.cumsum([3, *whole[:3].tolist()])
+    except (ValueError, OSError, EOFError):
+        return None
+    if whole.dtype != np.int64 or whole.ndim != 1 or ends[-1] != len(whole):
+        return None
+    offsets, notes, numbers = (whole[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True))
+    return Index(offsets, notes, numbers.view(np.float64))

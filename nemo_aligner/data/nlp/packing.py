@@ -1,0 +1,139 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Several SFT examples in one sequence (`packed_sequence: True`), which saves the padding.
+
+Positions restart at each example and no example attends to another, so loss and gradient are those
+of the examples one by one (`training/megatron_steps.py` tells the model where they begin).
+"""
+
+import bisect
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from nemo.utils import logging
+
+Batch = dict[str, torch.Tensor]
+
+
+class Packable(Protocol):
+    """A dataset whose items can be packed, such as `SFTDataset`."""
+
+    name: str
+    max_seq_length: int
+    pad_to_max_length: bool
+    collate_fn: Callable[[list[dict[str, Any]]], Batch]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)]: tokens of each item, at most `max_seq_length`."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """An item of `collate_fn`, with a list `tokens`."""
+
+
+def pack(slots: Sequence[int], size: int) -> list[list[int]]:
+    """Divide items into packs of at most `size` slots each.
+
+    Items are taken in order, each into the pack that it fills best (among equally full ones, the
+    first). The result depends on nothing but the arguments.
+
+    Args:
+        slots: of each item, 1 to `size`.
+        size: of a pack.
+
+    Returns:
+        Numbers of the items of each pack, in order; packs in the order of their first item.
+    """
+    packs: list[list[int]] = []
+    rooms: list[int] = []  # the sizes of the room that open packs have, sorted
+    open_packs: dict[int, list[int]] = {}  # by room, a heap of packs
+    for number, needed in enumerate(slots):
+        place = bisect.bisect_left(rooms, needed)
+        if place == len(rooms):
+            chosen, room = len(packs), size
+            packs.append([])
+        else:
+            room = rooms[place]
+            chosen = heapq.heappop(open_packs[room])
+            if not open_packs[room]:
+                del open_packs[room], rooms[place]
+        packs[chosen].append(number)
+        left = room - needed
+        if left:
+            if left not in open_packs:
+                bisect.insort(rooms, left)
+                open_packs[left] = []
+            heapq.heappush(open_packs[left], chosen)
+    return packs
+
+
+class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
+    """Packs of the items of `dataset`; its length is the number of packs.
+
+    An example of n tokens takes n - 1 slots, because its last token is only ever a label.
+
+    Args:
+        dataset: SFT examples with known lengths.
+
+    Items: `examples` (items of `dataset`) and `is_empty`, True for index -1, an empty slot of a
+    padded validation batch: the first pack without weight in the loss. `collate_fn` makes batches.
+    """
+
+    def __init__(self, dataset: Packable) -> None:
+        self.dataset = dataset
+        self.size = dataset.max_seq_length
+        slots = np.maximum(dataset.lengths - 1, 1)
+        self.packs = pack(slots.tolist(), self.size)
+        logging.info(
+            f"{dataset.name} data: {len(slots)} examples in {len(self.packs)} packed sequences of "
+            f"at most {self.size} positions, which are "
+            f"{100 * slots.sum() / (len(self.packs) * self.size):.1f} % full. A global batch "
+            "counts packed sequences."
+        )
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        examples = [self.dataset[number] for number in self.packs[max(index, 0)]]
+        return {"examples": examples, "is_empty": index < 0}
+
+    def collate_fn(self, items: list[dict[str, Any]]) -> Batch:
+        """Collate packs to a batch of width S, the longest of them rounded up to 16.
+
+        S is at most `max_seq_length`, and equal to it with `pad_to_max_length`.
+
+        Returns:
+            As `SFTDataset.collate_fn`, and `packed_position_ids` int64 [B, S] in place of
+            `position_ids`: 0 where an example begins, and where the padding does.
+        """
+        rows = [self._row(item) for item in items]
+        longest = max(len(row["tokens"]) for row in rows)
+        width = self.size
+        if not self.dataset.pad_to_max_length:
+            width = min(-(-longest // 16) * 16, self.size)
+        batch = {}
+        for key in rows[0]:
+            batch[key] = torch.stack(
+                [torch.nn.functional.pad(row[key], (0, width - len(row[key]))) for row in rows]
+            )
+        for row, positions in zip(rows, batch["packed_position_ids"], strict=True):
+            used = len(row["tokens"])
+            positions[used:] = torch.arange(width - used)
+        return batch
+
+    def _row(self, item: dict[str, Any]) -> Batch:
+        """The examples of a pack one behind the other, each without its padding."""
+        parts: list[Batch] = []
+        for example in item["examples"]:
+            used = max(len(example["tokens"]) - 1, 1)
+            alone = self.dataset.collate_fn([example])
+            part = {key: alone[key][0, :used] for key in ("tokens", "labels", "loss_mask")}
+            parts.append({**part, "packed_position_ids": torch.arange(used)})
+        row = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        if item["is_empty"]:
+            row["loss_mask"] = torch.zeros_like(row["loss_mask"])
+        return row

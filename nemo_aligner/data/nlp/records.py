@@ -1,0 +1,219 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Records of data files of any kind, checked at start and read on access.
+
+Every record is read once at start: a broken one is an error with its file and row. What the check
+found is kept for the next start (`index_files.py`).
+"""
+
+import array
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp import index_files
+from nemo_aligner.data.nlp.columns import Columns, kind_of
+from nemo_aligner.data.nlp.data_files import DataFile, open_sources
+from nemo_aligner.data.nlp.json_lines import Record, RecordSource
+
+# From a record to what is kept of its check: a whole number, or that and another number.
+Inspect = Callable[[Record], int | tuple[int, float]]
+
+
+class Records(Sequence):
+    """Records of data files, one file after the other, read from disk on access.
+
+    Args:
+        paths: the files and folders (`data_files.py`); an entry may have columns of its own.
+        fields: texts that each record must have.
+        inspect: called once with every record; its results are kept in `notes` and `numbers`. To a
+            `UserError` that it raises, the file and the row are added.
+        allow_blank: the texts of `fields` may be blank.
+        data_impl: form of the files (`config/data_rules.py`).
+        columns: `model.data.columns`; see `Columns`.
+        index_dir: `model.data.index_mapping_dir`: folder for what is kept for the next start;
+            None: beside the data.
+        settings: gives a hash of everything that `inspect` depends on, the state of the tokenizer
+            included (`settings_of`). None, or a function that returns it: nothing is kept, and
+            every start reads all records.
+
+    Attributes:
+        paths: of the entries.
+        counts: records per entry.
+        first_of_file: int64, number of the first record of each entry.
+        notes: int64 [number of records], of `inspect`.
+        numbers: float64 [number of records], of `inspect`; 0 where it returns one number.
+
+    Raises:
+        UserError: a file is missing, empty or damaged, or a record is broken; the message names
+            the file and the row.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        fields: Sequence[str],
+        inspect: Inspect,
+        allow_blank: bool = False,
+        *,
+        data_impl: str = "jsonl",
+        columns: Mapping[str, Any] | None = None,
+        index_dir: str | None = None,
+        settings: Callable[[], str | None] | None = None,
+    ) -> None:
+        entries = [DataFile.of(entry, "the list of data files") for entry in paths]
+        self.paths = [Path(entry.path) for entry in entries]
+        self.sources: list[RecordSource] = []
+        self.columns: list[Columns] = []
+        self.counts: list[int] = []
+        found: list[index_files.Index] = []
+        check = _Check(fields, inspect, allow_blank, index_dir, settings)
+        for entry, path in zip(entries, self.paths, strict=True):
+            mapping = Columns(columns if entry.columns is None else entry.columns)
+            sources = open_sources(path, data_impl, index_dir)
+            indices = [check.index(source, mapping) for source in sources]
+            self.sources += sources
+            self.columns += [mapping] * len(sources)
+            self.counts.append(sum(len(index.notes) for index in indices))
+            found += indices
+        self.notes = _joined([index.notes for index in found])
+        self.numbers = _joined([index.numbers for index in found])
+        self.first_of_file = np.cumsum([0, *self.counts[:-1]])
+        self._ends = np.cumsum([len(index.notes) for index in found])  # of the sources
+
+    def __len__(self) -> int:
+        return len(self.notes)
+
+    def __getitem__(self, index: int) -> Record:  # type: ignore[override]
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        first = int(self._ends[number - 1]) if number else 0
+        return self.columns[number](self.sources[number][int(index) - first])
+
+
+class _Check:
+    """The check of all records of a source; arguments as for `Records`."""
+
+    def __init__(
+        self,
+        fields: Sequence[str],
+        inspect: Inspect,
+        allow_blank: bool,
+        index_dir: str | None,
+        settings: Callable[[], str | None] | None,
+    ) -> None:
+        self.fields = fields
+        self.inspect = inspect
+        self.allow_blank = allow_blank
+        self.index_dir = index_dir
+        self.settings = functools.cache(settings or (lambda: None))
+
+    def index(self, source: RecordSource, columns: Columns) -> index_files.Index:
+        """What the check of a source finds, or has found at an earlier start."""
+        size = sum(file.stat().st_size for file in source.files)
+        settings = self.settings() if size > index_files.SMALL else None
+        if settings is None:
+            return self.read(source, columns)
+        before = _state(source)
+        name = f"{source.path.name}-" + index_files.key(
+            [index_files.file_fingerprint(file) for file in source.files],
+            [list(self.fields), self.allow_blank, columns.fields],
+            [settings, index_files.code_fingerprint()],
+        )
+        name += ".npy"
+
+        def make() -> index_files.Index:
+            made = self.read(source, columns)
+            if _state(source) != before:
+                raise UserError(
+                    f"{source.path} has changed while it was read; start again once it is "
+                    "complete."
+                )
+            return made
+
+        index = index_files.load_index(source.path, self.index_dir, name)
+        if index is None:
+            index = index_files.keep_index(source.path, self.index_dir, name, make)
+        source.offsets = index.offsets
+        return index
+
+    def read(self, source: RecordSource, columns: Columns) -> index_files.Index:
+        """Read all records of a source and check them."""
+        notes, numbers = array.array("q"), array.array("d")
+        for number, row in source.scan():
+            try:
+                record = columns(row)
+                for field in self.fields:
+                    check_text(record, field, self.allow_blank)
+                found = self.inspect(record)
+                note, other = found if isinstance(found, tuple) else (found, 0.0)
+                notes.append(note)
+                numbers.append(other)
+            except UserError as error:
+                raise UserError(f"{source.path}, {source.unit} {number}: {error}") from None
+        if not notes:
+            raise UserError(f"data file {source.path} is empty.")
+        return index_files.Index(
+            source.offsets,
+            np.frombuffer(notes, dtype=np.int64),
+            np.frombuffer(numbers, dtype=np.float64),
+        )
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    """One array; a single one stays mapped into memory."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _state(source: RecordSource) -> list[tuple[int, int]]:
+    return [(file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
+
+
+def check_text(record: Record, field: str, allow_blank: bool = False, unit: str = "line") -> None:
+    """Raise `UserError` unless a record has text in `field`, by default one that is not blank;
+    `unit` is what a row is called.
+    """
+    if field not in record:
+        hint = ""
+        if "messages" in record or "conversations" in record:
+            hint = (
+                " A conversation needs a form: set model.data.chat_template=tokenizer, or the "
+                "file of a template, or model.data.chat=True for NeMo's chat format."
+            )
+        raise UserError(f"field '{field}' is missing; the line has {sorted(record)}.{hint}")
+    value = record[field]
+    if not isinstance(value, str):
+        raise UserError(f"field '{field}' must be text, not {kind_of(value)}.")
+    if not (allow_blank or value.strip()):
+        raise UserError(f"field '{field}' is empty.")
+
+
+def open_records(
+    paths: Sequence[Any],
+    data_cfg: Mapping[str, Any] | None,
+    inspect: Inspect,
+    settings: Callable[[], str | None],
+) -> Records:
+    """The records of `paths` as `model.data` (`data_cfg`) says; `inspect` checks their fields."""
+    data_cfg = data_cfg or {}
+    return Records(
+        paths,
+        [],
+        inspect,
+        data_impl=data_cfg.get("data_impl") or "jsonl",
+        columns=data_cfg.get("columns"),
+        index_dir=data_cfg.get("index_mapping_dir"),
+        settings=settings,
+    )
+
+
+def settings_of(tokenizer: Tokenizer, *others: Any) -> str | None:
+    """`settings` of `Records` for an `inspect` that depends on the tokenizer and on `others`
+    (texts, numbers, lists); None if the tokenizer's state cannot be told.
+    """
+    state = index_files.tokenizer_fingerprint(tokenizer)
+    return None if state is None else index_files.key(state, *others)

@@ -1,0 +1,515 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of data files, their columns, blends and errors, against the lists that the files were
+made from.
+"""
+
+import gzip
+import json
+import pickle
+import random
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.config.data_rules import plain_columns
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.data.nlp import index_files
+from nemo_aligner.data.nlp.builders import (
+    build_sft_dataset,
+    build_train_valid_test_regression_rm_datasets,
+    build_train_valid_test_rlhf_datasets,
+    build_train_valid_test_rm_datasets,
+)
+from nemo_aligner.data.nlp.columns import Columns
+from nemo_aligner.data.nlp.data_files import DataFile
+from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
+from nemo_aligner.data.nlp.prompts import RLHFDataset
+from nemo_aligner.data.nlp.records import Records
+
+ROWS = [{"text": f"text {n} naïve 日本", "tags": [{"n": n}, {"n": -n}]} for n in range(700)]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def write_gz(path, rows):
+    write_jsonl(path.with_suffix(".tmp"), rows)
+    path.write_bytes(gzip.compress(path.with_suffix(".tmp").read_bytes()))
+    path.with_suffix(".tmp").unlink()
+    return path
+
+
+def write_zst(path, rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    with pa.OSFile(str(path), "wb") as file, pa.CompressedOutputStream(file, "zstd") as stream:
+        stream.write(text)
+    return path
+
+
+def write_parquet(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=300)
+    return path
+
+
+def write_saved(path, rows):
+    datasets.Dataset.from_list(rows).save_to_disk(path, num_shards=2)
+    return path
+
+
+def write_arrow(path, rows):
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=200)
+    return path
+
+
+def write_folder(path, rows):
+    path.mkdir()
+    (path / "README.md").write_text("not data")
+    write_parquet(path / "a.parquet", rows[:100])
+    write_gz(path / "b.jsonl.gz", rows[100:300])
+    write_jsonl(path / "c.jsonl", rows[300:])
+    return path
+
+
+def write_splits(path, rows):
+    (path / "data").mkdir(parents=True)
+    write_parquet(path / "data" / "train_prefs-00000-of-00002.parquet", rows[:400])
+    write_parquet(path / "data" / "train_prefs-00001-of-00002.parquet", rows[400:])
+    write_parquet(path / "data" / "test-00000-of-00001.parquet", rows[:1])
+    return path / "train_prefs"
+
+
+def write_saved_splits(path, rows):
+    both = {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows)}
+    datasets.DatasetDict(both).save_to_disk(path)
+    return path / "train"
+
+
+def write_pattern(path, rows):
+    path.mkdir()
+    write_parquet(path / "x-1.parquet", rows[:400])
+    write_parquet(path / "x-2.parquet", rows[400:])
+    write_parquet(path / "y-1.parquet", rows)
+    return path / "x-*.parquet"
+
+
+KINDS = {
+    "jsonl": (write_jsonl, "data.jsonl"),
+    "gz": (write_gz, "data.jsonl.gz"),
+    "zst": (write_zst, "data.jsonl.zst"),
+    "parquet": (write_parquet, "data.parquet"),
+    "arrow": (write_arrow, "data.arrow"),
+    "saved": (write_saved, "saved"),
+    "folder": (write_folder, "folder"),
+    "splits": (write_splits, "splits"),
+    "saved-splits": (write_saved_splits, "saved"),
+    "pattern": (write_pattern, "pattern"),
+}
+
+
+def write(kind, folder, rows):
+    function, name = KINDS[kind]
+    return function(folder / name, rows)
+
+
+@pytest.fixture
+def no_small_files(monkeypatch, tmp_path):
+    """Every file counts as large; nothing is written outside the test's folder."""
+    monkeypatch.setattr(index_files, "SMALL", 0)
+    monkeypatch.setattr(index_files, "SAMPLE_BYTES", 16)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "home"))
+
+
+def records(path, inspect=lambda record: len(record["text"]), fields=("text",), **options):
+    return Records([path], list(fields), inspect, **options)
+
+
+# --- kinds of files ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_gives_the_rows_that_were_written(kind, tmp_path):
+    path = write(kind, tmp_path, ROWS)
+    before = sorted(tmp_path.rglob("*"))
+    found = records(path)
+    assert [found[n] for n in range(len(found))] == ROWS
+    assert found.notes.tolist() == [len(row["text"]) for row in ROWS]
+    assert found.counts == [700] and found.first_of_file.tolist() == [0]
+    assert [pickle.loads(pickle.dumps(found))[n] for n in (0, 399, 699)] == [
+        ROWS[n] for n in (0, 399, 699)
+    ]
+    assert sorted(tmp_path.rglob("*")) == before  # nothing is kept of small files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_files_of_every_kind_are_read_from_their_index(kind, tmp_path, no_small_files):
+    path = write(kind, tmp_path, ROWS)
+    calls = []
+
+    def inspect(record):
+        calls.append(record["text"])
+        return len(record["text"]), record["tags"][0]["n"] / 2
+
+    starts = [records(path, inspect, settings=lambda: "tokens of A") for _ in range(2)]
+    assert calls == [row["text"] for row in ROWS]  # once, not twice
+    for found in starts:
+        assert [found[n] for n in range(len(found))] == ROWS
+        assert found.notes.tolist() == [len(row["text"]) for row in ROWS]
+        assert found.numbers.tolist() == [n / 2 for n in range(700)]
+    del calls[:]
+    records(path, inspect, settings=lambda: "tokens of B")
+    records(path, inspect, ("text",), allow_blank=True, settings=lambda: "tokens of A")
+    records(path, inspect, columns={"x": "text"}, settings=lambda: "tokens of A")
+    records(path, inspect)
+    records(path, inspect, settings=lambda: None)  # a tokenizer whose state is not known
+    assert len(calls) == 5 * 700
+
+
+def test_files_are_recognized_without_their_endings(tmp_path):
+    parquet = write_parquet(tmp_path / "a", ROWS)
+    packed = write_gz(tmp_path / "b", ROWS)
+    found = Records([parquet, packed], ["text"], lambda record: 0)
+    assert found.counts == [700, 700] and found[699] == found[1399] == ROWS[699]
+
+
+def test_what_is_kept_lies_in_index_mapping_dir(tmp_path, no_small_files):
+    (tmp_path / "data").mkdir()
+    path = write_parquet(tmp_path / "data" / "a.parquet", ROWS)
+    found = records(path, index_dir=str(tmp_path / "index"), settings=lambda: "A")
+    assert found[5] == ROWS[5]
+    assert [each.name for each in (tmp_path / "data").iterdir()] == ["a.parquet"]
+    names = {each.suffix for each in (tmp_path / "index").iterdir()}
+    assert names == {".npy", ".arrow", ".lock"}
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, no_small_files, monkeypatch):
+    """A file stands where the folder of the index would be."""
+    messages = []
+    monkeypatch.setattr(logging, "warning", messages.append)
+    (tmp_path / index_files.FOLDER).write_text("")
+    path = write_parquet(tmp_path / "a.parquet", ROWS)
+    packed = write_gz(tmp_path / "b.jsonl.gz", ROWS)
+    for _ in range(2):
+        for file in (path, packed):
+            assert records(file, settings=lambda: "A")[5] == ROWS[5]
+    assert len(list((tmp_path / "home" / "nemo_aligner").glob("*.npy"))) == 2
+    assert not messages
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / index_files.FOLDER))  # nor there
+    for file in (path, packed):
+        found = records(file, settings=lambda: "A")
+        assert [found[n] for n in range(700)] == ROWS
+    assert len(messages) == 2 and "Set model.data.index_mapping_dir" in messages[0]
+
+
+# --- columns ---
+
+
+def test_columns_by_hand():
+    row = {"a": "x", "b": {"c": ["y", "z"]}, "d.e": "w", "n": 3, "text": "old"}
+    columns = {
+        "text": "{a}: {b.c.1}!",
+        "first": "b.c.0",
+        "dotted": "d.e",
+        "label": ["n", "b.c.0"],
+        "a": "d.e",
+    }
+    assert Columns(columns)(row) == row | {
+        "text": "x: z!",
+        "first": "y",
+        "dotted": "w",
+        "label": [3, "y"],
+        "a": "w",
+    }
+    assert Columns(None)(row) is row
+    assert Columns(OmegaConf.create({"label": ["n", "a"]}))(row)["label"] == [3, "x"]
+    for form, message in {
+        "q": r"there is no column 'q' \(columns.text\); there are \['a', 'b', ",
+        "b.c.2": "no column 'b.c.2'",
+        "{n}": "column 'n' .columns.text. must be text, not int",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            Columns({"text": form})(row)
+    for bad in ({"text": 3}, {"text": []}, {"text": [1]}, {"text": None}, "text", {"text": ""}):
+        with pytest.raises(ConfigError, match="model.data.columns"):
+            plain_columns(bad)
+
+
+def model_cfg(**data):
+    return OmegaConf.create(
+        {
+            "data": {"data_impl": "jsonl", **data},
+            "ppo": {"length_params": {"max_length": 12}},
+            "regression": {"num_attributes": 5},
+        }
+    )
+
+
+def build(function, prefix, tokenizer, splits=None, samples=-1, **data):
+    return function(
+        cfg=model_cfg(**data),
+        data_prefix=OmegaConf.create(prefix),
+        data_impl="jsonl",
+        splits_string=splits,
+        train_valid_test_num_samples=[samples] * 3,
+        seq_length=80,
+        seed=1,
+        tokenizer=tokenizer,
+    )
+
+
+def text_of(tokenizer, ids, length):
+    return tokenizer.ids_to_text(ids[:length].tolist())
+
+
+def test_layout_of_hh_rlhf(tmp_path, tiny_tokenizer):
+    rows = [
+        {
+            "chosen": f"\n\nHuman: is {n} odd?\n\nAssistant: yes",
+            "rejected": f"\n\nHuman: is {n} odd?\n\nAssistant: a fish",
+        }
+        for n in (3, 5, 7)
+    ]
+    path = write_gz(tmp_path / "train.jsonl.gz", rows)
+    train, _, _ = build(build_train_valid_test_rm_datasets, {"train": [str(path)]}, tiny_tokenizer)
+    assert len(train) == 3
+    for number, row in enumerate(rows):
+        item = train[number]
+        for name in ("chosen", "rejected"):
+            assert text_of(tiny_tokenizer, item[name], item[f"{name}_length"]) == row[name]
+
+
+def test_layout_of_tldr(tmp_path, tiny_tokenizer):
+    rows = [
+        {
+            "info": {"post": f"post {n}\nTL;DR:", "id": str(n)},
+            "summaries": [{"text": f" short {n}"}, {"text": f" long {n}"}],
+            "choice": 0,
+        }
+        for n in range(4)
+    ]
+    path = write_parquet(tmp_path / "comparisons.parquet", rows)
+    columns = {"prompt": "info.post", "chosen": "summaries.0.text", "rejected": "summaries.1.text"}
+    pairs, _, _ = build(
+        build_train_valid_test_rm_datasets,
+        {"train": [str(path)]},
+        tiny_tokenizer,
+        columns=columns,
+    )
+    item = pairs[2]
+    expected = {"chosen": "post 2\nTL;DR: short 2", "rejected": "post 2\nTL;DR: long 2"}
+    for name, text in expected.items():
+        assert text_of(tiny_tokenizer, item[name], item[f"{name}_length"]) == text
+    prompts, _, _ = build(
+        build_train_valid_test_rlhf_datasets,
+        {"train": [str(path)]},
+        tiny_tokenizer,
+        columns={"text": "info.post"},
+    )
+    assert tiny_tokenizer.ids_to_text(prompts[3]["text"].tolist()) == "post 3\nTL;DR:"
+
+
+def test_layout_of_gsm8k(tmp_path, tiny_tokenizer):
+    rows = [{"question": f"{n} + {n}?", "answer": f"<<{n}+{n}>>\n#### {2 * n}"} for n in range(5)]
+    (tmp_path / "main").mkdir()
+    write_parquet(tmp_path / "main" / "train-00000-of-00001.parquet", rows)
+    write_parquet(tmp_path / "main" / "test-00000-of-00001.parquet", rows[:2])
+    for split, count in {"train": 5, "test": 2}.items():
+        dataset = build_sft_dataset(
+            {
+                "file_path": f"{tmp_path}/main/{split}",
+                "max_seq_length": 64,
+                "columns": {"input": "question", "output": "answer"},
+            },
+            tiny_tokenizer,
+            is_chat=False,
+        )
+        assert len(dataset) == count
+        prompt = tiny_tokenizer.text_to_ids("1 + 1?")
+        assert dataset[1]["answer_start"] == len(prompt)
+        expected = prompt + tiny_tokenizer.text_to_ids(" <<1+1>>\n#### 2")
+        assert dataset[1]["tokens"] == expected + [tiny_tokenizer.eos_id]
+
+
+def test_layout_of_helpsteer2(tmp_path, tiny_tokenizer):
+    attributes = ["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
+    rows = [
+        {"prompt": f"p{n}", "response": f"r{n}"} | dict(zip(attributes, range(n, n + 5)))
+        for n in range(3)
+    ]
+    path = write_saved(tmp_path / "helpsteer2", rows)
+    train, _, _ = build(
+        build_train_valid_test_regression_rm_datasets,
+        {"train": [str(path)]},
+        tiny_tokenizer,
+        columns={"text": "{prompt}\n{response}", "label": attributes},
+    )
+    for n in range(3):
+        assert train[n]["labels"].tolist() == list(range(n, n + 5))
+        assert text_of(tiny_tokenizer, train[n]["inputs"], train[n]["lengths"]) == f"p{n}\nr{n}"
+
+
+def test_layout_of_ultrafeedback(tmp_path):
+    """Message lists reach `inspect` and the reader as plain lists of dicts."""
+    rows = [
+        {
+            "prompt": f"q{n}",
+            "chosen": [
+                {"content": f"q{n}", "role": "user"},
+                {"content": "a", "role": "assistant"},
+            ],
+            "rejected": [{"content": f"q{n}", "role": "user"}],
+            "score_chosen": n / 2,
+        }
+        for n in range(3)
+    ]
+    seen = []
+    (tmp_path / "data").mkdir()
+    write_parquet(tmp_path / "data" / "train_prefs-00000-of-00001.parquet", rows)
+    write_parquet(tmp_path / "data" / "test_prefs-00000-of-00001.parquet", rows[:1])
+    path = tmp_path / "train_prefs"
+    found = Records([path], ["prompt"], lambda record: seen.append(record) or 0)
+    assert seen == rows == [found[n] for n in range(3)]
+
+
+def test_pairs_in_rows_and_in_lines_do_not_mix(tmp_path, tiny_tokenizer):
+    pair = {"chosen": "a", "rejected": "b"}
+    for second, message in {
+        '{"text": "c"}': "line 2: this line holds one text, the lines before it a pair",
+        '{"chosen": "c"}': "line 2: field 'rejected' is missing",
+        '{"chosen": "c", "rejected": null}': "line 2: field 'rejected' must be text, not null",
+        '{"chosen": "c", "rejected": " "}': "line 2: field 'rejected' is empty",
+        '{"chosen": "c", "rejected": "d", "prompt": 1}': "field 'prompt' must be text, not int",
+    }.items():
+        (tmp_path / "p.jsonl").write_text(json.dumps(pair) + "\n" + second)
+        with pytest.raises(UserError, match=f"p.jsonl, .*{message}"):
+            RewardModelDataset([tmp_path / "p.jsonl"], tiny_tokenizer, 8)
+
+
+# --- blends ---
+
+
+def test_a_blend_of_different_kinds_and_columns(tmp_path, tiny_tokenizer):
+    rows = [{"q": f"q{n}", "a": f"a{n}"} for n in range(40)]
+    plain = [{"input": f"Q{n}", "output": f"A{n}"} for n in range(40)]
+    parquet = write_parquet(tmp_path / "a.parquet", rows)
+    packed = write_gz(tmp_path / "b.jsonl.gz", plain)
+    entry = {"path": str(parquet), "columns": {"input": "q", "output": "a"}}
+    for paths, shares in {
+        ("three to one", 0.75): [0.75, entry, 0.25, str(packed)],
+        ("one to three", 0.25): [1, entry, 3, str(packed)],
+    }.items():
+        dataset = build_sft_dataset(
+            OmegaConf.create({"file_path": shares, "max_seq_length": 16}),
+            tiny_tokenizer,
+            is_chat=False,
+        )
+        texts = [tiny_tokenizer.ids_to_text(dataset[n]["tokens"]) for n in range(len(dataset))]
+        assert len(texts) == 80
+        lower = [text for text in texts if text.startswith("q")]
+        assert abs(len(lower) - 80 * paths[1]) <= 1
+        first = [text.removesuffix("<|endoftext|>") for text in lower[:20]]
+        assert first == [f"q{n} a{n}" for n in range(20)]
+    with pytest.raises(ConfigError, match="give a path, or a mapping with path and columns"):
+        DataFile.of({"file": "a"}, "x")
+
+
+def test_splits_of_a_blend_of_folders(tmp_path, tiny_tokenizer):
+    saved = write_saved(tmp_path / "saved", [{"text": f"s{n}"} for n in range(30)])
+    folder = write_folder(tmp_path / "folder", [{"text": f"f{n}"} for n in range(400)])
+    train, validation, _ = build(
+        build_train_valid_test_rlhf_datasets,
+        [0.5, str(saved), 0.5, str(folder)],
+        tiny_tokenizer,
+        splits="90,10,0",
+        samples=20,
+    )
+    found = [tiny_tokenizer.ids_to_text(train[n]["text"].tolist()) for n in range(20)]
+    assert sorted(found) == sorted([f"s{n}" for n in range(10)] + [f"f{n}" for n in range(10)])
+    held = [tiny_tokenizer.ids_to_text(validation[n]["text"].tolist()) for n in range(20)]
+    assert set(held[::2] + held[1::2]) == {f"s{n}" for n in range(27, 30)} | {
+        f"f{n}" for n in range(360, 370)
+    }
+
+
+# --- bad input ---
+
+
+def test_bad_rows_are_named_with_file_and_row(tmp_path, tiny_tokenizer):
+    good = [{"text": f"t{n}", "n": 1} for n in range(300)]
+    cases = {
+        "null": (good + [{"text": None, "n": 1}], {}, "row 301: field 'text' must be text, not "),
+        "column": (
+            good,
+            {"text": "q"},
+            r"row 1: there is no column 'q' \(columns.text\); there a",
+        ),
+        "type": (good, {"text": "n"}, "row 1: field 'text' must be text, not int"),
+        "missing": ([{"n": 1}] * 2, {}, r"row 1: field 'text' is missing; the line has \['n'\]"),
+        "blank": (good + [{"text": " ", "n": 1}], {}, "row 301: field 'text' is empty"),
+        "null-in-template": (
+            good + [{"text": "x", "n": 1, "o": "y"}],
+            {"text": "{text}{o}"},
+            "row 1: column 'o' .* must be text, not null|there is no column 'o'",
+        ),
+    }
+    for name, (rows, columns, message) in cases.items():
+        for function in (write_parquet, write_saved):
+            path = function(tmp_path / f"{name}-{function.__name__}", rows)
+            with pytest.raises(UserError, match=f"{path.name}, {message}"):
+                RLHFDataset([path], tiny_tokenizer, 30, {"columns": columns})
+
+
+def test_damaged_and_empty_files_are_named(tmp_path, no_small_files):
+    rng = random.Random(0)
+    rows = [{"text": "".join(rng.choices("abcdefgh", k=200))} for _ in range(2000)]
+    whole = write_parquet(tmp_path / "whole.parquet", rows).read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    middle = bytearray(whole)
+    middle[len(whole) // 2 : len(whole) // 2 + 4000] = bytes(4000)
+    (tmp_path / "middle.parquet").write_bytes(middle)
+    (tmp_path / "empty.parquet").write_bytes(b"")
+    write_parquet(tmp_path / "no_rows.parquet", rows[:1])
+    pq.write_table(pa.Table.from_pylist(rows).slice(0, 0), tmp_path / "no_rows.parquet")
+    (tmp_path / "other.parquet").write_text("text")
+    for write_packed, ending in ((write_gz, "gz"), (write_zst, "zst")):
+        packed = write_packed(tmp_path / f"p.jsonl.{ending}", rows).read_bytes()
+        (tmp_path / f"cut.jsonl.{ending}").write_bytes(packed[: len(packed) // 2])
+    (tmp_path / "cut.arrow").write_bytes(
+        write_arrow(tmp_path / "a.arrow", rows).read_bytes()[:5000]
+    )
+    write_saved(tmp_path / "saved", rows)
+    next((tmp_path / "saved").glob("*.arrow")).unlink()
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "README.md").write_text("a")
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("a,b")
+    write_splits(tmp_path / "splits", rows)
+    write_saved_splits(tmp_path / "two", rows)
+    for name, message in {
+        "cut.parquet": "cut.parquet is not a parquet file, or is cut short",
+        "middle.parquet": "middle.parquet cannot be read after row [0-9]+ .*damaged",
+        "other.parquet": "other.parquet is not a parquet file",
+        "empty.parquet": "data file .*empty.parquet is empty",
+        "no_rows.parquet": "data file .*no_rows.parquet is empty",
+        "cut.jsonl.gz": "cut.jsonl.gz cannot be unpacked .*cut short",
+        "cut.jsonl.zst": "cut.jsonl.zst cannot be unpacked .*cut short",
+        "cut.arrow": "cut.arrow",
+        "saved": "saved cannot be read as a dataset",
+        "nothing": "the folder .*nothing holds no data",
+        "csv": "the folder .*csv holds no data",
+        "splits": "splits, test, train_prefs: name one of them, for example .*splits/test",
+        "two": "several splits, test, train: name one of them, for example .*two/test",
+        "splits/trian": "data file .*splits/trian does not exist",
+        "z*.jsonl": "no data file matches",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            records(tmp_path / name)
+        assert not list(tmp_path.rglob("*.tmp"))

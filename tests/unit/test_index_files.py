@@ -1,0 +1,269 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of a data file for the next start: never out of date, never half written, made
+once.
+"""
+
+import json
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from nemo.collections.common.tokenizers import AutoTokenizer
+from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
+from omegaconf import OmegaConf
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.data.nlp import index_files
+from nemo_aligner.data.nlp.builders import build_sft_dataset
+from nemo_aligner.data.nlp.index_files import Index, file_fingerprint, tokenizer_fingerprint
+from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
+from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
+from nemo_aligner.data.nlp.prompts import RLHFDataset
+from nemo_aligner.data.nlp.records import Records
+from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_small_files(monkeypatch, tmp_path):
+    """Every file counts as large; nothing is written outside the test's folder."""
+    monkeypatch.setattr(index_files, "SMALL", 0)
+    monkeypatch.setattr(index_files, "SAMPLE_BYTES", 4)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "home"))
+
+
+def write(path, texts, **more):
+    path.write_text("".join(json.dumps({"text": text, **more}) + "\n" for text in texts))
+    return path
+
+
+def count_reads(monkeypatch):
+    """How many times a whole source has been checked so far."""
+    from nemo_aligner.data.nlp import records
+
+    reads, read = [], records._Check.read
+
+    def counted(self, source, columns):
+        reads.append(source.path)
+        return read(self, source, columns)
+
+    monkeypatch.setattr(records._Check, "read", counted)
+    return reads
+
+
+def of(path, **options):
+    return Records([path], ["text"], lambda record: len(record["text"]), **options)
+
+
+# --- never out of date ---
+
+
+def test_a_changed_file_is_read_again(tmp_path, monkeypatch):
+    reads = count_reads(monkeypatch)
+    path = write(tmp_path / "a.jsonl", ["aa", "b"])
+    assert of(path, settings=lambda: "s").notes.tolist() == [2, 1]
+    stat = path.stat()
+    write(path, ["c", "dd"])  # of the same size
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = path.stat()
+    assert (again.st_size, again.st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    found = of(path, settings=lambda: "s")
+    assert found.notes.tolist() == [1, 2] and found[1]["text"] == "dd"
+    assert len(reads) == 2
+    assert of(path, settings=lambda: "s").notes.tolist() == [1, 2] and len(reads) == 2
+
+
+def test_samples_of_a_large_file_tell_its_changes_apart(tmp_path, monkeypatch):
+    """Without the times, which change too: content at its ends and in between."""
+    path = tmp_path / "a"
+
+    def fingerprint(content):
+        path.write_bytes(content)
+        real = os.stat(path)
+
+        class Frozen:
+            st_size, st_mtime_ns, st_ctime_ns = real.st_size, 0, 0
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(path), "stat", lambda self: Frozen)
+            return file_fingerprint(path)
+
+    content = bytes(1000)
+    found = {fingerprint(content), fingerprint(content)}
+    assert len(found) == 1
+    for place in (0, 506, 999):  # 506 is in the 33rd sample
+        found.add(fingerprint(content[:place] + b"x" + content[place + 1 :]))
+    found.add(fingerprint(content + b"\0"))
+    assert len(found) == 5
+
+
+def test_tokenizers_that_cut_otherwise_are_told_apart(
+    tiny_tokenizer_dir, reversed_tokenizer_dir, tiny_sentencepiece_model
+):
+    def hugging_face(folder=tiny_tokenizer_dir, **options):
+        return AutoTokenizer(pretrained_model_name=folder, **options)
+
+    added = hugging_face()
+    added.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+
+    def sentencepiece(**options):
+        section = {"library": "sentencepiece", "model": tiny_sentencepiece_model, **options}
+        return build_tokenizer(OmegaConf.create(section))
+
+    tokenizers = [
+        hugging_face(),
+        hugging_face(reversed_tokenizer_dir),
+        added,
+        hugging_face(include_special_tokens=True),
+        sentencepiece(),
+        sentencepiece(sentencepiece_legacy=True),
+        sentencepiece(additional_special_tokens=["<turn>"]),
+        ByteLevelTokenizer({}),
+    ]
+    found = [tokenizer_fingerprint(tokenizer) for tokenizer in tokenizers]
+    assert None not in found and len(set(found)) == len(tokenizers)
+    assert tokenizer_fingerprint(hugging_face()) == found[0]
+    used = hugging_face()
+    used.text_to_ids("x"), used.ids_to_text([1, 2]), used.inv_vocab  # noqa: B018
+    assert tokenizer_fingerprint(used) == found[0]
+
+    class Unknown:
+        eos_id = vocab_size = 1
+
+    assert tokenizer_fingerprint(Unknown()) is None
+
+
+def test_datasets_know_what_their_check_depends_on(
+    tmp_path, tiny_tokenizer, reversed_tokenizer_dir, monkeypatch
+):
+    """Each dataset reads its file once for each setting, and gives what a first start gives."""
+    other = AutoTokenizer(pretrained_model_name=reversed_tokenizer_dir)
+    path = write(tmp_path / "a.jsonl", ["naïve 日本", "b b b", "cc", "d"])
+    labelled = write(tmp_path / "l.jsonl", ["naïve", "b b b", "cc", "d"], label=[2.0])
+    sft = tmp_path / "s.jsonl"
+    sft.write_text("".join(json.dumps({"input": "é" * n, "output": "x"}) + "\n" for n in (3, 9)))
+
+    def sft_of(tokenizer=tiny_tokenizer, **options):
+        section = {"file_path": str(sft), "max_seq_length": 16, **options}
+        return build_sft_dataset(section, tokenizer, is_chat=False)
+
+    eod = {"append_eod": True}
+    makers = [
+        lambda: RLHFDataset([path], tiny_tokenizer, 20),
+        lambda: RLHFDataset([path], tiny_tokenizer, 19),
+        lambda: RLHFDataset([path], tiny_tokenizer, 20, eod),
+        lambda: RLHFDataset([path], other, 20),
+        lambda: RLHFDataset([path], tiny_tokenizer, 20, {"columns": {"text": "{text}!"}}),
+        lambda: RewardModelDataset([path], tiny_tokenizer, 20),
+        lambda: RewardModelDataset([path], tiny_tokenizer, 6),
+        lambda: RegressionRewardModelDataset([labelled], tiny_tokenizer, 20, 1),
+        lambda: RegressionRewardModelDataset([labelled], tiny_tokenizer, 20, 1, -5.0),
+        lambda: LabelledPairDataset([labelled], tiny_tokenizer, 20),
+        lambda: sft_of(),
+        lambda: sft_of(add_bos=False, add_eos=False),
+        lambda: sft_of(packed_sequence=True),
+        lambda: sft_of(max_seq_length=8),
+        lambda: sft_of(truncation_field="", max_seq_length=8),
+        lambda: sft_of(other),
+        lambda: sft_of(prompt_template="{input}:{output}"),
+    ]
+    reads = count_reads(monkeypatch)
+    for number, make in enumerate(makers):
+        first = make()
+        assert len(reads) == number + 1
+        second = make()
+        assert len(reads) == number + 1
+        for name in ("notes", "numbers"):
+            one, two = (
+                getattr(getattr(each, "dataset", each).lines, name) for each in (first, second)
+            )
+            np.testing.assert_array_equal(one, two)
+        assert str(first[0]) == str(second[0])
+
+
+def test_an_error_is_found_at_every_start(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["a", " "])
+    for _ in range(2):
+        with pytest.raises(UserError, match="line 2: field 'text' is empty"):
+            of(path, settings=lambda: "s")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["a", "b"])
+
+    def inspect(record):
+        with path.open("a") as file:
+            file.write(" ")
+        return 0
+
+    with pytest.raises(UserError, match="a.jsonl has changed while it was read"):
+        Records([path], ["text"], inspect, settings=lambda: "s")
+    assert of(path, settings=lambda: "s").notes.tolist() == [1, 1]
+
+
+# --- never half written, made once ---
+
+
+def test_a_damaged_index_is_made_again(tmp_path, monkeypatch):
+    reads = count_reads(monkeypatch)
+    path = write(tmp_path / "a.jsonl", ["aa", "b"])
+    of(path, settings=lambda: "s")
+    (index,) = (tmp_path / index_files.FOLDER).glob("*.npy")
+    whole = index.read_bytes()
+    for damaged in (b"", whole[:50], whole[:-8], b"x" * 200):
+        index.write_bytes(damaged)
+        found = of(path, settings=lambda: "s")
+        assert found.notes.tolist() == [2, 1] and found[1]["text"] == "b"
+    assert len(reads) == 5
+
+
+def test_many_that_start_at_once_make_one_index(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["aa", "b"])
+    made, results, errors = [], [], []
+
+    def make():
+        made.append(threading.get_ident())
+        time.sleep(0.3)
+        return Index(np.arange(2), np.array([5, 6]), np.array([0.5, 0.25]))
+
+    def start():
+        try:
+            results.append(index_files.keep_index(path, None, "a.npy", make))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(made) == 1
+    for index in results:
+        assert index.offsets.tolist() == [0, 1] and index.notes.tolist() == [5, 6]
+        assert index.numbers.tolist() == [0.5, 0.25]
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["a"])
+    target = tmp_path / index_files.FOLDER / "copy"
+
+    def broken(temporary):
+        temporary.write_text("half")
+        assert not target.exists()
+        raise UserError("row 7 is bad")
+
+    with pytest.raises(UserError, match="row 7"):
+        index_files.keep_file(path, None, "copy", broken)
+    assert [each.name for each in target.parent.iterdir()] == ["copy.lock"]
+
+    def full(temporary):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="no room in .*model.data.index_mapping_dir"):
+        index_files.keep_file(path, None, "copy", full)
+    written = index_files.keep_file(
+        path, None, "copy", lambda new: new.write_text("whole") and None
+    )
+    assert written == target and target.read_text() == "whole"

@@ -1,0 +1,225 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Packed SFT sequences: the packs, their batches, and loss and gradient against the examples one
+by one.
+"""
+
+import itertools
+import json
+import random
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.core.masks import one_row_per_sample
+from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
+from nemo_aligner.data.nlp.packing import PackedDataset, pack
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from tests.tiny_models import tiny_config
+
+LINES = [
+    ("the film", "was a joy"),
+    ("a dull", "plot"),
+    ("I loved the music", "and the story"),
+    ("x", "y"),
+    ("", "z"),
+    ("a warm evening with old friends", "ends"),
+    ("b", "cc"),
+]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory, tiny_tokenizer):
+    path = tmp_path_factory.mktemp("sft") / "data.jsonl"
+    path.write_text("".join(json.dumps({"input": i, "output": o}) + "\n" for i, o in LINES))
+
+    def make(**section):
+        section = {"file_path": str(path), "max_seq_length": 48, **section}
+        return build_sft_dataset(OmegaConf.create(section), tiny_tokenizer, is_chat=False)
+
+    return make
+
+
+# --- which examples make a pack ---
+
+
+def test_packs_by_hand():
+    #       0  1  2  3  4  5  6  7
+    slots = [6, 5, 4, 3, 2, 5, 10, 1]
+    # 0 (room 4); 1 (5); 2 fills 0; 3 in 1 (2); 4 fills 1; 5 (5); 6; 7 in 5
+    assert pack(slots, 10) == [[0, 2], [1, 3, 4], [5, 7], [6]]
+    assert pack([3, 3, 3, 7, 7], 10) == [[0, 1, 2], [3], [4]]
+    # Of packs with as much room as another the first is taken.
+    assert pack([7, 7, 3, 3], 10) == [[0, 2], [1, 3]]
+    assert pack([], 10) == []
+
+
+def test_packs_hold_every_example_once_and_are_full():
+    rng = random.Random(0)
+    slots = [rng.choice([1, 2, rng.randint(1, 64), 64]) for _ in range(3000)]
+    packs = pack(slots, 64)
+    assert sorted(itertools.chain(*packs)) == list(range(3000))
+    fill = [sum(slots[number] for number in each) for each in packs]
+    assert max(fill) == 64 and sum(fill) / (64 * len(packs)) > 0.97
+    assert packs == pack(slots, 64)
+    assert all(each == sorted(each) for each in packs)
+    assert [each[0] for each in packs] == sorted(each[0] for each in packs)
+    # No example could have been put into an earlier pack with less room.
+    naive: list[list[int]] = []
+    for number, needed in enumerate(slots):
+        room = [64 - sum(slots[i] for i in each) for each in naive]
+        fits = [(left, which) for which, left in enumerate(room) if left >= needed]
+        if fits:
+            naive[min(fits)[1]].append(number)
+        else:
+            naive.append([number])
+        if number == 400:
+            break
+    assert pack(slots[:401], 64) == naive
+
+
+# --- batches ---
+
+
+def test_a_batch_by_hand(build, tiny_tokenizer):
+    packed, plain = build(packed_sequence=True), build()
+    assert isinstance(packed, PackedDataset)
+    lengths = [len(plain[n]["tokens"]) for n in range(len(LINES))]
+    assert packed.dataset.lengths.tolist() == lengths
+    assert packed.packs == pack([n - 1 for n in lengths], 48)
+    batch = packed.collate_fn([packed[n] for n in range(len(packed))])
+    width = batch["tokens"].size(1)
+    assert width % 16 == 0 and width <= 48
+    for row, numbers in enumerate(packed.packs):
+        expected = {"tokens": [], "labels": [], "loss_mask": [], "packed_position_ids": []}
+        for number in numbers:
+            tokens, start = plain[number]["tokens"], plain[number]["answer_start"]
+            expected["tokens"] += tokens[:-1]
+            expected["labels"] += tokens[1:]
+            expected["loss_mask"] += [float(t + 1 >= start) for t in range(len(tokens) - 1)]
+            expected["packed_position_ids"] += range(len(tokens) - 1)
+        used = len(expected["tokens"])
+        for key, values in expected.items():
+            assert batch[key][row, :used].tolist() == values, key
+        assert batch["loss_mask"][row, used:].sum() == 0
+        assert batch["packed_position_ids"][row, used:].tolist() == list(range(width - used))
+    wide = build(packed_sequence=True, pad_to_max_length=True)
+    assert wide.collate_fn([wide[0]])["tokens"].shape == (1, 48)
+    empty = packed[-1]
+    assert packed.collate_fn([empty])["loss_mask"].sum() == 0
+    assert packed.collate_fn([empty])["tokens"].tolist() == (
+        packed.collate_fn([packed[0]])["tokens"].tolist()
+    )
+
+
+def test_blends_and_limits_are_packed(build, tmp_path):
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"input": "q", "output": "r"}\n' * 9)
+    first = build(packed_sequence=True)
+    both = build(file_path=[0.5, str(first.dataset.lines.paths[0]), 0.5, str(path)])
+    blend = build(
+        file_path=[0.5, str(first.dataset.lines.paths[0]), 0.5, str(path)], packed_sequence=True
+    )
+    tokens = [example["tokens"] for n in range(len(blend)) for example in blend[n]["examples"]]
+    assert sorted(tokens) == sorted(both[n]["tokens"] for n in range(len(both)))
+
+
+def test_a_resumed_loader_goes_on_with_the_next_packs(build):
+    packed = build(packed_sequence=True, max_seq_length=10)
+    cfg = OmegaConf.create({"model": {"seed": 3, "data": {"num_workers": 0}}})
+
+    def batches(consumed):
+        loader = build_dataloader(cfg, packed, consumed, 1, 2, collate_fn=packed.collate_fn)
+        return [batch["tokens"].tolist() for batch in itertools.islice(loader, 2)]
+
+    assert len(packed) >= 4
+    assert batches(2)[0] == batches(0)[1]
+
+
+# --- loss and gradient ---
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "window", "recomputed", "selective"])
+def test_loss_and_gradient_are_those_of_the_examples_alone(
+    tiny_tokenizer_dir, tiny_tokenizer, build, architecture, reduction
+):
+    """Against a loop over the examples with the bare model; two packs to a micro-batch."""
+    packed, plain = build(packed_sequence=True), build()
+    recomputation = {
+        "activations_checkpoint_granularity": "full",
+        "activations_checkpoint_method": "uniform",
+        "activations_checkpoint_num_layers": 1,
+    }
+    more = {
+        "window": {"window_size": [3, 0]},
+        "recomputed": recomputation,
+        "selective": {"activations_checkpoint_granularity": "selective"},
+    }.get(architecture, {})
+    cfg = tiny_config(
+        tiny_tokenizer_dir,
+        architecture="llama" if more else architecture,
+        micro_batch_size=2,
+        loss_reduction=reduction,
+        **more,
+    )
+    vocab = tiny_tokenizer.vocab_size
+    reference = GPTSFTModel(cfg).unwrapped()[0]
+    losses = []
+    for number in range(len(LINES)):
+        ids, start = plain[number]["tokens"], plain[number]["answer_start"]
+        logits = reference(torch.tensor([ids]), torch.arange(len(ids))[None], None)[0, :, :vocab]
+        predicted = range(max(start, 1), len(ids))
+        losses.append(
+            torch.stack([-torch.log_softmax(logits[t - 1], -1)[ids[t]] for t in predicted])
+        )
+    means = losses if reduction == "token" else [loss.mean()[None] for loss in losses]
+    expected = torch.cat(means).mean()
+    expected.backward()
+
+    packs = [packed[n] for n in range(len(packed))]
+    packs += [packed[-1]] * (-len(packs) % 2)  # an empty slot
+    assert max(len(each) for each in packed.packs) > 1
+    model = GPTSFTModel(cfg)
+    model.setup_megatron_optimization(10)
+    model.prepare_for_training_step()
+    loss, metrics = model.get_loss_and_metrics(packed.collate_fn(packs), forward_only=False)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["weights"] == sum(len(each) for each in means)
+    for (name, parameter), ours in zip(
+        reference.named_parameters(), model.unwrapped()[0].parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+    model.prepare_for_validation_step()
+    again, _ = model.get_loss_and_metrics(packed.collate_fn(packs), forward_only=True)
+    assert again == pytest.approx(loss, rel=1e-6)
+    model.finish_validation_step()
+
+
+def test_examples_of_a_pack_do_not_see_each_other(tiny_tokenizer_dir, build):
+    """Other tokens in the first example change no log-prob of the second, to the last bit."""
+    model = GPTSFTModel(tiny_config(tiny_tokenizer_dir, architecture="llama"))
+    packed = build(packed_sequence=True)
+    batch = packed.collate_fn([packed[0]])
+    border = int((batch["packed_position_ids"][0] == 0).nonzero()[1])
+    batch["loss_mask"][:, :border] = 0
+    losses = set()
+    for shift in (0, 1, 2):
+        other = dict(batch, tokens=batch["tokens"].clone())
+        other["tokens"][:, :border] = (other["tokens"][:, :border] + shift) % 250
+        losses.add(model.get_loss_and_metrics(other, forward_only=True)[0])
+    assert len(losses) == 1
+
+
+def test_rows_of_the_samples_of_a_pack():
+    mask = torch.tensor([[1.0, 0, 1, 1, 1], [0.0, 1, 1, 0, 1]])
+    positions = torch.tensor([[0, 1, 0, 1, 2], [0, 0, 1, 2, 0]])
+    assert one_row_per_sample(mask, positions).tolist() == [
+        [1, 0, 0, 0, 0],
+        [0, 0, 1, 1, 1],
+        [0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1],
+    ]
