@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jobs import Job
 
-LORA_DIM, LORA_RATE = 32, 4  # of models with 64 hidden units
+LORA_DIM, LORA_RATE = 32, 2
 SCRIPTS = Path(__file__).resolve().parents[1] / "nlp" / "gpt"
 
 

@@ -39,6 +39,10 @@ ARCHITECTURE = {  # Llama-like, 0.2 million parameters
     "share_embeddings_and_output_weights": False,
 }
 
+# For LoRA, which leaves embeddings and output layer as they are: at a width of 64 these alone keep
+# the policy from learning (training all other weights stops at the same reward).
+WIDER = {"hidden_size": 128, "ffn_hidden_size": 512}
+
 # A rise of 0.3: of 100 sentiment words, 15 more are good instead of bad.
 GOLD = Score(
     "gold", "gold score", lambda sample: gold_score(sample["response"]), 0.3, scale="(-1 to 1)"
@@ -65,8 +69,8 @@ def phases(args) -> dict[str, Phase]:
 
 
 def up_to_the_reward_model(walk: Walk, lora: bool = False) -> None:
-    """Data, SFT model and reward model, one after another; `lora`: the reward model trains
-    adapters beside the SFT model's weights.
+    """Data, SFT model and reward model, one after another; `lora`: of a wider model, and the
+    reward model trains adapters beside its weights.
     """
     data, seed = walk.run_dir / "data", walk.args.seed
 
@@ -85,22 +89,23 @@ def up_to_the_reward_model(walk: Walk, lora: bool = False) -> None:
         return f"held-out accuracy {accuracy:.3f}"
 
     walk.do("data", write_data)
-    walk.follow("sft", sft_job(walk.run_dir, seed, walk.args.sft_steps))
+    walk.follow("sft", sft_job(walk.run_dir, seed, walk.args.sft_steps, lora))
     reward_model = reward_model_job(walk.run_dir, seed, walk.args.rm_steps, lora)
     walk.follow("rm", reward_model, result=held_out_accuracy)
 
 
-def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
+def sft_job(run_dir: Path, seed: int, steps: int, wider: bool = False) -> Job:
     """A tiny GPT learns the language, kind and unkind reviews alike, from random weights."""
+    architecture = {**ARCHITECTURE, **WIDER} if wider else ARCHITECTURE
     overrides = {
         **training(run_dir / "sft", seed, SEQ_LENGTH),
-        **from_scratch(run_dir / "data", ARCHITECTURE, BATCH_SIZE, steps),
+        **from_scratch(run_dir / "data", architecture, BATCH_SIZE, steps),
         **optimizer(lr=3e-3, warmup=20),
     }
     return script_job("SFT", "train_gpt_sft.py", run_dir / "sft", overrides, threads=2)
 
 
-def reward_model_job(run_dir: Path, seed: int, steps: int, lora: bool) -> Job:
+def reward_model_job(run_dir: Path, seed: int, steps: int, lora: bool = False) -> Job:
     """The SFT model with a new head learns from pairs which review is kinder; it never sees the
     gold score.
     """

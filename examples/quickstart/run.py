@@ -73,7 +73,7 @@ def story(walk: Walk) -> None:
     )
 
 
-def critic_job(run_dir: Path, seed: int, steps: int, port: int, lora: bool) -> Job:
+def critic_job(run_dir: Path, seed: int, steps: int, port: int, lora: bool = False) -> Job:
     """The server of rewards and values; it trains the critic and starts from the reward model."""
     overrides = {
         **training(run_dir / "critic", seed, SEQ_LENGTH),
@@ -93,7 +93,7 @@ def critic_job(run_dir: Path, seed: int, steps: int, port: int, lora: bool) -> J
     return script_job("Critic server", "serve_ppo_critic.py", run_dir / "critic", overrides)
 
 
-def actor_job(run_dir: Path, seed: int, steps: int, port: int, lora: bool) -> Job:
+def actor_job(run_dir: Path, seed: int, steps: int, port: int, lora: bool = False) -> Job:
     """PPO from the SFT model, with the served critic."""
     overrides = {
         **training(run_dir / "ppo_actor", seed, SEQ_LENGTH),

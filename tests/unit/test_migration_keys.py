@@ -269,6 +269,7 @@ HOMONYMS = {
     "mcore_gpt transformer_engine dist_ckpt_format dist_ckpt_load_strictness": (
         "written into .nemo files, for NeMo"
     ),
+    "inference_mode": "of PEFT's configurations, and of PyTorch",
     "restore_from_ckpt": "of the section model.peft",
     "model_parallel_size": "set to null before references are resolved",
     "last_epoch": "a counter of FakeScheduler",
