@@ -396,8 +396,8 @@ MUTANTS = [
     Mutant(
         "the scale of the adapters is forgotten",
         "core/lora.py",
-        "return scale * (wide_b.float() @ a.float())",
-        "return wide_b.float() @ a.float()",
+        "return scale * (wide_b.to(dtype) @ a.to(dtype))",
+        "return wide_b.to(dtype) @ a.to(dtype)",
         _unit("test_lora.py", "test_merged_weights_give_the_same_and_come_back_bit_for_bit"),
     ),
     Mutant(

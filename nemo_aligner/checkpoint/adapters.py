@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, sharded_tensors
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.peft_rules import LoRASettings
+from nemo_aligner.config.peft_rules import TARGETS, LoRASettings
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.lora import (
@@ -37,8 +37,8 @@ BASE_SECTION = "lora_base"
 _LAYERS = "model.decoder.layers."
 _ADAPTER = ".lora."
 _HEAD, _OUTPUT_LAYER = "model.rm_head.weight", "model.output_layer.weight"
-# The weights that the checksum of a base reads: every transformer layer has them.
-_CHECKED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
+# The weights that the checksum of a base reads: those that can have adapters.
+_CHECKED = tuple(f"{path}.weight" for path in TARGETS.values())
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def without_adapter_keys(config: DictConfig) -> DictConfig:
 
 
 def checksum_of_source(source: TensorSource) -> str:
-    """Checksum of the model in `source`: of `CHECKED_ROWS` rows of the attention's weights in each
-    layer, in hexadecimal digits.
+    """Checksum of the model in `source`, in hexadecimal digits: of some rows (`checked_rows`) of
+    each weight that can have an adapter.
     """
     total = 0
     shapes = source.shapes()
@@ -104,10 +104,11 @@ def checksum_of_source(source: TensorSource) -> str:
         stacked = len(shape) == 3
         for layer in range(shape[0]) if stacked else (number,):
             assert layer is not None
+            part = (slice(0, shape[-2]), slice(0, shape[-1]))
+            # Whole, because reading a part of a stored weight may read all of it each time.
+            values = source.read(key, (layer, *part) if stacked else part)
             for row in checked_rows(shape[-2]):
-                part = (slice(row, row + 1), slice(0, shape[-1]))
-                values = source.read(key, (layer, *part) if stacked else part)
-                total += base_checksum(name, values[0], layer, row, 0)
+                total += base_checksum(name, values[row], layer, row, 0)
     return _digits(total)
 
 
@@ -123,8 +124,8 @@ def checksum_of_model(
     total = 0
     for chunk in sharded.values():
         for entry in chunk.values():
-            if isinstance(entry, ShardedTensor) and entry.key.endswith(_CHECKED):
-                total += _checksum_of_part(entry)
+            if str(getattr(entry, "key", "")).endswith(_CHECKED):
+                total += sum(_checksum_of_part(part) for part in sharded_tensors(entry))
     result = torch.tensor([_signed(total)])
     add_over_ranks(result)
     return _digits(int(result))
@@ -190,7 +191,7 @@ def check_base(expected: Base, found: str, what: str, where: str) -> None:
 class MergedTensors:
     """A `TensorSource`: a base with adapters merged into its weights, and their heads.
 
-    Sums are computed in float32 and have the dtype of the base.
+    Sums are computed in float64 and have the dtype of the base.
 
     Args:
         base: weights of the base.
@@ -261,8 +262,10 @@ class MergedTensors:
         a = self.adapters.read(key + "a", (slice(0, shapes[key + "a"][0]), columns))
         b = self.adapters.read(key + "b", tuple(slice(0, size) for size in shapes[key + "b"]))
         wide = self._wide(stem, b)[rows]
-        change = delta(a, wide, self.settings.scale)
-        return (values.float() + change).to(values.dtype)
+        # In float64 a part of a weight, merged alone, is the same as in the whole, also at another
+        # split or on another machine: the checksum of adapters on adapters depends on it.
+        change = delta(a, wide, self.settings.scale, torch.float64)
+        return (values.double() + change).to(values.dtype)
 
     def _wide(self, stem: str, b: Tensor) -> Tensor:
         """B with a column for each row of A."""

@@ -98,6 +98,14 @@ class TorchDistWeights:
         return {chunk: loaded[chunk] | absent[chunk] for chunk in sharded}
 
 
+def sharded_tensors(item: Any) -> list[ShardedTensor]:
+    """The tensors of one entry of a sharded state dict; a factory has several."""
+    if isinstance(item, ShardedTensorFactory):
+        parts: Any = item.build()
+        return list(parts.values() if isinstance(parts, dict) else parts)
+    return [item] if isinstance(item, ShardedTensor) else []
+
+
 class TensorSource(Protocol):
     """Global tensors that are read in parts."""
 

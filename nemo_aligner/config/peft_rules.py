@@ -29,6 +29,17 @@ TARGET_GROUPS = {
 INIT_METHODS = ("xavier", "normal", "kaiming", "zero")
 DROPOUT_POSITIONS = ("pre", "post")
 VARIANTS = ("nemo", "canonical")
+# Keys of `lora_tuning` that must not be null.
+NEEDED = (
+    "target_modules",
+    "adapter_dim",
+    "adapter_dropout",
+    "dropout_position",
+    "column_init_method",
+    "row_init_method",
+    "weight_tying",
+    "variant",
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,10 @@ def _targets(names: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         ConfigError: a name that does not exist, or none.
     """
+    if not isinstance(names, str | Sequence):
+        raise ConfigError(
+            f"{TUNING}target_modules={names!r} must be a list of {', '.join(TARGETS)}."
+        )
     given = [names] if isinstance(names, str) else list(names)
     found: set[str] = set()
     for name in given:
@@ -159,6 +174,8 @@ def check_peft(values: Values) -> None:
 def _check_sources(v: Values, scheme: str) -> None:
     """Check the keys that name adapters to start from."""
     path = v.get(PEFT + "restore_from_path")
+    if path is not None and (not isinstance(path, str) or not path):
+        raise ConfigError(f"{PEFT}restore_from_path={path!r} is not a path.")
     folder = v.get(PEFT + "restore_from_ckpt.checkpoint_dir")
     name = v.get(PEFT + "restore_from_ckpt.checkpoint_name")
     if (folder is None) != (name is None):
@@ -180,6 +197,12 @@ def _check_sources(v: Values, scheme: str) -> None:
 
 
 def _check_tuning(v: Values) -> None:
+    for key in NEEDED:
+        if v.is_null(TUNING + key):
+            raise ConfigError(f"{TUNING}{key} is null; give it a value (docs/lora.md).")
+    for key in (TUNING + "weight_tying", PEFT + "merge_for_generation"):
+        if not isinstance(v.get(key, False), bool):
+            raise ConfigError(f"{key}={v.get(key)!r} must be True or False.")
     v.whole(TUNING + "adapter_dim", 1)
     v.number(TUNING + "alpha", 0, above=True)
     v.number(TUNING + "adapter_dropout", 0, 1)

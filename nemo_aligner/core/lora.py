@@ -46,15 +46,16 @@ def expand_blocks(b: Tensor, blocks: Tensor, count: int = -1) -> Tensor:
     return (one_hot.unsqueeze(-1) * b.unsqueeze(1)).flatten(1)
 
 
-def delta(a: Tensor, wide_b: Tensor, scale: float) -> Tensor:
-    """float32 `[rows, columns]`: what merging adds to a weight.
+def delta(a: Tensor, wide_b: Tensor, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What merging adds to a weight, `[rows, columns]`.
 
     Args:
         a: `[d, columns]`.
         wide_b: `[rows, d]`.
         scale: alpha / dim.
+        dtype: of the sums and of the result.
     """
-    return scale * (wide_b.float() @ a.float())
+    return scale * (wide_b.to(dtype) @ a.to(dtype))
 
 
 def checked_rows(rows: int) -> range:

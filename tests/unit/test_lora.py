@@ -308,6 +308,30 @@ def test_the_checksum_names_the_base(bases, tmp_path):
     assert other._base.checksum != model._base.checksum
 
 
+def test_adapters_of_adapters_find_their_base_again(tmp_path, tiny_tokenizer_dir):
+    """Wide enough that products of parts and of the whole differ in their last bits."""
+    wide = {"hidden_size": 512, "ffn_hidden_size": 640}
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **wide)).save_to(f"{tmp_path}/base/")
+    for before, after in (("base", "sft"), ("sft", "ppo")):
+        model = load(tmp_path, before)
+        model.init_peft(peft(adapter_dim=16, alpha=1))
+        model.save_to(f"{tmp_path}/{after}/")
+    merged = load_from_nemo(
+        MegatronGPTModel, OmegaConf.create({}), None, restore_path=tmp_path / "ppo"
+    )
+    torch.testing.assert_close(logits_of(merged), logits_of(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("targets", ["attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2"])
+def test_a_base_with_other_adapters_merged_in_is_another_base(bases, tmp_path, targets):
+    model = actor_with(bases, target_modules=targets)
+    before = model._base.checksum
+    model.save_to(f"{tmp_path}/adapters/")
+    merged = load(tmp_path, "adapters")
+    merged.init_peft(peft())
+    assert merged._base.checksum != before
+
+
 def test_adapters_of_another_base_are_refused(bases, tmp_path):
     model = actor_with(bases)
     model.save_to(f"{tmp_path}/adapters/")
@@ -371,6 +395,10 @@ def test_a_checkpoint_of_another_kind_of_training_is_refused(bases, tmp_path):
         ({"layer_selection": 1}, "must be a list of layer numbers"),
         ({"position_embedding_strategy": "add"}, "position_embedding_strategy='add' is not avail"),
         ({"variant": "dora"}, "variant='dora' must be one of nemo, canonical"),
+        ({"variant": None}, "variant is null; give it a value"),
+        ({"column_init_method": None}, "column_init_method is null"),
+        ({"target_modules": 5}, "target_modules=5 must be a list"),
+        ({"weight_tying": "yes"}, "weight_tying='yes' must be True or False"),
     ],
 )
 def test_bad_settings_name_the_value_and_the_remedy(tuning, message):
@@ -387,6 +415,7 @@ def test_bad_settings_name_the_value_and_the_remedy(tuning, message):
     [
         ({"peft_scheme": "ptuning"}, "peft_scheme='ptuning' is not available; use lora"),
         ({"restore_from_path": "a.nemo"}, "names adapters, but model.peft.peft_scheme=none"),
+        ({"restore_from_path": 5}, "restore_from_path=5 is not a path"),
         (
             {"restore_from_ckpt": {"checkpoint_dir": "a", "checkpoint_name": None}},
             "needs both checkpoint_dir and checkpoint_name",
@@ -404,6 +433,19 @@ def test_combinations_that_cannot_be_built():
         check_peft(Values({"model": {"peft": lora, "pipeline_model_parallel_size": 2}}))
     with pytest.raises(ConfigError, match="mlp_fc1, mlp_fc2, but the MLPs .* use attention"):
         check_peft(Values({"model": {"peft": lora, "num_moe_experts": 4}}))
+
+
+def test_adapters_are_set_up_once_and_before_the_optimizer(bases):
+    model = load(bases)
+    model.init_peft({"peft_scheme": None})  # null: every weight is trained
+    assert not model.use_peft
+    model.init_peft(peft())
+    with pytest.raises(UserError, match="init_peft was called twice"):
+        model.init_peft(peft())
+    model = load(bases)
+    model.setup_megatron_optimization(max_steps=10)
+    with pytest.raises(UserError, match="after the optimizer was built; call it before"):
+        model.init_peft(peft())
 
 
 def test_settings_survive_the_configuration():

@@ -62,9 +62,19 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             ConfigError: adapters that cannot be built.
             UserError: adapters to start from that do not exist or belong to another base.
         """
-        peft = complete(DictConfig(peft_cfg or {}), "gpt_ppo_actor", "model.peft")
+        if self.use_peft or self._optimizer is not None:
+            raise UserError(
+                f"{type(self).__name__}.init_peft was called "
+                + ("twice." if self.use_peft else "after the optimizer was built; call it before.")
+            )
+        given = (
+            plain_dict(peft_cfg, resolve=True)
+            if isinstance(peft_cfg, DictConfig)
+            else dict(peft_cfg or {})
+        )
+        peft = complete(DictConfig(given), "gpt_ppo_actor", "model.peft")
         check_peft(Values({"model": {**plain_dict(self.cfg, resolve=True), "peft": peft}}))
-        if peft.peft_scheme == NONE:
+        if peft.peft_scheme in (None, NONE):
             return
         settings = LoRASettings.from_config(plain_dict(peft.lora_tuning, resolve=True))
         start = _adapters_to_start_from(peft, self.cfg)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -27,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from nemo_aligner.checkpoint import hugging_face, nemo_archive, nemo_writing
-from nemo_aligner.checkpoint.stored_weights import TensorSource
+from nemo_aligner.checkpoint.stored_weights import TensorSource, sharded_tensors
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.model_keys import check_model_keys
@@ -448,7 +447,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             _check_stored_weights(restore_path, stored, sharded, strict)
             for chunk in sharded.values():
                 for name, item in list(chunk.items()):
-                    if any(part.key not in stored for part in _sharded_tensors(item)):
+                    if any(part.key not in stored for part in sharded_tensors(item)):
                         del chunk[name]  # not strict: it keeps its initial value
             loaded = weights.load(sharded)
         self.load_sharded_weights(loaded, strict=strict and not missing_ok)
@@ -533,14 +532,6 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         return ()
 
 
-def _sharded_tensors(item: Any) -> list[ShardedTensor]:
-    """The tensors of one entry of a sharded state dict; a factory has several."""
-    if isinstance(item, ShardedTensorFactory):
-        parts: Any = item.build()
-        return list(parts.values() if isinstance(parts, dict) else parts)
-    return [item] if isinstance(item, ShardedTensor) else []
-
-
 def _check_stored_weights(
     restore_path: str | Path,
     stored: Mapping[str, tuple[int, ...]],
@@ -562,7 +553,7 @@ def _check_stored_weights(
         tensor
         for chunk in sharded.values()
         for item in chunk.values()
-        for tensor in _sharded_tensors(item)
+        for tensor in sharded_tensors(item)
     ]
     missing = sorted({tensor.key for tensor in wanted} - set(stored))
     if strict and missing:

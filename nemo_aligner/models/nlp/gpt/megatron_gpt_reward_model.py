@@ -173,6 +173,7 @@ class MegatronGPTRewardModel(
     def load_adapters(self, path: Path) -> None:
         """Load adapters as the base class does; the head of a critic gives no rewards."""
         super().load_adapters(path)
+        self.has_trained_head = broadcast_from_last_stage(self.has_trained_head)
         if complete_model(nemo_archive.read_stored_config(path, self.cfg)).output_sequence:
             self.has_trained_head = False
 
