@@ -63,7 +63,7 @@ def base(write_folder):
         hugging_face.randomized(
             hugging_face.causal_lm(
                 "Qwen2",
-                vocab_size=304,
+                vocab_size=302,  # ids of the tokenizer with its two special tokens
                 max_position_embeddings=128,
                 num_attention_heads=4,
                 num_key_value_heads=2,

@@ -309,7 +309,9 @@ def test_the_checksum_names_the_base(bases, tmp_path):
 
 
 def test_adapters_of_adapters_find_their_base_again(tmp_path, tiny_tokenizer_dir):
-    """Wide enough that products of parts and of the whole differ in their last bits."""
+    """The base of the second adapters is the first ones merged into theirs: its checksum is the
+    same for the model that was trained and for the files.
+    """
     wide = {"hidden_size": 512, "ffn_hidden_size": 640}
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **wide)).save_to(f"{tmp_path}/base/")
     for before, after in (("base", "sft"), ("sft", "ppo")):
