@@ -99,12 +99,13 @@ _OPTIM = dotted(
 _PEFT = dotted(
     "model.peft",
     """peft_scheme restore_from_path restore_from_ckpt.checkpoint_dir
-    restore_from_ckpt.checkpoint_name merge_for_generation lora_tuning.target_modules
+    restore_from_ckpt.checkpoint_name lora_tuning.target_modules
     lora_tuning.adapter_dim lora_tuning.alpha lora_tuning.adapter_dropout
     lora_tuning.dropout_position
     lora_tuning.column_init_method lora_tuning.row_init_method lora_tuning.layer_selection
     lora_tuning.weight_tying lora_tuning.position_embedding_strategy lora_tuning.variant""",
 )
+_GENERATES = {"model.peft.merge_for_generation"}  # of jobs with a policy
 _SAMPLING = "sampling_params." + " sampling_params.".join(
     "use_greedy temperature top_k top_p repetition_penalty end_strings".split()
 )
@@ -230,7 +231,7 @@ _EVALUATE = (
 )
 
 LIVE = {
-    "gpt_ppo_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _ACTOR,
+    "gpt_ppo_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _GENERATES | _ACTOR,
     # A critic serves until it is stopped: it has neither a time limit nor an end of training.
     "gpt_ppo_critic": (_COMMON | _CHECKPOINT | _PEFT | _REWARD_MODEL | _CRITIC)
     - {
@@ -238,7 +239,7 @@ LIVE = {
         "exp_manager.max_time_per_run",
         "exp_manager.checkpoint_callback_params.save_nemo_on_train_end",
     },
-    "gpt_rs_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _RS,
+    "gpt_rs_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _GENERATES | _RS,
     "training_rm": _COMMON
     | _CHECKPOINT
     | _DATA
@@ -252,7 +253,7 @@ LIVE = {
     | (_MODEL - {"model.global_batch_size"})
     | _REWARD_MODEL
     | _REWARD_SERVER,
-    "gpt_sft": _COMMON | _PEFT | _SFT,
+    "gpt_sft": _COMMON | _PEFT | _GENERATES | _SFT,
     "generate": _GENERATE,
     "evaluate": _GENERATE | _EVALUATE,
 }

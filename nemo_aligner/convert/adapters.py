@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor
 
-from nemo_aligner.checkpoint import adapters, nemo_archive, nemo_writing
+from nemo_aligner.checkpoint import adapters, nemo_archive
 from nemo_aligner.checkpoint.hugging_face import peft_config, peft_writing
 from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, stored_dtype
 from nemo_aligner.checkpoint.torch_dist_stream import Chunk
-from nemo_aligner.convert.hugging_face import Options, check_target, nbytes, progress_bar
+from nemo_aligner.convert.hugging_face import Options, check_target, write_chunks
 from nemo_aligner.core.errors import UserError
 
 _LAYERS = "model.decoder.layers."
@@ -61,7 +60,7 @@ def merge(
     base = _checked_base(base)
     section = nemo_archive.read_config(source, base)
     with nemo_archive.stored_tensors(source, base) as weights:
-        _write(target, section, weights, options)
+        write_chunks(target, section, weights, _parts(weights, options.torch_dtype()), options)
 
 
 def to_nemo(
@@ -86,7 +85,7 @@ def to_nemo(
             # Checks that the base has what the adapters belong to.
             adapters.MergedTensors(tensors, weights, adapters.settings_in(section), section)
         section[adapters.BASE_SECTION] = adapters.Base(where, checksum).to_config()
-        _write(target, section, weights, options)
+        write_chunks(target, section, weights, _parts(weights, options.torch_dtype()), options)
 
 
 def to_peft(
@@ -143,19 +142,6 @@ def _opened(source: Path, base: Path | None) -> Iterator[tuple[DictConfig, Tenso
     section = nemo_archive.read_stored_config(source, model)
     with nemo_archive.own_tensors(source, model) as weights:
         yield section, weights
-
-
-def _write(target: Path, section: DictConfig, weights: TensorSource, options: Options) -> None:
-    parts = _parts(weights, options.torch_dtype())
-    with progress_bar(sum(nbytes(chunk) for chunk in parts), options) as bar:
-
-        def read(chunk: Chunk) -> Tensor:
-            bar.update(nbytes(chunk))
-            return weights.read(chunk.key, parts[chunk]).to(chunk.dtype).reshape(chunk.size)
-
-        nemo_writing.write_streamed(
-            target, section, list(parts), read, as_directory=target.suffix != ".nemo"
-        )
 
 
 def _parts(weights: TensorSource, dtype: torch.dtype | None) -> dict[Chunk, Slice]:

@@ -5,6 +5,7 @@
 Folders of PEFT and checkpoints of adapters go the same ways: `convert/adapters.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from nemo_aligner.checkpoint import forms, hugging_face, nemo_archive, nemo_writ
 from nemo_aligner.checkpoint.hugging_face import peft_config
 from nemo_aligner.checkpoint.hugging_face.folder import CONFIG_FILE
 from nemo_aligner.checkpoint.hugging_face.weights import FolderWeights
-from nemo_aligner.checkpoint.stored_weights import Slice, stored_dtype
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, stored_dtype
 from nemo_aligner.checkpoint.torch_dist_stream import Chunk
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import UserError
@@ -94,7 +95,24 @@ def to_nemo(source: Path, target: Path, options: Options | None = None) -> None:
     section = hugging_face.model_section(source)
     weights = hugging_face.weights(source)
     _check_vocabulary(section)
-    parts = _chunks(weights, options.torch_dtype())
+    write_chunks(target, section, weights, _chunks(weights, options.torch_dtype()), options)
+
+
+def write_chunks(
+    target: Path,
+    section: DictConfig,
+    weights: TensorSource,
+    parts: Mapping[Chunk, Slice],
+    options: Options,
+) -> None:
+    """Write a `.nemo`, or a folder, with a progress bar.
+
+    Args:
+        target: of what is written; see `to_nemo`.
+        section: configuration of the model.
+        weights: that are written.
+        parts: what is written, and the part of its tensor that it is read from.
+    """
     with progress_bar(sum(nbytes(chunk) for chunk in parts), options) as bar:
 
         def read(chunk: Chunk) -> Tensor:

@@ -45,16 +45,6 @@ def tokenizers(folders):
     return {name: AutoTokenizer(pretrained_model_name=folder) for name, folder in folders.items()}
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(*records, name="data.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return str(path)
-
-    return write
-
-
 def conversations(seed, system, count=12):
     """Random conversations of one to three turns that end with the assistant."""
     rng = random.Random(seed)

@@ -51,16 +51,6 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(*records, name="data.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return str(path)
-
-    return write
-
-
 def chat(*texts):
     roles = ("user", "assistant") * len(texts)
     return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]

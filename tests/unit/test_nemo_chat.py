@@ -7,7 +7,6 @@ In the texts, what is trained on stands between [ and ].
 """
 
 import io
-import json
 import re
 
 import pytest
@@ -122,16 +121,6 @@ def _sentencepiece(folder) -> str:
     )
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     return str(folder / "tokenizer.model")
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(*records, name="data.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return str(path)
-
-    return write
 
 
 def split(marked):
