@@ -177,19 +177,30 @@ class ServerLoop:
         self._close(failed=False)
 
     def _start(self) -> None:
-        if self.rank != 0:
-            return
-        logging.info(f"{self.name}: starting Triton on {self._triton.host}:{self._triton.port}")
-        try:
-            self._triton.start(self.endpoints, self.batcher, lambda: self._stop_reason is not None)
-        except BaseException:
-            self.control.exchange(None, stop=True)  # the others wait for the first announcement
-            raise
-        if self._stop_reason is None:
+        """Start Triton on rank 0; the other ranks learn how it went.
+
+        Raises:
+            SystemExit: on ranks above 0, when rank 0 has failed; its own error tells why.
+        """
+        error: BaseException | None = None
+        if self.rank == 0:
+            where = f"{self._triton.host}:{self._triton.port}"
+            logging.info(f"{self.name}: starting Triton on {where}")
+            try:
+                self._triton.start(
+                    self.endpoints, self.batcher, lambda: self._stop_reason is not None
+                )
+            except BaseException as failure:
+                error = failure
+        failed = self.control.gather_objects(error is not None)
+        if error is not None:
+            raise error
+        if failed[0]:
+            self._log_error("rank 0 could not start the server")
+            raise SystemExit(1)
+        if self.rank == 0 and self._stop_reason is None:
             names = ", ".join(endpoint.name for endpoint, _ in self.endpoints)
-            logging.info(
-                f"{self.name}: serving {names} at {self._triton.host}:{self._triton.port}"
-            )
+            logging.info(f"{self.name}: serving {names} at {where}")
 
     def _serve(self) -> None:
         next_check = time.monotonic() + 10

@@ -5,10 +5,12 @@
 import contextlib
 import gc
 import glob
+import http.client
 import os
 import shutil
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,12 +47,14 @@ class TritonHost:
         Args:
             endpoints: each with the function that answers its requests.
             batcher: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
-            should_stop: called between endpoints (each takes about two seconds to start); True
-                ends the start early.
+            should_stop: called a few times a second; True ends the start early.
+
+        Raises:
+            RuntimeError: Triton ended while it started.
         """
         prepare_triton_environment()
         check_port_is_free(self.host, self.port)
-        from pytriton.triton import Triton, TritonConfig
+        from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy
 
         # Triton's socket paths must stay under 108 characters.
         base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"
@@ -67,12 +71,13 @@ class TritonHost:
                     log_file=log_file,
                 ),
                 workspace=os.path.join(self._directory, "w"),
+                # Triton finds all endpoints in a folder and starts them side by side; those that
+                # are added to a running Triton start one after the other, in twice the time.
+                triton_lifecycle_policy=TritonLifecyclePolicy(local_model_store=True),
             )
-            self._triton.run()
             for endpoint, function in endpoints:
-                if should_stop():
-                    return
                 self._bind(endpoint, function, batcher)
+            self._run(should_stop)
         except Exception:
             with contextlib.suppress(OSError), open(log_file, errors="replace") as log:
                 logging.error(
@@ -101,6 +106,27 @@ class TritonHost:
             config=config,
             strict=True,
         )
+
+    def _run(self, should_stop: Callable[[], bool]) -> None:
+        """Run Triton until it is ready. PyTriton's own `run` would wait two minutes for a Triton
+        that has ended, with a lock that `stop` needs.
+        """
+        self._triton._run_server()
+        while not self._is_ready():
+            if should_stop():
+                return
+            if not self._triton._is_alive_impl():
+                raise RuntimeError("Triton ended while it started")
+            time.sleep(0.1)
+        self._triton.connect()
+
+    def _is_ready(self) -> bool:
+        """Whether Triton has started all endpoints."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=10)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 200
+        return False
 
     def is_alive(self) -> bool:
         """Whether Triton runs."""

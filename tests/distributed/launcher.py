@@ -38,12 +38,8 @@ import torch
 import torch.distributed as dist
 
 from tests.patience import Deadline, wait_until
+from tests.warm_start import fork_server
 
-PRELOADED = [  # by the process whose forks the ranks are
-    "nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor",
-    "nemo_aligner.checkpoint.checkpointing",
-    "nemo_aligner.launch.model_loading",
-]
 START_S = 300.0  # silence of ranks that have not started yet: they may wait for imports
 PEER_GRACE_S = 2.0  # after the first failure, time for the other ranks to report theirs
 STACKS_S = 10.0  # for the stacks of ranks that hang
@@ -82,8 +78,7 @@ def run_ranks(fn: Callable, world_size: int, silence_s: float = 120.0, *args) ->
         TimeoutError: a limit struck; the message tells the last sign of life of each rank and the
         stacks of those that were still running.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         children = [

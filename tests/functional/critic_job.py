@@ -20,6 +20,7 @@ from pathlib import Path
 
 from nemo_aligner.servers.ports import find_free_port
 from tests.patience import Deadline, patience, wait_until
+from tests.warm_start import start_python
 
 VOCAB, WIDTH = 32, 8
 # Ids that make the model raise (ranks without it then wait in a collective), or sleep a minute.
@@ -260,12 +261,16 @@ class CriticJob:
         }
         script = [__file__, json.dumps(settings)]
         self.log_path = self.directory / "log.txt"
-        log = open(self.log_path, "w")
-        common = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+
+        def start(arguments, environment, others=0):
+            return start_python(
+                [*arguments, *script], environment, self.directory, self.log_path, others
+            )
+
         if launcher == "torchrun":
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+            command = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
             command += [f"--master_port={find_free_port()}"]
-            self.processes = [subprocess.Popen(command + script, env=environment, **common)]
+            self.processes = [start(command, environment, others=ranks)]
         else:
             shared = {
                 "MASTER_ADDR": "127.0.0.1",
@@ -273,14 +278,9 @@ class CriticJob:
                 "WORLD_SIZE": str(ranks),
             }
             self.processes = [
-                subprocess.Popen(
-                    [sys.executable] + script,
-                    env={**environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    **common,
-                )
+                start([], {**environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
                 for rank in range(ranks)
             ]
-        log.close()
         self._family = {}
         self._shared_memory = set()
 
@@ -323,10 +323,16 @@ class CriticJob:
 
         if len(self.processes) == self.ranks:
             return [process.pid for process in self.processes]
-        ranks = {}
-        for child in psutil.Process(self.processes[0].pid).children():
-            ranks[int(child.environ()["RANK"])] = child.pid
-        return [ranks[rank] for rank in range(self.ranks)]
+        children = psutil.Process(self.processes[0].pid).children()
+        in_order = sorted(children, key=lambda child: (child.create_time(), child.pid))
+        return [child.pid for child in in_order]  # torchrun starts them one after the other
+
+    def children_named(self, name: str) -> list:
+        """Processes that rank 0 has started, however far down, with `name` in their names."""
+        import psutil
+
+        root = psutil.Process(self.rank_pids()[0])
+        return [process for process in root.children(recursive=True) if name in process.name()]
 
     def look_around(self) -> None:
         """Note the processes of the job and the shared memory they have mapped."""
@@ -342,6 +348,11 @@ class CriticJob:
                             self._shared_memory.add(mapping.path.removesuffix(" (deleted)"))
             except psutil.Error:
                 pass
+
+    def must_exit_with(self, *codes: int, limit_s=15) -> None:
+        """Fail unless the processes that were started end in time, with these exit codes."""
+        found = self.wait_for_exit(limit_s)
+        assert found == list(codes), f"exit codes {found}\n{self.log()}"
 
     def wait_for_exit(self, limit_s=15) -> list:
         """Exit codes of the processes that were started; fails if one takes longer."""

@@ -2,12 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The project's scripts as child processes of a test, with time limits and nothing left behind."""
 
-import ctypes
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,17 +12,10 @@ import psutil
 
 from nemo_aligner.servers.ports import find_free_port
 from tests.patience import Deadline, wait_until
+from tests.warm_start import start_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "nlp" / "gpt"
-
-
-_LIBC = ctypes.CDLL(None)  # loaded now: after a fork only the simplest of calls is safe
-
-
-def _end_with_parent() -> None:
-    """In the child, before exec: SIGTERM when the test run is killed (PR_SET_PDEATHSIG)."""
-    _LIBC.prctl(1, signal.SIGTERM)
 
 
 class ScriptJob:
@@ -49,7 +39,7 @@ class ScriptJob:
         launcher: str = "python",
     ):
         self.log_path, self.launcher, self.stopped = log, launcher, False
-        command = [sys.executable]
+        command = []
         if launcher == "torchrun":
             command += [
                 "-m",
@@ -67,16 +57,9 @@ class ScriptJob:
             "TOKENIZERS_PARALLELISM": "false",
         }
         environment |= {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                cwd=log.parent,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
+        log.write_bytes(b"")
+        others = ranks - (launcher == "python")  # processes that the first one starts
+        self.process = start_python(command, environment, log.parent, log, others)
         self._family: dict[int, psutil.Process] = {}
 
     def __enter__(self) -> "ScriptJob":

@@ -31,7 +31,6 @@ pytestmark = [
     # PyTriton's client warns of time-outs above its default.
     pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),
 ]
-STOP_LIMIT_S = 15
 
 
 def expected_scores(model, tokens, lengths):
@@ -419,7 +418,7 @@ def test_sigint_ends_the_job_clean(job):
         client.infer_batch(**INFER)
         job.look_around()
         job.signal_rank(0, signal.SIGINT)
-        assert job.wait_for_exit(STOP_LIMIT_S) == [0]
+        job.must_exit_with(0)
     job.assert_nothing_left()
 
 
@@ -469,10 +468,10 @@ def test_two_data_parallel_ranks_under_torchrun():
         errors, thread = in_background(
             raw, endpoint="critic_train", **{k: v.numpy() for k, v in slow.items()}
         )
-        time.sleep(patience(1.5))
+        wait_until(lambda: job.log().count("SLEEP") == 2, 60, job.log)  # both ranks are in it
         job.look_around()
         job.signal_rank(1)
-        assert job.wait_for_exit(STOP_LIMIT_S) == [0]
+        job.must_exit_with(0)
         thread.join(patience(10))
         assert errors and "did not end" in str(errors[0])
         job.assert_nothing_left()
@@ -493,7 +492,7 @@ def test_two_tensor_parallel_ranks_with_a_separate_reward_model():
             np.testing.assert_allclose(answer["values"], values.numpy(), rtol=1e-6, atol=1e-6)
         job.look_around()
         job.signal_rank(1)
-        assert job.wait_for_exit(STOP_LIMIT_S) == [0, 0]
+        job.must_exit_with(0, 0)
         job.assert_nothing_left()
 
 
@@ -544,6 +543,17 @@ def test_killing_the_critic_in_an_update_is_one_error_with_its_cause():
                 scores.result()
         finally:
             client.close()
+
+
+def test_a_triton_that_ends_while_it_starts_fails_the_job_on_every_rank():
+    with CriticJob(ranks=2) as job:
+        wait_until(lambda: job.children_named("tritonserver"), 120, job.log, 0.05)
+        job.look_around()
+        job.children_named("tritonserver")[0].kill()
+        codes = job.wait_for_exit(30)  # PyTriton alone would wait for two minutes
+        assert all(codes), codes
+        assert "Triton ended while it started" in job.log()
+        job.assert_nothing_left()
 
 
 def test_a_taken_port_is_refused_at_start():

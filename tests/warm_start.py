@@ -1,0 +1,286 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Python processes for tests that start with the slow imports done.
+
+    job = WarmProcess(["-m", "nemo_aligner.generate", "model=..."], environment, folder, log)
+    assert job.wait(60) == 0
+
+Importing torch, NeMo and Megatron Core takes a process ten seconds of CPU time. So the processes of
+`make test` are forks of one that has done it; from there on they do what `python` does: the
+script runs as `__main__`, with its own arguments, environment, folder, session and exit code. The
+ranks that the script, or torchrun, starts with `subprocess.Popen` are forks too, and its children
+as they are with `Popen`. With `COLD_START=1` in the environment every process is a new `python`.
+"""
+
+import atexit
+import ctypes
+import importlib
+import multiprocessing
+import os
+import pickle
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# By the process whose forks the ranks and jobs are. Those of a server's workers stay out: they
+# start threads.
+PRELOADED = [
+    "nemo_aligner.algorithms.critic_server_trainer",
+    "nemo_aligner.algorithms.reward_server",
+    "nemo_aligner.algorithms.ppo",
+    "nemo_aligner.algorithms.rs",
+    "nemo_aligner.algorithms.supervised",
+    "nemo_aligner.checkpoint.checkpointing",
+    "nemo_aligner.launch.experiment",
+    "nemo_aligner.launch.model_loading",
+    "nemo_aligner.models.nlp.gpt.megatron_gpt_critic",
+    "nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor",
+    "nemo_aligner.servers.critic_client",
+    "torch.distributed.run",
+    "pytriton.triton",
+    "tests.warm_start",
+]
+_LIBC = ctypes.CDLL(None)  # loaded now: after a fork only the simplest of calls is safe
+
+
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """The context whose processes are forks of one that has done the imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+class WarmProcess:
+    """`python ARGUMENTS`, with the part of `subprocess.Popen`'s interface that tests use.
+
+    Args:
+        arguments: a script with its arguments, or "-m", a module and its arguments.
+        environment: all of its variables.
+        folder: where it runs.
+        log: file that its output is appended to, errors included.
+        ranks: how many more processes the script, or torchrun, is going to start.
+        stdin: file that it reads from.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        log: Path,
+        ranks: int = 0,
+        stdin: Path | None = None,
+    ):
+        self.args = [sys.executable, *map(str, arguments)]
+        files = str(log), str(stdin or os.devnull)
+        self._process = fork_server().Process(
+            target=_first_process,
+            args=(self.args, dict(environment), str(folder), *files, ranks),
+        )
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start_python(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    log: Path,
+    ranks: int = 0,
+    stdin: Path | None = None,
+) -> "WarmProcess | subprocess.Popen":
+    """Start `python ARGUMENTS` in a session of its own; it ends with the test run. The arguments
+    are those of `WarmProcess`.
+    """
+    log.touch()
+    if not os.environ.get("COLD_START"):
+        return WarmProcess(arguments, environment, folder, log, ranks, stdin)
+    with log.open("a") as out, open(stdin or os.devnull) as source:
+        return subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            env=environment,
+            cwd=folder,
+            stdin=source,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+
+
+def _end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Have this process get `number` when its parent has ended; 0: nothing."""
+    _LIBC.prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+# ---- in the forks ----
+
+
+def _first_process(
+    command: list[str], environment: dict, folder: str, log: str, stdin: str, ranks: int
+) -> None:
+    """Body of a `WarmProcess`."""
+    os.setsid()
+    _end_with_parent()
+    for path, flags, target in (
+        (stdin, os.O_RDONLY, 0),
+        (log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1),
+    ):
+        file = os.open(path, flags)
+        os.dup2(file, target)
+        os.close(file)
+    os.dup2(1, 2)
+    sys.stdin = open(0, closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=True)
+    _replace_popen([_Spare() for _ in range(ranks)])
+    _be_python(command, environment, folder)
+
+
+class _Spare:
+    """A fork of this process, taken before anything has happened in it, that waits for a command."""
+
+    def __init__(self) -> None:
+        self._line, others = socket.socketpair()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._line.close()
+            _end_with_parent(signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(0)
+            with others.makefile("rb") as file:
+                command, environment, folder, new_session = pickle.load(file)
+                _end_with_parent(0)  # as a process that `Popen` starts
+                if new_session:
+                    os.setsid()
+                others.sendall(b"1")
+            others.close()
+            _be_python(command, environment, folder)
+        others.close()
+
+    def start(
+        self, command: Sequence[str], environment: dict, folder: str | None, new_session: bool
+    ) -> "_Started":
+        self._line.sendall(pickle.dumps((list(command), environment, folder, new_session)))
+        self._line.recv(1)
+        self._line.close()
+        return _Started(self.pid, command)
+
+
+class _Started(subprocess.Popen):
+    """A child of this process that `_Spare` has started."""
+
+    def __init__(self, pid: int, command: Sequence[str]):
+        self.pid, self.args, self.returncode = pid, command, None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created, self._waitpid_lock = True, threading.Lock()
+        self._sigint_wait_secs = 0.25
+
+
+def _replace_popen(spares: list[_Spare]) -> None:
+    """Have Lightning's launcher and torchrun start their ranks from `spares`."""
+
+    def popen(args, env=None, cwd=None, stdout=None, stderr=None, start_new_session=False):
+        assert args[0] == sys.executable and stdout is None and stderr is None, args
+        return spares.pop(0).start(
+            args, dict(os.environ if env is None else env), cwd, start_new_session
+        )
+
+    handlers = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    importlib.import_module(handlers).Popen = popen
+    launchers = "lightning.pytorch.strategies.launchers.subprocess_script"
+    importlib.import_module(launchers).subprocess = types.SimpleNamespace(Popen=popen)
+
+
+def _be_python(command: Sequence[str], environment: dict, folder: str | None) -> None:
+    """Be the process `command`, an interpreter with arguments, from here to its end."""
+    os.environ.clear()
+    os.environ.update(environment)
+    if folder is not None:
+        os.chdir(folder)
+    _forget_the_server()
+    arguments = list(command[1:])
+    while arguments[0] == "-u":  # unbuffered: so it is
+        arguments.pop(0)
+    code = 1
+    try:
+        if arguments[0] == "-m":
+            sys.path.insert(0, os.getcwd())
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = _exit_code(end)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _end(code)
+
+
+def _forget_the_server() -> None:
+    """Undo what a fork inherits, or what the interpreter reads at its start."""
+    import numpy as np
+    import torch
+
+    multiprocessing.process._parent_process = None
+    multiprocessing.current_process()._config.pop("daemon", None)
+    tempfile.tempdir = None
+    random.seed()
+    np.random.seed()
+    torch.seed()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    if os.environ.get("PYTHONWARNINGS") == "ignore":
+        warnings.simplefilter("ignore")
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _end(code: int) -> None:
+    """What the interpreter does at its end."""
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code & 0xFF)
