@@ -5,11 +5,12 @@
     job = WarmProcess(["-m", "nemo_aligner.generate", "model=..."], environment, folder, log)
     assert job.wait(60) == 0
 
-Importing torch, NeMo and Megatron Core takes a process ten seconds of CPU time. So the processes of
-`make test` are forks of one that has done it; from there on they do what `python` does: the
+Importing torch, NeMo and Megatron Core takes a process ten seconds of CPU time. So the processes
+of `make test` are forks of one that has done it; from there on they do what `python` does: the
 script runs as `__main__`, with its own arguments, environment, folder, session and exit code. The
 ranks that the script, or torchrun, starts with `subprocess.Popen` are forks too, and its children
-as they are with `Popen`. With `COLD_START=1` in the environment every process is a new `python`.
+as they are with `Popen`. What they cannot show is a missing import, and what is in
+/proc/PID/environ. With `COLD_START=1` in the environment every process is a new `python`.
 """
 
 import atexit
@@ -168,7 +169,7 @@ def _first_process(
 
 
 class _Spare:
-    """A fork of this process, taken before anything has happened in it, that waits for a command."""
+    """A fork of this process, from before anything has happened in it; it waits for a command."""
 
     def __init__(self) -> None:
         self._line, others = socket.socketpair()

@@ -5,11 +5,10 @@ bad input.
 """
 
 import json
-import os
 import shutil
-import signal
 import time
 
+import psutil
 import pytest
 
 from tests.functional.jobs import (
@@ -207,8 +206,8 @@ def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
     with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *long, ranks=2) as job:
         wait_for_log(job, "Training steps")
         time.sleep(1.0)
-        job._note_processes()
-        ranks = {int(p.environ().get("LOCAL_RANK", 0)): p for p in job.leftovers()}
-        os.kill(ranks[victim].pid, signal.SIGKILL)
+        zero = psutil.Process(job.process.pid)
+        (one,) = zero.children()
+        (zero, one)[victim].kill()
         assert job.wait(30) != 0
         assert not job.leftovers(15)
