@@ -130,9 +130,10 @@ def test_slow_ranks_that_report_progress_are_left_alone():
 
 def test_ranks_end_with_a_test_run_that_is_killed(tmp_path):
     program = (
+        "from tests import warm_start\n"
         "from tests.distributed import launcher, test_launcher\n"
         "if __name__ == '__main__':\n"
-        "    launcher.PRELOADED.clear()\n"
+        "    warm_start.PRELOADED.clear()\n"
         f"    launcher.run_ranks(test_launcher._sleep_with_a_child, 2, 300, {str(tmp_path)!r})\n"
     )
     run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
