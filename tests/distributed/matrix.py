@@ -74,11 +74,16 @@ class Split:
         return self.model.get("precision", 32)
 
     def cases(self, slim: bool = False) -> list[tuple[str, str]]:
-        """(architecture, role) that run at it; without experts if `slim`, because test_experts.py
-        covers them in `make test`.
-        """
-        architectures = [a for a in self.architectures if a != "moe" or not slim]
-        return [(a, role) for a in architectures for role in ROLES_OF_ARCHITECTURES.get(a, ROLES)]
+        """(architecture, role) that run at it; the pairs of `SLIM_ROLES` if `slim`."""
+        cases = [
+            (architecture, role)
+            for architecture in self.architectures
+            for role in ROLES_OF_ARCHITECTURES.get(architecture, ROLES)
+        ]
+        if not slim:
+            return cases
+        roles = SLIM_ROLES if self.precision == 32 else SLIM_ROLES_BF16
+        return [case for case in cases if case[1] in roles.get(case[0], ())]
 
 
 def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
@@ -183,6 +188,14 @@ VARIANTS = tuple(
 )
 # Where not all roles run.
 ROLES_OF_ARCHITECTURES = {"moe": ("actor", "sft"), "lora": ("actor", "critic", "sft")}
+# What runs in `make test`: every role with one architecture, and the others with two roles;
+# test_experts.py has the experts.
+SLIM_ROLES = {
+    "gpt2": ("actor", "critic"),
+    "llama": tuple(ROLES),
+    "lora": ("actor", "critic"),
+}
+SLIM_ROLES_BF16 = {"llama": ("actor", "reward model")}
 SLIM_VARIANTS = (("token", 1), ("token", 4), ("sequence", 2), ("microbatch", 2))
 GENERATION = {
     "greedy": GenerationParams(

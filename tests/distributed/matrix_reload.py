@@ -110,10 +110,10 @@ def save_all(tokenizer_dir, folder, names: list[str], slim: bool) -> None:
         destroy_model_parallel()
 
 
-def load_all(tokenizer_dir, folder, names: list[str], sources: list[str], slim: bool) -> dict:
-    """Body of a rank: load at each of the splits what each of the sources has saved."""
+def load_all(tokenizer_dir, folder, sources: dict[str, list[str]], slim: bool) -> dict:
+    """Body of a rank: load at each split what each of its sources has saved."""
     report = {}
-    for name in names:
-        report |= load(tokenizer_dir, folder, name, sources, slim)
+    for name, saved_at in sources.items():
+        report |= load(tokenizer_dir, folder, name, saved_at, slim)
         destroy_model_parallel()
     return report

@@ -27,18 +27,22 @@ RELOAD = {
     2: ["TP2", "PP2", "PP2+VPP2", "DP2", "DP2 adamw", "CP2", "EP2", "EP2 adamw", *BF16],
     4: ["TP2xPP2", "TP2xDP2", "TP2+SPxPP2+VPP2"],
 }
-SLIM_RELOAD = ["TP2+SP", "PP2+VPP2", "DP2 adamw"]
+# In a ring: each loads what the one before it saved.
+SLIM_RELOAD = {
+    "TP2+SP": ["one rank"],
+    "PP2+VPP2": ["TP2+SP"],
+    "DP2 adamw": ["PP2+VPP2"],
+    "DP2": ["DP2 adamw"],
+}
 
 
-def splits_and_reloads(
-    tokenizer_dir, folder, names: list[str], reload: list[str], sources: list[str]
-):
-    """Body of a rank in `make test`: the splits `names`; those of `reload` save, and load what
-    `sources` saved.
+def splits_and_reloads(tokenizer_dir, folder, names: list[str], sources: dict[str, list[str]]):
+    """Body of a rank in `make test`: the splits `names`; those of `sources` save, and load what
+    their sources saved.
     """
     report = matrix.run_splits(tokenizer_dir, folder, names, True)
-    matrix_reload.save_all(tokenizer_dir, folder, reload, True)
-    reloads = matrix_reload.load_all(tokenizer_dir, folder, reload, sources, True)
+    matrix_reload.save_all(tokenizer_dir, folder, list(sources), True)
+    reloads = matrix_reload.load_all(tokenizer_dir, folder, sources, True)
     return report, reloads, matrix.stages_start_different(tokenizer_dir)
 
 
@@ -66,7 +70,7 @@ def keep_report(numbers: dict) -> dict:
 def slim(tiny_tokenizer_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
     write_inputs(tiny_tokenizer_dir, folder, [*SLIM, *SLIM_RELOAD, "one rank"], True)
-    args = (tiny_tokenizer_dir, folder, SLIM, SLIM_RELOAD, [*SLIM_RELOAD, "one rank"])
+    args = (tiny_tokenizer_dir, folder, SLIM, SLIM_RELOAD)
     return *run_ranks(splits_and_reloads, 2, 120, *args)[0], folder
 
 
@@ -92,7 +96,7 @@ def full_reloads(tiny_tokenizer_dir, full_folder):
     for size, names in RELOAD.items():
         run_ranks(matrix_reload.save_all, size, 180, tiny_tokenizer_dir, full_folder, names, False)
     for size, names in RELOAD.items():
-        args = (tiny_tokenizer_dir, full_folder, names, everything, False)
+        args = (tiny_tokenizer_dir, full_folder, dict.fromkeys(names, everything), False)
         reloads |= keep_report(run_ranks(matrix_reload.load_all, size, 180, *args)[0])
     return reloads
 
