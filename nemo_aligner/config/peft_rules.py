@@ -29,6 +29,9 @@ TARGET_GROUPS = {
 INIT_METHODS = ("xavier", "normal", "kaiming", "zero")
 DROPOUT_POSITIONS = ("pre", "post")
 VARIANTS = ("nemo", "canonical")
+# Keys of `lora_tuning` that the weights of adapters do not depend on: a job that goes on with
+# adapters may change them.
+FREE_KEYS = ("adapter_dropout", "dropout_position", "column_init_method", "row_init_method")
 # Keys of `lora_tuning` that must not be null.
 NEEDED = (
     "target_modules",

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import load_tensors_metadata
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 from torch.func import functional_call
 
 from nemo_aligner.checkpoint import adapters, nemo_archive
@@ -374,6 +374,30 @@ def test_a_checkpoint_of_another_kind_of_training_is_refused(bases, tmp_path):
         training = other.setup_megatron_optimization(max_steps=10)
         with pytest.raises(UserError, match=message):
             CheckpointCallback(tmp_path, other, *training, name="actor").load_latest()
+
+
+def test_what_the_weights_do_not_depend_on_may_change_on_resumption(bases, tmp_path):
+    model = actor_with(bases)
+    training = model.setup_megatron_optimization(max_steps=10)
+    CheckpointCallback(tmp_path, model, *training, name="actor").custom_save({})
+    other = actor_with(bases, adapter_dropout=0.2, column_init_method="kaiming")
+    training = other.setup_megatron_optimization(max_steps=10)
+    CheckpointCallback(tmp_path, other, *training, name="actor").load_latest()
+    assert other.lora.dropout == 0.2
+    saved = dict(model.unwrapped()[0].named_parameters())
+    for name, parameter in other.unwrapped()[0].named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+
+
+def test_the_form_of_adapters_to_start_from_is_checked(bases, tmp_path):
+    tied = load(bases)
+    tied.init_peft(peft(weight_tying=True))
+    tied.save_to(f"{tmp_path}/adapters/")
+    model = load(bases)
+    with open_dict(model.cfg):  # as on two stages
+        model.cfg.pipeline_model_parallel_size = 2
+    with pytest.raises(ConfigError, match="weight_tying"):
+        model.init_peft({**peft(), "restore_from_path": f"{tmp_path}/adapters"})
 
 
 # --- settings

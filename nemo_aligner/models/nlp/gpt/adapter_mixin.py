@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint import adapters, nemo_archive
 from nemo_aligner.checkpoint.hugging_face import peft_writing
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.peft_rules import LORA, NONE, LoRASettings, check_peft
+from nemo_aligner.config.peft_rules import FREE_KEYS, LORA, NONE, LoRASettings, check_peft
 from nemo_aligner.config.values import Values, plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt import lora_layers
@@ -80,6 +80,8 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         start = _adapters_to_start_from(peft, self.cfg)
         if start is not None:
             settings = _settings_of(start, settings, self.cfg)
+            tuning = {"peft_scheme": LORA, "lora_tuning": settings.to_config()}
+            check_peft(Values({"model": {**plain_dict(self.cfg, resolve=True), "peft": tuning}}))
         path = None if self.restore_path is None else str(Path(self.restore_path).resolve())
         self._base = adapters.Base(
             path, adapters.checksum_of_model(super().sharded_weights(), _add_over_ranks)
@@ -229,15 +231,14 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             return
         assert self._base.checksum is not None
         adapters.check_base(base, self._base.checksum, str(folder), self._base.path or "the model")
-        stored = adapters.settings_in(config)
-        if stored != self.lora:
-            assert self.lora is not None
-            before, now_ = stored.to_config(), self.lora.to_config()
-            changed = [
-                f"{key}={now_[key]} (checkpoint: {before[key]})"
-                for key in now_
-                if now_[key] != before[key]
-            ]
+        assert self.lora is not None
+        before, now_ = adapters.settings_in(config).to_config(), self.lora.to_config()
+        changed = [
+            f"{key}={now_[key]} (checkpoint: {before[key]})"
+            for key in now_
+            if now_[key] != before[key] and key not in FREE_KEYS
+        ]
+        if changed:
             raise UserError(
                 f"{folder} has adapters of another form: model.peft.lora_tuning."
                 f"{', '.join(changed)}. Resume with the former values."
@@ -296,8 +297,7 @@ def _adapters_to_start_from(peft: DictConfig, model: DictConfig) -> Path | None:
 def _settings_of(path: Path, wanted: LoRASettings, model: DictConfig) -> LoRASettings:
     """The form of the adapters at `path`, with what does not concern their weights as wanted."""
     stored = adapters.settings_in(nemo_archive.read_stored_config(path, model)).to_config()
-    free = ("adapter_dropout", "dropout_position", "column_init_method", "row_init_method")
-    merged = {**stored, **{key: wanted.to_config()[key] for key in free}}
+    merged = {**stored, **{key: wanted.to_config()[key] for key in FREE_KEYS}}
     differing = [
         f"{key}={merged[key]}" for key in merged if merged[key] != wanted.to_config()[key]
     ]
