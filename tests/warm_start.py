@@ -31,6 +31,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 # By the process whose forks the ranks and jobs are. Those of a server's workers stay out: they
@@ -258,6 +259,8 @@ def _forget_the_server() -> None:
     import numpy as np
     import torch
 
+    # A tracker of its own, which removes the shared memory of a process that is killed.
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
     multiprocessing.process._parent_process = None
     multiprocessing.current_process()._config.pop("daemon", None)
     tempfile.tempdir = None

@@ -159,6 +159,11 @@ class TritonHost:
 
     def _clean(self) -> None:
         if self._directory is not None:
+            # A Triton that was killed while it started leaves processes that wait for it for ever.
+            for process in psutil.process_iter(["cmdline"]):
+                if (process.info["cmdline"] or [""])[0].startswith(self._directory + os.sep):
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
         for leftover in glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*"):  # PyTriton's own spelling

@@ -547,7 +547,7 @@ def test_killing_the_critic_in_an_update_is_one_error_with_its_cause():
 
 def test_a_triton_that_ends_while_it_starts_fails_the_job_on_every_rank():
     with CriticJob(ranks=2) as job:
-        wait_until(lambda: job.children_named("tritonserver"), 120, job.log, 0.05)
+        wait_until(lambda: job.children_named("triton_python"), 120, job.log, 0.05)
         job.look_around()
         job.children_named("tritonserver")[0].kill()
         codes = job.wait_for_exit(30)  # PyTriton alone would wait for two minutes
