@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python processes for tests that start with the slow imports done.
 
-    job = WarmProcess(["-m", "nemo_aligner.generate", "model=..."], environment, folder, log)
+    job = start_python(["-m", "nemo_aligner.generate", "model=..."], environment, folder, log)
     assert job.wait(60) == 0
 
 Importing torch, NeMo and Megatron Core takes a process ten seconds of CPU time. So the processes
@@ -34,8 +34,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-# By the process whose forks the ranks and jobs are. Those of a server's workers stay out: they
-# start threads.
+# By the process whose forks the ranks and jobs are.
 PRELOADED = [
     "nemo_aligner.algorithms.critic_server_trainer",
     "nemo_aligner.algorithms.reward_server",
@@ -63,32 +62,13 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 class WarmProcess:
-    """`python ARGUMENTS`, with the part of `subprocess.Popen`'s interface that tests use.
-
-    Args:
-        arguments: a script with its arguments, or "-m", a module and its arguments.
-        environment: all of its variables.
-        folder: where it runs.
-        log: file that its output is appended to, errors included.
-        ranks: how many more processes the script, or torchrun, is going to start.
-        stdin: file that it reads from.
+    """A fork that is `command`, with the part of `subprocess.Popen`'s interface that tests use.
+    The further arguments are those of `_first_process`.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        folder: Path,
-        log: Path,
-        ranks: int = 0,
-        stdin: Path | None = None,
-    ):
-        self.args = [sys.executable, *map(str, arguments)]
-        files = str(log), str(stdin or os.devnull)
-        self._process = fork_server().Process(
-            target=_first_process,
-            args=(self.args, dict(environment), str(folder), *files, ranks),
-        )
+    def __init__(self, command: list[str], *inherited):
+        self.args = command
+        self._process = fork_server().Process(target=_first_process, args=(command, *inherited))
         self._process.start()
         self.pid: int = self._process.pid
 
@@ -119,20 +99,26 @@ def start_python(
     folder: Path,
     log: Path,
     ranks: int = 0,
-    stdin: Path | None = None,
 ) -> "WarmProcess | subprocess.Popen":
-    """Start `python ARGUMENTS` in a session of its own; it ends with the test run. The arguments
-    are those of `WarmProcess`.
+    """Start `python ARGUMENTS` in a session of its own; it ends with the test run.
+
+    Args:
+        arguments: a script with its arguments, or "-m", a module and its arguments.
+        environment: all of its variables.
+        folder: where it runs.
+        log: file that its output is appended to, errors included.
+        ranks: how many more processes the script, or torchrun, is going to start.
     """
     log.touch()
+    command = [sys.executable, *map(str, arguments)]
     if not os.environ.get("COLD_START"):
-        return WarmProcess(arguments, environment, folder, log, ranks, stdin)
-    with log.open("a") as out, open(stdin or os.devnull) as source:
+        return WarmProcess(command, dict(environment), str(folder), str(log), ranks)
+    with log.open("a") as out:
         return subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
+            command,
             env=environment,
             cwd=folder,
-            stdin=source,
+            stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -149,20 +135,15 @@ def _end_with_parent(number: int = signal.SIGTERM) -> None:
 
 
 def _first_process(
-    command: list[str], environment: dict, folder: str, log: str, stdin: str, ranks: int
+    command: list[str], environment: dict, folder: str, log: str, ranks: int
 ) -> None:
     """Body of a `WarmProcess`."""
     os.setsid()
     _end_with_parent()
-    for path, flags, target in (
-        (stdin, os.O_RDONLY, 0),
-        (log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 1),
-    ):
-        file = os.open(path, flags)
-        os.dup2(file, target)
-        os.close(file)
-    os.dup2(1, 2)
-    sys.stdin = open(0, closefd=False)
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=True)
     _replace_popen([_Spare() for _ in range(ranks)])

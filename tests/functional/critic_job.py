@@ -327,7 +327,8 @@ class CriticJob:
             return [process.pid for process in self.processes]
         children = psutil.Process(self.processes[0].pid).children()
         in_order = sorted(children, key=lambda child: (child.create_time(), child.pid))
-        return [child.pid for child in in_order]  # torchrun starts them one after the other
+        # torchrun starts them one after the other, and anything else later.
+        return [child.pid for child in in_order[: self.ranks]]
 
     def children_named(self, name: str) -> list:
         """Processes that rank 0 has started, however far down, with `name` in their names."""

@@ -207,7 +207,7 @@ def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
         wait_for_log(job, "Training steps")
         time.sleep(1.0)
         zero = psutil.Process(job.process.pid)
-        (one,) = zero.children()
+        one = min(zero.children(), key=lambda child: (child.create_time(), child.pid))
         (zero, one)[victim].kill()
         assert job.wait(30) != 0
         assert not job.leftovers(15)
