@@ -20,6 +20,8 @@ TARGETS = {
     "mlp_fc1": "mlp.linear_fc1",
     "mlp_fc2": "mlp.linear_fc2",
 }
+# Those that are split along their rows (Megatron's column-parallel ones).
+SPLIT_BY_ROWS = ("attention_qkv", "mlp_fc1")
 # Names of several of them.
 TARGET_GROUPS = {
     "attention": ("attention_qkv", "attention_dense"),

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.defaults import complete_config, complete_model, drop_unset
 from nemo_aligner.config.optim_rules import OPTIMIZERS
+from nemo_aligner.config.peft_rules import trains_adapters
 from nemo_aligner.config.rules import RESTORE_KEY, RESTORE_KEYS
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError
@@ -175,6 +176,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             forward_samples=settings["forward_micro_batch_size"] if job is ACTOR else 0,
             rollout_samples=max(rollout),
             response=settings["length_params"]["max_length"],
+            merges=trains_adapters(cfg) and bool(model["peft"]["merge_for_generation"]),
             reference=kl > 0 or settings.get("kl_loss_coef", 0) > 0,
             offloads=bool(settings["offload_adam_states"]),
         )

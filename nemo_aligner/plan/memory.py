@@ -20,7 +20,8 @@ Parts = dict[str, float]  # name of a kind of memory -> bytes
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CACHE, TEMPORARY = "activations", "logits", "KV cache", "temporary"
-PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, CACHE, TEMPORARY)
+MERGED = "merged adapters"
+PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, CACHE, MERGED, TEMPORARY)
 
 # Elements of a working buffer of the log-probs (parallel/vocab_parallel.py), and how many of them
 # exist at once: with the entropy, and of fp32 or bf16 logits without it (benchmarks/README.md).
@@ -43,8 +44,10 @@ class Workload:
         forward_samples: of a forward pass without gradient; 0: there is none.
         rollout_samples: that generate together; 0: the job does not generate.
         response: most tokens that are generated.
-        reference: the weights of a reference policy lie in host memory.
-        swaps: so do those of a reward model, which takes turns with the critic.
+        merges: adapters are merged into a copy of their weights meanwhile.
+        reference: the weights of a reference policy lie in host memory, unless adapters are
+            trained.
+        swaps: so do those of a reward model (or its adapters), which takes turns with the critic.
         offloads: Adam's states are in host memory while the job does not train.
         recompute: None, "selective" or "full".
         recompute_layers: that are recomputed together (uniform), or of each stage (block).
@@ -61,6 +64,7 @@ class Workload:
     forward_samples: int = 0
     rollout_samples: int = 0
     response: int = 0
+    merges: bool = False
     reference: bool = False
     swaps: bool = False
     offloads: bool = False
@@ -102,7 +106,8 @@ class RankMemory:
 
 def weight_bytes(a: Architecture, weights: Weights) -> float:
     """Of the weights on a rank; the head of a reward model has its own dtype."""
-    return (weights.dense + weights.expert) * a.number_bytes + weights.head * a.head_bytes
+    numbers = weights.dense + weights.expert + weights.adapters
+    return numbers * a.number_bytes + weights.head * a.head_bytes
 
 
 def optimizer_bytes(a: Architecture, weights: Weights, split: Split, w: Workload) -> float:
@@ -114,23 +119,27 @@ def optimizer_bytes(a: Architecture, weights: Weights, split: Split, w: Workload
     expert_replicas = max(replicas // split.ep, 1)
     own = w.state_bytes + (FP32 if a.number_bytes == BF16 else 0)
     head = w.state_bytes + (FP32 if a.head_bytes == BF16 else 0)
-    shared = weights.dense * own + weights.head * head
-    return shared / replicas + weights.expert * own / expert_replicas
+    trained = weights.trained
+    shared = trained.dense * own + trained.head * head
+    return shared / replicas + trained.expert * own / expert_replicas
 
 
 def moved_bytes(weights: Weights, split: Split, w: Workload) -> float:
     """Of the states that `offload_adam_states` moves: not the fp32 copies."""
     replicas = split.dp * split.cp if w.distributed_optimizer else 1
     expert_replicas = max(replicas // split.ep, 1)
-    dense, expert = weights.dense + weights.head, weights.expert
-    return w.state_bytes * (dense / replicas + expert / expert_replicas)
+    trained = weights.trained
+    dense = trained.dense + trained.head
+    return w.state_bytes * (dense / replicas + trained.expert / expert_replicas)
 
 
 def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> Parts:
-    """Copies in host memory. Swapping needs room for the weights that make way."""
-    size = weight_bytes(a, weights)
+    """Copies in host memory. Swapping needs room for the weights that make way; of models with
+    adapters only these and the head are swapped, and the reference policy is the base.
+    """
+    size = weight_bytes(a, weights.trained)
     parts: Parts = {}
-    if w.reference:
+    if w.reference and a.lora is None:
         parts["reference policy"] = size
         parts["policy while the reference computes"] = size
     if w.swaps:
@@ -147,11 +156,12 @@ def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> 
 def norm_bytes(a: Architecture, on_gpu: bool) -> float:
     """Per token and unit of H, what a norm keeps: its input and its output.
 
-    PyTorch's RMSNorm also keeps the normalized input, and computes in fp32.
+    PyTorch's RMSNorm computes in fp32, and keeps the normalized input for the gradient of its
+    weight.
     """
     if on_gpu or a.layernorm:
         return 2 * a.number_bytes
-    return 2 * FP32 + a.number_bytes
+    return (FP32 if a.lora else 2 * FP32) + a.number_bytes
 
 
 def attention_bytes(
@@ -187,6 +197,24 @@ def attention_bytes(
     return total
 
 
+def adapter_bytes(a: Architecture, split: Split, tokens: float, residual: float) -> float:
+    """What adapters keep beside what their layers read: the product with A. Layers whose weight is
+    frozen and that have no adapter do not keep what they read; it is subtracted where nothing else
+    keeps it.
+    """
+    if a.lora is None:
+        return 0.0
+    total = 0.0
+    for target, (_, _, projections) in a.linear_layers().items():
+        blocks = projections if a.lora.variant == "canonical" else 1
+        if not a.frozen(target):
+            total += tokens * a.lora.dim * blocks
+    total -= residual * a.hidden * (a.frozen("attention_qkv") + a.frozen("mlp_fc1"))
+    if not a.experts and a.frozen("mlp_fc2"):
+        total -= tokens * a.ffn / split.tp
+    return a.number_bytes * total
+
+
 def feed_forward_bytes(a: Architecture, split: Split, tokens: float) -> float:
     """What the feed-forward layer keeps, beside its input.
 
@@ -211,6 +239,7 @@ def layer_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> flo
     total = 2 * norm_bytes(a, w.on_gpu) * residual * a.hidden
     total += attention_bytes(a, split, tokens, samples, w)
     total += feed_forward_bytes(a, split, tokens)
+    total += adapter_bytes(a, split, tokens, residual)
     if a.dropout:
         total += 2 * (1 if w.on_gpu else a.number_bytes) * residual * a.hidden
     return total
@@ -247,7 +276,7 @@ def layer_temporary(a: Architecture, split: Split, tokens: float) -> float:
         wide = a.expert_ffn / split.tp
         copies = a.experts_per_token / a.experts * split.ep
     gradient = e * copies * tokens * wide
-    matrix = e * wide * a.hidden
+    matrix = e * wide * a.hidden if a.lora is None else 0.0
     both = max(2 * gradient, gradient + matrix) if a.gated else gradient + matrix
     return e * tokens * a.hidden + both
 
@@ -290,7 +319,7 @@ def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> li
         wide = a.head_bytes * tokens * a.hidden  # the head computes in its own dtype
         return [{ACTIVATIONS: norm, TEMPORARY: 2 * wide}]
     logits = logits_bytes(a, split, tokens)
-    matrix = e * a.vocab_rows / split.tp * a.hidden
+    matrix = e * a.vocab_rows / split.tp * a.hidden if a.lora is None else 0.0
     chunks = chunk_bytes(a, split, tokens, w.on_gpu, training=True)
     return [
         {ACTIVATIONS: norm, LOGITS: logits, TEMPORARY: chunks},
@@ -328,12 +357,12 @@ def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Part
         for moment in output_bytes(a, split, w.samples, w):
             kept_at_end = flights * kept + moment[ACTIVATIONS]
             moments.append({**moment, ACTIVATIONS: kept_at_end})
-    if stage == 0:  # at the end the gradient of the embedding table
+    if stage == 0 and a.lora is None:  # at the end the gradient of the embedding table
         table = a.vocab_rows / split.tp * a.hidden * a.number_bytes
         moments.append({ACTIVATIONS: (flights - 1) * kept, TEMPORARY: table})
     if not w.on_gpu and w.distributed_optimizer:
         # Gloo copies the gradients that it reduces and scatters.
-        moments.append({TEMPORARY: FP32 * weights.total})
+        moments.append({TEMPORARY: FP32 * weights.trained.total})
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -394,7 +423,10 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     if stage == split.pp - 1:
         moments.append({LOGITS: samples * a.vocab_rows * (a.number_bytes + SAMPLING_BYTES)})
     most = max(moments, key=lambda parts: sum(parts.values()))
-    return {CACHE: cache_bytes(a, split, stage, w), **most}
+    parts = {CACHE: cache_bytes(a, split, stage, w), **most}
+    if w.merges:
+        parts[MERGED] = count_weights(a, split, stage).merged * a.number_bytes
+    return parts
 
 
 def rank_memory(a: Architecture, split: Split, stage: int, w: Workload) -> RankMemory:
@@ -404,7 +436,7 @@ def rank_memory(a: Architecture, split: Split, stage: int, w: Workload) -> RankM
     resting = dict(standing)
     if w.trains:
         states = optimizer_bytes(a, weights, split, w)
-        standing |= {GRADIENTS: FP32 * weights.total, OPTIMIZER: states}
+        standing |= {GRADIENTS: FP32 * weights.trained.total, OPTIMIZER: states}
         resting = dict(standing)
         if w.offloads and w.on_gpu:
             resting[OPTIMIZER] = states - moved_bytes(weights, split, w)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_aligner.config.parallel_rules import uneven_stages
+from nemo_aligner.config.peft_rules import SPLIT_BY_ROWS, LoRASettings, trains_adapters
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
@@ -75,6 +76,7 @@ class Architecture:
         window: whether attention sees only a window, which takes an explicit mask.
         dropout: whether activations are dropped in training.
         stages: layers of each pipeline stage where they are uneven; empty: even.
+        lora: the adapters that are trained in place of the weights; None: all weights are trained.
     """
 
     layers: int
@@ -104,6 +106,7 @@ class Architecture:
     window: bool = False
     dropout: bool = False
     stages: Sequence[int] = ()
+    lora: LoRASettings | None = None
 
     @property
     def queries(self) -> int:
@@ -130,6 +133,28 @@ class Architecture:
         kinds = [(self, layers - dense), (replace(self, experts=0, shared_ffn=0), dense)]
         return [(kind, count) for kind, count in kinds if count]
 
+    def linear_layers(self) -> dict[str, tuple[int, int, int]]:
+        """The linear layers of a transformer layer that can have an adapter, by their names of
+        `model.peft`: (numbers they read, numbers they give, projections that are fused in them).
+        """
+        gates = 1 + self.gated
+        layers = {
+            "attention_qkv": (self.hidden, self.queries + 2 * self.keys, 3),
+            "attention_dense": (self.queries, self.hidden, 1),
+        }
+        if self.experts:  # these have no adapters
+            return layers
+        return layers | {
+            "mlp_fc1": (self.hidden, self.ffn * gates, gates),
+            "mlp_fc2": (self.ffn, self.hidden, 1),
+        }
+
+    def frozen(self, target: str) -> bool:
+        """Whether a linear layer keeps its weight and has no adapter: autograd then does not keep
+        what it reads.
+        """
+        return self.lora is not None and target not in self.lora.targets
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -140,19 +165,25 @@ class Weights:
         dense: all but the following.
         expert: of experts.
         head: of the head of a reward model or critic.
-        largest: of the largest single tensor, whose gradient exists for a moment beside the
-            gradient buffer.
+        adapters: of LoRA, without the head; 0: all weights are trained.
+        merged: that hold the adapters while responses are generated.
     """
 
     dense: int
     expert: int = 0
     head: int = 0
-    largest: int = 0
+    adapters: int = 0
+    merged: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.dense + self.expert + self.head
+        return self.dense + self.expert + self.head + self.adapters
+
+    @property
+    def trained(self) -> "Weights":
+        """Those that have gradients: all, or adapters and the head."""
+        return Weights(self.adapters, head=self.head) if self.adapters else self
 
 
 def read_architecture(
@@ -214,7 +245,14 @@ def read_architecture(
         window=model.get("window_size") is not None,
         dropout=bool(model["hidden_dropout"] or model["attention_dropout"]),
         stages=tuple(uneven_stages(v)) if uneven else (),
+        lora=_lora(model),
     )
+
+
+def _lora(model: Mapping[str, Any]) -> LoRASettings | None:
+    if not trains_adapters({"model": model}):
+        return None
+    return LoRASettings.from_config(model["peft"]["lora_tuning"])
 
 
 def _dense_layers(model: Mapping[str, Any]) -> tuple[int, ...]:
@@ -240,12 +278,29 @@ def count_layer(a: Architecture, tp: int = 1, ep: int = 1) -> Weights:
         expert = _feed_forward(a, a.expert_ffn // tp)
         shared = _feed_forward(a, a.shared_ffn // tp) if a.shared_ffn else 0
         shared += a.hidden if a.shared_gate else 0
-        first = max(a.expert_ffn, a.shared_ffn) // tp * (1 + a.gated) * a.hidden
-        return Weights(attention + router + shared, expert * (a.experts // ep), largest=first)
-    first = a.ffn // tp * (1 + a.gated) * a.hidden
-    return Weights(
-        attention + _feed_forward(a, a.ffn // tp), largest=max(first, a.hidden * qkv_width)
-    )
+        return Weights(attention + router + shared, expert * (a.experts // ep))
+    return Weights(attention + _feed_forward(a, a.ffn // tp))
+
+
+def count_adapters(a: Architecture, split: Split, stage: int = 0) -> tuple[int, int]:
+    """Weights of the adapters on a rank of a pipeline stage, and weights that hold them after
+    merging.
+    """
+    if a.lora is None:
+        return 0, 0
+    own = merged = 0
+    for target, (inputs, outputs, projections) in a.linear_layers().items():
+        if a.frozen(target):
+            continue
+        blocks = projections if a.lora.variant == "canonical" else 1
+        by_rows = target in SPLIT_BY_ROWS  # then A is whole on each rank, else B is
+        own += a.lora.dim * blocks * inputs // (1 if by_rows else split.tp)
+        own += a.lora.dim * outputs // (split.tp if by_rows else 1)
+        merged += inputs * outputs // split.tp
+    first = sum(a.layers_of(before, split.pp) for before in range(stage))
+    layers = range(first + 1, first + a.layers_of(stage, split.pp) + 1)
+    chosen = len(layers) if a.lora.layers is None else len(set(layers) & set(a.lora.layers))
+    return own * (min(chosen, 1) if a.lora.weight_tying else chosen), merged * chosen
 
 
 def count_weights(a: Architecture, split: Split, stage: int = 0) -> Weights:
@@ -258,23 +313,21 @@ def count_weights(a: Architecture, split: Split, stage: int = 0) -> Weights:
     table = a.vocab_rows // split.tp * a.hidden
     dense = sum(count * layer.dense for layer, count in layers)
     expert = sum(count * layer.expert for layer, count in layers)
-    head, largest = 0, max(layer.largest for layer, _ in layers)
+    head = 0
     if first:
         dense += table + a.positions * a.hidden
-        largest = max(largest, table, a.positions * a.hidden)
     if last:
         dense += _norm(a)
         if a.head_outputs:
             head = (a.hidden // split.tp + 1) * a.head_outputs
         elif not a.tied or not first:  # a tied table has a copy where the output is
             dense += table
-            largest = max(largest, table)
-    return Weights(dense, expert, head, largest)
+    return Weights(dense, expert, head, *count_adapters(a, split, stage))
 
 
-def count_model(a: Architecture) -> int:
+def count_model(a: Architecture) -> Weights:
     """Weights of the whole model, each once."""
-    return count_weights(a, Split()).total
+    return count_weights(a, Split())
 
 
 def _norm(a: Architecture) -> int:

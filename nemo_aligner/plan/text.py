@@ -99,12 +99,20 @@ def command(c: Candidate, item: JobInput, given: list[str], machine: Machine) ->
     return " \\\n".join([f"  python {item.job.script}", *(f"      {word}" for word in words)])
 
 
-def number_of_weights(item: JobInput) -> int:
-    """Of the model of a job."""
+def number_of_weights(item: JobInput) -> tuple[int, int]:
+    """Of the model of a job: all, and those that are trained if the job trains."""
     model = item.cfg["model"]
     alone = SimpleNamespace(**{**model, "tensor_model_parallel_size": 1})
     rows = count_vocab_rows(alone, item.vocab_size)
-    return count_model(read_architecture(model, rows, head_outputs(item.job, model)))
+    weights = count_model(read_architecture(model, rows, head_outputs(item.job, model)))
+    return weights.total, weights.trained.total
+
+
+def weights_text(item: JobInput) -> str:
+    """Such as `1.236 billion weights, of which 11.272 million are trained`."""
+    weights, trained = number_of_weights(item)
+    text = f"{weights / 1e9:.3f} billion weights"
+    return text + (f", of which {trained / 1e6:.3f} million are trained" * (trained < weights))
 
 
 def plan_text(
@@ -131,13 +139,11 @@ def plan_text(
     for c, candidates, item, texts in zip(
         plan.chosen, plan.candidates, inputs, given, strict=True
     ):
-        limit = plan.limit
-        if plan.shared:
-            limit -= sum(x.memory.peak for x in plan.chosen if x is not c)
+        limit = limit_of(plan, c)
         count = len(candidates) if show_all else SHOWN
         parts += [
             "",
-            f"{item.job.name.upper()}: {number_of_weights(item) / 1e9:.3f} billion weights, "
+            f"{item.job.name.upper()}: {weights_text(item)}, "
             f"{c.split.ranks} {device}{'s' if c.split.ranks > 1 else ''}, {split_text(c)}"
             + (f", {notes(c)}" if notes(c) else ""),
             "",
@@ -153,6 +159,12 @@ def plan_text(
         if len(candidates) > count:
             parts.insert(-2, f"  ... and {len(candidates) - count} more (--all)")
     return "\n".join(parts)
+
+
+def limit_of(plan: Plan, chosen: Candidate) -> float:
+    """Bytes that the job of a chosen candidate may use: what a job on the same GPU leaves."""
+    others = (c.memory.peak for c in plan.chosen if plan.shared and c is not chosen)
+    return plan.limit - sum(others)
 
 
 def host_text(c: Candidate) -> str:
@@ -171,14 +183,16 @@ def plan_values(
     for c, candidates, item, texts in zip(
         plan.chosen, plan.candidates, inputs, given, strict=True
     ):
+        weights, trained = number_of_weights(item)
         jobs.append(
             {
                 "job": item.job.name,
                 "script": item.job.script,
-                "weights": number_of_weights(item),
-                "recommended": candidate_values(c, plan.limit),
+                "weights": weights,
+                "trained": trained,
+                "recommended": candidate_values(c, limit_of(plan, c)),
                 "overrides": overrides(c, item, texts, machine),
-                "candidates": [candidate_values(each, plan.limit) for each in candidates],
+                "candidates": [candidate_values(each, limit_of(plan, c)) for each in candidates],
             }
         )
     return {

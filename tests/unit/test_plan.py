@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import CONF, complete_model
+from nemo_aligner.config.peft_rules import LoRASettings
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_config import PRECISIONS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -66,6 +69,14 @@ VARIANTS = {
     "experts with biases": GPT2_LIKE | EXPERTS,
     "narrow experts": LLAMA_LIKE | EXPERTS | {"moe_ffn_hidden_size": 16},
 }
+LORA = {"variant": "canonical", "adapter_dim": 4}
+
+
+def with_lora(*targets, **keys):
+    tuning = LORA | {"target_modules": list(targets)} | keys
+    return {"peft": {"peft_scheme": "lora", "lora_tuning": tuning}}
+
+
 VARIANTS |= {f"HF {name}": model.keys for name, model in hugging_face.MODELS.items()}
 
 
@@ -80,7 +91,7 @@ def architecture_of(model, head_outputs=0):
 def test_number_of_weights_is_that_of_the_built_model(tiny_tokenizer_dir, variant):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **VARIANTS[variant]))
     built = sum(p.numel() for module in model.unwrapped() for p in module.parameters())
-    assert count_model(architecture_of(model)) == built
+    assert count_model(architecture_of(model)).total == built
 
 
 @pytest.mark.parametrize("attributes", [1, 5])
@@ -92,6 +103,26 @@ def test_number_of_weights_of_a_critic(tiny_tokenizer_dir, attributes):
     weights = count_weights(architecture_of(model, attributes), Split())
     head = sum(p.numel() for p in module.rm_head.parameters())
     assert (weights.head, weights.total) == (head, sum(p.numel() for p in module.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("variant", "peft"),
+    [
+        ("llama", with_lora("all")),
+        ("gpt2", with_lora("all", variant="nemo")),
+        ("llama", with_lora("attention_dense", "mlp_fc1", layer_selection=[2])),
+        ("gpt2, gate", with_lora("all", weight_tying=True)),
+        ("experts", with_lora("attention")),
+    ],
+)
+def test_number_of_weights_with_adapters(tiny_tokenizer_dir, variant, peft):
+    model = NLPAdapterModelMixin(tiny_config(tiny_tokenizer_dir, **VARIANTS[variant] | peft))
+    model.init_peft(model.cfg.peft)
+    weights = count_weights(architecture_of(model), Split())
+    parameters = list(model.unwrapped()[0].parameters())
+    assert weights.total == sum(p.numel() for p in parameters)
+    assert weights.trained.total == sum(p.numel() for p in parameters if p.requires_grad)
+    assert weights.merged == sum(linear.weight.numel() for linear, _ in model._adapters)
 
 
 def hf_count(kind, **settings):
@@ -129,13 +160,13 @@ def test_number_of_weights_of_large_models():
         num_key_value_heads=8,
     )
     llama = read_architecture(large(), 128256)
-    assert count_model(llama) == hf_count("Llama", tie_word_embeddings=False, **sizes)
+    assert count_model(llama).total == hf_count("Llama", tie_word_embeddings=False, **sizes)
     qwen = read_architecture(
         large(qkv_bias=True, share_embeddings_and_output_weights=True), 128256
     )
-    assert count_model(qwen) == hf_count("Qwen2", tie_word_embeddings=True, **sizes)
+    assert count_model(qwen).total == hf_count("Qwen2", tie_word_embeddings=True, **sizes)
     mixtral = read_architecture(large(num_moe_experts=8, moe_router_topk=2), 128256)
-    assert count_model(mixtral) == hf_count("Mixtral", num_local_experts=8, **sizes)
+    assert count_model(mixtral).total == hf_count("Mixtral", num_local_experts=8, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +182,19 @@ def test_number_of_weights_of_large_models():
         ("gpt2", {"precision": "bf16"}),
         ("experts", {}),
         ("experts", {"precision": "bf16"}),
+        ("llama", with_lora("all")),
+        ("llama", with_lora("attention_qkv", variant="nemo") | {"precision": "bf16"}),
+        ("llama", with_lora("mlp")),
+        ("gpt2", with_lora("attention_dense")),
+        ("gpt2", with_lora("all") | {"precision": "bf16"}),
     ],
 )
 def test_activations_are_the_tensors_that_autograd_keeps(tiny_tokenizer_dir, variant, keys):
     width, samples = 256, 2
     sizes = {"hidden_size": 64, "ffn_hidden_size": 256, "encoder_seq_length": width}
     cfg = tiny_config(tiny_tokenizer_dir, **VARIANTS[variant] | sizes | keys)
-    model = MegatronGPTModel(cfg)
+    model = NLPAdapterModelMixin(cfg)
+    model.init_peft(cfg.get("peft"))
     (module,) = model.unwrapped()
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept, alive = {}, []
@@ -215,11 +252,41 @@ def test_copies_in_host_memory():
     assert sum(critic.host.values()) == 2 * 2 * N
 
 
+def test_adapters_take_the_place_of_weights():
+    dim = 16
+    tuning = LoRASettings(
+        ("attention_qkv",), dim, 32.0, 0.0, "post", "xavier", "zero", None, False, "nemo"
+    )
+    lora, w = (
+        replace(LLAMA_8B, lora=tuning),
+        Workload(reference=True, swaps=True, merges=True, rollout_samples=1),
+    )
+    adapters = 32 * dim * (4096 + 6144)
+    for split, own in (
+        (Split(), adapters),
+        (Split(tp=2, dp=2), 32 * dim * (4096 + 6144 // 2)),  # A is whole on each rank
+        (Split(pp=2), adapters // 2),
+    ):
+        memory = rank_memory(lora, split, 0, w)
+        update = memory.phases["update"]
+        assert update[GRADIENTS] == 4 * own
+        assert update[OPTIMIZER] == 12 * own / split.dp
+        base = rank_memory(LLAMA_8B, split, 0, w).phases["update"][WEIGHTS]
+        assert update[WEIGHTS] == base + 2 * own
+        merged = 32 * 4096 * 6144 // split.tp // split.pp
+        assert memory.phases["generation"]["merged adapters"] == 2 * merged
+        # The reference policy is the base; of critic and reward model only adapters change places.
+        assert memory.host == {
+            "reward model": 2 * own,
+            "critic while the reward model computes": 2 * own,
+        }
+
+
 def test_a_tied_table_has_a_copy_on_the_last_stage():
     tied = Architecture(32, 4096, 14336, 32, 8, 128, 128256, tied=True)
     table = 128256 * 4096
     parts = [count_weights(tied, Split(pp=2), stage).total for stage in (0, 1)]
-    assert sum(parts) == count_model(tied) + table
+    assert sum(parts) == count_model(tied).total + table
 
 
 def test_layers_with_and_without_experts():
@@ -229,10 +296,10 @@ def test_layers_with_and_without_experts():
     dense, sparse = (count_layer(kind).total for kind in (LLAMA_8B, mixed))
     feed_forward = 3 * 4096 * 14336
     assert sparse == dense + 7 * feed_forward + 3 * 4096 * 512 + 4096 * (8 + 1)
-    whole = count_model(mixed)
+    whole = count_model(mixed).total
     assert whole == N + 31 * (sparse - dense)
     assert sum(count_weights(mixed, Split(pp=2), stage).total for stage in (0, 1)) == whole
-    assert count_model(read_architecture(model | {"moe_layer_freq": 2}, 128256)) == (
+    assert count_model(read_architecture(model | {"moe_layer_freq": 2}, 128256)).total == (
         N + 16 * (sparse - dense)
     )
 
@@ -382,6 +449,23 @@ def test_actor_and_critic_on_one_gpu(model_file, capsys):
     assert result["shared"]
     both = sum(job["recommended"]["peak"] for job in result["jobs"])
     assert both <= result["limit"] == 0.9 * 24 * GB
+    for job, other in (result["jobs"], reversed(result["jobs"])):
+        left = result["limit"] - other["recommended"]["peak"]
+        assert all(c["fits"] == (c["peak"] <= left) for c in job["candidates"])
+
+
+def test_adapters_need_less(model_file, capsys):
+    arguments = [model_file(), "--gpus", "1", "--memory", "80GB", "--job", "sft"]
+    assert main(arguments) == 2  # all weights of 8 billion do not fit
+    capsys.readouterr()
+    lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]"]
+    (job,) = plan(capsys, *arguments, *lora)["jobs"]
+    per_layer = 2 * 4096 + 6144 + 4096 + 4096 + 3 * 14336 + 4096
+    assert job["trained"] == 32 * 32 * per_layer
+    assert job["weights"] == N + job["trained"]
+    assert {f"++{key}" for key in lora} <= set(job["overrides"])
+    assert main([*arguments, *lora]) == 0
+    assert "of which 71.303 million are trained" in capsys.readouterr().out
 
 
 def test_shares_of_the_gpus():

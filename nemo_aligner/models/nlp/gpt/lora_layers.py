@@ -35,13 +35,11 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_aligner.config.peft_rules import TARGETS, LoRASettings
+from nemo_aligner.config.peft_rules import SPLIT_BY_ROWS, TARGETS, LoRASettings
 from nemo_aligner.core.lora import delta, expand_blocks, gated_blocks, qkv_blocks
 from nemo_aligner.parallel import parallel_state
 
 ADAPTER = "lora"  # name of the adapter in its linear layer
-# Linear layers that are split along their rows (Megatron's column-parallel ones).
-SPLIT_BY_ROWS = ("attention_qkv", "mlp_fc1")
 GATED = "mlp_fc1"
 
 
