@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face folders at splits: each rank reads its own part, and the logits are theirs."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -19,9 +21,19 @@ SPLITS = {
     "EP2": {"expert_model_parallel_size": 2},
 }
 
-EXPERTS = ("Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "Qwen 3 MoE, experts in one layer")
+# Its experts are in each layer, as those of Qwen1.5-MoE are.
+ALL_EXPERTS = "Qwen 2 MoE, experts in each layer"
+EXPERTS = ("Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "Qwen 3 MoE, experts in one layer", ALL_EXPERTS)
 # Their first layer has no experts, and each stage must have one that has.
 NOT_AT = {"PP2": ("Qwen 2 MoE", "Qwen 3 MoE, experts in one layer")}
+SHORT, LENGTHS = TOKENS[:, :20].clamp(min=1), torch.tensor([20, 13])
+
+
+def all_experts() -> torch.nn.Module:
+    """A Qwen2-MoE model without a dense layer."""
+    config = hugging_face.FOLDERS["Qwen 2 MoE"]().config
+    config.decoder_sparse_step = 1
+    return type(hugging_face.FOLDERS["Qwen 2 MoE"]())._from_config(config)
 
 
 def logits(folder: str, split: dict) -> torch.Tensor | None:
@@ -45,7 +57,31 @@ def logits(folder: str, split: dict) -> torch.Tensor | None:
     return torch.cat(parts, dim=-1)
 
 
-def at_each(folders: dict[str, str], splits: dict[str, dict]) -> dict:
+def rewards(folder: str, split: dict) -> torch.Tensor:
+    """Rewards float32 `[B]` of a reward model; all ranks call it."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+
+    return scores(MegatronGPTRewardModel, folder, split).reshape(-1)
+
+
+def values(folder: str, split: dict) -> torch.Tensor:
+    """Values float32 `[B, S]` of a critic; all ranks call it."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+
+    return scores(MegatronGPTCriticModel, folder, split)
+
+
+def scores(cls: type, folder: str, split: dict) -> torch.Tensor:
+    from nemo_aligner.launch.model_loading import load_from_nemo
+
+    # As many samples as a micro-batch has on all data-parallel ranks together.
+    job = OmegaConf.create({"micro_batch_size": 1, "precision": 32, **split})
+    model = load_from_nemo(cls, job, None, restore_path=folder)
+    model.set_eval()
+    return model.infer((SHORT, LENGTHS))
+
+
+def at_each(function: Callable, folders: dict[str, str], splits: dict[str, dict]) -> dict:
     from megatron.core.parallel_state import destroy_model_parallel
 
     results = {}
@@ -53,7 +89,7 @@ def at_each(folders: dict[str, str], splits: dict[str, dict]) -> dict:
         for name, folder in folders.items():
             if name in NOT_AT.get(split, ()) or (split == "EP2" and name not in EXPERTS):
                 continue
-            results[split, name] = logits(folder, keys)
+            results[split, name] = function(folder, keys)
             progress(f"{split} {name}")
             destroy_model_parallel()
     return results
@@ -61,9 +97,10 @@ def at_each(folders: dict[str, str], splits: dict[str, dict]) -> dict:
 
 @pytest.mark.timeout(400)
 def test_logits_at_each_split_are_those_of_hugging_face(write_folder):
-    models = {name: hugging_face.randomized(build) for name, build in hugging_face.FOLDERS.items()}
+    builds = hugging_face.FOLDERS | {ALL_EXPERTS: all_experts}
+    models = {name: hugging_face.randomized(build) for name, build in builds.items()}
     folders = {name: str(write_folder(model, name)) for name, model in models.items()}
-    ranks = run_ranks(at_each, 2, 120, folders, SPLITS)
+    ranks = run_ranks(at_each, 2, 120, logits, folders, SPLITS)
     assert {name for _, name in ranks[0]} == set(models)
     for found in ranks:
         for (split, name), result in found.items():
@@ -79,3 +116,24 @@ def test_logits_at_each_split_are_those_of_hugging_face(write_folder):
                 rtol=1e-5,
                 msg=lambda m, s=split, n=name: f"{s} {n} {m}",
             )
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification"])
+def test_heads_at_each_split_are_those_of_hugging_face(write_folder, kind):
+    names = ("Llama 3.2", "GPT-2", "Mixtral")
+    models = {name: hugging_face.with_head(kind, name) for name in names}
+    folders = {name: str(write_folder(model, name)) for name, model in models.items()}
+    reward_model = kind == "SequenceClassification"
+    ranks = run_ranks(at_each, 2, 120, rewards if reward_model else values, folders, SPLITS)
+    padded = torch.where(torch.arange(20) < LENGTHS[:, None], SHORT, 0)
+    for name, model in models.items():
+        with torch.no_grad():
+            expected = model(padded, attention_mask=(padded > 0).long()).logits.squeeze(-1)
+        for found in ranks:
+            for split in SPLITS if name in EXPERTS else ("TP2+SP", "PP2"):
+                result = found[split, name]
+                if not reward_model:
+                    result = torch.where(padded > 0, result, 0)
+                    expected = torch.where(padded > 0, expected, 0)
+                torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)

@@ -7,9 +7,10 @@
 #   MODEL=Llama-3.2-1B TRAIN=train_prefs.jsonl TEST=test_prefs.jsonl \
 #       bash examples/recipes/ultrafeedback/run.sh
 #
-# On a cluster, STAGES="data sft rm" with NODES=8 DEVICES=8 LAUNCH=srun, and scripts/slurm/ppo.sbatch for
-# the last stage (docs/real_model.md). The same command again resumes. STAGES names what to run;
-# SFT_ARGS, RM_ARGS, CRITIC_ARGS and ACTOR_ARGS are further overrides, separated by spaces.
+# On a cluster, STAGES="data sft rm" with NODES=8 DEVICES=8 LAUNCH=srun, then STAGES=ppo_slurm, which
+# submits scripts/slurm/ppo.sbatch (docs/real_model.md). The same command again resumes. STAGES
+# names what to run; SFT_ARGS, RM_ARGS, CRITIC_ARGS and ACTOR_ARGS are further overrides, separated
+# by spaces.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
 
@@ -25,6 +26,16 @@ SFT=$OUT/sft/checkpoints/megatron_gpt_sft-hf
 RM=$OUT/rm/checkpoints/megatron_gpt-hf
 COMMON="trainer.devices=$DEVICES trainer.num_nodes=$NODES trainer.accelerator=$ACCELERATOR \
     model.encoder_seq_length=2048"
+
+# Of the last stage, on one machine and under SLURM.
+CRITIC="model.encoder_seq_length=2048 model.global_batch_size=64 model.optim.lr=9e-6 \
+    trainer.ppo.max_steps=2000"
+ACTOR="model.encoder_seq_length=2048 model.global_batch_size=64 model.save_hf=True \
+    trainer.ppo.initial_policy_kl_penalty=0.02 trainer.ppo.run_init_validation=True \
+    trainer.ppo.max_epochs=1 trainer.ppo.max_steps=500 \
+    trainer.ppo.val_check_interval=25 trainer.ppo.save_interval=25 \
+    model.ppo.num_rollout_samples=256 model.ppo.num_val_samples=128 \
+    model.ppo.length_params.max_length=512 model.optim.lr=1e-6 model.optim.sched.warmup_steps=10"
 
 files() { echo "{train: [$OUT/data/$1_train.jsonl], validation: [$OUT/data/$1_validation.jsonl], \
 test: [$OUT/data/$1_validation.jsonl]}"; }
@@ -58,26 +69,26 @@ ppo)
     mkdir -p "$OUT"
     $PYTHON "$ROOT/examples/nlp/gpt/serve_ppo_critic.py" $COMMON \
         pretrained_checkpoint.restore_from_path="$RM" \
-        trainer.ppo.host=127.0.0.1 trainer.ppo.port="$PORT" trainer.ppo.max_steps=2000 \
-        trainer.ppo.inference_micro_batch_size=16 \
-        model.global_batch_size=64 model.micro_batch_size=4 model.optim.lr=9e-6 \
+        trainer.ppo.host=127.0.0.1 trainer.ppo.port="$PORT" $CRITIC \
+        trainer.ppo.inference_micro_batch_size=16 model.micro_batch_size=4 \
         exp_manager.explicit_log_dir="$OUT/critic" ${CRITIC_ARGS:-} > "$OUT/critic.log" 2>&1 &
     critic=$!
     trap 'kill $critic 2>/dev/null; wait $critic 2>/dev/null || true' EXIT
     $PYTHON "$ROOT/examples/nlp/gpt/train_gpt_ppo_actor.py" $COMMON \
-        pretrained_checkpoint.restore_from_path="$SFT" model.save_hf=True \
-        "model.data.data_prefix=$(files prompts)" \
-        trainer.ppo.initial_policy_kl_penalty=0.02 \
-        trainer.ppo.max_epochs=1 trainer.ppo.max_steps=500 trainer.ppo.val_check_interval=25 \
-        trainer.ppo.save_interval=25 trainer.ppo.run_init_validation=True \
-        model.ppo.num_rollout_samples=256 model.ppo.rollout_micro_batch_size=32 \
-        model.ppo.num_val_samples=128 model.ppo.val_rollout_micro_batch_size=32 \
-        model.ppo.length_params.max_length=512 \
-        model.global_batch_size=64 model.micro_batch_size=4 model.ppo.forward_micro_batch_size=8 \
-        model.optim.lr=1e-6 model.optim.sched.warmup_steps=10 \
+        pretrained_checkpoint.restore_from_path="$SFT" \
+        "model.data.data_prefix=$(files prompts)" $ACTOR \
+        model.ppo.rollout_micro_batch_size=32 model.ppo.val_rollout_micro_batch_size=32 \
+        model.micro_batch_size=4 model.ppo.forward_micro_batch_size=8 \
         remote_critic_rm.critic.ip=127.0.0.1 remote_critic_rm.critic.port="$PORT" \
         exp_manager.explicit_log_dir="$OUT/actor" ${ACTOR_ARGS:-}
     $PYTHON -m nemo_aligner.report "$OUT" ;;
+ppo_slurm)
+    # 16 ranks generate 16 samples each.
+    RM_NEMO=$RM SFT_NEMO=$SFT RESULTS=$OUT REPO=$ROOT \
+    TRAIN_DATA=$OUT/data/prompts_train.jsonl VALID_DATA=$OUT/data/prompts_validation.jsonl \
+    CRITIC_ARGS="$CRITIC ${CRITIC_ARGS:-}" \
+    ACTOR_ARGS="$ACTOR model.ppo.val_rollout_micro_batch_size=8 ${ACTOR_ARGS:-}" \
+        sbatch "$ROOT/scripts/slurm/ppo.sbatch" ;;
 *)
-    echo "error: STAGES names $stage; use data, sft, rm, ppo" >&2; exit 1 ;;
+    echo "error: STAGES names $stage; use data, sft, rm, ppo, ppo_slurm" >&2; exit 1 ;;
 esac; done
