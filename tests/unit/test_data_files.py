@@ -13,6 +13,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from nemo.collections.common.tokenizers import AutoTokenizer
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
@@ -30,6 +31,7 @@ from nemo_aligner.data.nlp.data_files import DataFile
 from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.records import Records
+from tests.chat_forms import FAMILIES, write_tokenizer
 
 ROWS = [{"text": f"text {n} naïve 日本", "tags": [{"n": n}, {"n": -n}]} for n in range(700)]
 
@@ -357,26 +359,60 @@ def test_layout_of_helpsteer2(tmp_path, tiny_tokenizer):
 
 
 def test_layout_of_ultrafeedback(tmp_path):
-    """Message lists reach `inspect` and the reader as plain lists of dicts."""
+    """Its parquet files for all three jobs, through the chat template of the tokenizer."""
+    tokenizer = AutoTokenizer(write_tokenizer(tmp_path / "tokenizer", FAMILIES["chatml"]))
+
+    def turns(*contents):
+        roles = ("user", "assistant")
+        return [{"content": c, "role": r} for c, r in zip(contents, roles, strict=True)]
+
     rows = [
         {
-            "prompt": f"q{n}",
-            "chosen": [
-                {"content": f"q{n}", "role": "user"},
-                {"content": "a", "role": "assistant"},
-            ],
-            "rejected": [{"content": f"q{n}", "role": "user"}],
+            "prompt": f"is {n} odd?",
+            "prompt_id": str(n),
+            "chosen": turns(f"is {n} odd?", f"{n} is odd"),
+            "rejected": turns(f"is {n} odd?", "no"),
+            "messages": turns(f"is {n} odd?", f"{n} is odd"),
             "score_chosen": n / 2,
+            "score_rejected": 0.0,
         }
-        for n in range(3)
+        for n in (1, 3, 5)
     ]
-    seen = []
-    (tmp_path / "data").mkdir()
-    write_parquet(tmp_path / "data" / "train_prefs-00000-of-00001.parquet", rows)
-    write_parquet(tmp_path / "data" / "test_prefs-00000-of-00001.parquet", rows[:1])
-    path = tmp_path / "train_prefs"
-    found = Records([path], ["prompt"], lambda record: seen.append(record) or 0)
-    assert seen == rows == [found[n] for n in range(3)]
+    folder = tmp_path / "ultrafeedback_binarized" / "data"
+    folder.mkdir(parents=True)
+    write_parquet(folder / "train_prefs-00000-of-00001.parquet", rows)
+    write_parquet(folder / "test_prefs-00000-of-00001.parquet", rows[:1])
+    train = str(folder.parent / "train_prefs")
+
+    def written(n, response):
+        prompt = f"<|im_start|>user\nis {n} odd?<|im_end|>\n<|im_start|>assistant\n"
+        return prompt + (f"{response}<|im_end|>" if response else "")
+
+    def text(ids):
+        return tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
+
+    form = {"chat_template": "tokenizer"}
+    pairs, _, _ = build(build_train_valid_test_rm_datasets, {"train": [train]}, tokenizer, **form)
+    prompts, _, _ = build(
+        build_train_valid_test_rlhf_datasets, {"train": [train]}, tokenizer, **form
+    )
+    examples = build_sft_dataset(
+        {"file_path": train, "max_seq_length": 80}, tokenizer, is_chat=False, **form
+    )
+    assert len(pairs) == len(prompts) == len(examples) == 3
+    for number, n in enumerate((1, 3, 5)):
+        pair = pairs[number]
+        for name, response in (("chosen", f"{n} is odd"), ("rejected", "no")):
+            length = pair[f"{name}_length"]
+            assert text(pair[name][:length]) == written(n, response)
+        assert text(prompts[number]["text"]) == written(n, "")
+        example = examples[number]
+        counts = [
+            token
+            for token, used in zip(example["tokens"], example["trained"], strict=True)
+            if used
+        ]
+        assert text(counts) == f"{n} is odd<|im_end|>"
 
 
 def test_pairs_in_rows_and_in_lines_do_not_mix(tmp_path, tiny_tokenizer):
