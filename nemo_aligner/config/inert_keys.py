@@ -114,6 +114,12 @@ _INERT_COMMON = (
         ...,
     )
     | _inert(
+        "model.peft",
+        "adapter_tuning p_tuning ia3_tuning selective_tuning",
+        "LoRA is the only method here; the settings of others are not used",
+        ...,
+    )
+    | _inert(
         "model",
         "ub_tp_comm_overlap ub_tp_comm_overlap_cfg ub_tp_comm_overlap_disable_qkv",
         _TE,
