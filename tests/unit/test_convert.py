@@ -148,6 +148,43 @@ def test_a_reward_model_goes_to_hugging_face(tiny_tokenizer_dir, tmp_path, capsy
     torch.testing.assert_close(rewards, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_reward_model_gets_a_token_for_padding(tiny_tokenizer_dir, tmp_path):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(tiny_tokenizer_dir, folder)
+    model = MegatronGPTRewardModel(tiny_config(str(folder), "llama"))
+    model.unwrapped()[0].rm_head.bias.data.zero_()
+    lengths = torch.tensor([5, 9])
+    tokens = TOKENS[:2, :9].clamp(min=1)
+    for pad_token, expected in ((None, None), ("<|endoftext|>", None), ("!", 0)):
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(settings | ({"pad_token": pad_token} if pad_token else {}))
+        )
+        model.save_to(str(tmp_path / "rm.nemo"))  # with the tokenizer as it is now
+        target = tmp_path / "hf"
+        assert convert("nemo-to-hf", tmp_path / "rm.nemo", target, "--overwrite") == 0
+        assert json.loads((target / "config.json").read_text())["pad_token_id"] == expected
+    hf = transformers.AutoModelForSequenceClassification.from_pretrained(
+        target, attn_implementation="eager"
+    )
+    padded = torch.where(torch.arange(9) < lengths[:, None], tokens, 0)
+    model.set_eval()
+    with torch.no_grad():
+        rewards = hf(padded, attention_mask=(padded > 0).long()).logits.squeeze(-1)
+    found = model.infer((tokens, lengths)).view(-1)
+    torch.testing.assert_close(found, rewards, atol=1e-5, rtol=1e-5)
+
+
+def test_names_of_labels_come_back(write_folder, tmp_path):
+    hf = hugging_face.with_head("SequenceClassification", "Llama 2", 2)
+    hf.config.id2label = {0: "helpful", 1: "safe"}
+    hf.config.label2id = {"helpful": 0, "safe": 1}
+    assert convert("hf-to-nemo", write_folder(hf), tmp_path / "rm.nemo") == 0
+    assert convert("nemo-to-hf", tmp_path / "rm.nemo", tmp_path / "back") == 0
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    assert config.id2label == hf.config.id2label and config.label2id == hf.config.label2id
+
+
 def test_a_dtype_can_be_asked_for(write_folder, tmp_path):
     hf = hugging_face.randomized(hugging_face.FOLDERS["Llama 2"])
     folder = write_folder(hf)

@@ -352,5 +352,4 @@ def test_the_table_of_the_page_lists_the_architectures():
     rows = re.findall(r"^\| .*? \| `(\w+)` \| yes \| yes \| yes \| yes \| (.*) \|$", page, re.M)
     experts = {"mixtral", "qwen2_moe", "qwen3_moe"}
     splits = {name: "TP, PP, EP" if name in experts else "TP, PP" for name in ARCHITECTURES}
-    # Its small model has experts in one of two layers, and each stage must have one.
-    assert dict(rows) == splits | {"qwen2_moe": "TP, EP"}
+    assert dict(rows) == splits

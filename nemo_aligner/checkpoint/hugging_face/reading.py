@@ -23,13 +23,14 @@ from nemo_aligner.config.values import plain_dict
 # Key of `model` with the keys of `config.json` that this package has no key for; they go back
 # into the folder that is written.
 ORIGIN = "hugging_face"
-_FILES_OF_TOKENIZERS = (
+FILES_OF_TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
     "vocab.txt",
 )
+_LABELS = ("id2label", "label2id")  # names of what a head gives
 
 
 def architecture_of(path: Path, config: dict[str, Any]) -> Architecture:
@@ -67,9 +68,11 @@ def model_section(path: Path) -> DictConfig:
         raise Unsupported(f"{path}: {error}") from error
     keys["encoder_seq_length"] = keys["max_position_embeddings"]
     keys |= _head_keys(config)
-    if any((path / name).is_file() for name in _FILES_OF_TOKENIZERS):
+    if any((path / name).is_file() for name in FILES_OF_TOKENIZERS):
         keys["tokenizer"] = {"library": "huggingface", "type": str(path)}
     keys[ORIGIN] = _origin(architecture, found.given)
+    if "regression" in keys:
+        keys[ORIGIN] |= {name: found.given[name] for name in _LABELS if name in found.given}
     return OmegaConf.create(keys)
 
 
@@ -91,7 +94,7 @@ def _origin(architecture: Architecture, given: dict[str, Any]) -> dict[str, Any]
     """What of `config.json` no key of `model` stands for: token ids, names, ..."""
     read = {*architecture.same, *architecture.choices, "architectures", "transformers_version"}
     read |= {name for part in architecture.parts for name in part.reads}
-    read |= {"dtype", "torch_dtype", "id2label", "label2id", "num_labels", "_name_or_path"}
+    read |= {"dtype", "torch_dtype", *_LABELS, "num_labels", "_name_or_path"}
     read |= {"auto_map"}  # names code, which does not travel
     return {name: value for name, value in given.items() if name not in read and value is not None}
 

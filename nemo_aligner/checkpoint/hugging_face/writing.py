@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
@@ -24,7 +25,7 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
 )
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.checkpoint.hugging_face.folder import CONFIG_FILE
-from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN
+from nemo_aligner.checkpoint.hugging_face.reading import FILES_OF_TOKENIZERS, ORIGIN
 from nemo_aligner.checkpoint.hugging_face.weights import Layout
 from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.config.defaults import complete_model
@@ -137,7 +138,9 @@ def write_folder(
             folder, source, layout, items, shard_bytes, lambda written: progress(written, total)
         )
         copy_tokenizer(section, folder)
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        _write_config(folder, config)
+        if role == PER_SAMPLE and config.get("pad_token_id") is None:
+            _write_config(folder, config | {"pad_token_id": _padding_id(folder)})
         replace_folder(target, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -203,11 +206,38 @@ def head_bias(source: TensorSource) -> list[float] | None:
 def _head_config(role: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     if role == CAUSAL_LM:
         return {}
-    names = [f"LABEL_{label}" for label in range(keys["regression"]["num_attributes"])]
+    count = keys["regression"]["num_attributes"]
+    if len((keys.get(ORIGIN) or {}).get("id2label") or ()) == count:
+        return {}  # the names that the model came with
+    names = [f"LABEL_{label}" for label in range(count)]
     return {
         "id2label": {str(label): name for label, name in enumerate(names)},
         "label2id": {name: label for label, name in enumerate(names)},
     }
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _padding_id(folder: Path) -> int | None:
+    """The token with which transformers may pad the samples of the reward model in `folder`.
+
+    It takes the reward at the last token that is not this one, so it must not be a token that ends
+    samples. None, and a warning, where the tokenizer has no other.
+    """
+    found = None
+    if any((folder / name).is_file() for name in FILES_OF_TOKENIZERS):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if tokenizer.pad_token_id != tokenizer.eos_token_id:
+            found = tokenizer.pad_token_id
+    if found is None:
+        logging.warning(
+            f"{folder.name.removesuffix(WRITING_SUFFIX)} has no pad_token_id, because the "
+            "tokenizer has no token for padding alone: in transformers such a reward model scores "
+            "one sample at a time. Add a token to the tokenizer and name it in config.json."
+        )
+    return found
 
 
 def _main_dtype(items: Sequence[export.Written]) -> torch.dtype:
