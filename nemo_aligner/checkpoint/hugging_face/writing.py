@@ -141,6 +141,8 @@ def write_folder(
         _write_config(folder, config)
         if role == PER_SAMPLE and config.get("pad_token_id") is None:
             _write_config(folder, config | {"pad_token_id": _padding_id(folder)})
+        if role == CAUSAL_LM and config.get("eos_token_id") is None:
+            _write_end_token(folder)
         replace_folder(target, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -226,18 +228,30 @@ def _padding_id(folder: Path) -> int | None:
     It takes the reward at the last token that is not this one, so it must not be a token that ends
     samples. None, and a warning, where the tokenizer has no other.
     """
-    found = None
-    if any((folder / name).is_file() for name in FILES_OF_TOKENIZERS):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        if tokenizer.pad_token_id != tokenizer.eos_token_id:
-            found = tokenizer.pad_token_id
-    if found is None:
+    tokenizer = _tokenizer_in(folder)
+    found = None if tokenizer is None else tokenizer.pad_token_id
+    if found is None or found == tokenizer.eos_token_id:
         logging.warning(
             f"{folder.name.removesuffix(WRITING_SUFFIX)} has no pad_token_id, because the "
             "tokenizer has no token for padding alone: in transformers such a reward model scores "
             "one sample at a time. Add a token to the tokenizer and name it in config.json."
         )
+        return None
     return found
+
+
+def _write_end_token(folder: Path) -> None:
+    """Name the tokenizer's end token where nothing else does: transformers stops at no other."""
+    tokenizer, target = _tokenizer_in(folder), folder / "generation_config.json"
+    if tokenizer is not None and tokenizer.eos_token_id is not None and not target.exists():
+        target.write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}, indent=2) + "\n")
+
+
+def _tokenizer_in(folder: Path) -> Any:
+    """The tokenizer that was copied into `folder`; None: there is none."""
+    if not any((folder / name).is_file() for name in FILES_OF_TOKENIZERS):
+        return None
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def _main_dtype(items: Sequence[export.Written]) -> torch.dtype:
