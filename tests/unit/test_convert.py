@@ -74,7 +74,7 @@ def test_there_and_back_gives_the_same_bits(write_folder, tmp_path, name):
     assert windows[0] == windows[1]
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(after)
-    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "back" / file).read_text() == (folder / file).read_text()
 
     first, again = (
@@ -83,6 +83,10 @@ def test_there_and_back_gives_the_same_bits(write_folder, tmp_path, name):
     )
     with torch.no_grad():
         assert torch.equal(again(TOKENS).logits, first(TOKENS).logits)
+    before, after = (
+        json.loads((f / "generation_config.json").read_text()) for f in (folder, tmp_path / "back")
+    )
+    assert before | ({} if configs[0].get("eos_token_id") else {"eos_token_id": 299}) == after
 
 
 @pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification"])
@@ -173,6 +177,23 @@ def test_a_reward_model_gets_a_token_for_padding(tiny_tokenizer_dir, tmp_path):
         rewards = hf(padded, attention_mask=(padded > 0).long()).logits.squeeze(-1)
     found = model.infer((tokens, lengths)).view(-1)
     torch.testing.assert_close(found, rewards, atol=1e-5, rtol=1e-5)
+
+
+def test_transformers_stops_at_the_end_token_of_the_tokenizer(write_folder, tmp_path):
+    folder = write_folder(hugging_face.randomized(hugging_face.FOLDERS["Llama 2"]))
+    for name in ("config.json", "generation_config.json"):  # name no token
+        settings = json.loads((folder / name).read_text())
+        settings = {key: value for key, value in settings.items() if "token_id" not in key}
+        (folder / name).write_text(json.dumps(settings))
+    for settings, expected in ((None, 299), ({"temperature": 0.5}, 299), ({"eos_token_id": 7}, 7)):
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        if settings:
+            (folder / "generation_config.json").write_text(json.dumps(settings))
+        assert convert("hf-to-nemo", folder, tmp_path / "nemo", "--overwrite") == 0
+        assert convert("nemo-to-hf", tmp_path / "nemo", tmp_path / "back", "--overwrite") == 0
+        hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+        assert hf.generation_config.eos_token_id == expected
+        assert hf.generation_config.temperature == (settings or {}).get("temperature")
 
 
 def test_names_of_labels_come_back(write_folder, tmp_path):

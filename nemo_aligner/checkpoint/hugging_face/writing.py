@@ -243,8 +243,12 @@ def _padding_id(folder: Path) -> int | None:
 def _write_end_token(folder: Path) -> None:
     """Name the tokenizer's end token where nothing else does: transformers stops at no other."""
     tokenizer, target = _tokenizer_in(folder), folder / "generation_config.json"
-    if tokenizer is not None and tokenizer.eos_token_id is not None and not target.exists():
-        target.write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}, indent=2) + "\n")
+    if tokenizer is None or tokenizer.eos_token_id is None:
+        return
+    settings = json.loads(target.read_text()) if target.is_file() else {}
+    if settings.get("eos_token_id") is None:
+        settings["eos_token_id"] = tokenizer.eos_token_id
+        target.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _tokenizer_in(folder: Path) -> Any:
