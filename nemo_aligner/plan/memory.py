@@ -106,7 +106,7 @@ class RankMemory:
 
 def weight_bytes(a: Architecture, weights: Weights) -> float:
     """Of the weights on a rank; the head of a reward model has its own dtype."""
-    numbers = weights.dense + weights.expert + weights.adapters
+    numbers = weights.dense + weights.expert + (weights.adapters or 0)
     return numbers * a.number_bytes + weights.head * a.head_bytes
 
 

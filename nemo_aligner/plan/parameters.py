@@ -165,25 +165,25 @@ class Weights:
         dense: all but the following.
         expert: of experts.
         head: of the head of a reward model or critic.
-        adapters: of LoRA, without the head; 0: all weights are trained.
+        adapters: of LoRA, without the head; None: all weights are trained.
         merged: that hold the adapters while responses are generated.
     """
 
     dense: int
     expert: int = 0
     head: int = 0
-    adapters: int = 0
+    adapters: int | None = None
     merged: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.dense + self.expert + self.head + self.adapters
+        return self.dense + self.expert + self.head + (self.adapters or 0)
 
     @property
     def trained(self) -> "Weights":
         """Those that have gradients: all, or adapters and the head."""
-        return Weights(self.adapters, head=self.head) if self.adapters else self
+        return self if self.adapters is None else Weights(self.adapters, head=self.head)
 
 
 def read_architecture(
@@ -282,12 +282,12 @@ def count_layer(a: Architecture, tp: int = 1, ep: int = 1) -> Weights:
     return Weights(attention + _feed_forward(a, a.ffn // tp))
 
 
-def count_adapters(a: Architecture, split: Split, stage: int = 0) -> tuple[int, int]:
-    """Weights of the adapters on a rank of a pipeline stage, and weights that hold them after
-    merging.
+def count_adapters(a: Architecture, split: Split, stage: int = 0) -> tuple[int | None, int]:
+    """Weights of the adapters on a rank of a pipeline stage (None: there are none in the model),
+    and weights that hold them after merging.
     """
     if a.lora is None:
-        return 0, 0
+        return None, 0
     own = merged = 0
     for target, (inputs, outputs, projections) in a.linear_layers().items():
         if a.frozen(target):

@@ -282,6 +282,18 @@ def test_adapters_take_the_place_of_weights():
         }
 
 
+def test_a_stage_without_adapters_trains_nothing():
+    tuning = LoRASettings(
+        ("attention_qkv",), 16, 32.0, 0.0, "post", "xavier", "zero", (1,), False, "nemo"
+    )
+    lora, split = replace(LLAMA_8B, lora=tuning), Split(pp=2)
+    first, last = (
+        rank_memory(lora, split, stage, Workload()).phases["update"] for stage in (0, 1)
+    )
+    assert first[GRADIENTS] == 4 * 16 * (4096 + 6144)
+    assert last[GRADIENTS] == last[OPTIMIZER] == 0
+
+
 def test_a_tied_table_has_a_copy_on_the_last_stage():
     tied = Architecture(32, 4096, 14336, 32, 8, 128, 128256, tied=True)
     table = 128256 * 4096

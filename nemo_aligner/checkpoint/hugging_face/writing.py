@@ -252,10 +252,14 @@ def _write_end_token(folder: Path) -> None:
 
 
 def _tokenizer_in(folder: Path) -> Any:
-    """The tokenizer that was copied into `folder`; None: there is none."""
+    """The tokenizer that was copied into `folder`; None: there is none that transformers reads."""
     if not any((folder / name).is_file() for name in FILES_OF_TOKENIZERS):
         return None
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (ImportError, OSError, ValueError) as error:  # such as one that needs code of its own
+        logging.warning(f"The tokens for ends and padding are not written: {error}")
+        return None
 
 
 def _main_dtype(items: Sequence[export.Written]) -> torch.dtype:
