@@ -83,7 +83,7 @@ ppo)
         exp_manager.explicit_log_dir="$OUT/actor" ${ACTOR_ARGS:-}
     $PYTHON -m nemo_aligner.report "$OUT" ;;
 ppo_slurm)
-    # 16 ranks generate 16 samples each.
+    # Each of the 16 ranks of the actor validates 8 samples.
     RM_NEMO=$RM SFT_NEMO=$SFT RESULTS=$OUT REPO=$ROOT \
     TRAIN_DATA=$OUT/data/prompts_train.jsonl VALID_DATA=$OUT/data/prompts_validation.jsonl \
     CRITIC_ARGS="$CRITIC ${CRITIC_ARGS:-}" \
