@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import io
 import os
 import shutil
 import tarfile
@@ -52,7 +53,7 @@ from nemo_aligner.checkpoint.stored_weights import (
     TensorSource,
     TorchDistWeights,
 )
-from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
+from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
 from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
 from nemo_aligner.core.errors import UserError
 
@@ -240,22 +241,52 @@ def stored_weights(path: str | Path, base: Path | None = None) -> Iterator[Store
         UserError: the archive holds no weights, or their form does not load; adapters whose base
             is not there, or is another model; a base is given of what are no adapters.
     """
+    if _is_adapters(path, base):
+        with _merged(path, base) as merged:
+            yield SourceWeights(merged)
+    else:
+        with own_weights(path) as weights:
+            yield weights
+
+
+@contextlib.contextmanager
+def stored_tensors(path: str | Path, base: Path | None = None) -> Iterator[TensorSource]:
+    """As `stored_weights`, but for reading one tensor after the other."""
+    if _is_adapters(path, base):
+        with _merged(path, base) as merged:
+            yield merged
+    else:
+        with own_tensors(path) as source:
+            yield source
+
+
+def _is_adapters(path: str | Path, base: Path | None) -> bool:
+    """Whether adapters lie at `path`, which `base` may be given for."""
+    model = None if base is None else read_config(base)
+    if adapters.base_in(read_stored_config(path, model)) is not None:
+        return True
+    if base is not None:
+        raise UserError(f"{path} holds a model with all its weights, which has no base.")
+    return False
+
+
+@contextlib.contextmanager
+def _merged(path: str | Path, base: Path | None) -> Iterator[adapters.MergedTensors]:
+    """The tensors of the base with the adapters at `path`."""
     model = None if base is None else read_config(base)
     config = read_stored_config(path, model)
     expected = adapters.base_in(config)
-    if expected is None:
-        if base is not None:
-            raise UserError(f"{path} holds a model with all its weights, which has no base.")
-        with own_weights(path) as weights:
-            yield weights
-        return
+    assert expected is not None
     if base is not None:
         expected = dataclasses.replace(expected, path=str(base))
     with (
         own_tensors(path, model) as own,
         stored_tensors(_base_path(path, expected)) as source,
     ):
-        yield SourceWeights(_merged(path, expected, own, source, config))
+        found = adapters.checksum_of_source(source)
+        where = f"{expected.path}, as it is now,"
+        adapters.check_base(expected, found, what=str(path), where=where)
+        yield adapters.MergedTensors(source, own, adapters.settings_in(config), config)
 
 
 def _base_path(path: str | Path, base: adapters.Base) -> Path:
@@ -271,19 +302,6 @@ def _base_path(path: str | Path, base: adapters.Base) -> Path:
             "or start from the base with model.peft.restore_from_path naming the adapters."
         )
     return check_restore_path(base.path, key="base of the adapters")
-
-
-def _merged(
-    path: str | Path,
-    base: adapters.Base,
-    own: TensorSource,
-    source: TensorSource,
-    config: DictConfig,
-) -> adapters.MergedTensors:
-    """The tensors of the base `source` with the adapters `own`, which lie at `path`."""
-    found = adapters.checksum_of_source(source)
-    adapters.check_base(base, found, what=str(path), where=f"{base.path}, as it is now,")
-    return adapters.MergedTensors(source, own, adapters.settings_in(config), config)
 
 
 @contextlib.contextmanager
@@ -307,24 +325,37 @@ def own_weights(path: str | Path, model: DictConfig | None = None) -> Iterator[S
 
 
 @contextlib.contextmanager
-def stored_tensors(path: str | Path, base: Path | None = None) -> Iterator[TensorSource]:
-    """As `stored_weights`, but for reading one tensor after the other."""
-    with stored_weights(path, base) as weights:
-        yield _tensors_of(weights)
-
-
-@contextlib.contextmanager
 def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[TensorSource]:
-    """As `own_weights`, but for reading one tensor after the other."""
+    """As `own_weights`, but for reading one tensor after the other: from a file without unpacking
+    it, where its form allows.
+    """
+    path = Path(path).resolve()
+    if path.is_file():
+        with _opened(path) as tar:
+            if _is_readable_in_place(tar):
+                yield TorchDistTensors(path / WEIGHTS_FOLDER, files=TarFiles(tar, path))
+                return
     with own_weights(path, model) as weights:
-        yield _tensors_of(weights)
+        if isinstance(weights, TorchDistWeights):
+            yield TorchDistTensors(Path(weights.folder), weights.prefix)
+        else:
+            assert isinstance(weights, SourceWeights)
+            yield weights.source
 
 
-def _tensors_of(weights: StoredWeights) -> TensorSource:
-    if isinstance(weights, TorchDistWeights):
-        return TorchDistTensors(Path(weights.folder), weights.prefix)
-    assert isinstance(weights, SourceWeights)
-    return weights.source
+def _is_readable_in_place(tar: tarfile.TarFile) -> bool:
+    """Whether a `.nemo` is uncompressed and holds a distributed checkpoint (torch_dist)."""
+    if not isinstance(tar.fileobj, io.BufferedReader):  # of a compressed file it is another class
+        return False
+    members = {_member_name(member): member for member in tar.getmembers()}
+    if any(member.issparse() for member in members.values()):
+        return False
+    backend = members.get(f"{WEIGHTS_FOLDER}/{forms.BACKEND_FILE}")
+    stream = None if backend is None else tar.extractfile(backend)
+    if stream is None:
+        return False
+    children = {name.split("/")[0] for name in members}
+    return forms.form_of_weights(children, stream.read().decode()) == "torch_dist"
 
 
 def _weights_in(folder: Path, path: Path) -> StoredWeights:

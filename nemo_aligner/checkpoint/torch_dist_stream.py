@@ -10,6 +10,7 @@ tensor at a time. The format is the same.
 import contextlib
 import io
 import os
+import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from nemo_aligner.checkpoint.stored_weights import Slice, damaged
 
@@ -109,6 +111,30 @@ class _WeightsElsewhere(FileSystem):
             yield stream
 
 
+class TarFiles(FileSystem):
+    """The files in an uncompressed tar file, read where they lie.
+
+    Args:
+        tar: its table of contents.
+        path: of the tar file, which the paths of its files start with.
+    """
+
+    def __init__(self, tar: tarfile.TarFile, path: Path):
+        super().__init__()
+        self.path = path
+        self.members = {Path(member.name): member for member in tar if member.isreg()}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        assert mode == "rb", f"mode {mode!r}: a tar file is only read"
+        member = self.members.get(Path(path).relative_to(self.path))
+        if member is None:
+            raise FileNotFoundError(f"{path} is missing")
+        # Not tar.extractfile: its streams copy what they read once more.
+        with open(self.path, "rb") as stream:
+            yield _create_file_view(stream, member.offset_data, member.size)
+
+
 class _WritePlanner(SavePlanner):
     """Reads each part when it is written."""
 
@@ -153,11 +179,14 @@ class TorchDistTensors:
     Args:
         folder: of the checkpoint.
         prefix: that its names have in the place of `model.`.
+        files: where `folder` lies; None: among the files of this machine.
     """
 
-    def __init__(self, folder: Path, prefix: str = "model."):
+    def __init__(self, folder: Path, prefix: str = "model.", files: FileSystem | None = None):
         self.prefix = prefix
         self.reader = FileSystemReader(folder)
+        if files is not None:
+            self.reader.fs = files
         try:
             self.metadata = self.reader.read_metadata()
         except (OSError, EOFError, RuntimeError) as error:

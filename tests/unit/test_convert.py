@@ -5,6 +5,7 @@
 import errno
 import json
 import shutil
+import tarfile
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import transformers
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from nemo_aligner.checkpoint import torch_dist_stream
+from nemo_aligner.checkpoint import nemo_archive, torch_dist_stream
 from nemo_aligner.checkpoint.hugging_face import export
 from nemo_aligner.checkpoint.hugging_face.architecture import as_class_reads
 from nemo_aligner.checkpoint.hugging_face.writing import describe
@@ -301,6 +302,30 @@ def test_damaged_nemo_folders_are_named(folder, tmp_path, capsys):
     (tmp_path / "Model-1.5" / "model_weights" / ".metadata").unlink()
     assert convert("nemo-to-hf", tmp_path / "Model-1.5", tmp_path / "back") == 2
     assert "damaged or incomplete" in capsys.readouterr().err
+
+
+def test_files_are_read_where_they_lie(folder, tmp_path, monkeypatch, capsys):
+    """Unpacking would write the weights once more; only a compressed file needs it."""
+    plain, packed = tmp_path / "plain.nemo", tmp_path / "packed.nemo"
+    assert convert("hf-to-nemo", folder, plain) == 0
+    with tarfile.open(plain) as source, tarfile.open(packed, "w:gz") as target:
+        for member in source:
+            target.addfile(member, source.extractfile(member) if member.isreg() else None)
+    assert convert("nemo-to-hf", packed, tmp_path / "from_packed") == 0
+    monkeypatch.setattr(nemo_archive, "_unpacked_weights", None)  # calling it would fail
+    assert convert("nemo-to-hf", plain, tmp_path / "from_plain") == 0
+    before, plain_after, packed_after = (
+        tensors_of(path) for path in (folder, tmp_path / "from_plain", tmp_path / "from_packed")
+    )
+    assert before.keys() == plain_after.keys() == packed_after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(plain_after[key], tensor) and torch.equal(packed_after[key], tensor)
+
+    short = tmp_path / "short.nemo"
+    short.write_bytes(plain.read_bytes()[: plain.stat().st_size // 2])
+    assert convert("nemo-to-hf", short, tmp_path / "from_short") == 2
+    assert "short.nemo is damaged or incomplete" in capsys.readouterr().err
+    assert not (tmp_path / "from_short").exists()
 
 
 def test_what_a_class_has_by_default_is_not_left_to_it(tiny_tokenizer_dir, tmp_path):
