@@ -11,11 +11,20 @@
 # make test-gpu     the tests that need a GPU
 # make lint         ruff (check and format) and mypy
 # make docs         build the documentation into site/, without a warning
+# make test-versions PYTHONS="python3.10 python3.12"
+#                   on each Python: test-fast, the tests with servers, the quickstart
+# make lock         write requirements/*.lock anew after a change of setup.py
+# make upgrade      the same with the newest versions that setup.py allows; says what changed, and
+#                   runs the tests with them
 # make clean        remove what the targets made (.venv too)
 #
-# Each target makes .venv and installs into it first, and again only when setup.py changes.
+# Each target makes .venv and installs into it first, and again only when setup.py or the locks
+# change.
 # Variables:
 #   PYTHON     interpreter for the virtual environment, 3.10 to 3.12
+#   VENV       folder of the virtual environment (.venv)
+#   LOCKED     yes: the exact versions of requirements/*.lock, by their hashes; no: what setup.py
+#              allows, for example where an index lacks one of them
 #   TORCH      the torch requirement. A plain package index serves Linux the CUDA build (several GB,
 #              runs on a CPU too); to save the download, name a CPU build your index has
 #              (TORCH="torch==2.13.0+cpu") or a wheel file.
@@ -29,13 +38,18 @@ TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 ARGS ?=
 WORKERS ?= 2
-VENV := .venv
+VENV ?= .venv
+LOCKED ?= yes
+PYTHONS ?= python3.10 python3.11 python3.12
 RUN := $(VENV)/bin/python
+LOCKS := $(wildcard requirements/*.lock)
+, := ,
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs arithmetic test-fast test test-full test-gpu mutants lint format docs clean
+.PHONY: help install quickstart rs arithmetic test-fast test test-full test-gpu mutants lint format docs \
+  test-servers test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
 help:
@@ -51,21 +65,25 @@ $(RUN):
 	$(PYTHON) -m venv $(VENV)
 
 # torch goes first and by exact version: otherwise the resolver may pick another build of it.
-$(VENV)/.installed: setup.py | $(RUN)
+# $(call INSTALL,name of the lock after the Python,extras)
+define INSTALL
+	lock=requirements/$$($(RUN) -c 'import sys; print("py%d%d" % sys.version_info[:2])')$(1).lock; \
+	if [ "$(LOCKED)" = no ]; then $(RUN) -m pip install --quiet $(PIP_FLAGS) --editable '.$(2)'; \
+	else $(RUN) -m pip install --quiet $(PIP_FLAGS) --no-deps --require-hashes --requirement $$lock \
+	  && $(RUN) -m pip install --quiet --no-deps --no-build-isolation --no-index --editable . ; fi
+endef
+
+$(VENV)/.installed: setup.py $(LOCKS) | $(RUN)
 	@echo "Installing into $(VENV); the first time takes a few minutes."
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) '$(TORCH)'
-	$(RUN) -m pip install --quiet $(PIP_FLAGS) --editable .
+	$(call INSTALL)
 	@touch $@
 
 # The libraries to compare with go without their requirements into a folder of their own: tests/oracles.txt says why.
 $(VENV)/.installed-test: $(VENV)/.installed tests/oracles.txt
-	$(RUN) -m pip install --quiet $(PIP_FLAGS) --editable '.[test,dev]'
+	$(call INSTALL,-dev,[test$(,)dev$(,)docs])
 	rm -rf $(VENV)/oracles
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) --no-deps --target $(VENV)/oracles --requirement tests/oracles.txt
-	@touch $@
-
-$(VENV)/.installed-docs: $(VENV)/.installed
-	$(RUN) -m pip install --quiet $(PIP_FLAGS) --editable '.[docs]'
 	@touch $@
 
 install: $(VENV)/.installed
@@ -96,6 +114,23 @@ test-full: $(VENV)/.installed-test
 mutants: $(VENV)/.installed-test
 	$(RUN) -m tests.mutants $(ARGS)
 
+test-servers: $(VENV)/.installed-test
+	$(RUN) -m pytest $(BY_FILE) -m "not full" tests/functional $(ARGS)
+
+# Environments .venv-<name of the interpreter>. All Pythons are tried, also after a failure.
+test-versions:
+	@failed=; for python in $(PYTHONS); do echo "== $$python"; \
+	  $(MAKE) PYTHON=$$python VENV=.venv-$${python##*/} test-fast test-servers quickstart \
+	    || failed="$$failed $$python"; done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; else echo "passed: $(PYTHONS)"; fi
+
+lock: $(VENV)/.installed-test
+	$(RUN) scripts/locks.py $(ARGS)
+
+upgrade: $(VENV)/.installed-test
+	$(RUN) scripts/locks.py --upgrade
+	$(MAKE) test
+
 test-gpu: $(VENV)/.installed-test
 	$(RUN) -m pytest tests/gpu $(ARGS)
 
@@ -109,9 +144,9 @@ format: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format .
 
 # The sources are read, not imported. The variable silences an advertisement of the theme.
-docs: $(VENV)/.installed-docs
+docs: $(VENV)/.installed-test
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
 
 clean:
-	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* site build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

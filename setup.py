@@ -28,6 +28,7 @@ INSTALL_REQUIRES = [
     "tokenizers>=0.20",  # the quickstart trains a byte-level BPE
     "pyarrow<26",  # 26 refuses numpy 1, and with it NeMo's and trl's use of datasets
     "datasets>=3,<6",  # maps tables into memory; folders of data files
+    "packaging>=22",  # compares versions at start
     "filelock>=3.12",  # one rank makes an index, the others wait
     "safetensors>=0.4",  # weights in exchange formats
     "tensorboard>=2.15",  # default logger
@@ -55,6 +56,7 @@ EXTRAS_REQUIRE = {
         "ruff==0.17.5",  # pinned: other versions format differently
         "mypy==2.4.1",  # pinned: each version finds other errors; configured in pyproject.toml
         "pre-commit>=4,<5",  # runs ruff before each commit
+        "uv>=0.9,<1",  # resolves requirements/*.lock
     ],
     "docs": [
         "mkdocs>=1.6.1,<2",  # builds the site; 1.6 can generate pages, 2 has no plugins

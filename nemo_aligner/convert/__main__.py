@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.versions import warn_of_unsupported_versions
 
 DTYPES = ("as-stored", "fp32", "bf16", "fp16")
 
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = _parser().parse_args(argv)
+    warn_of_unsupported_versions()
     try:
         _run(args)
     except UserError as error:

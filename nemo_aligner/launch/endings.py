@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from nemo_aligner.core.errors import AlarmError, ServerRequestError, UserError
+from nemo_aligner.launch.versions import warn_of_unsupported_versions
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
 
 P = ParamSpec("P")
@@ -44,6 +45,7 @@ def user_errors_end_the_job(main: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             adopt_mpi_ranks(os.environ)  # here, so that its error is one message too
+            warn_of_unsupported_versions()
             result = main(*args, **kwargs)
         except (UserError, ServerRequestError, AlarmError) as error:
             if not is_rank_zero():

@@ -17,6 +17,7 @@ from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
+from nemo_aligner.launch.versions import warn_of_unsupported_versions
 from nemo_aligner.plan.jobs import (
     ACTOR,
     JOBS,
@@ -205,6 +206,7 @@ def knows(job: Job, override: str) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Print a plan; returns the exit code."""
     args = parser().parse_intermixed_args(argv)
+    warn_of_unsupported_versions()
     try:
         if args.gpus < 1 or args.gpus_per_node < 1:
             raise UserError(

@@ -1,0 +1,95 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Versions: what is installed against setup.py, said in one line at start; and the locks."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_aligner.launch import versions
+
+ROOT = Path(__file__).parents[2]
+LOCKS = runpy.run_path(str(ROOT / "scripts/locks.py"))
+
+
+def test_this_environment_is_supported():
+    assert versions.unsupported() == []
+
+
+def test_what_does_not_fit_is_named(monkeypatch):
+    lines = [
+        "numpy<1.20,>=1.19",
+        "no-such-package>=3",
+        "pytest>=1",
+        "also-missing>=1; extra == 'gpu'",
+        "of-another-python; python_version < '3.0'",
+    ]
+    monkeypatch.setattr(versions.metadata, "requires", lambda _name: lines)
+    numpy, missing = versions.unsupported()
+    assert re.fullmatch(r"numpy<1\.20,>=1\.19 \(installed: [\d.]+\)", numpy)
+    assert missing == "no-such-package>=3 (not installed)"
+
+
+def test_without_an_installation_nothing_is_known(monkeypatch):
+    monkeypatch.setattr(versions, "DISTRIBUTION", "not-installed-at-all")
+    assert versions.unsupported() == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["examples/nlp/gpt/train_gpt_sft.py", "+model.no_such_key=1"],
+        ["-m", "nemo_aligner.convert", "nemo-info", "missing.nemo"],
+        ["-m", "nemo_aligner.plan", "missing.nemo", "--gpus", "1", "--memory", "1GB"],
+    ],
+)
+def test_each_start_says_so_in_one_line(tmp_path, command):
+    found = tmp_path / "psutil-1.0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: psutil\nVersion: 1.0\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0  # for another reason: the mistake in the command
+    (line,) = [line for line in done.stderr.splitlines() if "psutil" in line]
+    assert line == (
+        "WARNING: nemo_aligner needs psutil>=5.9 (installed: 1.0). "
+        "Remedy: pip install 'psutil>=5.9'"
+    )
+
+
+@pytest.mark.parametrize("python", LOCKS["PYTHONS"])
+def test_the_locks_fit_together(python):
+    users, developers = (
+        LOCKS["lock_file"](python, dev).read_text(encoding="utf-8") for dev in (False, True)
+    )
+    pins = LOCKS["pins"]
+    assert pins(users).items() <= pins(developers).items()
+    assert {"pytest", "ruff", "mkdocs"} <= pins(developers).keys()
+    left_out = {"torch", "cuda-bindings", "nvidia-cudnn-cu13", "transformer-engine"}
+    assert not left_out & pins(developers).keys()
+    for text in (users, developers):
+        entries = re.split(r"(?m)^(?=[a-z])", text)[1:]
+        assert len(entries) == len(pins(text)) > 100
+        assert all("--hash=sha256:" in entry for entry in entries)
+
+
+def test_every_requirement_is_locked():
+    setup = (ROOT / "setup.py").read_text()
+    listed = re.search(r"INSTALL_REQUIRES = \[(.*?)\n\]", setup, re.DOTALL).group(1)
+    names = {name.lower() for name in re.findall(r'^    "([A-Za-z0-9_-]+)', listed, re.MULTILINE)}
+    names = {name.replace("_", "-") for name in names} - {"torch"}
+    assert len(names) > 15
+    for python in LOCKS["PYTHONS"]:
+        assert names <= LOCKS["pins"](LOCKS["lock_file"](python).read_text()).keys()
