@@ -28,8 +28,11 @@ PYTHONS = ("3.10", "3.11", "3.12")
 DEV_EXTRAS = ("test", "dev", "docs")
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)", re.MULTILINE)
 HEADER = "# Written by `make lock`. PyTorch and the CUDA libraries that it brings are left out.\n"
-# PyTorch and its requirements for CUDA; triton, where nothing else asks for it.
-LEFT_OUT = re.compile(r"torch==|nvidia-(?!pytriton)|cuda-|triton==[^#]*# via torch$", re.DOTALL)
+# PyTorch and its requirements for CUDA; triton, where nothing else asks for it. NeMo asks for
+# cuda-bindings everywhere.
+LEFT_OUT = re.compile(
+    r"torch==|nvidia-(?!pytriton)|cuda-toolkit==|triton==[^#]*# via torch$", re.DOTALL
+)
 
 
 def lock_file(python: str, dev: bool = False) -> Path:

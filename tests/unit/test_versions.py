@@ -77,7 +77,7 @@ def test_the_locks_fit_together(python):
     pins = LOCKS["pins"]
     assert pins(users).items() <= pins(developers).items()
     assert {"pytest", "ruff", "mkdocs"} <= pins(developers).keys()
-    left_out = {"torch", "cuda-bindings", "nvidia-cudnn-cu13", "transformer-engine"}
+    left_out = {"torch", "cuda-toolkit", "nvidia-cudnn-cu13", "transformer-engine"}
     assert not left_out & pins(developers).keys()
     for text in (users, developers):
         entries = re.split(r"(?m)^(?=[a-z])", text)[1:]
