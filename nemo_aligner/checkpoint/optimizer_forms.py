@@ -136,17 +136,17 @@ def _with_step(state: State) -> State:
 
 
 def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
-    """The state `loaded` in the form of `optimizer`.
+    """The state `loaded` in the form of `optimizer`, with the settings of `optimizer`.
 
     A distributed optimizer keeps its step count with the settings of the parameter groups,
     PyTorch's Adam with the parameters. Only that count is needed of the stored settings: the rest
-    comes from the configuration, and without the distributed optimizer they list only the
-    parameters of the first pipeline stage.
+    comes from the configuration. Megatron Core 0.19 would refuse groups of another learning rate,
+    and without the distributed optimizer they list only the parameters of the first pipeline
+    stage.
     """
-    was_distributed = "param_state_sharding_type" in loaded
-    is_distributed = isinstance(optimizer, DistributedOptimizer)
-    if (was_distributed and is_distributed) or getattr(optimizer, "is_stub_optimizer", False):
+    if getattr(optimizer, "is_stub_optimizer", False):
         return loaded
+    is_distributed = isinstance(optimizer, DistributedOptimizer)
     state, step = _state_and_step(loaded)
     own = optimizer.state_dict()
     groups = (own if "param_groups" in own else own["optimizer"])["param_groups"]

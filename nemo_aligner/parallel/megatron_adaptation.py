@@ -20,12 +20,14 @@ specifications, and public methods that subclasses override.
 
 import dis
 import functools
-import importlib
+import importlib.util
 import inspect
 import types
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 
 _ADAM_STATE = "native Adam: loads in place into leaves that need a gradient, and asks for a 'step'"
 _TENSOR_TYPE = "sorts parameters by the type name 'torch.cuda.…Tensor'"
@@ -49,6 +51,7 @@ REMAPPED_CONSTANTS = {
         "FP32Optimizer.__init__": "loss scale allocated on 'cuda'",
         "MixedPrecisionOptimizer.__init__": "overflow buffers allocated on 'cuda'",
         "Float16OptimizerWithFloat16Params.__init__": _TENSOR_TYPE,
+        "MegatronOptimizer.has_grad_norm_group": "a count reduced over ranks from 'cuda'",
     },
     "megatron.core.optimizer.distrib_optimizer": {
         "DistributedOptimizer.__init__": _TENSOR_TYPE,
@@ -72,6 +75,7 @@ REMAPPED_CONSTANTS = {
 REPLACED = {
     "torch.cuda": {
         "current_device": "Megatron Core allocates on the 'current device' everywhere",
+        "current_stream": "0.19: gradient reduction makes it wait for CUDA graphs",
         "synchronize": "called after pipeline communication and around checkpoints; a CPU has no "
         "streams",
         "get_rng_state": _RNG,
@@ -189,7 +193,13 @@ SWITCHED = {
     "megatron.core.transformer.moe.moe_utils": {
         "get_moe_layer_wise_logging_tracker": (
             "the table of balance losses is read and emptied",
-            "training/expert_losses.py",
+            "megatron_releases.take_balance_table",
+        ),
+    },
+    "megatron.core.transformer.moe.moe_logging": {
+        "destroy_moe_metrics_tracker": (
+            "the table of balance losses is read and emptied",
+            "megatron_releases.take_balance_table",
         ),
     },
 }
@@ -222,6 +232,16 @@ PRIVATE = {
     },
 }
 
+# (module, name) -> the first release that has it, and the first that does without: it is gone, or
+# not touched any more. The other names are in all supported releases.
+SINCE = {
+    ("megatron.core.optimizer.optimizer", "MegatronOptimizer.has_grad_norm_group"): "0.19",
+    ("megatron.core.transformer.moe.moe_logging", "destroy_moe_metrics_tracker"): "0.19",
+}
+UNTIL = {
+    ("megatron.core.transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker"): "0.19",
+}
+
 
 class Touched(NamedTuple):
     """One name of Megatron Core (or of what it is built on) and why it is touched."""
@@ -237,8 +257,18 @@ def _flat(names: dict, where: str = "") -> list[Touched]:
     for module, entries in names.items():
         for name, entry in entries.items():
             reason, place = entry if isinstance(entry, tuple) else (entry, where)
-            touched.append(Touched(module, name, reason, place))
+            if _is_in_this_release(module, name):
+                touched.append(Touched(module, name, reason, place))
     return touched
+
+
+def _is_in_this_release(module: str, name: str) -> bool:
+    """Whether the installed megatron-core is one whose `name` is touched."""
+    installed = Version(metadata.version("megatron-core"))
+    since, until = SINCE.get((module, name)), UNTIL.get((module, name))
+    return (since is None or installed >= Version(since)) and (
+        until is None or installed < Version(until)
+    )
 
 
 TOUCHED = [
@@ -275,9 +305,21 @@ def resolve(module_name: str, dotted: str) -> tuple[Any, str, Any]:
         return owner, name, getattr(owner, name)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{module_name}.{dotted}, which nemo_aligner adapts, is not in the installed release "
-            "of megatron-core. Install the release that setup.py names."
+            f"{module_name}.{dotted}, which nemo_aligner touches, is not in the installed "
+            f"megatron-core {metadata.version('megatron-core')}. Install a release that setup.py "
+            "names; docs/megatron_core.md says how to move to another."
         ) from error
+
+
+def check_touched_names() -> None:
+    """Check that every name that is touched exists, in Transformer Engine where it is installed.
+
+    Raises:
+        ImportError: one is missing; the message names it.
+    """
+    for touched in TOUCHED:
+        if importlib.util.find_spec(touched.module.split(".")[0]) is not None:
+            resolve(touched.module, touched.name)
 
 
 def _cpu_constant(constant: Any) -> Any:
@@ -299,7 +341,7 @@ def _cpu_constant(constant: Any) -> Any:
 
 @functools.cache
 def adapt_megatron_core() -> None:
-    """Make Megatron Core usable in a process without CUDA; does nothing where CUDA is.
+    """Check the names that are touched, and make Megatron Core usable in a process without CUDA.
 
     `parallel_state.initialize()` calls it, and nothing else needs to.
 
@@ -307,6 +349,7 @@ def adapt_megatron_core() -> None:
         ImportError: a listed name is missing from the installed megatron-core; the message names
             it.
     """
+    check_touched_names()
     if torch.cuda.is_available():
         return
     from nemo_aligner.parallel.megatron_on_cpu import replacements  # only needed without CUDA

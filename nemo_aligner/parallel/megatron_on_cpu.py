@@ -101,6 +101,7 @@ def replacements() -> dict[tuple[str, str], Any]:
     random = "megatron.core.tensor_parallel.random"
     return {
         ("torch.cuda", "current_device"): lambda: torch.device("cpu"),
+        ("torch.cuda", "current_stream"): lambda *_args, **_kwargs: None,
         ("torch.cuda", "synchronize"): lambda *_args, **_kwargs: None,
         ("torch.cuda", "get_rng_state"): _get_rng_state,
         ("torch.cuda", "manual_seed"): torch.manual_seed,

@@ -8,10 +8,10 @@ process. Both are statistics of the tokens of a micro-batch, padding included.
 
 import torch
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.megatron_releases import take_balance_table
 
 
 def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dict[str, float]:
@@ -37,13 +37,10 @@ def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dic
         wanted["z_loss"] = config.tensor_model_parallel_size * config.context_parallel_size
     if not wanted:
         return {}
-    tracker = get_moe_layer_wise_logging_tracker()
+    table = take_balance_table()
     # A pipeline stage may have no layer with experts.
     zero = torch.zeros(1, device=get_device())
-    sums = torch.stack(
-        [tracker.get(name, {}).get("values", zero).double().sum() for name in wanted]
-    )
-    tracker.clear()  # not zeroed: the next model may have more layers
+    sums = torch.stack([table.get(name, zero).double().sum() for name in wanted])
     if parallel_state.get_world_size() > 1:
         torch.distributed.all_reduce(sums)
     count = sum(expert_layers(config)) * num_microbatches

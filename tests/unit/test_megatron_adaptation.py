@@ -119,9 +119,11 @@ assert changed is not torch.cuda.is_available()
 )
 def test_remapped_functions_name_no_cuda_device():
     megatron_adaptation.adapt_megatron_core()
-    names = megatron_adaptation.REMAPPED_CONSTANTS
-    for module, name in [(key, name) for key in names for name in names[key]]:
-        function = inspect.unwrap(megatron_adaptation.resolve(module, name)[2])
+    for touched in megatron_adaptation.TOUCHED:
+        name = touched.name
+        if name not in megatron_adaptation.REMAPPED_CONSTANTS.get(touched.module, {}):
+            continue
+        function = inspect.unwrap(megatron_adaptation.resolve(touched.module, name)[2])
         function = getattr(function, "__func__", function)
         constants = list(function.__code__.co_consts)
         constants += [

@@ -27,6 +27,7 @@ from torch import Tensor
 from nemo_aligner.models.nlp.gpt.megatron_config import use_transformer_engine
 from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
+from nemo_aligner.parallel.megatron_releases import parts_of, with_class
 
 
 class SDPAttention(MegatronModule):
@@ -231,11 +232,12 @@ def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = LocalNorm
     submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
-    if isinstance(submodules.mlp.submodules, MoESubmodules):
+    parts = parts_of(submodules.mlp)
+    if isinstance(parts, MoESubmodules):
         # In checkpoints the norm before experts has its own name, as with Transformer Engine.
         names = submodules.sharded_state_dict_keys_map
         submodules.sharded_state_dict_keys_map = {
             name: stored for name, stored in names.items() if name != "pre_mlp_layernorm."
         }
-        submodules.mlp.submodules.router = Router
-        submodules.mlp.submodules.experts.module = Experts
+        parts.router = Router
+        parts.experts = with_class(parts.experts, Experts)
