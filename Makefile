@@ -12,7 +12,8 @@
 # make lint         ruff (check and format) and mypy
 # make docs         build the documentation into site/, without a warning
 # make test-versions PYTHONS="python3.10 python3.12"
-#                   on each Python: test-fast, the tests with servers, the quickstart
+#                   on each Python: test-fast, the tests with servers, the exchange of checkpoints
+#                   with .venv, the quickstart
 # make lock         write requirements/*.lock anew after a change of setup.py
 # make upgrade      the same with the newest versions that setup.py allows; says what changed, and
 #                   runs the tests with them
@@ -117,10 +118,11 @@ mutants: $(VENV)/.installed-test
 test-servers: $(VENV)/.installed-test
 	$(RUN) -m pytest $(BY_FILE) -m "not full" tests/functional $(ARGS)
 
-# Environments .venv-<name of the interpreter>. All Pythons are tried, also after a failure.
+# Environments .venv-<name of the interpreter>. All Pythons are tried, also after a failure. With
+# .venv, they exchange checkpoints both ways.
 test-versions:
 	@failed=; for python in $(PYTHONS); do echo "== $$python"; \
-	  $(MAKE) PYTHON=$$python VENV=.venv-$${python##*/} test-fast test-servers quickstart \
+	  OTHER_PYTHON=$(wildcard $(CURDIR)/.venv/bin/python) $(MAKE) PYTHON=$$python VENV=.venv-$${python##*/} test-fast test-servers quickstart \
 	    || failed="$$failed $$python"; done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; else echo "passed: $(PYTHONS)"; fi
 

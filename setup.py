@@ -12,8 +12,11 @@ ROOT = Path(__file__).parent
 INSTALL_REQUIRES = [
     "torch>=2.6,<2.14",  # 2.6: needed by NeMo and Megatron Core; 2.13 is what the tests ran with
     "nemo_toolkit[common]>=3.0.0,<3.1",  # exp_manager, hydra_runner, .nemo; [core] lacks einops
-    # 0.17 needs Python 3.12; parallel/megatron_adaptation.py adapts names of exactly this series
-    "megatron-core>=0.16.1,<0.17",
+    # 0.17 and later need Python 3.12; docs/megatron_core.md says how to move to the next series
+    "megatron-core>=0.16.1,<0.17; python_version < '3.12'",
+    "megatron-core>=0.19.2,<0.20; python_version >= '3.12'",
+    # Megatron Core 0.19 imports it, on a CPU too, without saying so
+    "triton>=3; python_version >= '3.12' and platform_system == 'Linux'",
     "nvidia-pytriton>=0.7.0,<0.8",  # 0.6 lets a remote client execute code
     "tritonclient[http]>=2.50,<3",  # requests to reward servers; PyTriton brings it
     "numpy>=1.24,<2",  # with numpy 2 Triton's Python backend hands corrupted tensors to the server

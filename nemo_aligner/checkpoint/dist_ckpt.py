@@ -27,8 +27,17 @@ def barrier() -> None:
         torch.distributed.barrier()
 
 
+# What a checkpoint holds beside tensors. Megatron Core 0.16 reads this file; 0.19 keeps the same
+# in an object among the tensors, but reads the file where there is one.
+COMMON_FILE = "common.pt"
+_COMMON_OBJECT = "common_state"
+
+
 class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        common = sharded_state_dict.get(_COMMON_OBJECT)
+        if common is not None and torch.distributed.get_rank() == 0:
+            torch.save(common.data, Path(checkpoint_dir) / COMMON_FILE)
         by_key, _flat_mapping, _rename_mapping = (
             mcore_torch._replace_state_dict_keys_with_sharded_keys(
                 sharded_state_dict, self.keep_only_main_replica

@@ -45,9 +45,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from nemo_aligner.checkpoint.dist_ckpt import COMMON_FILE
 from nemo_aligner.checkpoint.stored_weights import Slice, damaged
-
-COMMON_FILE = "common.pt"  # what a checkpoint holds beside tensors: here nothing
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def write(
         )
     except CheckpointException as error:
         raise error.failures[0][0] from error  # what went wrong: a damaged source, a full disk
-    torch.save({}, folder / COMMON_FILE)
+    torch.save({}, folder / COMMON_FILE)  # nothing beside tensors
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
