@@ -100,6 +100,8 @@ def run(tmp_path, monkeypatch, capsys):
         seen["notes"] = plain_check(cfg, *args, **kwargs)
 
     plain_check = checks.check_config
+    # Hydra closes all logging handlers; absl's would close the file that pytest captures into.
+    monkeypatch.setattr("absl.logging.PythonHandler.close", lambda _handler: None)
     monkeypatch.setattr(checks, "check_config", check_config)
     for module in (experiment, processes):
         monkeypatch.setattr(module, "resolve_and_create_trainer", start)
