@@ -1,8 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 #
-# GPU container: PyTorch from the base image, Transformer Engine and apex built from source, and
-# this package.
+# GPU container: PyTorch from the base image, Transformer Engine built from source, and this
+# package.
 #
 #   docker build --build-arg BASE_IMAGE=<image> --tag nemo-aligner-mcore .
 #   docker run --gpus all --ipc=host --network=host -it nemo-aligner-mcore
@@ -17,6 +17,8 @@ FROM ${BASE_IMAGE}
 # A tag, branch or commit of each source build.
 ARG TE_REF=v2.11
 ARG APEX_REF=master
+# 1: build apex too. Megatron Core uses it only where Transformer Engine is missing.
+ARG WITH_APEX=0
 # Compute capabilities to compile for: 8.0 A100, 9.0 H100 and H200.
 ARG TORCH_CUDA_ARCH_LIST="8.0 9.0"
 ARG MAX_JOBS=8
@@ -33,10 +35,10 @@ RUN apt-get update \
 RUN NVTE_FRAMEWORK=pytorch pip install --no-build-isolation \
         "git+https://github.com/NVIDIA/TransformerEngine.git@${TE_REF}"
 
-RUN git clone https://github.com/NVIDIA/apex /opt/apex \
+RUN if [ "${WITH_APEX}" = 1 ]; then git clone https://github.com/NVIDIA/apex /opt/apex \
     && cd /opt/apex && git checkout ${APEX_REF} \
     && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation . \
-    && rm -rf /opt/apex/build
+    && rm -rf /opt/apex/build; fi
 
 WORKDIR /opt/nemo_aligner
 # First only what setup.py reads, so that a change in the code does not repeat the installation.
@@ -47,5 +49,5 @@ RUN torch_before=$(python -c 'import torch; print(torch.__version__)') \
     && test "$torch_before" = "$(python -c 'import torch; print(torch.__version__)')"
 
 COPY . .
-RUN python -c 'import nemo_aligner, megatron.core, nemo, pytriton, transformer_engine, apex'
+RUN python -c 'import nemo_aligner, megatron.core, nemo, pytriton, transformer_engine'
 CMD ["bash"]

@@ -41,7 +41,6 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
-    # apex is built from source, see the Dockerfile; without it everything runs, a little slower.
     "gpu": [
         # the range megatron-core 0.16 supports
         "transformer-engine[core_cu13,pytorch]>=2.9,<2.12",

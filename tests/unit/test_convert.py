@@ -24,6 +24,8 @@ from tests import hugging_face
 from tests.tiny_models import GPT2_LIKE, tiny_config
 from tests.unit.test_hugging_face_folders import EACH, logits_of
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 # What `config.json` holds beside the model, or can say in several ways; the logits are compared
 BESIDE = {

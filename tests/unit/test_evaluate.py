@@ -28,6 +28,8 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["the film", "a dull plot and a", "I loved the", "Review: the film was bad."]
 CPU = "trainer.accelerator=cpu"

@@ -34,6 +34,8 @@ from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests.naive_generation import naive_generate
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["the film", "a dull plot and a", "I loved the", "Review: the film was bad."]
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

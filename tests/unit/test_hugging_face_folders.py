@@ -23,6 +23,8 @@ from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 from nemo_aligner.training.megatron_steps import forward_collect
 from tests import hugging_face
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.randint(0, 300, (2, 1200), generator=torch.Generator().manual_seed(1))
 KINDS = tuple(hugging_face.FOLDERS)
 

@@ -14,6 +14,8 @@ from nemo_aligner.training.megatron_steps import forward_collect
 from tests import hugging_face
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.randint(0, 300, (2, 1200), generator=torch.Generator().manual_seed(1))
 
 

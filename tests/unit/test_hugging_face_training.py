@@ -18,6 +18,8 @@ from nemo_aligner.training.update import optimizer_step
 from tests import hugging_face
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 STEPS, SAMPLES, WIDTH = 5, 4, 24
 OPTIM = {
     "name": "distributed_fused_adam",

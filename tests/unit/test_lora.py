@@ -28,6 +28,8 @@ from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import train_on_batch
 from tests.tiny_models import PPO, tiny_config
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.randint(0, 299, (4, 9), generator=torch.Generator().manual_seed(5))
 LENGTHS = torch.tensor([9, 6, 8, 4])
 

@@ -20,6 +20,8 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from tests import nemo_files
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.randint(0, 290, (2, 12), generator=torch.Generator().manual_seed(0))
 
 

@@ -28,6 +28,8 @@ from nemo_aligner.launch.model_loading import load_and_override_model_config, lo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 # Per layer and beside the layers: what the sharded state dict of NeMo's GPT asks for, with layers
 # of Transformer Engine.
 LAYER_TENSORS = """self_attention.linear_qkv.weight self_attention.linear_qkv.layer_norm_weight

@@ -33,6 +33,8 @@ from tests.peft_folders import (
     with_adapters,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def edit(folder: Path, **keys) -> None:
     file = folder / CONFIG

@@ -44,6 +44,8 @@ from tests.peft_folders import (
     with_adapters,
 )
 
+pytestmark = pytest.mark.slow
+
 OPTIM = {
     "name": "distributed_fused_adam",
     "lr": 0.01,

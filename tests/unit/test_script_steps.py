@@ -20,6 +20,8 @@ from nemo_aligner.utils import train_script_utils as script_utils
 from nemo_aligner.utils import utils
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.arange(12).reshape(2, 6)
 
 
