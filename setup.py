@@ -14,7 +14,7 @@ INSTALL_REQUIRES = [
     "nemo_toolkit[common]>=3.0.0,<3.1",  # exp_manager, hydra_runner, .nemo; [core] lacks einops
     # 0.17 and later need Python 3.12; docs/megatron_core.md says how to move to the next series
     "megatron-core>=0.16.1,<0.17; python_version < '3.12'",
-    "megatron-core>=0.19.2,<0.20; python_version >= '3.12'",
+    "megatron-core>=0.19.2,<0.20; python_version >= '3.12'",  # the newest that the tests ran with
     # Megatron Core 0.19 imports it, on a CPU too, without saying so
     "triton>=3; python_version >= '3.12' and platform_system == 'Linux'",
     "nvidia-pytriton>=0.7.0,<0.8",  # 0.6 lets a remote client execute code
