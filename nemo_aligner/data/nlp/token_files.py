@@ -4,6 +4,7 @@
 
 import pickle
 import struct
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _DAMAGED = (
     EOFError,
     pickle.UnpicklingError,
     struct.error,
+    tokenize.TokenError,  # numpy reads a header with it, from Python 3.12 on
     ImportError,
     AttributeError,
     LookupError,
