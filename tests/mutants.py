@@ -344,6 +344,21 @@ MUTANTS = [
         "error = kl / self.target - 1.0",
         _unit("test_kl.py", "test_adaptive_controller_by_hand"),
     ),
+    # --- files from elsewhere
+    Mutant(
+        "the table of contents of a checkpoint may name anything",
+        "checkpoint/data_only.py",
+        "        if not known:",
+        "        if False:",
+        _unit("test_hostile_files.py", "test_a_table_of_contents_runs_nothing"),
+    ),
+    Mutant(
+        "objects of a checkpoint are unpickled",
+        "checkpoint/data_only.py",
+        'torch.load(value, map_location="cpu", weights_only=True)',
+        'torch.load(value, map_location="cpu", weights_only=False)',
+        _unit("test_hostile_files.py", "test_an_object_among_the_tensors_runs_nothing"),
+    ),
     # --- Hugging Face
     Mutant(
         "gate and partner are exchanged",

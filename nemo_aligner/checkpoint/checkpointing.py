@@ -15,6 +15,7 @@ ones removed.
 """
 
 import json
+import pickle
 import random
 import shutil
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
@@ -281,11 +282,11 @@ class CheckpointCallback:
         state = self._sharded_state(is_loading=True)
         # By itself: it may read weights that the model reads too.
         own = {"optimizer": state.pop("optimizer")}
-        stored = set(dist_checkpointing.load_tensors_metadata(weights_folder))
+        stored = set(dist_ckpt.tensors_in(weights_folder))
         check_same_kind(own["optimizer"], stored)
         read_main_weights(own["optimizer"], stored)
-        optimizer = dist_checkpointing.load(own, weights_folder)
-        loaded = dist_checkpointing.load(state, weights_folder)
+        optimizer = dist_ckpt.load(own, weights_folder)
+        loaded = dist_ckpt.load(state, weights_folder)
         self.model.load_sharded_weights(loaded["weights"])
         load_optimizer_state(self.optimizer, optimizer["optimizer"])
         self.scheduler.num_steps = 0  # Megatron Core adds the stored number to it
@@ -302,6 +303,24 @@ def _rng_state() -> dict[str, Any]:
     }
 
 
+def _read_rng(file: Path) -> dict[str, Any]:
+    """The states in a file of `_rng_state`, which is read as data alone.
+
+    Raises:
+        UserError: the file holds something else.
+    """
+    array = np.zeros(1, np.uint32)  # that of NumPy's generator
+    classes: list[Any] = [array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]
+    try:
+        with torch.serialization.safe_globals(classes):
+            return torch.load(file, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise UserError(
+            f"{file} cannot be read as states of random-number generators alone, and nothing else "
+            f"is read: it is damaged, or not of this package ({str(error).splitlines()[0]})."
+        ) from error
+
+
 def _restore_rng(folder: Path) -> None:
     """Restore this rank's random-number generators from the checkpoint `folder`; with another
     number of ranks warn instead.
@@ -314,7 +333,7 @@ def _restore_rng(folder: Path) -> None:
             "uninterrupted run."
         )
         return
-    state = torch.load(files[parallel_state.get_rank()], weights_only=False)
+    state = _read_rng(files[parallel_state.get_rank()])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes Megatron Core's distributed checkpoints in this process.
+"""Writes and loads Megatron Core's distributed checkpoints.
 
 Megatron Core's own writer starts a manager process (which imports the user's script again and
 takes seconds) and forks workers (unsafe beside the threads of an inference server). Here Megatron
-Core plans and PyTorch's synchronous writer writes, in the same format (`torch_dist`); Megatron
-Core reads it.
+Core plans and PyTorch's synchronous writer writes, in the same format (`torch_dist`). Megatron
+Core reads it, after a check that no file of it can run code.
 """
 
 import dataclasses
@@ -14,10 +14,18 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+)
 from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
+from nemo_aligner.checkpoint.data_only import check_metadata, objects_as_data
 from nemo_aligner.core.errors import UserError
 
 
@@ -59,6 +67,42 @@ def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> None:
     dist_checkpointing.save(
         sharded_state_dict, str(folder), sharded_strategy=_InProcessSave("torch_dist", 1)
     )
+
+
+def load(sharded_state_dict: dict[str, Any], folder: str | Path) -> dict[str, Any]:
+    """Load a distributed checkpoint into a sharded state dict; all ranks call it.
+
+    Extra states of Transformer Engine are not read, because it unpickles them: those of
+    `sharded_state_dict` stay. They are empty unless it computes in fp8, which is not supported.
+
+    Raises:
+        UserError: a file could run code, or is damaged.
+    """
+    check_metadata(folder)
+
+    def own_extra_state(item: Any) -> Any:
+        is_extra = isinstance(item, ShardedObject) and item.key.endswith("_extra_state")
+        return LocalNonpersistentObject(item.data) if is_extra else item
+
+    dict_list_map_inplace(own_extra_state, sharded_state_dict)
+    try:
+        with objects_as_data(folder):
+            return dist_checkpointing.load(sharded_state_dict, str(folder))
+    except CheckpointException as error:  # what went wrong on each rank
+        for failure, _trace in error.failures.values():
+            if isinstance(failure, UserError):
+                raise failure from error
+        raise
+
+
+def tensors_in(folder: str | Path) -> dict[str, ShardedTensor]:
+    """The global tensors of a distributed checkpoint, by name.
+
+    Raises:
+        UserError: a file could run code, or is damaged.
+    """
+    check_metadata(folder)
+    return dist_checkpointing.load_tensors_metadata(str(folder))
 
 
 def make_sharded_tensors_from_reference(

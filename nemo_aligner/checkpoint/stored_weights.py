@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -21,9 +20,9 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from torch import Tensor
 
+from nemo_aligner.checkpoint import dist_ckpt
 from nemo_aligner.core.errors import UserError
 
 Sharded = dict[str, dict[str, Any]]  # sharded state dicts of the chunks of a model
@@ -67,8 +66,7 @@ class TorchDistWeights:
     def __init__(self, folder: Path, prefix: str = "model."):
         self.folder, self.prefix = str(folder), prefix
         try:
-            self.stored = dist_checkpointing.load_tensors_metadata(self.folder)
-            self.objects = load_sharded_metadata(self.folder)
+            self.stored = dist_ckpt.tensors_in(self.folder)
         except (OSError, EOFError, RuntimeError, CheckpointingException) as error:
             raise damaged(folder, error) from error
         self.renamed = {_present_name(key, self.stored): key for key in self.stored}
@@ -81,21 +79,12 @@ class TorchDistWeights:
         }
 
     def load(self, sharded: Sharded) -> Sharded:
-        wanted: Sharded = {chunk: {} for chunk in sharded}
-        absent: Sharded = {chunk: {} for chunk in sharded}
-        for chunk, items in sharded.items():
-            for name, item in items.items():
+        for items in sharded.values():
+            for item in items.values():
                 if isinstance(item, ShardedBase):
                     key = self.prefix + item.key.removeprefix("model.")
                     item.key = self.renamed.get(key, key)
-                if isinstance(item, ShardedObject) and item.unique_key not in self.objects:
-                    # Extra states of Transformer Engine, which are empty unless it computes in
-                    # fp8: checkpoints differ in which layers have one.
-                    absent[chunk][name] = item.data
-                else:
-                    wanted[chunk][name] = item
-        loaded = dist_checkpointing.load(wanted, self.folder)
-        return {chunk: loaded[chunk] | absent[chunk] for chunk in sharded}
+        return dist_ckpt.load(sharded, self.folder)
 
 
 def sharded_tensors(item: Any) -> list[ShardedTensor]:

@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from nemo_aligner.checkpoint.data_only import METADATA_FILE, read_metadata
 from nemo_aligner.checkpoint.dist_ckpt import COMMON_FILE
 from nemo_aligner.checkpoint.stored_weights import Slice, damaged
 
@@ -186,9 +187,11 @@ class TorchDistTensors:
         self.reader = FileSystemReader(folder)
         if files is not None:
             self.reader.fs = files
+        file = folder / METADATA_FILE
         try:
-            self.metadata = self.reader.read_metadata()
-        except (OSError, EOFError, RuntimeError) as error:
+            with self.reader.fs.create_stream(file, "rb") as stream:
+                self.metadata = read_metadata(stream, file)
+        except OSError as error:
             raise damaged(folder, error) from error
         self.folder = folder
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)

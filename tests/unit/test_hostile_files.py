@@ -1,0 +1,171 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""No file of a `.nemo` or of a checkpoint runs code: each member that is a pickle is replaced by
+one that touches a marker, or has such a call beside what it should hold.
+"""
+
+import io
+import pickle
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from nemo_aligner.checkpoint import dist_ckpt, nemo_archive
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.data_only import read_metadata
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.parallel import parallel_state
+from tests.tiny_models import tiny_config
+
+pytestmark = pytest.mark.slow
+
+
+class Call:
+    """Unpickles as the result of `function(*arguments)`."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self):
+        return self.function, self.arguments
+
+
+def hostile(file: Path, marker: Path) -> None:
+    """Put a pickle that touches `marker` in the place of `file`."""
+    file.write_bytes(pickle.dumps(Call(Path.touch, marker)))
+
+
+def stealthy(file: Path, marker: Path) -> None:
+    """The same table of contents, with a call in a field that nobody looks at."""
+    with file.open("rb") as stream:
+        table = pickle.load(stream)
+    table.planner_data = Call(Path.touch, marker)
+    file.write_bytes(pickle.dumps(table))
+
+
+@pytest.fixture
+def marker(tmp_path):
+    return tmp_path / "code_ran"
+
+
+@pytest.fixture
+def nemo_folder(tiny_tokenizer_dir, tmp_path):
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "model") + "/")
+    return tmp_path / "model"
+
+
+def restore(path):
+    MegatronGPTModel.restore_from(path)
+
+
+def convert(path):
+    with nemo_archive.stored_tensors(path) as tensors:
+        tensors.shapes()
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
+@pytest.mark.parametrize("read", [restore, convert])
+@pytest.mark.parametrize("plant", [hostile, stealthy])
+def test_a_table_of_contents_runs_nothing(nemo_folder, tmp_path, marker, plant, read, as_file):
+    plant(nemo_folder / "model_weights/.metadata", marker)
+    path = nemo_folder
+    if as_file:
+        path = tmp_path / "model.nemo"
+        with tarfile.open(path, "w") as tar:
+            tar.add(nemo_folder, arcname=".")
+    with pytest.raises(UserError, match=r"\.metadata.* pathlib.* do not use this file"):
+        read(path)
+    assert not marker.exists()
+
+
+def test_these_files_do_run_code_where_they_are_trusted(nemo_folder, marker):
+    """The attack is real: plain pickle touches the marker."""
+    stealthy(nemo_folder / "model_weights/.metadata", marker)
+    with (nemo_folder / "model_weights/.metadata").open("rb") as stream:
+        assert isinstance(pickle.load(stream), Metadata)
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("name", ["common.pt"])
+def test_what_stands_beside_the_tensors_runs_nothing(nemo_folder, marker, name):
+    torch.save({"args": Call(Path.touch, marker)}, nemo_folder / "model_weights" / name)
+    with pytest.raises(Exception, match="[Ww]eights.only"):
+        restore(nemo_folder)
+    assert not marker.exists()
+
+
+def training(tokenizer_dir):
+    model = MegatronGPTRewardModel(tiny_config(tokenizer_dir, num_layers=1))
+    return model, *model.setup_megatron_optimization(10)
+
+
+@pytest.mark.parametrize("member", ["weights/.metadata", "rng/rank_00000.pt"])
+def test_a_checkpoint_runs_nothing(tiny_tokenizer_dir, tmp_path, marker, member):
+    job = training(tiny_tokenizer_dir)
+    CheckpointCallback(tmp_path, *job, name="rm").custom_save({}, trainer_state={})
+    (folder,) = (tmp_path / "checkpoints").glob("checkpoint-*")
+    if member.endswith(".pt"):
+        state = torch.load(folder / member, weights_only=False)
+        torch.save({**state, "more": Call(Path.touch, marker)}, folder / member)
+    else:
+        stealthy(folder / member, marker)
+    with pytest.raises(UserError, match=str(folder / member)):
+        CheckpointCallback(tmp_path, *training(tiny_tokenizer_dir), name="rm").load_latest()
+    assert not marker.exists()
+
+
+def test_an_object_among_the_tensors_runs_nothing(tmp_path, marker):
+    """Written by Megatron Core's own planner, whose objects are pickles."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    parallel_state.initialize()
+
+    def entry(data):
+        return {"object": ShardedObject("object", data, (1,), (0,), replica_id=0)}
+
+    for data, ends_well in (({"step": 3, "rate": torch.ones(2)}, True), (None, False)):
+        folder = tmp_path / str(ends_well)
+        folder.mkdir()
+        dist_ckpt.save(entry(Call(Path.touch, marker) if data is None else data), folder)
+        assert not marker.exists()
+        if ends_well:
+            loaded = dist_ckpt.load(entry(None), folder)["object"]
+            assert loaded["step"] == 3 and torch.equal(loaded["rate"], torch.ones(2))
+        else:
+            with pytest.raises(UserError, match="object/shard.* is more than data"):
+                dist_ckpt.load(entry(None), folder)
+    assert not marker.exists()
+
+
+def test_extra_states_of_transformer_engine_are_not_read(tmp_path, marker):
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    parallel_state.initialize()
+
+    def entry(data):
+        key = "model.layer._extra_state"
+        return {"layer": ShardedObject(key, data, (1,), (0,), replica_id=0)}
+
+    dist_ckpt.save(entry(Call(Path.touch, marker)), tmp_path)
+    assert dist_ckpt.load(entry("own"), tmp_path) == {"layer": "own"}
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not a pickle", pickle.dumps({"a": 1}), pickle.dumps(Metadata({}))[:-3]],
+    ids=["empty", "text", "another object", "cut"],
+)
+def test_a_damaged_table_of_contents_is_named(content, tmp_path):
+    with pytest.raises(UserError, match="x/.metadata is (damaged|not the table)"):
+        read_metadata(io.BytesIO(content), tmp_path / "x/.metadata")
+
+
+def test_a_table_of_contents_is_read():
+    table = Metadata({"a": BytesStorageMetadata()}, storage_data={})
+    assert read_metadata(io.BytesIO(pickle.dumps(table)), Path("x")) == table
