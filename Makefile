@@ -12,8 +12,7 @@
 # make lint         ruff (check and format) and mypy
 # make docs         build the documentation into site/, without a warning
 # make test-versions PYTHONS="python3.10 python3.12"
-#                   on each Python: test-fast, the tests with servers, the exchange of checkpoints
-#                   with .venv, the quickstart
+#                   on each Python: all tests, the exchange of checkpoints with .venv, the quickstart
 # make lock         write requirements/*.lock anew after a change of setup.py
 # make upgrade      the same with the newest versions that setup.py allows; says what changed, and
 #                   runs the tests with them
@@ -25,7 +24,7 @@
 #   PYTHON     interpreter for the virtual environment, 3.10 to 3.12
 #   VENV       folder of the virtual environment (.venv)
 #   LOCKED     yes: the exact versions of requirements/*.lock, by their hashes; no: what setup.py
-#              allows, for example where an index lacks one of them
+#              allows, for example where an index lacks one of them (run make clean between the two)
 #   TORCH      the torch requirement. A plain package index serves Linux the CUDA build (several GB,
 #              runs on a CPU too); to save the download, name a CPU build your index has
 #              (TORCH="torch==2.13.0+cpu") or a wheel file.
@@ -49,8 +48,8 @@ LOCKS := $(wildcard requirements/*.lock)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs arithmetic test-fast test test-full test-gpu mutants lint format docs \
-  test-servers test-versions lock upgrade clean
+.PHONY: help install quickstart rs arithmetic test-fast test test-full test-gpu mutants lint \
+  format docs test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
 help:
@@ -60,7 +59,7 @@ $(RUN):
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "error: no '$(PYTHON)' on this machine; install Python 3.10, 3.11 or 3.12, or name one: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 12) else \
-	  "error: $(PYTHON) is Python %d.%d; this package needs 3.10, 3.11 or 3.12. Name one: make PYTHON=python3.11 ..." % v)'
+	  "error: $(PYTHON) is Python %d.%d; this package needs 3.10, 3.11 or 3.12 (PyTriton needs numpy 1, which 3.13 and later lack). Name one: make PYTHON=python3.11 ..." % v)'
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "error: $(PYTHON) cannot make virtual environments; install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -115,15 +114,11 @@ test-full: $(VENV)/.installed-test
 mutants: $(VENV)/.installed-test
 	$(RUN) -m tests.mutants $(ARGS)
 
-test-servers: $(VENV)/.installed-test
-	$(RUN) -m pytest $(BY_FILE) -m "not full" tests/functional $(ARGS)
-
-# Environments .venv-<name of the interpreter>. All Pythons are tried, also after a failure. With
-# .venv, they exchange checkpoints both ways.
-test-versions:
+# Environments .venv-<name of the interpreter>. All Pythons are tried, also after a failure.
+test-versions: $(VENV)/.installed-test
 	@failed=; for python in $(PYTHONS); do echo "== $$python"; \
-	  OTHER_PYTHON=$(wildcard $(CURDIR)/.venv/bin/python) $(MAKE) PYTHON=$$python VENV=.venv-$${python##*/} test-fast test-servers quickstart \
-	    || failed="$$failed $$python"; done; \
+	  OTHER_PYTHON=$(CURDIR)/$(RUN) $(MAKE) PYTHON=$$python VENV=.venv-$${python##*/} \
+	    test quickstart || failed="$$failed $$python"; done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; else echo "passed: $(PYTHONS)"; fi
 
 lock: $(VENV)/.installed-test
@@ -150,5 +145,5 @@ docs: $(VENV)/.installed-test
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* site build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-* site build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

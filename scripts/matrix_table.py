@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of docs/parallelism.md, from the figures of the matrix of splits.
 
-MATRIX_REPORT=matrix.jsonl make test-full ARGS="-k test_matrix"
-python scripts/matrix_table.py matrix.jsonl
+    MATRIX_REPORT=matrix.jsonl make test-full ARGS="-k test_matrix"
+    python scripts/matrix_table.py matrix.jsonl
+
+The tests append to the report: begin with a new file.
 """
 
 import argparse
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -47,16 +50,17 @@ def rows(lines: list[str]) -> list[str]:
                 texts[split].append(number)
             for column, starts in COLUMNS.items():
                 if name.startswith(starts):
-                    worst[split][column] = max(worst[split].get(column, 0.0), number)
+                    known = worst[split].get(column, 0.0)
+                    worst[split][column] = number if math.isnan(number) else max(number, known)
     result = []
     for split, names in models.items():
         if split == "one rank":
             continue
         figures = [worst[split].get(column, 0.0) for column in COLUMNS]
-        if "bf16" in split:
+        if "bf16" in split or not texts[split]:
             text = "not compared"
         else:
-            text = "the same" if max(texts[split]) < float("inf") else "differ"
+            text = "the same" if max(texts[split]) < math.inf else "differ"
         cells = [split, ", ".join(names), *(_short(n) for n in figures), text]
         result.append(f"| {' | '.join(cells)} |")
     return result

@@ -107,7 +107,7 @@ def read(folder: Path, tokenizer: str) -> None:
             float((found[name] - tensor).norm() / tensor.norm().clamp(min=1e-3))
             for name, tensor in expected["next"].items()
         )
-        print(f"{' '.join(map(str, case))}: {deviation:.1e}", flush=True)
+        print(f"case {' '.join(map(str, case))}: {deviation:.1e}", flush=True)
         assert deviation < TOLERANCE[case[2]], case
         if case[3] == "none":
             restored = MegatronGPTRewardModel.restore_from(str(place / "model.nemo"))

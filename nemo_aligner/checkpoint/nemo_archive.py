@@ -241,8 +241,9 @@ def stored_weights(path: str | Path, base: Path | None = None) -> Iterator[Store
         UserError: the archive holds no weights, or their form does not load; adapters whose base
             is not there, or is another model; a base is given of what are no adapters.
     """
-    if _is_adapters(path, base):
-        with _merged(path, base) as merged:
+    expected, config = _base_and_config(path, base)
+    if expected is not None:
+        with _merged(path, base, expected, config) as merged:
             yield SourceWeights(merged)
     else:
         with own_weights(path) as weights:
@@ -252,33 +253,39 @@ def stored_weights(path: str | Path, base: Path | None = None) -> Iterator[Store
 @contextlib.contextmanager
 def stored_tensors(path: str | Path, base: Path | None = None) -> Iterator[TensorSource]:
     """As `stored_weights`, but for reading one tensor after the other."""
-    if _is_adapters(path, base):
-        with _merged(path, base) as merged:
+    expected, config = _base_and_config(path, base)
+    if expected is not None:
+        with _merged(path, base, expected, config) as merged:
             yield merged
     else:
         with own_tensors(path) as source:
             yield source
 
 
-def _is_adapters(path: str | Path, base: Path | None) -> bool:
-    """Whether adapters lie at `path`, which `base` may be given for."""
-    model = None if base is None else read_config(base)
-    if adapters.base_in(read_stored_config(path, model)) is not None:
-        return True
-    if base is not None:
+def _base_and_config(
+    path: str | Path, base: Path | None
+) -> tuple[adapters.Base | None, DictConfig]:
+    """The base of the adapters at `path`, or None for a model with all its weights, and what
+    `read_stored_config` says of them.
+
+    Raises:
+        UserError: a `base` is given of what are no adapters.
+    """
+    config = read_stored_config(path, None if base is None else read_config(base))
+    expected = adapters.base_in(config)
+    if base is None:
+        return expected, config
+    if expected is None:
         raise UserError(f"{path} holds a model with all its weights, which has no base.")
-    return False
+    return dataclasses.replace(expected, path=str(base)), config
 
 
 @contextlib.contextmanager
-def _merged(path: str | Path, base: Path | None) -> Iterator[adapters.MergedTensors]:
+def _merged(
+    path: str | Path, base: Path | None, expected: adapters.Base, config: DictConfig
+) -> Iterator[adapters.MergedTensors]:
     """The tensors of the base with the adapters at `path`."""
     model = None if base is None else read_config(base)
-    config = read_stored_config(path, model)
-    expected = adapters.base_in(config)
-    assert expected is not None
-    if base is not None:
-        expected = dataclasses.replace(expected, path=str(base))
     with (
         own_tensors(path, model) as own,
         stored_tensors(_base_path(path, expected)) as source,
@@ -348,7 +355,7 @@ def _is_readable_in_place(tar: tarfile.TarFile) -> bool:
     if not isinstance(tar.fileobj, io.BufferedReader):  # of a compressed file it is another class
         return False
     members = {_member_name(member): member for member in tar.getmembers()}
-    if any(member.issparse() for member in members.values()):
+    if not all((m.isreg() and not m.issparse()) or m.isdir() for m in members.values()):
         return False
     backend = members.get(f"{WEIGHTS_FOLDER}/{forms.BACKEND_FILE}")
     stream = None if backend is None else tar.extractfile(backend)

@@ -221,7 +221,7 @@ class TorchDistTensors:
         items = create_read_items_for_chunk_list(key, entry, [wanted])
         try:
             self.reader.read_data(LoadPlan(items), _ReadPlanner(result, starts)).wait()
-        except (OSError, EOFError, RuntimeError) as error:
+        except (OSError, EOFError, RuntimeError, ValueError) as error:
             raise damaged(self.folder, error) from error
         return result[tuple(0 if isinstance(axis, int) else slice(None) for axis in part)]
 

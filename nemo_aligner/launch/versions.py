@@ -10,34 +10,44 @@ import sys
 from importlib import metadata
 
 from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
 
 from nemo_aligner.parallel.environment import is_rank_zero
 
 DISTRIBUTION = "nemo-aligner-mcore"
 
 
-def unsupported() -> list[str]:
-    """What the packages of this environment violate of `setup.py`, as one requirement with the
-    installed version each; empty without an installed `nemo-aligner-mcore`, whose metadata hold
-    the requirements.
+def unsupported() -> dict[str, str]:
+    """What the packages of this environment violate of `setup.py`: each requirement, and what is
+    there instead. Empty without an installed `nemo-aligner-mcore`, whose metadata hold the
+    requirements.
     """
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        return []
-    found = []
+        return {}
+    found = {}
     for requirement in map(Requirement, lines):
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue  # of an extra, or of another Python
-        wanted = f"{requirement.name}{requirement.specifier}"
+        extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+        installed = _installed_version(requirement.name)
         try:
-            installed = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            found.append(f"{wanted} (not installed)")
-            continue
-        if not requirement.specifier.contains(installed, prereleases=True):
-            found.append(f"{wanted} (installed: {installed})")
+            fits = installed and requirement.specifier.contains(installed, prereleases=True)
+        except InvalidVersion:
+            fits = False
+        if not fits:
+            there = f"installed: {installed}" if installed else "not installed"
+            found[f"{requirement.name}{extras}{requirement.specifier}"] = there
     return found
+
+
+def _installed_version(name: str) -> str | None:
+    """Version of an installed package; None also where only remains of one are left."""
+    try:
+        return metadata.version(name)
+    except (metadata.PackageNotFoundError, KeyError, TypeError):
+        return None
 
 
 @functools.cache
@@ -47,9 +57,10 @@ def warn_of_unsupported_versions() -> None:
     """
     wrong = unsupported()
     if wrong and is_rank_zero():
-        names = " ".join(f"'{entry.split(' (')[0]}'" for entry in wrong)
+        needs = "; ".join(f"{wanted} ({there})" for wanted, there in wrong.items())
+        names = " ".join(f"'{wanted}'" for wanted in wrong)
         print(
-            f"WARNING: nemo_aligner needs {'; '.join(wrong)}. Remedy: pip install {names}",
+            f"WARNING: nemo_aligner needs {needs}. Remedy: pip install {names}",
             file=sys.stderr,
             flush=True,
         )

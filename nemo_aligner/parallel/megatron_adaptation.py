@@ -23,9 +23,9 @@ import functools
 import importlib.util
 import inspect
 import types
-from importlib import metadata
 from typing import Any, NamedTuple
 
+import megatron.core
 import torch
 from packaging.version import Version
 
@@ -243,6 +243,9 @@ UNTIL = {
 }
 
 
+_RELEASE = Version(Version(megatron.core.__version__).base_version)  # 0.19.0 for 0.19.0rc1
+
+
 class Touched(NamedTuple):
     """One name of Megatron Core (or of what it is built on) and why it is touched."""
 
@@ -264,10 +267,9 @@ def _flat(names: dict, where: str = "") -> list[Touched]:
 
 def _is_in_this_release(module: str, name: str) -> bool:
     """Whether the installed megatron-core is one whose `name` is touched."""
-    installed = Version(metadata.version("megatron-core"))
     since, until = SINCE.get((module, name)), UNTIL.get((module, name))
-    return (since is None or installed >= Version(since)) and (
-        until is None or installed < Version(until)
+    return (since is None or _RELEASE >= Version(since)) and (
+        until is None or _RELEASE < Version(until)
     )
 
 
@@ -305,9 +307,9 @@ def resolve(module_name: str, dotted: str) -> tuple[Any, str, Any]:
         return owner, name, getattr(owner, name)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{module_name}.{dotted}, which nemo_aligner touches, is not in the installed "
-            f"megatron-core {metadata.version('megatron-core')}. Install a release that setup.py "
-            "names; docs/megatron_core.md says how to move to another."
+            f"{module_name}.{dotted}, which nemo_aligner touches, is not found ({error}); "
+            f"megatron-core {megatron.core.__version__} is installed. Install the releases that "
+            "setup.py names; docs/megatron_core.md says how to move to another."
         ) from error
 
 

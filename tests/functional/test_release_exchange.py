@@ -39,7 +39,5 @@ def run(python: str, *arguments: object) -> str:
 def test_each_release_continues_what_the_other_saved(tiny_tokenizer_dir, tmp_path, writer, reader):
     run(writer, "write", tmp_path / "jobs", tiny_tokenizer_dir)
     output = run(reader, "read", tmp_path / "jobs", tiny_tokenizer_dir)
-    compared = [
-        line for line in output.splitlines() if line.startswith(("gpt2 ", "llama ", "mix"))
-    ]
+    compared = [line for line in output.splitlines() if line.startswith("case ")]
     assert len(compared) == len(CASES)

@@ -316,6 +316,7 @@ def test_files_are_read_where_they_lie(folder, tmp_path, monkeypatch, capsys):
     assert convert("nemo-to-hf", packed, tmp_path / "from_packed") == 0
     monkeypatch.setattr(nemo_archive, "_unpacked_weights", None)  # calling it would fail
     assert convert("nemo-to-hf", plain, tmp_path / "from_plain") == 0
+    monkeypatch.undo()
     before, plain_after, packed_after = (
         tensors_of(path) for path in (folder, tmp_path / "from_plain", tmp_path / "from_packed")
     )
@@ -327,7 +328,21 @@ def test_files_are_read_where_they_lie(folder, tmp_path, monkeypatch, capsys):
     short.write_bytes(plain.read_bytes()[: plain.stat().st_size // 2])
     assert convert("nemo-to-hf", short, tmp_path / "from_short") == 2
     assert "short.nemo is damaged or incomplete" in capsys.readouterr().err
-    assert not (tmp_path / "from_short").exists()
+
+    for kind, words in (("cut", "is damaged or incomplete"), ("link", "a link or a path")):
+        bad = tmp_path / f"{kind}.nemo"
+        with tarfile.open(plain) as source, tarfile.open(bad, "w") as target:
+            for member in source:
+                content = source.extractfile(member)
+                if member.name.endswith(".distcp"):
+                    member.size //= 2
+                    if kind == "link":
+                        member.type, member.linkname = tarfile.SYMTYPE, "/etc/hostname"
+                        member.size, content = 0, None
+                target.addfile(member, content)
+        assert convert("nemo-to-hf", bad, tmp_path / "from_bad") == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "from_short").exists() and not (tmp_path / "from_bad").exists()
 
 
 def test_what_a_class_has_by_default_is_not_left_to_it(tiny_tokenizer_dir, tmp_path):

@@ -35,6 +35,17 @@ def test_every_touched_name_exists_and_says_why_and_where(touched):
         assert hasattr(importlib.import_module(f"nemo_aligner.parallel.{module}"), function)
 
 
+def test_releases_are_given_for_names_that_are_touched():
+    tables = ("REMAPPED_CONSTANTS", "REPLACED", "SWITCHED", "PRIVATE")
+    listed = {
+        (module, name)
+        for table in tables
+        for module, names in getattr(megatron_adaptation, table).items()
+        for name in names
+    }
+    assert set(megatron_adaptation.SINCE) | set(megatron_adaptation.UNTIL) <= listed
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -19,26 +19,41 @@ LOCKS = runpy.run_path(str(ROOT / "scripts/locks.py"))
 
 
 def test_this_environment_is_supported():
-    assert versions.unsupported() == []
+    assert versions.metadata.requires(versions.DISTRIBUTION)
+    assert versions.unsupported() == {}
 
 
 def test_what_does_not_fit_is_named(monkeypatch):
     lines = [
         "numpy<1.20,>=1.19",
-        "no-such-package>=3",
+        "no-such-package[extra]>=3",
         "pytest>=1",
         "also-missing>=1; extra == 'gpu'",
         "of-another-python; python_version < '3.0'",
     ]
     monkeypatch.setattr(versions.metadata, "requires", lambda _name: lines)
-    numpy, missing = versions.unsupported()
-    assert re.fullmatch(r"numpy<1\.20,>=1\.19 \(installed: [\d.]+\)", numpy)
-    assert missing == "no-such-package>=3 (not installed)"
+    found = versions.unsupported()
+    assert list(found) == ["numpy<1.20,>=1.19", "no-such-package[extra]>=3"]
+    assert re.fullmatch(r"installed: [\d.]+", found["numpy<1.20,>=1.19"])
+    assert found["no-such-package[extra]>=3"] == "not installed"
+
+
+@pytest.mark.parametrize("version", [None, "5.9.custom-build"])
+def test_remains_of_a_package_are_named_too(monkeypatch, version):
+    def no_number(_name):
+        if version is None:
+            raise TypeError("a folder of metadata without a version")
+        return version
+
+    monkeypatch.setattr(versions.metadata, "requires", lambda _name: ["psutil>=5.9"])
+    monkeypatch.setattr(versions.metadata, "version", no_number)
+    there = "not installed" if version is None else f"installed: {version}"
+    assert versions.unsupported() == {"psutil>=5.9": there}
 
 
 def test_without_an_installation_nothing_is_known(monkeypatch):
     monkeypatch.setattr(versions, "DISTRIBUTION", "not-installed-at-all")
-    assert versions.unsupported() == []
+    assert versions.unsupported() == {}
 
 
 @pytest.mark.parametrize(
