@@ -17,7 +17,7 @@ FROM ${BASE_IMAGE}
 # A tag, branch or commit of each source build.
 ARG TE_REF=v2.11
 ARG APEX_REF=master
-# 1: build apex too. Megatron Core uses it only where Transformer Engine is missing.
+# 1: build apex too, whose kernel model.gradient_accumulation_fusion takes.
 ARG WITH_APEX=0
 # Compute capabilities to compile for: 8.0 A100, 9.0 H100 and H200.
 ARG TORCH_CUDA_ARCH_LIST="8.0 9.0"
