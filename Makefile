@@ -4,8 +4,8 @@
 # make quickstart   watch a policy learn, on this machine, in a few minutes
 # make rs           the same with rejection sampling against a served reward model
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
-# make test-fast    unit tests of the mathematics, the configuration and the trainers (a few minutes)
-# make test         all tests that run without a GPU (half an hour of CPU time)
+# make test-fast    unit tests of the mathematics, the configuration and the trainers (two minutes)
+# make test         all tests that run without a GPU, but for those marked full (20 minutes)
 # make test-full    the same, and those marked full: every split, the long jobs
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
 # make test-gpu     the tests that need a GPU

@@ -135,8 +135,6 @@ class RSTrainer(RolloutTrainer):
 
     rs_optimization_step = property(attrgetter("optimization_step"))
 
-    # ------------------------------------------------------------------------------- the algorithm
-
     def learn(self, data: RSTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
         """Train on the selected responses."""
         columns = cast(dict[str, Tensor], data)
@@ -149,9 +147,8 @@ class RSTrainer(RolloutTrainer):
     ) -> tuple[Any, ...]:
         """Generate responses to the next prompts and select the best of them; all ranks call it.
 
-        Args:
-            dataloader_iter, num_microbatches: NeMo-Aligner's: this rank's micro-batches of
-                prompts, and how many of them. By default those of the data loader.
+        The arguments are NeMo-Aligner's: this rank's micro-batches of prompts, and how many of
+        them. By default they come from the data loader.
 
         Returns:
             `(data, metrics, timings)`, with NeMo-Aligner's arguments `(data, metrics)`; `data` is
@@ -200,10 +197,7 @@ class RSTrainer(RolloutTrainer):
 
     def compute_global_rollout_metrics(self, rollout_batches: Sequence[Any]) -> dict[str, Any]:
         """Means over the samples of all ranks, with `table`, a sample, as NeMo-Aligner computes
-        them; all ranks call it.
-
-        Args:
-            rollout_batches: this rank's, each a `Rollout` with `rewards` f32 `[b]`.
+        them; all ranks call it with their own batches, each a `Rollout` with `rewards` f32 `[b]`.
         """
         table = first_sample(rollout_batches[0], self.model.tokenizer) if rollout_batches else {}
         sums = torch.zeros(4, dtype=torch.float64, device=get_device())
@@ -218,8 +212,6 @@ class RSTrainer(RolloutTrainer):
             "global_prompt_lengths": prompts / samples,
             "global_rewards": rewards / samples,
         }
-
-    # ---------------------------------------------------------------------------- parts of a step
 
     def validation_prompts(self) -> Iterable[InferenceBatch]:
         self.val_dataloader.batch_sampler.consumed_samples = 0
