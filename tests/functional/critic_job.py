@@ -6,6 +6,7 @@ The model is real (it scores, learns and saves) but takes no time to build: thes
 the server. Some token ids make it fail or sleep on purpose, on the ranks that get them.
 """
 
+import contextlib
 import glob
 import json
 import multiprocessing
@@ -335,7 +336,12 @@ class CriticJob:
         import psutil
 
         root = psutil.Process(self.rank_pids()[0])
-        return [process for process in root.children(recursive=True) if name in process.name()]
+        found = []
+        for process in root.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+                if name in process.name():
+                    found.append(process)
+        return found
 
     def look_around(self) -> None:
         """Note the processes of the job and the shared memory they have mapped."""
