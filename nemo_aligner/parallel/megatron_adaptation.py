@@ -8,8 +8,8 @@ Three lists, of which `TOUCHED` is the whole:
   where Megatron Core names the device "cuda" and means "the device of this process".
   `adapt_megatron_core()` applies them; its one caller is `parallel_state.initialize()`, which runs
   before any model is built. So the order of imports does not matter.
-* `SWITCHED` are changed on single objects, with CUDA too: for the duration of a `with` block of
-  `megatron_switches.py`, or where an object of ours is built. Each entry says where.
+* `SWITCHED` are changed on single objects or for the duration of a `with` block, with CUDA too.
+  Each entry says where.
 * `PRIVATE` are private names that subclasses of ours override, or that our code calls. Each entry
   says where.
 
@@ -196,6 +196,12 @@ SWITCHED = {
             "megatron_releases.take_balance_table",
         ),
     },
+    "torch.distributed.checkpoint.default_planner": {
+        "DefaultLoadPlanner.load_bytes": (
+            "objects of a checkpoint are unpickled: they are read as data first",
+            "checkpoint/data_only.py",
+        ),
+    },
     "megatron.core.transformer.moe.moe_logging": {
         "destroy_moe_metrics_tracker": (
             "the table of balance losses is read and emptied",
@@ -206,6 +212,18 @@ SWITCHED = {
 
 # module -> name -> (reason, where). Private names that are overridden or called.
 PRIVATE = {
+    "torch.distributed.checkpoint.filesystem": {
+        "_metadata_fn": (
+            "read: the name of a checkpoint's table of contents",
+            "checkpoint/data_only.py",
+        ),
+    },
+    "torch.distributed.checkpoint.utils": {
+        "_create_file_view": (
+            "called: a part of a tar file is read as a file",
+            "checkpoint/torch_dist_stream.py",
+        ),
+    },
     "megatron.core.models.gpt.gpt_model": {
         "GPTModel._postprocess": (
             "overridden: the head of a reward model stands in the place of the output layer",
