@@ -297,8 +297,8 @@ MUTANTS = [
         "the gradient is averaged over data-parallel ranks: the loss is not scaled by their "
         "number",
         "training/megatron_steps.py",
-        "scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()",
-        "scale = rows // micro_batch_size",
+        "scale = len(plan) * parallel_state.get_data_parallel_world_size()",
+        "scale = len(plan)",
         _two_ranks("DP2"),
     ),
     Mutant(

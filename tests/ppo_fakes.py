@@ -128,14 +128,16 @@ class FakePolicy:
             tokens[:, 1:] == EOS, torch.nan
         )  # what pads hold must not matter
 
-    def get_inference_log_probs(self, response_tokens, forward_micro_batch_size=None):
+    def get_inference_log_probs(
+        self, response_tokens, forward_micro_batch_size=None, response_lengths=None
+    ):
         self.events.append("logprobs")
         return self._logprobs(response_tokens, self.weight)
 
     def check_reference_policy(self):
         """There is a reference."""
 
-    def get_init_policy_logprobs(self, response_tokens):
+    def get_init_policy_logprobs(self, response_tokens, response_lengths=None):
         self.events.append("init_logprobs")
         return self._logprobs(response_tokens, 0.0) + self.reference_offset
 

@@ -45,6 +45,7 @@ from nemo_aligner.servers.scoring import (
 from nemo_aligner.servers.server_loop import ServerLoop
 from nemo_aligner.servers.validation import validate_training_inputs
 from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.token_counts import FORWARD, TRAIN, log_token_counts
 from nemo_aligner.training.update import train_on_batch
 
 if TYPE_CHECKING:
@@ -333,6 +334,7 @@ class CriticServerTrainer:
         metrics["step_time"] = time.monotonic() - start
         self.step += 1
         self.logger.log_metrics(metrics, step=self.step, prefix="train/")
+        log_token_counts(self.logger, self.step, {FORWARD: "scoring", TRAIN: "train"})
         self.alarms.check_replicas(self.model, self.step)
         return float(metrics["loss"])
 

@@ -317,12 +317,15 @@ class PPOTrainer(RolloutTrainer):
         """
         local = self._local_share(rollout).columns
         local["sample_order"] = local_places(len(rollout["idx"]), self.cfg.model_gbs)
+        tokens, lengths = local["response_tokens"], local["response_lengths"]
         with self.timer("logprobs"):
-            local["logprobs"] = self.model.get_inference_log_probs(local["response_tokens"])
+            local["logprobs"] = self.model.get_inference_log_probs(
+                tokens, response_lengths=lengths
+            )
         if self.compute_init_policy_kl:
             with self.timer("init_logprobs"):
                 local["init_logprobs"] = self.model.get_init_policy_logprobs(
-                    local["response_tokens"]
+                    tokens, response_lengths=lengths
                 )
         return local
 

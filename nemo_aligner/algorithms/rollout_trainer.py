@@ -55,6 +55,7 @@ from nemo_aligner.training.schedule import (
     is_complete,
 )
 from nemo_aligner.training.timers import ScopedTimer
+from nemo_aligner.training.token_counts import FORWARD, TRAIN, log_token_counts
 from nemo_aligner.training.update import train_on_batch
 
 # "Step" of the random streams of every validation: always the same, so that validations can be
@@ -453,9 +454,12 @@ class RolloutTrainer(ABC):
         return timings
 
     def log_timings(self, timings: dict[str, float]) -> None:
-        """Log the seconds of this step's phases: `timings`, and those measured since."""
+        """Log the seconds of this step's phases, `timings` and those measured since, and how many
+        tokens they computed.
+        """
         timings = timings | rollout_log.consume_timings(self.timer, self.update_timer)
         self.logger.log_metrics(timings, step=self.step, prefix="timers/")
+        log_token_counts(self.logger, self.step, {FORWARD: "logprobs", TRAIN: "train"})
 
     # ---------------------------------------------------------------------- checkpoint and resume
 

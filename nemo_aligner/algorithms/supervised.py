@@ -41,6 +41,7 @@ from nemo_aligner.training.schedule import (
     supervised_max_steps,
 )
 from nemo_aligner.training.timers import ScopedTimer
+from nemo_aligner.training.token_counts import TRAIN, log_token_counts
 from nemo_aligner.training.update import train_on_batch
 
 POSTFIX_KEYS = ("train_loss", "val_loss")
@@ -167,6 +168,7 @@ class SupervisedTrainer:
             while self.step < self.max_steps:
                 train_metrics = self.train_single_step(next(batches))
                 self.logger.log_metrics(train_metrics, step=self.step, prefix="train/")
+                log_token_counts(self.logger, self.step, {TRAIN: "train"})
                 self.alarms.check_replicas(self.model, self.step)
                 self.step += 1
 

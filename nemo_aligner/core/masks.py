@@ -30,6 +30,25 @@ def create_mask(values: Tensor, prompt_lengths: Tensor, response_lengths: Tensor
     return ((column >= start) & (column < stop)).to(values.dtype)
 
 
+def counted_lengths(weights: Tensor, width: int) -> Tensor:
+    """How many tokens of each sample its counting slots depend on.
+
+    With S = 6 and a last counting column 2 of [B, S-1], these are the tokens 0 to 3: column 2
+    predicts token 3.
+
+    Args:
+        weights: [B, S-1] or [B, S] (column t predicts a label of its own), non-zero where a slot
+            counts.
+        width: S.
+
+    Returns:
+        int64 [B], from 1 (2 with S-1 columns) to S; the least where no slot counts.
+    """
+    column = torch.arange(weights.shape[1], device=weights.device)
+    last = torch.where(weights != 0, column, 0).amax(1)
+    return last + 1 + width - weights.shape[1]
+
+
 def one_row_per_sample(mask: Tensor, packed_position_ids: Tensor) -> Tensor:
     """Spread the samples of packed rows over rows of their own, where their columns are.
 

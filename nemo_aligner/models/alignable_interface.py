@@ -124,10 +124,13 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
 
     @abstractmethod
     def get_inference_log_probs(
-        self, response_tokens: Tensor, forward_micro_batch_size: int | None = None
+        self,
+        response_tokens: Tensor,
+        forward_micro_batch_size: int | None = None,
+        response_lengths: Tensor | None = None,
     ) -> Tensor:
         """Log-probs float32 `[B, S-1]` of the tokens (int64 `[B, S]`) under the policy, at the
-        sampling temperature.
+        sampling temperature; beyond the lengths (int64 `[B]`, R) they may be anything.
         """
 
     @abstractmethod
@@ -146,5 +149,7 @@ class PolicyWithReference(AlignableGenerativeInterface):
         """Raise `UserError` if it cannot, because something was forgotten."""
 
     @abstractmethod
-    def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
-        """Log-probs float32 `[B, S-1]` of the tokens (int64 `[B, S]`) under the reference."""
+    def get_init_policy_logprobs(
+        self, response_tokens: Tensor, response_lengths: Tensor | None = None
+    ) -> Tensor:
+        """`get_inference_log_probs` under the reference."""

@@ -152,6 +152,12 @@ SWITCHED = {
     "transformer_engine.pytorch": {
         "DotProductAttention.set_context_parallel_group": (_ONE_CONTEXT_RANK, _DECODING),
     },
+    "megatron.core": {
+        "ModelParallelConfig.variable_seq_lengths": (
+            "micro-batches of one pass differ in shape, those of another pass do not",
+            "megatron_switches.shapes_exchanged",
+        ),
+    },
     "megatron.core.inference.contexts": {
         "StaticInferenceContext.key_value_memory_dict": (
             "samples that have ended leave the batch, and the cache",

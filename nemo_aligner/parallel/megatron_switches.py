@@ -14,6 +14,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer import TransformerConfig
 
 
 @contextlib.contextmanager
@@ -43,6 +44,18 @@ def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
         for owner, name in changed:
             setattr(owner, name, True)
         restore_context()
+
+
+@contextlib.contextmanager
+def shapes_exchanged(config: TransformerConfig, wanted: bool) -> Iterator[None]:
+    """If `wanted`, let pipeline stages tell each other the shape of every tensor that they send:
+    micro-batches may then differ in width and in number of samples.
+    """
+    before, config.variable_seq_lengths = config.variable_seq_lengths, wanted
+    try:
+        yield
+    finally:
+        config.variable_seq_lengths = before
 
 
 def _leave_context_parallelism(modules: list[Any], owners: list[Any]) -> Callable[[], None]:

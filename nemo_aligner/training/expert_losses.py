@@ -14,6 +14,12 @@ from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_releases import take_balance_table
 
 
+def has_balance_losses(config: TransformerConfig) -> bool:
+    """Whether training adds such losses; they depend on which tokens share a micro-batch."""
+    coefficients = (config.moe_aux_loss_coeff, config.moe_z_loss_coeff)
+    return bool(config.num_moe_experts) and any(coefficients)
+
+
 def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dict[str, float]:
     """Read and clear the balance losses of the last forward-backward pass; all ranks call it.
 

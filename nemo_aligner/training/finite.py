@@ -40,7 +40,7 @@ def check_finite(
     model_chunks: Sequence[torch.nn.Module],
     loss: float,
     shares: Sequence[torch.Tensor],
-    micro_batch_size: int,
+    rows: Sequence[Sequence[int]],
 ) -> None:
     """Refuse a loss or a gradient that is NaN or infinite; all ranks call it after the reductions.
 
@@ -50,7 +50,7 @@ def check_finite(
         loss: of the global batch.
         shares: scalars, this rank's part of the loss from each micro-batch; empty except on the
             last pipeline stage.
-        micro_batch_size: samples of each.
+        rows: places of the samples of each micro-batch in the share of this rank.
 
     Raises:
         NonFiniteError: on every rank; names the samples whose loss is not finite, or the weights
@@ -65,7 +65,7 @@ def check_finite(
         return
     bad_loss, bad_gradient = wrong.tolist()
     mine = (
-        _where_loss_is_wrong(shares, micro_batch_size),
+        _where_loss_is_wrong(shares, rows),
         _weights_with_wrong_gradients(model_chunks),
     )
     by_rank = [mine]
@@ -107,14 +107,15 @@ def _weights_with_wrong_gradients(model_chunks: Sequence[torch.nn.Module]) -> li
     ]
 
 
-def _where_loss_is_wrong(shares: Sequence[torch.Tensor], micro_batch_size: int) -> str | None:
+def _where_loss_is_wrong(
+    shares: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
+) -> str | None:
     for number, share in enumerate(shares):
         if not share.isfinite():
-            rank, first = parallel_state.get_data_parallel_rank(), number * micro_batch_size
-            samples = (
-                f"sample {first}"
-                if micro_batch_size == 1
-                else f"samples {first} to {first + micro_batch_size - 1}"
+            rank, samples = parallel_state.get_data_parallel_rank(), sorted(rows[number])
+            named = ", ".join(map(str, samples))
+            return (
+                f"first in {'sample' if len(samples) == 1 else 'samples'} {named} of the share of "
+                f"data-parallel rank {rank}"
             )
-            return f"first in {samples} of the share of data-parallel rank {rank}"
     return None

@@ -3,9 +3,12 @@
 """The one place that calls Megatron's forward-backward schedule.
 
 A batch is a dict of tensors with one entry per sample of this data-parallel rank; `tokens` (int64
-`[B, S]`, right-padded) is required. It is cut into micro-batches of `micro_batch_size` consecutive
-samples. The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: the mask
-is causal, which is enough with right padding. Rows may hold several samples one behind the other:
+`[B, S]`, right-padded) is required. It is cut into micro-batches. With `lengths`, the tokens of
+each sample that matter, samples of similar length share one, and each is as wide as its longest
+sample (`rank_plans.py`): entries `[B, S]` and `[B, S-1]` have a column for each position and
+are cut with the tokens; what belongs to a sample as a whole has one dimension, or more than two.
+The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: the mask is causal,
+which is enough with right padding. Rows may hold several samples one behind the other:
 then the batch has `packed_position_ids` (int64 `[B, S]`, 0 where a sample begins), and no sample
 sees another. Under context parallelism the model gets this rank's
 share of the positions (`context_parallel`) and the other tensors of its samples whole; the ranks
@@ -18,44 +21,45 @@ all shares, whatever the split. (Over context-parallel ranks Megatron itself und
 the gradient of each is the part that passed through it.)
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.context_parallel import take_share, width_multiple
+from nemo_aligner.parallel.context_parallel import take_share
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.expert_losses import take_balance_losses
+from nemo_aligner.parallel.megatron_switches import shapes_exchanged
+from nemo_aligner.training.expert_losses import has_balance_losses, take_balance_losses
 from nemo_aligner.training.finite import check_finite
+from nemo_aligner.training.rank_plans import Plan, plan_of_rank
+from nemo_aligner.training.token_counts import FORWARD, TRAIN, count_tokens
 
 Batch = dict[str, torch.Tensor]
 ModelChunks = Sequence[torch.nn.Module]
 
 
-def _micro_batches(batch: Batch, micro_batch_size: int) -> Iterator[Batch]:
-    size = batch["tokens"].size(0)
-    for start in range(0, size, micro_batch_size):
+def _micro_batches(batch: Batch, plan: Plan) -> Iterator[Batch]:
+    """The samples of each micro-batch on the device, cut to the columns that it computes."""
+    whole = batch["tokens"].size(1)
+    for part in plan:
+        rows = torch.tensor(part.rows)
+        cut = max(whole - part.width, 0)
         yield {
-            key: value[start : start + micro_batch_size].to(get_device())
+            key: _without_last(value[rows.to(value.device)], whole, cut).to(get_device())
             for key, value in batch.items()
         }
 
 
-def _padded_width(width: int, config: TransformerConfig) -> int:
-    """The next width that CP ranks and, with sequence parallelism, TP ranks can split."""
-    multiple = width_multiple()
-    if config.sequence_parallel:
-        context = parallel_state.get_context_parallel_world_size()
-        multiple = math.lcm(multiple, context * config.tensor_model_parallel_size)
-    return -(-width // multiple) * multiple
+def _without_last(value: torch.Tensor, whole: int, cut: int) -> torch.Tensor:
+    """`value` without its last `cut` columns, if they belong to the `whole` positions."""
+    has_positions = value.dim() == 2 and value.size(1) in (whole, whole - 1)
+    return value[:, : value.size(1) - cut] if has_positions else value
 
 
 def _call_model(
@@ -124,7 +128,15 @@ def _output_options(model: Any) -> dict[str, bool]:
     return {"fp32_output": False} if language_model else {}
 
 
-def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
+def gives_values(model: torch.nn.Module) -> bool:
+    """Whether the output of a model chunk is `[b, S]`, from a head with a number per position."""
+    head = getattr(unwrap_model(model), "rm_head", None)
+    return head is not None and head.output_sequence
+
+
+def _crop(
+    output: torch.Tensor, model: torch.nn.Module, micro_batch: Batch, width: int
+) -> torch.Tensor:
     """Remove the added columns from the output `[b, width]` of a head, and make rows of that of
     packed samples.
 
@@ -133,78 +145,57 @@ def _crop(output: torch.Tensor, micro_batch: Batch, width: int) -> torch.Tensor:
     """
     if "packed_position_ids" in micro_batch:
         return output.view(-1, width, *output.shape[2:])
-    tokens_width = micro_batch["tokens"].size(1)
-    if width != tokens_width and output.dim() == 2 and output.size(1) == width:
-        return output[:, :tokens_width]
-    return output
-
-
-def _micro_batch_group(model_chunks: ModelChunks) -> int:
-    """The number of micro-batches must be a multiple of this (above 1 with virtual pipelining)."""
-    return parallel_state.get_pipeline_model_parallel_world_size() if len(model_chunks) > 1 else 1
+    return output[:, : micro_batch["tokens"].size(1)] if gives_values(model) else output
 
 
 def _run_schedule(
     model_chunks: ModelChunks,
     batch: Batch,
-    micro_batch_size: int,
+    plan: Plan,
     consume: Callable[[torch.Tensor, Batch], Any],
     model_inputs: Iterable[str],
     forward_only: bool,
 ) -> list[Any]:
-    """Run the schedule; return what `consume(output, micro_batch)` returns on the last stage.
+    """Run the schedule; return what `consume(output, micro_batch)` returns on the last stage, in
+    the order of the plan.
 
     With gradients `consume` is the loss function of Megatron's schedule.
     """
     config = get_model_config(model_chunks[0])
-    num_microbatches = batch["tokens"].size(0) // micro_batch_size
-    width = _padded_width(batch["tokens"].size(1), config)
     packed = "packed_position_ids" in batch  # the rows of a micro-batch make one
+    # What the stages of a pipeline send each other: width and samples.
+    shapes = [(part.tokens, 1) if packed else (part.width, len(part.rows)) for part in plan]
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
+
+    # Each virtual pipeline chunk walks over the micro-batches with an iterator of its own.
+    def iterator() -> Iterator[tuple[Batch, int]]:
+        return zip(_micro_batches(batch, plan), (part.width for part in plan), strict=True)
 
     def forward_step(
-        data_iterator: Iterator[Batch], model: torch.nn.Module
+        data_iterator: Iterator[tuple[Batch, int]], model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        micro_batch = next(data_iterator)
+        micro_batch, width = next(data_iterator)
         output = _call_model(model, micro_batch, width, model_inputs)
 
         def loss_function(output_tensor: torch.Tensor, non_loss_data: bool = False) -> Any:
-            return consume(_crop(output_tensor, micro_batch, width), micro_batch)
+            return consume(_crop(output_tensor, model, micro_batch, width), micro_batch)
 
         return output, loss_function
 
-    results: list[Any] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        # Each virtual pipeline chunk walks over the micro-batches with an iterator of its own.
-        data_iterator=[_micro_batches(batch, micro_batch_size) for _ in model_chunks]
-        if len(model_chunks) > 1
-        else _micro_batches(batch, micro_batch_size),
-        model=model_chunks if len(model_chunks) > 1 else model_chunks[0],
-        num_microbatches=num_microbatches,
-        seq_length=width * micro_batch_size if packed else width,
-        micro_batch_size=1 if packed else micro_batch_size,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    with shapes_exchanged(config, pipeline and len(set(shapes)) > 1):
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iterator() for _ in model_chunks]
+            if len(model_chunks) > 1
+            else iterator(),
+            model=model_chunks if len(model_chunks) > 1 else model_chunks[0],
+            num_microbatches=len(plan),
+            seq_length=shapes[0][0],
+            micro_batch_size=shapes[0][1],
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
     return results
-
-
-def _check_micro_batches(samples: int, micro_batch_size: int, group: int) -> None:
-    """Refuse a number of samples per rank that does not make whole (groups of) micro-batches."""
-    if samples % micro_batch_size:
-        raise UserError(
-            f"{samples} samples per data-parallel rank are not divisible by "
-            f"model.micro_batch_size={micro_batch_size}; change model.global_batch_size or "
-            "model.micro_batch_size."
-        )
-    count = samples // micro_batch_size
-    if count % group:
-        raise UserError(
-            f"{samples} samples per data-parallel rank make {count} micro-batch(es) of "
-            f"model.micro_batch_size={micro_batch_size}; with "
-            "model.virtual_pipeline_model_parallel_size their number must be a multiple of "
-            f"model.pipeline_model_parallel_size={group}. Change model.global_batch_size or "
-            "model.micro_batch_size."
-        )
 
 
 def broadcast_from_last_stage(value: Any) -> Any:
@@ -229,6 +220,10 @@ def forward_backward(
     loss_fn: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, Batch]],
     forward_only: bool = False,
     model_inputs: Iterable[str] = (),
+    lengths: torch.Tensor | None = None,
+    micro_batch_tokens: int | None = None,
+    keep_order: bool = False,
+    together: int = 1,
 ) -> tuple[dict[str, float], Batch]:
     """Forward (and backward) of one global batch; all ranks call it.
 
@@ -243,6 +238,14 @@ def forward_backward(
             `vocab_parallel` takes them (in the model's precision, with padding of the positions,
             under context parallelism a share of them).
         model_inputs: further keys of the batch that are handed to the model by name.
+        lengths: int64 `[B]`, how many tokens of each sample the loss depends on, at least 1; None:
+            all. With the losses that balance experts, which are statistics of whole micro-batches,
+            nothing is cut and no sample moves.
+        micro_batch_tokens: most tokens that a micro-batch computes, in place of
+            `micro_batch_size`; None: fixed numbers of samples.
+        keep_order: micro-batches are consecutive samples, for a loss that depends on which share
+            one.
+        together: so many consecutive samples stay in one micro-batch, in their order.
 
     Returns:
         (metrics, moments), summed over micro-batches and data-parallel ranks, equal on every
@@ -256,9 +259,20 @@ def forward_backward(
         NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, before a weight
             has changed.
     """
-    rows = batch["tokens"].size(0)
-    _check_micro_batches(rows, micro_batch_size, _micro_batch_group(model_chunks))
-    scale = (rows // micro_batch_size) * parallel_state.get_data_parallel_world_size()
+    config = get_model_config(model_chunks[0])
+    balanced = has_balance_losses(config)
+    plan = plan_of_rank(
+        model_chunks,
+        batch["tokens"],
+        None if balanced else lengths,
+        micro_batch_size,
+        micro_batch_tokens,
+        training=True,
+        keep_order=keep_order or balanced,
+        together=together,
+    )
+    _count(FORWARD if forward_only else TRAIN, plan, lengths, batch)
+    scale = len(plan) * parallel_state.get_data_parallel_world_size()
     totals: dict[str, torch.Tensor] = {}
     losses: list[torch.Tensor] = []
 
@@ -271,19 +285,12 @@ def forward_backward(
             totals[key] = totals.get(key, 0.0) + value.detach().double()
         return metrics if forward_only else (loss * scale, {})
 
-    if forward_only:
-        with torch.no_grad():
-            _run_schedule(
-                model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=True
-            )
-    else:
-        _run_schedule(
-            model_chunks, batch, micro_batch_size, consume, model_inputs, forward_only=False
-        )
+    with torch.set_grad_enabled(not forward_only):
+        _run_schedule(model_chunks, batch, plan, consume, model_inputs, forward_only=forward_only)
     metrics, moments = _sum_over_data_parallel(totals)
     if not forward_only:
-        check_finite(model_chunks, metrics["loss"], losses, micro_batch_size)
-        metrics |= take_balance_losses(get_model_config(model_chunks[0]), rows // micro_batch_size)
+        check_finite(model_chunks, metrics["loss"], losses, [part.rows for part in plan])
+        metrics |= take_balance_losses(config, len(plan))
     return metrics, moments
 
 
@@ -307,19 +314,6 @@ def _sum_over_data_parallel(totals: Batch) -> tuple[dict[str, float], Batch]:
     return result
 
 
-def _most_of_expert_ranks(count: int) -> int:
-    """The largest `count` among the ranks of an expert-parallel group; they call it together."""
-    if parallel_state.get_expert_model_parallel_world_size() == 1:
-        return count
-    most = torch.tensor(count, device=get_device())
-    torch.distributed.all_reduce(
-        most,
-        op=torch.distributed.ReduceOp.MAX,
-        group=parallel_state.get_expert_model_parallel_group(),
-    )
-    return int(most)
-
-
 @torch.no_grad()
 def forward_collect(
     model_chunks: ModelChunks,
@@ -328,6 +322,9 @@ def forward_collect(
     micro_batch_size: int,
     output_fn: Callable[[torch.Tensor, Batch], torch.Tensor],
     model_inputs: Iterable[str] = (),
+    lengths: torch.Tensor | None = None,
+    micro_batch_tokens: int | None = None,
+    by_position: bool = False,
 ) -> torch.Tensor:
     """Forward pass of this rank's samples; all ranks call it, with equal shapes in a pipeline.
 
@@ -338,35 +335,37 @@ def forward_collect(
     Args:
         model_chunks: the model of this pipeline stage.
         batch: this rank's samples; `tokens` int64 `[B, S]` and what `output_fn` needs.
-        micro_batch_size: most samples per forward pass; an incomplete micro-batch is filled up
-            with repeated samples, whose output is dropped. Virtual pipelining takes fewer samples
-            at a time where there are few.
+        micro_batch_size: most samples per forward pass. Expert parallelism and virtual pipelining
+            may need more passes, also of repeated samples.
         output_fn: `(output, micro_batch) -> tensor [b, ...]`, called on the last stage.
         model_inputs: further keys of the batch that are handed to the model by name.
+        lengths: int64 `[B]`, how many tokens of each sample matter, at least 1; None: all.
+        micro_batch_tokens: most tokens of a forward pass, in place of `micro_batch_size`; None:
+            fixed numbers of samples.
+        by_position: dimension 1 of the output is positions, those of the micro-batch's tokens or
+            one less.
 
     Returns:
-        The tensors of all micro-batches, `[B, ...]`, on every pipeline stage.
+        The outputs of all samples, `[B, ...]`, on every pipeline stage. With `by_position` they
+        have as many columns as for the whole batch, and 0 beyond the length of a sample.
     """
-    rows = batch["tokens"].size(0)
-    group = _micro_batch_group(model_chunks)
-    micro_batch_size = min(micro_batch_size, -(-rows // group))
-    rounds = _most_of_expert_ranks(-(-rows // (micro_batch_size * group)))
-    missing = rounds * micro_batch_size * group - rows
-    if missing:
-        batch = {
-            key: torch.cat([value, value[-1:].expand(missing, *value.shape[1:])])
-            for key, value in batch.items()
-        }
-    outputs = _run_schedule(
+    rows, columns = batch["tokens"].shape
+    plan = plan_of_rank(
         model_chunks,
-        batch,
+        batch["tokens"],
+        lengths,
         micro_batch_size,
-        output_fn,
-        model_inputs,
-        forward_only=True,
+        micro_batch_tokens,
+        training=False,
     )
+    _count(FORWARD, plan, lengths, batch)
+    outputs = _run_schedule(model_chunks, batch, plan, output_fn, model_inputs, forward_only=True)
     is_last = parallel_state.is_pipeline_last_stage()
-    collected = torch.cat(outputs)[:rows].contiguous() if is_last else torch.empty(0)
+    collected = torch.empty(0)
+    if is_last:
+        collected = _in_order(outputs, plan, rows, columns if by_position else None)
+        if by_position and lengths is not None:
+            _clear_beyond(collected, lengths - (columns - collected.size(1)))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         shape, dtype = broadcast_from_last_stage((collected.shape, collected.dtype))
         if not is_last:
@@ -377,3 +376,38 @@ def forward_collect(
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
     return collected
+
+
+def _count(phase: str, plan: Plan, lengths: torch.Tensor | None, batch: Batch) -> None:
+    real = batch["tokens"].numel() if lengths is None else int(lengths.sum())
+    count_tokens(phase, real, sum(part.tokens for part in plan))
+
+
+def _in_order(
+    outputs: Sequence[torch.Tensor], plan: Plan, rows: int, columns: int | None
+) -> torch.Tensor:
+    """`[rows, ...]` in the order of the batch, from `[b, ...]` of each micro-batch.
+
+    Args:
+        columns: of the tokens of the batch, if outputs have positions; they get as many columns,
+            less what they have fewer than the tokens of their micro-batch. None: their shapes are
+            equal.
+    """
+    shape = list(outputs[0].shape)
+    shape[0] = rows
+    if columns is not None:
+        shape[1] += columns - min(plan[0].width, columns)
+    collected = outputs[0].new_zeros(shape)
+    for part, output in zip(plan, outputs, strict=True):
+        places = torch.tensor(part.rows, device=output.device)
+        if columns is None:
+            collected[places] = output
+        else:
+            collected[places, : output.size(1)] = output
+    return collected
+
+
+def _clear_beyond(values: torch.Tensor, counts: torch.Tensor) -> None:
+    """Set `values` `[B, C, ...]` to 0 from column `counts` `[B]` of each row on."""
+    column = torch.arange(values.size(1), device=values.device)
+    values[column >= counts.to(values.device).unsqueeze(1)] = 0

@@ -16,9 +16,11 @@ share is a tenth, because biases start at zero and stay small, and of the metric
 gradient norm are compared: clip fractions are discontinuous.
 
 Samples are dealt to data-parallel ranks in turn, so that a micro-batch of two holds other samples
-than on one rank. Slots that must not count hold NaN in the splits and 0 on one rank.
+than on one rank. Slots that must not count hold NaN in the splits and 0 on one rank. One rank
+computes all padding (`as_padded`), the splits compute as jobs do.
 """
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +44,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.training import megatron_steps, rank_plans
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import optimizer_step
 from tests.distributed.launcher import progress
@@ -359,6 +362,23 @@ def deviation(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
 # --- what a rank computes
 
 
+@contextlib.contextmanager
+def as_padded():
+    """Inside, every pass is as wide as the batch, with the samples in their order."""
+
+    def plan(model_chunks, tokens, _lengths, micro_batch_size, _tokens, **options):
+        options["keep_order"] = options["training"]
+        return rank_plans.plan_of_rank(
+            model_chunks, tokens, None, micro_batch_size, None, **options
+        )
+
+    megatron_steps.plan_of_rank = plan
+    try:
+        yield
+    finally:
+        megatron_steps.plan_of_rank = rank_plans.plan_of_rank
+
+
 def model_config(tokenizer_dir, architecture: str, **overrides):
     cfg = tiny_config(
         tokenizer_dir,
@@ -441,9 +461,9 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
     model.set_eval()
     outputs = {}
     if role in ("actor", "rs"):
-        outputs["logprobs"] = model.get_inference_log_probs(tokens)
+        outputs["logprobs"] = model.get_inference_log_probs(tokens, response_lengths=lengths)
     if role == "actor" and model.use_peft:
-        outputs["reference logprobs"] = model.get_init_policy_logprobs(tokens)
+        outputs["reference logprobs"] = model.get_init_policy_logprobs(tokens, lengths)
     if role == "actor":
         outputs["entropy"] = forward_collect(
             model.model,
@@ -452,6 +472,8 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
             output_fn=lambda logits, batch: model.logprobs_and_entropy(
                 logits, batch["tokens"], inference_only=True
             )[1],
+            lengths=lengths,
+            by_position=True,
         )
     if role == "critic":
         outputs["rewards"], outputs["values"] = model.infer_rm_critic((tokens, lengths))
@@ -602,7 +624,8 @@ def write_expected(tokenizer_dir, folder, chosen: dict[str, Split], slim: bool) 
     }
     for architecture, role, precision in wanted:
         split = Split(1, _sizes(precision=precision))
-        numbers = compute(tokenizer_dir, folder, architecture, role, split, slim, masked_value=0.0)
+        with as_padded():
+            numbers = compute(tokenizer_dir, folder, architecture, role, split, slim, 0.0)
         torch.save(numbers, expected_file(folder, architecture, role, precision))
 
 

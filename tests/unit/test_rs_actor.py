@@ -37,6 +37,14 @@ def make_batch(model):
     return {"response_tokens": tokens, "mask": mask}
 
 
+def mask_of(batch, tokens):
+    """The mask of the sample that begins with `tokens`, cut to their transitions."""
+    width = len(tokens)
+    found = (batch["response_tokens"][:, :width] == tokens).all(1).nonzero()
+    assert len(found) == 1
+    return batch["mask"][found[0, 0], : width - 1]
+
+
 def logprobs_by_hand(model, tokens):
     """Log-probs of the next tokens from the model's own logits, at temperature 1, over the real
     vocabulary.
@@ -139,13 +147,13 @@ def test_masked_slots_may_be_nan_and_nothing_selected_gives_a_zero_gradient(
         model = make_model(tiny_tokenizer_dir)
         optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
         if poison:
-            own, mask = model.logprobs, batch["mask"].split(2)
-            calls = iter(mask)
-            monkeypatch.setattr(
-                model,
-                "logprobs",
-                lambda *a, **k: own(*a, **k).masked_fill(next(calls) == 0, float("nan")),
-            )
+            own = model.logprobs
+
+            def poisoned(logits, tokens, **options):
+                mask = torch.stack([mask_of(batch, row) for row in tokens])
+                return own(logits, tokens, **options).masked_fill(mask == 0, float("nan"))
+
+            monkeypatch.setattr(model, "logprobs", poisoned)
         model.prepare_for_training_step()
         loss, _ = model.get_loss_and_metrics(batch)
         return loss, optimizer_step(optimizer, scheduler, 1.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_count, loss_weights, sft_loss
-from nemo_aligner.core.masks import one_row_per_sample
+from nemo_aligner.core.masks import counted_lengths, one_row_per_sample
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import SFTBatch
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
@@ -98,6 +98,8 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
             micro_batch_size=micro_batch_size,
             loss_fn=loss_fn,
             forward_only=forward_only,
+            lengths=counted_lengths(inputs["weights"], inputs["tokens"].size(1)),
+            keep_order=self.loss_reduction == "microbatch",
         )
         count = torch.tensor(
             loss_count(mask, self.loss_reduction, micro_batch_size), dtype=torch.float64

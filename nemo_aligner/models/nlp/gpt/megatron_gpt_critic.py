@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_aligner.config.server_rules import check_attributes_are_merged
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_weights, ppo_critic_loss
+from nemo_aligner.core.masks import counted_lengths
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.core.types import CriticTrainBatch
 from nemo_aligner.models.alignable_interface import CriticModelInterface
@@ -186,12 +187,13 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         """
         self._load(StateDictState.CRITIC)
         micro_batch_size = self.cfg.micro_batch_size
-        mask = batch["mask"].to(get_device())
+        tokens, mask = batch["tokens"], batch["mask"].to(get_device())
+        weights = loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp)
         inputs = {
-            "tokens": batch["tokens"],
+            "tokens": tokens,
             "returns": batch["returns"],
             "prev_values": batch["prev_values"],
-            "weights": loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp),
+            "weights": weights,
         }
 
         def loss_fn(output: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
@@ -213,6 +215,8 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
             micro_batch_size=micro_batch_size,
             loss_fn=loss_fn,
             forward_only=forward_only,
+            lengths=counted_lengths(weights, tokens.size(1)),
+            keep_order=self.loss_reduction == "microbatch",
         )
         return metrics["loss"], metrics | explained_variance_from_moments(moments[MOMENTS])
 

@@ -190,7 +190,10 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         return {"temperature": self.temperature, "vocab_size": self.tokenizer.vocab_size}
 
     def get_inference_log_probs(
-        self, response_tokens: Tensor, forward_micro_batch_size: int | None = None
+        self,
+        response_tokens: Tensor,
+        forward_micro_batch_size: int | None = None,
+        response_lengths: Tensor | None = None,
     ) -> Tensor:
         """Log-prob of each token given those before it; every rank of a TP x PP x CP group calls
         it with the same samples.
@@ -198,9 +201,10 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         Args:
             response_tokens: int64 `[B, S]`.
             forward_micro_batch_size: samples per pass; that of the configuration by default.
+            response_lengths: int64 `[B]`, R; None: S. Only as many tokens are computed.
 
         Returns:
-            float32 `[B, S-1]`; column t scores token t+1.
+            float32 `[B, S-1]`; column t scores token t+1. 0 from column R-1 on.
         """
         return forward_collect(
             self.model,
@@ -209,4 +213,6 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
             output_fn=lambda logits, batch: self.logprobs(
                 logits, batch["tokens"], inference_only=True
             ),
+            lengths=response_lengths,
+            by_position=True,
         )

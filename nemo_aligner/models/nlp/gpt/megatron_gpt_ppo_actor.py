@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_weights, ppo_actor_loss
+from nemo_aligner.core.masks import counted_lengths
 from nemo_aligner.core.types import PPOTrainBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
@@ -85,12 +86,14 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
                 "or set trainer.ppo.initial_policy_kl_penalty=0 (and model.ppo.kl_loss_coef=0)."
             )
 
-    def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
+    def get_init_policy_logprobs(
+        self, response_tokens: Tensor, response_lengths: Tensor | None = None
+    ) -> Tensor:
         """`get_inference_log_probs` under the reference policy: swaps the weights once, and back,
         or switches the adapters off.
 
         Args:
-            response_tokens: int64 `[B, S]`.
+            response_tokens, response_lengths: as there.
 
         Returns:
             float32 `[B, S-1]`.
@@ -100,7 +103,7 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
         """
         self.check_reference_policy()
         with self._reference_policy():
-            return self.get_inference_log_probs(response_tokens)
+            return self.get_inference_log_probs(response_tokens, response_lengths=response_lengths)
 
     def _reference_policy(self) -> AbstractContextManager[None]:
         """Inside, the model computes as the reference policy."""
@@ -132,11 +135,13 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
         if not self.train_on_truncated:
             mask = mask * batch["is_end"].unsqueeze(-1)
         micro_batch_size = self.cfg.micro_batch_size
+        tokens = batch["response_tokens"]
+        weights = loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp)
         inputs = {
-            "tokens": batch["response_tokens"],
+            "tokens": tokens,
             "advantages": batch["advantages"],
             "prev_logprobs": batch["prev_logprobs"],
-            "weights": loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp),
+            "weights": weights,
         }
         if self.kl_loss_coef:
             inputs["ref_logprobs"] = batch["init_logprobs"]
@@ -165,5 +170,7 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
             micro_batch_size=micro_batch_size,
             loss_fn=loss_fn,
             forward_only=forward_only,
+            lengths=counted_lengths(weights, tokens.size(1)),
+            keep_order=self.loss_reduction == "microbatch",
         )
         return metrics["loss"], metrics

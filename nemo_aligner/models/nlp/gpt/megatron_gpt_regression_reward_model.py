@@ -112,15 +112,17 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
             return super().get_loss_and_metrics(batch, forward_only)  # type: ignore[arg-type]
         labels = batch["labels"]
         valid = labels.ne(self.loss_mask_val) & batch["loss_mask"].ne(0).any(dim=-1, keepdim=True)
+        weights = loss_weights(valid.to(get_device()), sum_over_dp=sum_over_dp)
         inputs = {
-            "tokens": batch["inputs"][:, : int(batch["lengths"].max())],  # the rest is padding
+            "tokens": batch["inputs"],
             "lengths": batch["lengths"],
-            "labels": labels,
-            "weights": loss_weights(valid.to(get_device()), sum_over_dp=sum_over_dp),
+            # Of the whole sample: with two dimensions, A columns could be taken for positions.
+            "labels": labels.unsqueeze(1),
+            "weights": weights.unsqueeze(1),
         }
 
         def loss_fn(predictions: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
-            labels, weights = micro_batch["labels"], micro_batch["weights"]
+            labels, weights = micro_batch["labels"].squeeze(1), micro_batch["weights"].squeeze(1)
             loss, metrics = regression_loss(
                 predictions=predictions, labels=labels, weights=weights
             )
@@ -134,6 +136,7 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
             loss_fn=loss_fn,
             forward_only=forward_only,
             model_inputs=("lengths",),
+            lengths=batch["lengths"],
         )
         metrics["weights"] = float(sum_over_dp(valid.sum().to(get_device())))
         return metrics["loss"], {**metrics, **moments}

@@ -34,6 +34,7 @@ from nemo_aligner.training.megatron_steps import (
     broadcast_from_last_stage,
     forward_backward,
     forward_collect,
+    gives_values,
 )
 
 HEAD_DTYPES = {
@@ -225,9 +226,8 @@ class MegatronGPTRewardModel(
         """
         valid = batch["loss_mask"].ne(0).any(dim=-1).float()
         lengths = _interleave(batch["chosen_length"], batch["rejected_length"])
-        width = int(lengths.max())  # the rest is padding
         inputs = {
-            "tokens": _interleave(batch["chosen"], batch["rejected"])[:, :width],
+            "tokens": _interleave(batch["chosen"], batch["rejected"]),
             "lengths": lengths,
             # The same weight for both samples of a pair.
             "weights": loss_weights(
@@ -265,6 +265,8 @@ class MegatronGPTRewardModel(
             loss_fn=loss_fn,
             forward_only=forward_only,
             model_inputs=("lengths",),
+            lengths=lengths,
+            together=2,
         )
         mean = (metrics["rewards_chosen_mean"] + metrics["rewards_rejected_mean"]) / 2
         metrics["rewards_all_mean"] = mean
@@ -299,7 +301,8 @@ class MegatronGPTRewardModel(
             add_BOS, add_EOS: put these tokens around each string.
 
         Returns:
-            float32 on `get_device()`: [N, 1], [N, A] with several attributes, or [N, S].
+            float32 on `get_device()`: [N, 1], [N, A] with several attributes, or [N, S], 0 beyond
+            the length of a sample.
 
         Raises:
             UserError: a string without tokens or longer than `encoder_seq_length`, or a length
@@ -322,6 +325,8 @@ class MegatronGPTRewardModel(
             micro_batch_size=self.forward_micro_batch_size,
             output_fn=lambda output, _: self._standardize(output.float()),
             model_inputs=("lengths",),
+            lengths=lengths,
+            by_position=gives_values(self.model[-1]),
         )
 
     def _standardize(self, rewards: Tensor) -> Tensor:

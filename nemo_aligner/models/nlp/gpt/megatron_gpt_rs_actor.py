@@ -5,6 +5,7 @@
 from torch import Tensor
 
 from nemo_aligner.core.losses import loss_weights, sft_loss
+from nemo_aligner.core.masks import counted_lengths
 from nemo_aligner.core.types import RSTrainBatch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.parallel.collectives import sum_over_dp
@@ -41,12 +42,8 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
             The loss and the metric `loss` over the global batch, equal on every rank.
         """
         micro_batch_size = self.cfg.micro_batch_size
-        inputs = {
-            "tokens": batch["response_tokens"],
-            "weights": loss_weights(
-                batch["mask"], self.loss_reduction, micro_batch_size, sum_over_dp
-            ),
-        }
+        tokens = batch["response_tokens"]
+        weights = loss_weights(batch["mask"], self.loss_reduction, micro_batch_size, sum_over_dp)
 
         def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
             logprobs = self.logprobs(logits, micro_batch["tokens"], inference_only=forward_only)
@@ -54,9 +51,11 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
 
         metrics, _ = forward_backward(
             self.model,
-            inputs,
+            {"tokens": tokens, "weights": weights},
             micro_batch_size=micro_batch_size,
             loss_fn=loss_fn,
             forward_only=forward_only,
+            lengths=counted_lengths(weights, tokens.size(1)),
+            keep_order=self.loss_reduction == "microbatch",
         )
         return metrics["loss"], metrics

@@ -1,0 +1,87 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Padding that is not computed changes no number: loss, metrics, gradient, log-probs, values and
+rewards are those of the run that computes it, for every role.
+"""
+
+import pytest
+import torch
+
+from nemo_aligner.training import token_counts
+from tests.distributed import matrix
+
+pytestmark = pytest.mark.slow
+
+BOUND = 1e-6
+ROLES = [("llama", role) for role in matrix.ROLES] + [("gpt2", "actor"), ("gpt2", "critic")]
+
+
+@pytest.fixture(scope="module")
+def models(tiny_tokenizer_dir, tmp_path_factory):
+    """Folder of the weights that all start from."""
+    folder = tmp_path_factory.mktemp("models")
+    matrix.write_models(tiny_tokenizer_dir, folder)
+    return folder
+
+
+def counted(phase):
+    """Metrics of the tokens that were computed since the last call."""
+    return token_counts.take_token_counts({phase: phase})
+
+
+def numbers_of(model, role, reduction, masked_value):
+    counted(token_counts.TRAIN)
+    loss = matrix.loss_and_gradient(model, matrix.global_batch(role, masked_value), reduction, 2)
+    computed = counted(token_counts.TRAIN)
+    return {"loss": loss, "gradient": matrix.gradient(model)}, computed
+
+
+@pytest.mark.parametrize("architecture, role", ROLES)
+def test_padding_that_is_not_computed_changes_nothing(
+    tiny_tokenizer_dir, models, architecture, role
+):
+    model, *_ = matrix.build(tiny_tokenizer_dir, models, architecture, role, {})
+    for reduction in matrix.ROLES[role].reductions:
+        with matrix.as_padded():
+            expected, padded = numbers_of(model, role, reduction, 0.0)
+        found, cut = numbers_of(model, role, reduction, torch.nan)
+        assert cut["train_computed"] < 0.9 * padded["train_computed"]
+        assert cut["train_real_fraction"] > padded["train_real_fraction"]
+        for name in expected:
+            apart = matrix.apart(found[name], expected[name], is_gradient=name == "gradient")
+            assert apart < BOUND, (reduction, name, apart)
+    with matrix.as_padded():
+        expected = matrix.inferred(model, role)
+    padded = counted(token_counts.FORWARD)
+    found = matrix.inferred(model, role)
+    if expected:
+        computed = counted(token_counts.FORWARD)["forward_computed"]
+        assert computed < 0.9 * padded["forward_computed"]
+    for name in expected:
+        assert matrix.apart(found[name], expected[name]) < BOUND, name
+
+
+def test_counts_of_tokens(tiny_tokenizer_dir, models):
+    """8 samples of 66 tokens in all; sorted into threes 13, 12 | 10, 9, 7 | 6, 5, 4."""
+    model, *_ = matrix.build(tiny_tokenizer_dir, models, "llama", "critic", {})
+    counted(token_counts.FORWARD)
+    model.infer((matrix.global_batch("critic", 0.0)["tokens"], matrix.LENGTHS))
+    assert counted(token_counts.FORWARD) == {
+        "forward_computed": 2 * 13 + 3 * 10 + 3 * 6,
+        "forward_real_fraction": 66 / 74,
+    }
+    assert counted(token_counts.FORWARD) == {}
+
+
+def test_losses_that_balance_experts_see_all_padding(tiny_tokenizer_dir, models):
+    """They are statistics of the tokens of a micro-batch: nothing is cut, no sample moves."""
+    balanced = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}
+    model, *_ = matrix.build(tiny_tokenizer_dir, models, "moe", "sft", balanced)
+    with matrix.as_padded():
+        expected, padded = numbers_of(model, "sft", "token", 0.0)
+    found, cut = numbers_of(model, "sft", "token", 0.0)
+    assert cut["train_computed"] == padded["train_computed"]
+    assert found["loss"] == expected["loss"] and "moe_load_balancing_loss" in found["loss"]
+    assert all(
+        torch.equal(found["gradient"][k], expected["gradient"][k]) for k in expected["gradient"]
+    )
