@@ -55,7 +55,12 @@ from nemo_aligner.training.schedule import (
     is_complete,
 )
 from nemo_aligner.training.timers import ScopedTimer
-from nemo_aligner.training.token_counts import FORWARD, TRAIN, log_token_counts
+from nemo_aligner.training.token_counts import (
+    FORWARD,
+    TRAIN,
+    forget_token_counts,
+    log_token_counts,
+)
 from nemo_aligner.training.update import train_on_batch
 
 # "Step" of the random streams of every validation: always the same, so that validations can be
@@ -191,6 +196,7 @@ class RolloutTrainer(ABC):
         is over.
         """
         self.run_timer.start_time()
+        forget_token_counts()
         limits = f"trainer.{self.SECTION}.max_steps or max_epochs"
         is_complete(self.step, self.max_steps, limits)
         if self.step == 0:

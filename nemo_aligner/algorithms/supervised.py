@@ -41,7 +41,7 @@ from nemo_aligner.training.schedule import (
     supervised_max_steps,
 )
 from nemo_aligner.training.timers import ScopedTimer
-from nemo_aligner.training.token_counts import TRAIN, log_token_counts
+from nemo_aligner.training.token_counts import TRAIN, forget_token_counts, log_token_counts
 from nemo_aligner.training.update import train_on_batch
 
 POSTFIX_KEYS = ("train_loss", "val_loss")
@@ -155,6 +155,7 @@ class SupervisedTrainer:
     def fit(self) -> None:
         """Train until `max_steps` or until the time is over; all ranks call it together."""
         self.run_timer.start_time()
+        forget_token_counts()
         if is_complete(
             self.step, self.max_steps, "max_steps or max_epochs (trainer.sft or trainer.rm)"
         ):

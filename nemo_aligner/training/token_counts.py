@@ -25,6 +25,12 @@ def count_tokens(phase: str, real: int, computed: int) -> None:
     _counts[phase][1] += computed
 
 
+def forget_token_counts() -> None:
+    """Start at 0: whatever this process computed before does not belong to the next step."""
+    for phase in _counts:
+        _counts[phase] = [0, 0]
+
+
 def take_token_counts(names: Mapping[str, str]) -> dict[str, float]:
     """Counts since the last call, as metrics, over all data-parallel ranks; all ranks call it.
 
@@ -36,8 +42,7 @@ def take_token_counts(names: Mapping[str, str]) -> dict[str, float]:
         something, equal on every rank.
     """
     counts = torch.tensor([_counts[phase] for phase in names], dtype=torch.float64)
-    for phase in _counts:
-        _counts[phase] = [0, 0]
+    forget_token_counts()
     counts = counts.to(get_device())
     if parallel_state.get_data_parallel_world_size() > 1:
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
