@@ -20,13 +20,16 @@ SCRIPTS = Path(__file__).parents[1] / "examples/nlp/gpt"
 
 
 def imports_of(script: Path) -> str:
-    """The import statements of a script, those inside its functions too, as a program."""
+    """The import statements of a script, those inside its functions too, as a program that makes
+    them as the script does.
+    """
     statements = [
         node
         for node in ast.walk(ast.parse(script.read_text()))
         if isinstance(node, (ast.Import, ast.ImportFrom))
     ]
-    return "\n".join(map(ast.unparse, statements))
+    start = "from nemo_aligner.launch.start_up import long_imports\nwith long_imports():\n    "
+    return start + "\n    ".join(map(ast.unparse, statements))
 
 
 def cpu_seconds(command: list[str]) -> float:

@@ -159,7 +159,7 @@ class CriticServerTrainer:
             ],
             operations={
                 ServerSignal.FORWARD: self._scorer.forward,
-                ServerSignal.TRAIN: self.run_training,
+                ServerSignal.TRAIN: self._train,
                 ServerSignal.SAVE: self._save,
             },
             after_failure=self._recover,
@@ -309,7 +309,14 @@ class CriticServerTrainer:
             return self.run_training(**tokens)
         named = {"tokens": tokens, "returns": returns, "prev_values": prev_values, "mask": mask}
         inputs = {name: array for name, array in named.items() if array is not None}
-        arrays = self.control.from_rank_zero(lambda: self._prepare_training(inputs))
+        return self._update(self.control.from_rank_zero(lambda: self._prepare_training(inputs)))
+
+    def _train(self, **arrays: Array) -> Arrays:
+        """Run `ServerSignal.TRAIN`; rank 0 has the arrays of `_prepare_training`."""
+        return self._update(self.control.from_rank_zero(lambda: arrays))
+
+    def _update(self, arrays: Arrays) -> Arrays:
+        """`run_training` on the arrays of `_prepare_training`, which every rank has."""
         losses = []
         with self._prepared(self.model.prepare_for_training, self.model.finish_training):
             for start in range(0, arrays["tokens"].shape[0], self.gbs):

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from lightning.pytorch import Trainer
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -73,8 +74,9 @@ def start_job(cfg: DictConfig, section: str) -> Job:
 
 
 def log_config(cfg: DictConfig) -> None:
-    """Write the whole configuration to the log."""
+    """Write the whole configuration to the log, and the number of CPU threads of a rank."""
     logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
+    logging.info(f"CPU threads of each rank: {torch.get_num_threads()} (OMP_NUM_THREADS)")
 
 
 def run_timer(cfg: DictConfig) -> Timer:

@@ -168,7 +168,7 @@ class HTTPCommunicator:
                     f"({waited:.0f} of {self.init_timeout_s:.0f} s)"
                 )
             time.sleep(max(0.0, min(pause, self.init_timeout_s - (time.monotonic() - start))))
-            pause = min(pause * 1.5, 2.0)
+            pause = min(pause * 1.5, 0.5)
         raise ServerUnreachableError(
             f"server '{server_name}' is not reachable at {host}:{port} after "
             f"{self.init_timeout_s:.0f} s ({state}). Start the server job first and check that "
@@ -189,7 +189,8 @@ class HTTPCommunicator:
         batching: bool = True,
         check: Callable[[Arrays], None] | None = None,
     ) -> PendingReply:
-        """Send numpy arrays by wire name; returns at once.
+        """Send numpy arrays by wire name; returns at once. The arrays must not change before the
+        reply has come.
 
         Args:
             batching: False for an endpoint that takes one request at a time: the request keeps

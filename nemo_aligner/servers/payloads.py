@@ -23,7 +23,7 @@ def scoring_payload(
     pad_to_length: int | None,
     fingerprint: str | None = None,
 ) -> Arrays:
-    """Return the arrays of an infer request.
+    """Return the arrays of an infer request; they share no memory with `rollout_batch`.
 
     Args:
         rollout_batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
@@ -36,7 +36,10 @@ def scoring_payload(
     columns = max(int(lengths.max()), pad_to_length or 0)
     # Cuts off columns where it is negative.
     tokens = torch.nn.functional.pad(tokens, (0, columns - tokens.shape[1]))
-    payload = {"tokens": tokens.long().numpy(), "sequence_lengths": lengths[:, None].numpy()}
+    payload = {
+        "tokens": tokens.long().numpy(),
+        "sequence_lengths": lengths[:, None].clone().numpy(),
+    }
     if fingerprint is not None:
         payload["tokenizer"] = np.full((len(lengths), 1), fingerprint.encode())
     return payload
@@ -55,7 +58,8 @@ def used_values(rollout_batch: Rollout, columns: int) -> np.ndarray:
 
 
 def training_payload(batch: PPOTrainBatch) -> Arrays | None:
-    """Return the arrays of a train request for all data-parallel ranks on global rank 0.
+    """Return the arrays of a train request for all data-parallel ranks on global rank 0; they
+    share no memory with `batch`.
 
     Every rank calls it; ranks above 0 get None. Columns after the last response token of all
     samples are not sent.
@@ -84,6 +88,9 @@ def training_payload(batch: PPOTrainBatch) -> Arrays | None:
         # the number of actor ranks.
         order = gathered.pop("sample_order").flatten().argsort()
         gathered = {name: tensor[order] for name, tensor in gathered.items()}
+    elif parallel_state.get_data_parallel_world_size() == 1:
+        # The request is sent in the background, and the batch belongs to the caller.
+        gathered = {name: tensor.clone() for name, tensor in gathered.items()}
     return {name: tensor.numpy() for name, tensor in gathered.items()}
 
 

@@ -34,8 +34,12 @@ def pad_input(
 
 
 def pad_rows(array: np.ndarray, multiple: int) -> np.ndarray:
-    """Append rows of zeros to `array` up to a multiple of `multiple` rows."""
+    """Append rows of zeros to `array` up to a multiple of `multiple` rows; without need it is
+    returned itself.
+    """
     extra = -array.shape[0] % multiple
+    if not extra:
+        return array  # not a copy: it may be large
     return np.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
 
 

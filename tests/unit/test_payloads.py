@@ -1,11 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of a scoring request (servers/payloads.py)."""
+"""The arrays of scoring and training requests (servers/payloads.py)."""
 
 import pytest
 import torch
 
-from nemo_aligner.servers.payloads import scoring_payload
+from nemo_aligner.servers.payloads import scoring_payload, training_payload
 
 ROLLOUT = {
     "response_tokens": torch.tensor([[1, 2, 3, 4, 9, 9], [5, 6, 9, 9, 9, 9]]),
@@ -25,3 +25,25 @@ def test_a_request_has_the_width_that_is_asked_for_or_that_its_longest_sample_ne
     assert tokens.shape == (2, columns) and payload["sequence_lengths"].tolist() == [[4], [2]]
     assert tokens[0, :4].tolist() == [1, 2, 3, 4] and tokens[1, :2].tolist() == [5, 6]
     assert tokens[:, 6:].eq(0).all()
+
+
+@pytest.mark.parametrize("order", [None, [1, 0]])
+def test_a_request_does_not_change_with_the_batch_that_it_was_made_from(order):
+    """It is sent while the caller goes on."""
+    numbers = torch.full((2, 3), 7.0)
+    batch = {
+        "response_tokens": torch.full((2, 4), 7),
+        "returns": numbers,
+        "values": numbers.clone(),
+        "mask": torch.ones(2, 3),
+    }
+    if order:
+        batch["sample_order"] = torch.tensor(order)
+    rollout = {key: tensor.clone() for key, tensor in ROLLOUT.items()}
+    payloads = [training_payload(batch), scoring_payload(rollout, None)]
+    before = [{name: array.copy() for name, array in payload.items()} for payload in payloads]
+    for tensor in (*batch.values(), *rollout.values()):
+        tensor.zero_()
+    for payload, expected in zip(payloads, before):
+        for name, array in payload.items():
+            assert (array == expected[name]).all(), name

@@ -7,14 +7,16 @@ Real servers of others are in tests/functional/test_servers_of_others.py.
 """
 
 import dataclasses
+import json
 import socket
 
 import numpy as np
 import pytest
+from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
 from nemo_aligner.config.reward_models import RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import fleet, schema
+from nemo_aligner.servers import exchange, fleet, schema
 from nemo_aligner.servers.exchange import InferRequest
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.schema import Endpoint, ReplyError, RequestError, TensorSpec
@@ -79,15 +81,13 @@ def others(endpoint: Endpoint, *names: str, batched: bool | None = None, **forms
 
 def sent(request: InferRequest) -> dict:
     """The arrays of a request, decoded from its bytes."""
-    import json
-
-    from tritonclient.utils import triton_to_np_dtype
-
+    body = b"".join(request.body)
+    assert len(body) == int(request.headers["Content-Length"])
     length = int(request.headers["Inference-Header-Content-Length"])
     arrays, position = {}, length
-    for item in json.loads(request.body[:length])["inputs"]:
+    for item in json.loads(body[:length])["inputs"]:
         size = item["parameters"]["binary_data_size"]
-        data = request.body[position : position + size]
+        data = body[position : position + size]
         position += size
         if item["datatype"] == "BYTES":
             arrays[item["name"]] = data
@@ -115,6 +115,42 @@ def test_a_server_of_this_package_gets_the_same_bytes_as_ever(name):
         direct.headers,
         direct.path,
     )
+
+
+def test_large_arrays_are_sent_from_where_they_lie_and_small_ones_in_one_part():
+    large = np.zeros((2, exchange.ONE_PART_BYTES // 8))
+    request = InferRequest("m", {"large": large, "text": np.array([b"ab", b""]), "no": large[:0]})
+    head, data, text, none = request.body
+    assert np.shares_memory(np.frombuffer(data, np.uint8), large)
+    assert (bytes(text), bytes(none)) == (b"\x02\0\0\0ab\0\0\0\0", b"")
+    assert json.loads(head)["inputs"][2] == {
+        "name": "no",
+        "shape": [0, large.shape[1]],
+        "datatype": "FP64",
+        "parameters": {"binary_data_size": 0},
+    }
+    assert len(InferRequest("m", {"small": large[:, :2].T}).body) == 1
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.float16, np.float32, np.int64, np.uint8])
+def test_the_bytes_are_those_of_tritons_own_client(dtype):
+    import tritonclient.http
+
+    data = {
+        "a": np.arange(6).reshape(2, 3).T.astype(dtype),
+        "b": np.array([["é"], [b"c"]], object),
+    }
+    inputs = []
+    for name, array in data.items():
+        kind = np_to_triton_dtype(array.dtype)
+        inputs.append(tritonclient.http.InferInput(name, array.shape, kind))
+        inputs[-1].set_data_from_numpy(array)
+    theirs, length = tritonclient.http.InferenceServerClient.generate_request_body(inputs)
+    request = InferRequest("m", data)
+    ours = b"".join(request.body)
+    size = int(request.headers["Inference-Header-Content-Length"])
+    assert json.loads(ours[:size]) == json.loads(theirs[:length])
+    assert ours[size:] == theirs[length:]
 
 
 def test_every_addition_is_a_tensor_or_endpoint_of_the_schema():

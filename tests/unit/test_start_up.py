@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a script starts (launch/command_line.py) and ends (launch/endings.py)."""
 
+import gc
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ServerRequestError, UserError
-from nemo_aligner.launch import endings
+from nemo_aligner.launch import endings, start_up
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 
@@ -139,3 +141,57 @@ def test_a_failure_ends_the_started_processes(monkeypatch):
     with pytest.raises(SystemExit):
         user_errors_end_the_job(lambda: (_ for _ in ()).throw(UserError("give b")))()
     assert process.returncode is not None
+
+
+# ---- imports and threads (launch/start_up.py) ----
+
+
+def test_long_imports_keep_their_objects_out_of_later_collections():
+    frozen = gc.get_freeze_count()
+    try:
+        with start_up.long_imports():
+            assert not gc.isenabled()
+            kept = [[] for _ in range(10_000)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= frozen + len(kept)
+    finally:
+        gc.unfreeze()
+
+
+def test_long_imports_leave_collections_as_they_were_after_an_error():
+    with pytest.raises(ImportError), start_up.long_imports():
+        raise ImportError
+    assert gc.isenabled()
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("env", "devices", "jobs", "threads"),
+    [
+        ({}, 1, 1, 12),
+        ({}, 1, 2, 6),  # an actor and its critic
+        ({}, 2, 2, 3),
+        ({}, "2", 3, 2),
+        ({}, [0, 1, 2], 1, 4),
+        ({}, "auto", 1, 12),
+        ({}, 16, 2, 1),  # never none
+        ({"LOCAL_WORLD_SIZE": "4"}, 1, 1, 3),  # torchrun's number counts
+        ({"SLURM_CPUS_PER_TASK": "8"}, 4, 2, 4),  # of this rank alone
+        ({"OMP_NUM_THREADS": "5"}, 4, 2, 5),  # the user's choice
+    ],
+)
+def test_ranks_and_jobs_divide_the_cores(monkeypatch, env, devices, jobs, threads):
+    monkeypatch.setattr(start_up, "available_cores", lambda: 12)
+    start_up.share_cores(devices, jobs, env)
+    assert env["OMP_NUM_THREADS"] == str(threads)
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"), [("max 100000", 8), ("300000 100000", 3), ("5 10", 1)]
+)
+def test_the_limit_of_a_container_counts(monkeypatch, limit, cores):
+    monkeypatch.setattr(start_up.os, "sched_getaffinity", lambda _pid: set(range(8)))
+    monkeypatch.setattr("builtins.open", lambda path: io.StringIO(limit))
+    found = start_up.available_cores()
+    monkeypatch.undo()
+    assert found == cores

@@ -21,6 +21,7 @@ from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_config, complete_model
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import long_imports, share_cores
 
 
 @hydra_runner(config_path="conf", config_name="gpt_ppo_critic")
@@ -28,20 +29,25 @@ from nemo_aligner.launch.endings import user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
     cfg = complete_config(cfg, "gpt_ppo_critic")
     check_config(cfg, "gpt_ppo_critic")
+    share_cores(cfg.trainer.devices, 2 if cfg.trainer.ppo.combine_rm_and_critic_server else 3)
     serve(cfg)
 
 
 def serve(cfg: DictConfig) -> None:
     # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
-    from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
-    from nemo_aligner.launch.experiment import (
-        build_checkpoint_callback,
-        load_trainer_state,
-        start_job,
-    )
-    from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
-    from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_type
+    with long_imports():
+        from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+        from nemo_aligner.launch.experiment import (
+            build_checkpoint_callback,
+            load_trainer_state,
+            start_job,
+        )
+        from nemo_aligner.launch.model_loading import (
+            load_and_override_model_config,
+            load_from_nemo,
+        )
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+        from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_type
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)

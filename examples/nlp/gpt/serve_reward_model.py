@@ -20,6 +20,7 @@ from nemo_aligner.config.defaults import complete, complete_config, complete_mod
 from nemo_aligner.config.server_rules import check_one_reward_per_sample
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import long_imports, share_cores
 
 
 @hydra_runner(config_path="conf", config_name="inference_rm")
@@ -27,6 +28,7 @@ from nemo_aligner.launch.endings import user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
     cfg = complete_config(cfg, "inference_rm")
     check_config(cfg, "inference_rm")
+    share_cores(cfg.trainer.devices, 3)
     if cfg.inference.reward_fn is None:
         serve_model(cfg)
     else:
@@ -36,13 +38,14 @@ def main(cfg: DictConfig) -> None:
 def serve_model(cfg: DictConfig) -> None:
     """Serve the model of `rm_model_file` until the job is stopped; every rank calls it."""
     # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
-    from nemo_aligner.algorithms.reward_server import RewardModelServer
-    from nemo_aligner.checkpoint.nemo_archive import check_restore_path
-    from nemo_aligner.launch.experiment import log_config
-    from nemo_aligner.launch.model_loading import load_and_override_model_config
-    from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
-    from nemo_aligner.launch.reward_models import load_reward_model
-    from nemo_aligner.servers.scoring import model_limits
+    with long_imports():
+        from nemo_aligner.algorithms.reward_server import RewardModelServer
+        from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+        from nemo_aligner.launch.experiment import log_config
+        from nemo_aligner.launch.model_loading import load_and_override_model_config
+        from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
+        from nemo_aligner.launch.reward_models import load_reward_model
+        from nemo_aligner.servers.scoring import model_limits
 
     restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
     cfg.model = load_and_override_model_config(restore_path, cfg.model)

@@ -27,6 +27,7 @@ from nemo_aligner.config.defaults import complete_config, complete_model
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import long_imports, share_cores
 
 
 @hydra_runner(config_path="conf", config_name="gpt_ppo_actor")
@@ -34,27 +35,32 @@ from nemo_aligner.launch.endings import user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
     cfg = complete_config(cfg, "gpt_ppo_actor")
     check_config(cfg, "gpt_ppo_actor")
+    share_cores(cfg.trainer.devices, 2 if cfg.remote_critic_rm.combine_rm_and_critic_server else 3)
     train(cfg)
 
 
 def train(cfg: DictConfig) -> None:
     # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
-    from nemo_aligner.algorithms.ppo import PPOTrainer
-    from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
-    from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
-    from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
-    from nemo_aligner.launch.experiment import (
-        build_checkpoint_callback,
-        load_trainer_state,
-        run_timer,
-        start_job,
-    )
-    from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-    from nemo_aligner.launch.prompts import build_prompt_datasets
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-    from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
-    from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
+    with long_imports():
+        from nemo_aligner.algorithms.ppo import PPOTrainer
+        from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+        from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
+        from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
+        from nemo_aligner.launch.experiment import (
+            build_checkpoint_callback,
+            load_trainer_state,
+            run_timer,
+            start_job,
+        )
+        from nemo_aligner.launch.model_loading import (
+            load_and_override_model_config,
+            load_from_nemo,
+        )
+        from nemo_aligner.launch.prompts import build_prompt_datasets
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+        from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
+        from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
+        from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)

@@ -21,6 +21,7 @@ from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_config, complete_model
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import long_imports, share_cores
 
 
 @hydra_runner(config_path="conf", config_name="gpt_rs_actor")
@@ -28,25 +29,30 @@ from nemo_aligner.launch.endings import user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
     cfg = complete_config(cfg, "gpt_rs_actor")
     check_config(cfg, "gpt_rs_actor")
+    share_cores(cfg.trainer.devices, 2)
     train(cfg)
 
 
 def train(cfg: DictConfig) -> None:
     # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
-    from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
-    from nemo_aligner.algorithms.rs import RSTrainer
-    from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
-    from nemo_aligner.launch.experiment import (
-        build_checkpoint_callback,
-        load_trainer_state,
-        run_timer,
-        start_job,
-    )
-    from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-    from nemo_aligner.launch.prompts import build_prompt_datasets
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
-    from nemo_aligner.servers.reward_client import RemoteGPTRMClient
-    from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
+    with long_imports():
+        from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+        from nemo_aligner.algorithms.rs import RSTrainer
+        from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
+        from nemo_aligner.launch.experiment import (
+            build_checkpoint_callback,
+            load_trainer_state,
+            run_timer,
+            start_job,
+        )
+        from nemo_aligner.launch.model_loading import (
+            load_and_override_model_config,
+            load_from_nemo,
+        )
+        from nemo_aligner.launch.prompts import build_prompt_datasets
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
+        from nemo_aligner.servers.reward_client import RemoteGPTRMClient
+        from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = load_and_override_model_config(restore_path, cfg.model)

@@ -19,6 +19,7 @@ from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_config, complete_model, drop_unset
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import long_imports, share_cores
 
 
 @hydra_runner(config_path="conf", config_name="gpt_sft")
@@ -26,22 +27,27 @@ from nemo_aligner.launch.endings import user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
     cfg = complete_config(cfg, "gpt_sft")
     check_config(cfg, "gpt_sft")
+    share_cores(cfg.trainer.devices)
     train(cfg)
 
 
 def train(cfg: DictConfig) -> None:
     # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
-    from nemo_aligner.algorithms.supervised import SupervisedTrainer
-    from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
-    from nemo_aligner.launch.experiment import (
-        build_checkpoint_callback,
-        load_trainer_state,
-        run_timer,
-        start_job,
-    )
-    from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-    from nemo_aligner.training.schedule import supervised_max_steps
+    with long_imports():
+        from nemo_aligner.algorithms.supervised import SupervisedTrainer
+        from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
+        from nemo_aligner.launch.experiment import (
+            build_checkpoint_callback,
+            load_trainer_state,
+            run_timer,
+            start_job,
+        )
+        from nemo_aligner.launch.model_loading import (
+            load_and_override_model_config,
+            load_from_nemo,
+        )
+        from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+        from nemo_aligner.training.schedule import supervised_max_steps
 
     base = cfg.model.restore_from_path
     cfg.model = (

@@ -30,6 +30,7 @@ from nemo_aligner.config.defaults import complete_config, complete_model, drop_u
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import long_imports, share_cores
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -44,27 +45,29 @@ if TYPE_CHECKING:
 def main(cfg: DictConfig) -> None:
     cfg = complete_config(cfg, "training_rm")
     check_config(cfg, "training_rm")
+    share_cores(cfg.trainer.devices)
     train(cfg)
 
 
 def train(cfg: DictConfig) -> None:
     # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
-    from nemo.utils import logging
+    with long_imports():
+        from nemo.utils import logging
 
-    from nemo_aligner.algorithms.supervised import SupervisedTrainer
-    from nemo_aligner.launch.experiment import (
-        build_checkpoint_callback,
-        load_trainer_state,
-        run_timer,
-        start_job,
-    )
-    from nemo_aligner.launch.model_loading import load_and_override_model_config
-    from nemo_aligner.models.nlp.gpt.reward_model_classes import (
-        held_out_text,
-        reward_model_class,
-        reward_model_type,
-    )
-    from nemo_aligner.training.schedule import supervised_max_steps
+        from nemo_aligner.algorithms.supervised import SupervisedTrainer
+        from nemo_aligner.launch.experiment import (
+            build_checkpoint_callback,
+            load_trainer_state,
+            run_timer,
+            start_job,
+        )
+        from nemo_aligner.launch.model_loading import load_and_override_model_config
+        from nemo_aligner.models.nlp.gpt.reward_model_classes import (
+            held_out_text,
+            reward_model_class,
+            reward_model_type,
+        )
+        from nemo_aligner.training.schedule import supervised_max_steps
 
     base = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = (
