@@ -1,0 +1,155 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks share: functions that take turns, and their figures as JSON and as a table.
+
+Two ways of doing the same are called in turns (A B A B ...), in one process and at one thread,
+after one call of each that does not count. CPU seconds of the process are the measure: work of
+others does not add to them, as it does to the time on the clock. `others` says how busy it kept
+the machine meanwhile, as a share of all its cores; a busy neighbour still slows memory down.
+
+A benchmark writes `{"benchmark": name, "title": ..., "machine": {...}, "rows": [{...}, ...]}`. The
+keys of a row are the columns of the table, `case` first.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("torch", "megatron-core", "transformers", "nemo-toolkit", "numpy")
+Row = dict[str, Any]
+
+
+@dataclass
+class Figures:
+    """Measured calls of one function.
+
+    Attributes:
+        cpu: CPU seconds of each call, of the process and of the `others` given.
+        wall: seconds of each call on the clock.
+        others: share of the machine's cores that other processes kept busy during each call.
+    """
+
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Median CPU seconds."""
+        return statistics.median(self.cpu)
+
+    @property
+    def spread(self) -> float:
+        """(largest - smallest) / median of the CPU seconds."""
+        return (max(self.cpu) - min(self.cpu)) / self.seconds
+
+
+def busy_seconds() -> float:
+    """CPU seconds that all processes of the machine have used since it started."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, fields)
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def alternate(
+    functions: dict[str, Callable[[], object]],
+    repeats: int,
+    cpu_seconds: Callable[[], float] = time.process_time,
+) -> dict[str, Figures]:
+    """Call the functions in turns; the first round does not count.
+
+    Args:
+        functions: by name.
+        repeats: rounds that count.
+        cpu_seconds: a clock of the CPU seconds; another one may include other processes.
+    """
+    figures = {name: Figures() for name in functions}
+    for repeat in range(repeats + 1):
+        for name, function in functions.items():
+            busy, cpu, wall = busy_seconds(), cpu_seconds(), time.perf_counter()
+            function()
+            wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+            if repeat:
+                others = max(busy_seconds() - busy - cpu, 0.0) / wall / (os.cpu_count() or 1)
+                figures[name].cpu.append(cpu)
+                figures[name].wall.append(wall)
+                figures[name].others.append(others)
+    return figures
+
+
+def pair_row(case: str, figures: dict[str, Figures], **more: Any) -> Row:
+    """A row for `ours` and `peer` of `alternate`: CPU seconds and their ratio, which is above 1
+    where ours is the faster one.
+    """
+    ours, peer = figures["ours"], figures["peer"]
+    return {
+        "case": case,
+        "ours, CPU s": round(ours.seconds, 3),
+        "peer, CPU s": round(peer.seconds, 3),
+        "ratio": round(peer.seconds / ours.seconds, 2),
+        "spread": f"{ours.spread:.0%}, {peer.spread:.0%}",
+        "ours, clock s": round(statistics.median(ours.wall), 3),
+        "peer, clock s": round(statistics.median(peer.wall), 3),
+        "others": f"{statistics.mean([*ours.others, *peer.others]):.0%}",
+        **more,
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name, and what it has of matrix units for bf16."""
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    flags = set(fields.get("flags", "").split())
+    units = [flag for flag in ("avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    return f"{fields.get('model name', platform.processor())} ({', '.join(units) or 'no AVX-512'})"
+
+
+def machine() -> dict[str, str]:
+    """Where and with what the figures were measured."""
+    import torch
+
+    found = {"date": datetime.date.today().isoformat(), "cpu": cpu_model()}
+    found |= {"cores": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
+    found |= {"system": f"{platform.system()} {platform.release()}"}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    found["python"] = platform.python_version()
+    return found | {name: importlib.metadata.version(name) for name in LIBRARIES}
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Rows as a Markdown table; a key that a row lacks is an empty cell."""
+    rows = list(rows)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for row in rows:
+        lines.append(f"| {' | '.join(str(row.get(column, '')) for column in columns)} |")
+    return "\n".join(lines)
+
+
+def report(benchmark: str, title: str, rows: list[Row], path: str | None) -> None:
+    """Print the table, and write the JSON file if `path` is given."""
+    print(f"\n{title}\n\n{table(rows)}", flush=True)
+    if path:
+        content = {"benchmark": benchmark, "title": title, "machine": machine(), "rows": rows}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def arguments(doc: str | None, repeats: int = 5) -> argparse.ArgumentParser:
+    """The parser of a benchmark: `--json` and `--repeats`."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
+    parser.add_argument("--json", help="file to write the figures to")
+    parser.add_argument("--repeats", type=int, default=repeats, help="rounds that count")
+    return parser
