@@ -11,6 +11,8 @@ ours. With "n slots" ours keeps n samples in its batch, and the peer decodes bat
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import countdown
@@ -19,52 +21,92 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.generation import GenerationParams
-
-PROMPT = 32
-DTYPES = {"32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {"32": torch.float32, "bf16": torch.bfloat16}
 
 
-def peer(model: Any, tokens: Tensor, lengths: Tensor, slots: int, copies: int = 1) -> Callable:
-    """Hugging Face's generation in batches of `slots`; checks the lengths."""
+@dataclass
+class Case:
+    """Prompts of one width, and how many samples are decoded at a time.
 
-    def run() -> None:
-        for rows, wanted in zip(tokens.split(slots), lengths.split(slots), strict=True):
+    Attributes:
+        lengths: int64 `[B]`, of the responses.
+        slots: samples at a time.
+        prompt: tokens of each prompt.
+        copies: responses to each.
+    """
+
+    lengths: Tensor
+    slots: int
+    prompt: int = 32
+    copies: int = 1
+
+    @property
+    def prompts(self) -> Tensor:
+        """int64 `[B, prompt]`."""
+        return countdown.prompts(self.lengths, self.prompt)
+
+    @property
+    def expected(self) -> Tensor:
+        """int64 `[B * copies]`, lengths of the responses."""
+        return self.lengths.repeat_interleave(self.copies)
+
+
+CASES = {
+    "16 rows, 32 + 128 tokens": Case(countdown.fixed_lengths(16), 16),
+    "64 rows, 32 + 128 tokens": Case(countdown.fixed_lengths(64), 64),
+    "64 skewed responses, 16 slots": Case(countdown.skewed_lengths(64), 16),
+    "64 skewed responses, 64 slots": Case(countdown.skewed_lengths(64), 64),
+    "prefill: 4 responses to each of 4 prompts of 512 tokens": Case(
+        torch.ones(4, dtype=torch.int64), 16, prompt=512, copies=4
+    ),
+}
+
+
+def build_peer(at: countdown.Folders, precision: str) -> dict[str, Callable]:
+    """Hugging Face's generation of each case, in batches of its slots."""
+    model = countdown.load_peer(at, precision)
+
+    def run(case: Case) -> None:
+        batches = zip(case.prompts.split(case.slots), case.lengths.split(case.slots), strict=True)
+        for rows, lengths in batches:
             output = model.generate(
                 rows,
                 attention_mask=torch.ones_like(rows),
-                max_new_tokens=int(wanted.max()),
+                max_new_tokens=int(lengths.max()),
                 do_sample=True,
                 top_k=0,
                 top_p=1.0,
-                num_return_sequences=copies,
+                num_return_sequences=case.copies,
             )
-            responses = output[:, tokens.size(1) :]
-            found = torch.where(responses == countdown.END, 1, 0).argmax(1) + 1
-            assert torch.equal(found, wanted.repeat_interleave(copies)), found
+            ended = output[:, case.prompt :] == countdown.END
+            found = ended.to(torch.uint8).argmax(1) + 1
+            assert torch.equal(found, lengths.repeat_interleave(case.copies)), found
 
-    return run
-
-
-def ours(model: Any, tokens: Tensor, lengths: Tensor, slots: int, copies: int = 1) -> Callable:
-    """Our generation with `slots` samples at a time; checks the lengths."""
-    prompt_lengths = torch.full((len(tokens),), tokens.size(1))
-    seeds = torch.arange(len(tokens) * copies)
-
-    def run() -> None:
-        params = GenerationParams(max_length=int(lengths.max()))
-        rows = [x.repeat_interleave(copies, 0) for x in (tokens, prompt_lengths)]
-        for part in zip(*(x.split(slots) for x in (*rows, seeds)), strict=True):
-            output = model.generator.generate(*part, params)
-            found.append(output.response_lengths - tokens.size(1))
-        assert torch.equal(torch.cat(found), lengths.repeat_interleave(copies)), found
-        found.clear()
-
-    found: list[Tensor] = []
-    return run
+    return {name: partial(run, case) for name, case in CASES.items()}
 
 
-def matrix_seconds(rows: int, precision: str, head_rows: int | None = None) -> float:
+def build_ours(at: countdown.Folders, precision: str) -> dict[str, Callable]:
+    """Our generation of each case, `slots` samples at a time."""
+    from nemo_aligner.generation import GenerationParams
+
+    model = countdown.load_actor(at, precision)
+    model.set_eval()
+
+    def run(case: Case) -> None:
+        params = GenerationParams(max_length=int(case.lengths.max()))
+        prompts = case.prompts.repeat_interleave(case.copies, 0)
+        seeds = torch.arange(len(prompts))
+        lengths = torch.full_like(seeds, case.prompt)
+        found = []
+        for batch in zip(*(x.split(case.slots) for x in (prompts, lengths, seeds)), strict=True):
+            output = model.generator.generate(*batch, params)
+            found.append(output.response_lengths - case.prompt)
+        assert torch.equal(torch.cat(found), case.expected), found
+
+    return {name: partial(run, case) for name, case in CASES.items()}
+
+
+def matrix_seconds(rows: int, head_rows: int, precision: str) -> float:
     """CPU seconds of all matrix products of a pass over `rows` tokens, of which `head_rows` go
     through the output layer; each layer has weights of its own, as in the model.
     """
@@ -72,8 +114,8 @@ def matrix_seconds(rows: int, precision: str, head_rows: int | None = None) -> f
     width = hidden + 2 * hidden * countdown.GROUPS // countdown.HEADS
     layer = [(width, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)]
     shapes = [(rows, shape) for shape in layer * countdown.LAYERS]
-    shapes.append((rows if head_rows is None else head_rows, (countdown.VOCABULARY, hidden)))
-    dtype = DTYPES[precision]
+    shapes.append((head_rows, (countdown.VOCABULARY, hidden)))
+    dtype = PRECISIONS[precision]
     pairs = [
         (torch.randn(count, shape[1], dtype=dtype), torch.randn(shape, dtype=dtype))
         for count, shape in shapes
@@ -83,81 +125,51 @@ def matrix_seconds(rows: int, precision: str, head_rows: int | None = None) -> f
         for x, weight in pairs:
             F.linear(x, weight)
 
-    return measure.alternate({"": run}, 20)[""].seconds
+    return measure.seconds_of(run, 9)
 
 
-def bound(lengths: Tensor, slots: int, precision: str, prompt: int = PROMPT) -> float:
-    """CPU seconds of the matrix products, with every step's batch full until the samples run out:
-    nothing an engine of `slots` rows does can be less.
+def bound(case: Case, precision: str) -> float:
+    """CPU seconds of the matrix products, if each prompt is read once and every step has a full
+    batch.
     """
-    samples = len(lengths)
-    prefill = matrix_seconds(min(slots, samples) * prompt, precision, min(slots, samples))
-    steps = int(lengths.sum() - samples) / slots
-    return prefill * samples / min(slots, samples) + steps * matrix_seconds(slots, precision)
+    prefill = matrix_seconds(len(case.lengths) * case.prompt, len(case.lengths), precision)
+    steps = int(case.expected.sum() - len(case.expected)) / case.slots
+    return prefill + steps * matrix_seconds(case.slots, case.slots, precision)
 
 
-def case(
-    name: str, models: dict[str, Any], lengths: Tensor, slots: int, precision: str, repeats: int
-) -> measure.Row:
-    tokens = countdown.prompts(lengths)
-    figures = measure.alternate(
-        {
-            "ours": ours(models["ours"], tokens, lengths, slots),
-            "peer": peer(models["peer"], tokens, lengths, slots),
+def row(name: str, precision: str, sides: dict[str, measure.Side], repeats: int) -> measure.Row:
+    """Figures of one case."""
+    case = CASES[name]
+    figures = measure.in_turns(sides, name, repeats)
+    ours, least = figures["ours"].seconds, bound(case, precision)
+    return measure.pair_row(
+        f"{name}, {precision}",
+        figures,
+        **{
+            "bound, CPU s": round(least, 3),
+            "of the bound": f"{least / ours:.0%}",
+            "tokens per CPU s": round(int(case.expected.sum()) / ours),
         },
-        repeats,
     )
-    least = bound(lengths, slots, precision)
-    share = f"{least / figures['ours'].seconds:.0%}"
-    rate = round(int(lengths.sum()) / figures["ours"].seconds)
-    extra = {"bound, CPU s": round(least, 3), "of the bound": share, "tokens per CPU s": rate}
-    return measure.pair_row(name, figures, **extra)
-
-
-def long_prompts(models: dict[str, Any], repeats: int) -> measure.Row:
-    """16 samples, 4 responses to each of 4 prompts of 512 tokens, of a single token."""
-    lengths = torch.ones(4, dtype=torch.int64)
-    tokens = countdown.prompts(lengths, 512)
-    figures = measure.alternate(
-        {
-            "ours": ours(models["ours"], tokens, lengths, 16, 4),
-            "peer": peer(models["peer"], tokens, lengths, 16, 4),
-        },
-        repeats,
-    )
-    return measure.pair_row("prefill, 4 prompts of 512 tokens, 4 responses each", figures)
-
-
-def cases(args: Any) -> list[measure.Row]:
-    rows = []
-    with countdown.folders() as at:
-        for precision in args.precision:
-            models = {
-                "ours": countdown.load_actor(at, precision),
-                "peer": countdown.load_peer(at, precision),
-            }
-            for model in (models["ours"],):
-                model.set_eval()
-            for slots in (16, 64):
-                name = f"{slots} rows, 32 + 128 tokens, {precision}"
-                fixed = countdown.fixed_lengths(slots)
-                rows.append(case(name, models, fixed, slots, precision, args.repeats))
-            for slots in (16, 64):
-                name = f"64 skewed responses, {slots} slots, {precision}"
-                skewed = countdown.skewed_lengths(64)
-                rows.append(case(name, models, skewed, slots, precision, args.repeats))
-            if precision == "32":
-                rows.append(long_prompts(models, args.repeats))
-    return rows
 
 
 def main() -> None:
     parser = measure.arguments(__doc__)
-    parser.add_argument("--precision", nargs="+", default=["32", "bf16"], choices=list(DTYPES))
+    parser.add_argument(
+        "--precision", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS)
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = cases(args)
-    measure.report("generate", "Generation against Hugging Face", rows, args.json)
+    rows: list[dict[str, Any]] = []
+    with countdown.folders() as at:
+        for precision in args.precision:
+            with (
+                measure.Side(build_ours, at, precision) as ours,
+                measure.Side(build_peer, at, precision) as peer,
+            ):
+                sides = {"ours": ours, "peer": peer}
+                rows += [row(name, precision, sides, args.repeats) for name in CASES]
+    measure.report("generate", "Generation, against Hugging Face's `generate`", rows, args.json)
 
 
 if __name__ == "__main__":

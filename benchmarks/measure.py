@@ -1,11 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: functions that take turns, and their figures as JSON and as a table.
+"""What the benchmarks share: two ways of doing the same that take turns, and their figures as JSON
+and as a table.
 
-Two ways of doing the same are called in turns (A B A B ...), in one process and at one thread,
-after one call of each that does not count. CPU seconds of the process are the measure: work of
-others does not add to them, as it does to the time on the clock. `others` says how busy it kept
-the machine meanwhile, as a share of all its cores; a busy neighbour still slows memory down.
+Each side runs in a process of its own, at one thread, and they are called in turns (A B A B ...),
+so that only one of them works at a time; the first call of each does not count. CPU seconds of the
+process are the measure: work of others does not add to them, as it does to the time on the clock.
+`others` says how busy it kept the machine meanwhile, as a share of all its cores; busy neighbours
+still slow memory and caches down.
 
 A benchmark writes `{"benchmark": name, "title": ..., "machine": {...}, "rows": [{...}, ...]}`. The
 keys of a row are the columns of the table, `case` first.
@@ -13,8 +15,10 @@ keys of a row are the columns of the table, `case` first.
 
 import argparse
 import datetime
+import gc
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -33,7 +37,7 @@ class Figures:
     """Measured calls of one function.
 
     Attributes:
-        cpu: CPU seconds of each call, of the process and of the `others` given.
+        cpu: CPU seconds of each call.
         wall: seconds of each call on the clock.
         others: share of the machine's cores that other processes kept busy during each call.
     """
@@ -60,24 +64,62 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def alternate(
-    functions: dict[str, Callable[[], object]],
-    repeats: int,
-    cpu_seconds: Callable[[], float] = time.process_time,
-) -> dict[str, Figures]:
-    """Call the functions in turns; the first round does not count.
+class Side:
+    """A process that builds something and then runs it when asked.
 
     Args:
-        functions: by name.
-        repeats: rounds that count.
-        cpu_seconds: a clock of the CPU seconds; another one may include other processes.
+        build: function of a module that returns functions by the names of their cases; it is
+            called in the process, which PyTorch gives one thread.
+        arguments: of `build`.
     """
-    figures = {name: Figures() for name in functions}
+
+    def __init__(self, build: Callable[..., dict[str, Callable[[], object]]], *arguments: Any):
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, build, arguments))
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._connection.close()
+        self._process.join()
+
+    def run(self, case: str) -> tuple[float, float]:
+        """CPU seconds, and seconds on the clock, of one call.
+
+        Raises:
+            EOFError: the process has ended; its error is on the terminal.
+        """
+        self._connection.send(case)
+        return self._connection.recv()
+
+
+def _serve(connection: Any, build: Callable, arguments: tuple) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    functions = build(*arguments)
+    while True:
+        try:
+            case = connection.recv()
+        except EOFError:
+            return
+        gc.collect()
+        cpu, wall = time.process_time(), time.perf_counter()
+        functions[case]()
+        connection.send((time.process_time() - cpu, time.perf_counter() - wall))
+
+
+def in_turns(sides: dict[str, Side], case: str, repeats: int) -> dict[str, Figures]:
+    """Figures of a case for each side; the first round does not count."""
+    figures = {name: Figures() for name in sides}
     for repeat in range(repeats + 1):
-        for name, function in functions.items():
-            busy, cpu, wall = busy_seconds(), cpu_seconds(), time.perf_counter()
-            function()
-            wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+        for name, side in sides.items():
+            busy = busy_seconds()
+            cpu, wall = side.run(case)
             if repeat:
                 others = max(busy_seconds() - busy - cpu, 0.0) / wall / (os.cpu_count() or 1)
                 figures[name].cpu.append(cpu)
@@ -86,8 +128,18 @@ def alternate(
     return figures
 
 
+def seconds_of(function: Callable[[], object], repeats: int) -> float:
+    """Median CPU seconds of a function in this process, after one call that does not count."""
+    found = []
+    for _ in range(repeats + 1):
+        start = time.process_time()
+        function()
+        found.append(time.process_time() - start)
+    return statistics.median(found[1:])
+
+
 def pair_row(case: str, figures: dict[str, Figures], **more: Any) -> Row:
-    """A row for `ours` and `peer` of `alternate`: CPU seconds and their ratio, which is above 1
+    """A row for `ours` and `peer` of `in_turns`: CPU seconds and their ratio, which is above 1
     where ours is the faster one.
     """
     ours, peer = figures["ours"], figures["peer"]
@@ -120,7 +172,7 @@ def machine() -> dict[str, str]:
     import torch
 
     found = {"date": datetime.date.today().isoformat(), "cpu": cpu_model()}
-    found |= {"cores": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
+    found |= {"cores": str(os.cpu_count())}
     found |= {"system": f"{platform.system()} {platform.release()}"}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()

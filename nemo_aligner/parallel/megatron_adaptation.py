@@ -31,6 +31,7 @@ from packaging.version import Version
 
 _ADAM_STATE = "native Adam: loads in place into leaves that need a gradient, and asks for a 'step'"
 _TENSOR_TYPE = "sorts parameters by the type name 'torch.cuda.…Tensor'"
+_ONE_RANK = "gloo copies the whole buffer, twice, in a group of one rank"
 _RNG = "random-number tracker of tensor parallelism"
 
 # module -> name -> reason. The constants of these functions say "cuda"; they are rewritten to
@@ -88,6 +89,9 @@ REPLACED = {
         "_get_cuda_rng_state": _RNG,
         "_set_cuda_rng_state": _RNG,
     },
+    "megatron.core.models.common.embeddings.rope_utils": {
+        "_apply_rotary_pos_emb_bshd": "reads and writes the heads six times where two are enough",
+    },
     "megatron.core.models.common.embeddings.rotary_pos_embedding": {
         "get_pos_emb_on_this_cp_rank": "asks for pinned memory, which needs CUDA",
     },
@@ -99,6 +103,10 @@ REPLACED = {
         "checkpoint lacks",
         "DistributedOptimizer.load_state_dict": "native Adam: one 'step' tensor shared by all "
         "parameters would be advanced once per parameter",
+    },
+    "megatron.core.distributed.param_and_grad_buffer": {
+        "dist_all_gather_func": _ONE_RANK,
+        "dist_reduce_scatter_func": _ONE_RANK,
     },
     "megatron.core.transformer.moe.token_dispatcher": {
         "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": "the constructor makes a CUDA stream "

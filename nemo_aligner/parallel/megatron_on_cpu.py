@@ -7,11 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.distributed import param_and_grad_buffer as buffers
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from nemo_aligner.parallel.cpu_operations import apply_rotary
 
 _Gather = Callable[[Tensor, ProcessGroup, list[int] | None, bool], Tensor]
 
@@ -84,6 +88,19 @@ def _sizes_on_host(
     return tokens_per_expert
 
 
+def _unless_alone(
+    original: Callable[..., Any],
+    output: Tensor,
+    input_: Tensor,
+    group: ProcessGroup,
+    async_op: bool = False,
+    **options: Any,
+) -> Any:
+    """A collective over the shares of one buffer; one rank has the result where it belongs."""
+    alone = group.size() == 1 and not async_op and output.data_ptr() == input_.data_ptr()
+    return None if alone else original(output, input_, group=group, async_op=async_op, **options)
+
+
 def replacements() -> dict[tuple[str, str], Any]:
     """The CPU counterpart of each entry of `REPLACED`, by (module, name)."""
     load_state_dict = DistributedOptimizer.load_state_dict
@@ -109,12 +126,21 @@ def replacements() -> dict[tuple[str, str], Any]:
         (random, "_get_cuda_rng_state"): _get_rng_state,
         (random, "_set_cuda_rng_state"): _set_rng_state,
         (rotary, "get_pos_emb_on_this_cp_rank"): _chunks_of_context_rank,
+        (rope_utils.__name__, "_apply_rotary_pos_emb_bshd"): functools.partial(
+            apply_rotary, rope_utils._apply_rotary_pos_emb_bshd
+        ),
         (yarn, "get_pos_emb_on_this_cp_rank"): _chunks_of_context_rank,
         (
             optimizer,
             "DistributedOptimizer._set_main_param_and_optimizer_states",
         ): _set_optimizer_states,
         (optimizer, "DistributedOptimizer.load_state_dict"): load_with_own_steps,
+        (buffers.__name__, "dist_all_gather_func"): functools.partial(
+            _unless_alone, buffers.dist_all_gather_func
+        ),
+        (buffers.__name__, "dist_reduce_scatter_func"): functools.partial(
+            _unless_alone, buffers.dist_reduce_scatter_func
+        ),
         (dispatcher, "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream"): "none on a CPU",
         (dispatcher, "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"): _sizes_on_host,
         (mappings.__name__, "_gather_along_first_dim"): functools.partial(

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from nemo_aligner.config.parallel_rules import check_expert_ranks, data_parallel_size
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.parallel.device import get_backend
+from nemo_aligner.parallel.device import get_backend, keep_freed_memory
 from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
 
 _replica_group: ProcessGroup | None = None  # TP x PP x CP, with context parallelism
@@ -50,6 +50,7 @@ def initialize(
             ranks that share a model's work.
     """
     adapt_megatron_core()
+    keep_freed_memory()
     _join_world(timeout)
     sizes = {
         "TP": tensor_model_parallel_size,

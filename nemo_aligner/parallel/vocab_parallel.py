@@ -319,11 +319,11 @@ class _Shard:
         if not self._width:
             return
         elements = CHUNK_ELEMENTS_GPU if self._device.type == "cuda" else CHUNK_ELEMENTS
-        tokens = elements // self._width
-        rows = min(self._rows, max(1, tokens))
-        columns = max(1, tokens // max(1, rows))
-        for column in range(0, self._columns, columns):
-            for row in range(0, self._rows, rows):
+        tokens = max(1, elements // self._width)
+        columns = max(1, min(self._columns, tokens))  # neighbours in memory
+        rows = tokens // columns
+        for row in range(0, self._rows, rows):
+            for column in range(0, self._columns, columns):
                 yield slice(row, row + rows), slice(column, min(column + columns, self._columns))
 
     def per_token(self, value: float) -> Tensor:

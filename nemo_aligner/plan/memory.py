@@ -5,7 +5,7 @@
 What stands all the time follows Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3.1), for
 the optimizer as `training/optim.py` configures it. Activations follow Korthikanti et al. 2022
 (arXiv:2205.05198, section 4), but count the tensors that autograd keeps for the layers as they are
-built here: fused attention stores no scores, and a gated activation stores five numbers per unit.
+built here: fused attention stores no scores, and a gated activation four or five numbers per unit.
 docs/plan.md has the formulas, and the measurements that they were checked against.
 
 Symbols: n tokens of a micro-batch on a rank, H hidden size, F width of the feed-forward layer, V
@@ -156,10 +156,10 @@ def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> 
 def norm_bytes(a: Architecture, on_gpu: bool) -> float:
     """Per token and unit of H, what a norm keeps: its input and its output.
 
-    PyTorch's RMSNorm computes in fp32, and keeps the normalized input for the gradient of its
-    weight.
+    In bf16 PyTorch's RMSNorm computes in fp32, and keeps the normalized input for the gradient of
+    its weight.
     """
-    if on_gpu or a.layernorm:
+    if on_gpu or a.layernorm or a.number_bytes == FP32:
         return 2 * a.number_bytes
     return (FP32 if a.lora else 2 * FP32) + a.number_bytes
 
@@ -215,15 +215,27 @@ def adapter_bytes(a: Architecture, split: Split, tokens: float, residual: float)
     return a.number_bytes * total
 
 
-def feed_forward_bytes(a: Architecture, split: Split, tokens: float) -> float:
+def gate_numbers(a: Architecture, on_gpu: bool, training: bool) -> int:
+    """Numbers per unit of a dense feed-forward layer: of the first product, and of what becomes of
+    it.
+    """
+    if not a.gated:
+        return 2
+    if on_gpu or not a.swiglu:
+        return 5
+    return 4 if training else 3
+
+
+def feed_forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) -> float:
     """What the feed-forward layer keeps, beside its input.
 
-    Gated: both halves of the first product, the activated half, the other one (to which Megatron
-    Core adds 0), and their product. Experts also keep the product before it is weighted.
+    Gated: both halves of the first product, the activated half and their product, and, but for
+    SwiGLU on a CPU, the other half, to which Megatron Core adds 0. Experts also keep the product
+    before it is weighted.
     """
     e = a.number_bytes
     if not a.experts:
-        return e * tokens * (5 if a.gated else 2) * a.ffn / split.tp
+        return e * tokens * gate_numbers(a, on_gpu, training=True) * a.ffn / split.tp
     copies = a.experts_per_token * tokens  # each token, once per expert that computes it
     kept = (6 if a.gated else 3) * a.expert_ffn / split.tp
     router = (FP32 if e == BF16 else 0) * tokens * a.hidden
@@ -238,7 +250,7 @@ def layer_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> flo
     residual = tokens / (split.tp if split.sequence_parallel else 1)
     total = 2 * norm_bytes(a, w.on_gpu) * residual * a.hidden
     total += attention_bytes(a, split, tokens, samples, w)
-    total += feed_forward_bytes(a, split, tokens)
+    total += feed_forward_bytes(a, split, tokens, w.on_gpu)
     total += adapter_bytes(a, split, tokens, residual)
     if a.dropout:
         total += 2 * (1 if w.on_gpu else a.number_bytes) * residual * a.hidden
@@ -289,11 +301,11 @@ def logits_bytes(a: Architecture, split: Split, tokens: float) -> float:
     return tokens * a.vocab_rows / split.tp * a.number_bytes
 
 
-def copies_of_logits(samples: int) -> int:
-    """Megatron Core copies the logits from [S, B, V] to [B, S, V], and their gradient back; with
-    one sample both are the same.
+def copies_of_logits(split: Split, samples: int) -> int:
+    """With sequence parallelism Megatron Core copies the logits from [S, B, V] to [B, S, V], and
+    their gradient back; with one sample both are the same.
     """
-    return 1 if samples == 1 else 2
+    return 2 if split.sequence_parallel and samples > 1 else 1
 
 
 def chunk_bytes(
@@ -325,7 +337,7 @@ def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> li
         {ACTIVATIONS: norm, LOGITS: logits, TEMPORARY: chunks},
         {
             ACTIVATIONS: norm,
-            LOGITS: copies_of_logits(samples) * logits,
+            LOGITS: copies_of_logits(split, samples) * logits,
             TEMPORARY: gradient + matrix,
         },
     ]
@@ -360,16 +372,17 @@ def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Part
     if stage == 0 and a.lora is None:  # at the end the gradient of the embedding table
         table = a.vocab_rows / split.tp * a.hidden * a.number_bytes
         moments.append({ACTIVATIONS: (flights - 1) * kept, TEMPORARY: table})
-    if not w.on_gpu and w.distributed_optimizer:
+    if not w.on_gpu and w.distributed_optimizer and split.dp * split.cp > 1:
         # Gloo copies the gradients that it reduces and scatters.
         moments.append({TEMPORARY: FP32 * weights.trained.total})
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def forward_bytes(a: Architecture, split: Split, tokens: float) -> float:
+def forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) -> float:
     """What a layer needs at once in a pass of `tokens` without gradient."""
     e, kept = a.number_bytes, 5 if a.gated else 2
     if not a.experts:
+        kept = gate_numbers(a, on_gpu, training=False)
         return e * tokens * (kept * a.ffn / split.tp + 4 * a.hidden)
     rows = a.experts_per_token * tokens
     # One expert after another; with EP each has the tokens of all ranks of its group.
@@ -380,11 +393,13 @@ def forward_bytes(a: Architecture, split: Split, tokens: float) -> float:
     return e * (wide + 4 * tokens * a.hidden + moved)
 
 
-def forward_parts(a: Architecture, split: Split, stage: int, tokens: float) -> list[Parts]:
+def forward_parts(
+    a: Architecture, split: Split, stage: int, tokens: float, on_gpu: bool
+) -> list[Parts]:
     """What the layers of a stage need at once in a pass without gradient, and what a head does."""
     kinds = a.kinds_of(stage, split.pp)
     moments: list[Parts] = [
-        {ACTIVATIONS: max(forward_bytes(kind, split, tokens) for kind, _ in kinds)}
+        {ACTIVATIONS: max(forward_bytes(kind, split, tokens, on_gpu) for kind, _ in kinds)}
     ]
     if stage == split.pp - 1 and a.head_outputs:
         moments.append({ACTIVATIONS: (2 * a.number_bytes + a.head_bytes) * tokens * a.hidden})
@@ -395,12 +410,12 @@ def scoring_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Par
     """Of a forward pass that gives log-probs, values or rewards."""
     samples = w.forward_samples
     tokens = samples * w.width / split.cp
-    moments = forward_parts(a, split, stage, tokens)
+    moments = forward_parts(a, split, stage, tokens, w.on_gpu)
     if stage == split.pp - 1 and not a.head_outputs:
         logits = logits_bytes(a, split, tokens)
         hidden = 2 * a.number_bytes * tokens * a.hidden
         chunks = chunk_bytes(a, split, tokens, w.on_gpu, training=False)
-        moments.append({ACTIVATIONS: hidden, LOGITS: copies_of_logits(samples) * logits})
+        moments.append({ACTIVATIONS: hidden, LOGITS: copies_of_logits(split, samples) * logits})
         moments.append({LOGITS: logits, TEMPORARY: chunks})
     return max(moments, key=lambda parts: sum(parts.values()))
 
@@ -419,7 +434,7 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     samples = -(-w.rollout_samples // split.cp)
     tokens = samples * max(w.width - w.response, 1)
     alone = replace(split, cp=1, sequence_parallel=False)
-    moments = forward_parts(a, alone, stage, tokens)[:1]
+    moments = forward_parts(a, alone, stage, tokens, w.on_gpu)[:1]
     if stage == split.pp - 1:
         moments.append({LOGITS: samples * a.vocab_rows * (a.number_bytes + SAMPLING_BYTES)})
     most = max(moments, key=lambda parts: sum(parts.values()))

@@ -59,6 +59,7 @@ class Architecture:
         positions: rows of a learned position embedding; 0 without one.
         rotary: positions are rotated into queries and keys.
         gated: the activation has a gate, so the first feed-forward matrix is twice as wide.
+        swiglu: and it is SwiGLU.
         bias: the linear layers have biases.
         qkv_bias: that of queries, keys and values has one.
         qk_norm: queries and keys are normalized per head.
@@ -89,6 +90,7 @@ class Architecture:
     positions: int = 0
     rotary: bool = True
     gated: bool = True
+    swiglu: bool = True
     bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -227,6 +229,7 @@ def read_architecture(
         positions=v.size("model.max_position_embeddings") if learned else 0,
         rotary=model["position_embedding_type"] in ("rope", "yarn"),
         gated=str(model["activation"]).lower().endswith("glu"),
+        swiglu=str(model["activation"]).lower().endswith("swiglu"),
         bias=bool(model["bias"]),
         qkv_bias=bool(model["bias"] or model["add_qkv_bias"]),
         qk_norm=bool(model.get("qk_layernorm")),

@@ -43,6 +43,7 @@ from nemo_aligner.config.optim_rules import (
 )
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
 
 # Megatron Core asks every parameter for its gradient, copies included, in each step.
 warnings.filterwarnings(
@@ -139,6 +140,23 @@ def _start_states(optimizer: MegatronOptimizer) -> None:
                 }
 
 
+def _fuse_adam(optimizer: MegatronOptimizer) -> None:
+    """Let PyTorch's own Adam update a weight in a single pass on a CPU, also after a checkpoint,
+    which may come from another kind of machine, was loaded.
+    """
+    fused = get_device().type == "cpu"
+
+    def set_fused(inner: torch.optim.Optimizer) -> None:
+        for group in inner.param_groups:
+            group["fused"] = fused
+
+    for part in chained_optimizers(optimizer):
+        inner = part.optimizer
+        if isinstance(inner, torch.optim.Adam):
+            set_fused(inner)
+            inner.register_load_state_dict_post_hook(set_fused)
+
+
 def _start_momentum(inner: torch.optim.Optimizer, _config: OptimizerConfig | None = None) -> None:
     """Give every parameter of an SGD with momentum the buffer 0, with which its first step is the
     same as without one.
@@ -200,6 +218,7 @@ def build_optimizer(
         config, model_chunks, config_overrides=_parameter_groups(model_chunks, config)
     )
     _start_states(optimizer)
+    _fuse_adam(optimizer)
     return optimizer
 
 

@@ -37,7 +37,12 @@ from nemo_aligner.models.nlp.gpt.megatron_config import (
     check_megatron_fields,
     torch_dtype,
 )
-from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
+from nemo_aligner.models.nlp.gpt.megatron_layers import (
+    build_layer_spec,
+    compute_logits_batch_first,
+    compute_swiglu_at_once,
+    scale_embeddings,
+)
 from nemo_aligner.models.nlp.gpt.megatron_positions import position_arguments
 from nemo_aligner.models.nlp.gpt.retired_hooks import RetiredHooks
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
@@ -145,6 +150,9 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         module = self.module_provider(first, last, vp_stage if virtual else None)
         if self.cfg.apply_embedding_scaling and first:
             scale_embeddings(module)
+        compute_swiglu_at_once(module)
+        if last and hasattr(module, "output_layer"):
+            compute_logits_batch_first(module)
         module.to(get_device())
         if self.transformer_config.bf16:
             module = Float16Module(self.transformer_config, module)

@@ -16,6 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -27,6 +28,7 @@ from torch import Tensor
 from nemo_aligner.models.nlp.gpt.megatron_config import use_transformer_engine
 from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
+from nemo_aligner.parallel.cpu_operations import rms_norm, swiglu
 from nemo_aligner.parallel.megatron_releases import parts_of, with_class
 
 
@@ -135,6 +137,22 @@ class SDPAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(sq, queries.size(0), -1)
 
 
+class SwiGLUMLP(MLP):
+    """Megatron Core's feed-forward layer with the activation SwiGLU, without a fused kernel."""
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **more: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[s, b, h]`, and the bias that is still to be added or None."""
+        output: tuple[Tensor, Tensor | None]
+        if per_token_scale is not None:  # of an expert
+            output = super().forward(hidden_states, per_token_scale, **more)
+            return output
+        both, bias = self.linear_fc1(hidden_states)
+        output = self.linear_fc2(swiglu(both if bias is None else both + bias))
+        return output
+
+
 class _ZeroCentered:
     """A norm whose weight is stored as its distance from 1, as `layernorm_zero_centered_gamma`
     says. It computes in float32 like Transformer Engine: in bf16, 1 + weight would lose the
@@ -169,6 +187,17 @@ class ZeroCenteredRMSNorm(_ZeroCentered, torch.nn.RMSNorm):
         return output.to(x.dtype)
 
 
+class RMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm`, with a faster gradient in float32 on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalized `x` `[..., h]`, in its dtype."""
+        if x.dtype is torch.float32 is self.weight.dtype and x.device.type == "cpu":
+            assert self.eps is not None
+            return rms_norm(x, self.weight, self.eps)
+        return super().forward(x)
+
+
 class LocalNorm:
     """`torch.nn.LayerNorm` or `RMSNorm`, or their zero-centered forms, whose parameters have the
     attribute `sequence_parallel` that Megatron Core reads.
@@ -184,7 +213,7 @@ class LocalNorm:
         if config.layernorm_zero_centered_gamma:
             kinds = {"LayerNorm": ZeroCenteredLayerNorm, "RMSNorm": ZeroCenteredRMSNorm}
         else:
-            kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+            kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": RMSNorm}
         norm_class = kinds[config.normalization]
         norm = norm_class(hidden_size, eps=eps)
         for parameter in norm.parameters():
@@ -203,6 +232,41 @@ def scale_embeddings(model: Any) -> None:
         return output * torch.tensor(factor, dtype=output.dtype)
 
     model.embedding.register_forward_hook(scale)
+
+
+def compute_swiglu_at_once(model: Any) -> None:
+    """Make the local feed-forward layers of a model with SwiGLU `SwiGLUMLP`s.
+
+    Built ones, because Megatron Core warns of a specification that names another class.
+    """
+    config = model.config
+    if config.gated_linear_unit and config.activation_func is F.silu:
+        for module in model.modules():
+            if type(module) is MLP and not use_transformer_engine():
+                module.__class__ = SwiGLUMLP
+
+
+def compute_logits_batch_first(model: Any) -> None:
+    """Make the output layer of a `GPTModel` compute its logits in the order `[B, S, V/TP]`, which
+    is the one that `GPTModel` returns.
+
+    `GPTModel` would compute them as `[S, B, V/TP]` and copy them, and the backward pass would copy
+    their gradient. Here the hidden states are copied instead, which are far smaller; with sequence
+    parallelism they are gathered along their first dimension, and everything stays as it is.
+    """
+    if model.config.sequence_parallel:
+        return
+
+    def hidden_batch_first(_layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *others = inputs
+        return (hidden.transpose(0, 1).contiguous(), *others)
+
+    def as_expected(_layer: torch.nn.Module, _inputs: Any, output: tuple[Any, ...]) -> Any:
+        logits, bias = output
+        return logits.transpose(0, 1), bias  # the copy that follows finds it in order
+
+    model.output_layer.register_forward_pre_hook(hidden_batch_first)
+    model.output_layer.register_forward_hook(as_expected)
 
 
 def build_layer_spec(
