@@ -144,9 +144,7 @@ def model_keys(precision: str = "32", **keys: Any) -> Any:
 def prompts(lengths: Tensor, width: int = 32) -> Tensor:
     """int64 `[B, width]`: random prompts that are given responses of `lengths` `[B]` tokens."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(
-        LONGEST + 1, VOCABULARY - 1, (len(lengths), width), generator=generator
-    )
+    tokens = torch.randint(LONGEST + 1, VOCABULARY - 1, (len(lengths), width), generator=generator)
     tokens[:, -1] = lengths
     return tokens
 

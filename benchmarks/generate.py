@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Generation against Hugging Face's `generate`, on the same weights: fixed and skewed lengths, fp32
-and bf16, several responses to one long prompt.
+"""Generation against Hugging Face's `generate`, on the same weights: fixed and skewed lengths,
+fp32 and bf16, several responses to one long prompt.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py
 

@@ -8,7 +8,8 @@ the same weights and the same samples.
 16 samples of 32 + 128 tokens, or of skewed lengths. Log-probs are made 16 samples at a time. An
 update is PPO's: log-probs of 4 samples at a time, the clipped loss, the gradient of all of them,
 clipped, and one step of the optimizer. The peer computes log-probs as TRL does, by `logsumexp` of
-one row after another, and no entropy; ours reports the entropy.
+one row after another, and no entropy; ours reports the entropy. In bf16 the peer trains bf16
+weights and computes log-probs in bf16; ours has fp32 weights in its optimizer and fp32 log-probs.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,9 @@ def build_ours(at: countdown.Folders, precision: str) -> dict[str, Callable]:
 
         def logprobs(batch: dict[str, Tensor] = batch) -> Tensor:
             model.set_eval()
-            return model.get_inference_log_probs(batch["response_tokens"], FORWARD_BATCH)
+            return model.get_inference_log_probs(
+                batch["response_tokens"], FORWARD_BATCH, batch["response_lengths"]
+            )
 
         def update(batch: dict[str, Tensor] = batch) -> None:
             train_on_batch(model, *training, batch, CLIP)
@@ -72,7 +75,7 @@ def build_ours(at: countdown.Folders, precision: str) -> dict[str, Callable]:
 
 
 def selected_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probs of `targets` `[B, S]` from `[B, S, V]`, without a copy of the size of the logits."""
+    """Log-probs of `targets` `[B, S]` from logits `[B, S, V]`, which are not copied."""
     chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return chosen - torch.stack([row.logsumexp(-1) for row in logits])
 
