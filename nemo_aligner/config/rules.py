@@ -127,6 +127,7 @@ def check_values(
     _check_sequence_lengths(values)
     values.whole("model.forward_micro_batch_size", 1)
     values.whole("model.seed", 0)
+    values.whole("model.dynamic_micro_batch_tokens", 1)
     if config_name == "inference_rm":
         check_reward_server(values, ranks)
         return
@@ -159,6 +160,30 @@ def check_save_hf(save_hf: object) -> None:
         raise ConfigError(
             f"model.save_hf={save_hf!r} is not supported; use True, False or {EVERY_CHECKPOINT}."
         )
+
+
+def check_dynamic_micro_batches(values: Values) -> None:
+    """Raise `ConfigError` if `model.dynamic_micro_batch_tokens` would share samples out to other
+    micro-batches than a loss is defined by.
+    """
+    tokens = values.get("model.dynamic_micro_batch_tokens")
+    if tokens is None:
+        return
+    fixed = (
+        f"model.dynamic_micro_batch_tokens={tokens} makes micro-batches of similar samples, but"
+    )
+    for key in (f"model.{section}loss_reduction" for section in ("", "ppo.", "rs.")):
+        if values.get(key) == "microbatch":
+            raise ConfigError(
+                f"{fixed} {key}=microbatch depends on which samples share one; use token or "
+                "sequence, or set model.dynamic_micro_batch_tokens=null."
+            )
+    for key in ("model.moe_aux_loss_coeff", "model.moe_z_loss_coeff"):
+        if values.get("model.num_moe_experts") and values.get(key):
+            raise ConfigError(
+                f"{fixed} the loss of {key}={values.get(key)} depends on which samples share one; "
+                "set one of them to null."
+            )
 
 
 def check_flags(values: Values, config_name: str) -> None:
@@ -275,6 +300,7 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
         "model.micro_batch_size",
         times=dp | virtual_pipeline_group(values),
     )
+    check_dynamic_micro_batches(values)
     values.number("model.optim.lr", 0, above=True)
     check_optim(values.get("model.optim", {}))
     values.choice("exp_manager.checkpoint_callback_params.mode", ("min", "max"))

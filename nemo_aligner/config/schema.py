@@ -86,9 +86,9 @@ _PARALLEL = dotted(
 )
 _MODEL = dotted(
     "model",
-    """micro_batch_size global_batch_size megatron_amp_O2 encoder_seq_length
-    max_position_embeddings seed precision overwrite_base_config target nemo_version
-    use_cpu_initialization persist_layer_norm masked_softmax_fusion bias_dropout_add_fusion
+    """micro_batch_size global_batch_size dynamic_micro_batch_tokens megatron_amp_O2
+    encoder_seq_length max_position_embeddings seed precision overwrite_base_config target
+    nemo_version use_cpu_initialization persist_layer_norm masked_softmax_fusion bias_dropout_add_fusion
     apply_rope_fusion gradient_accumulation_fusion moe_aux_loss_coeff moe_z_loss_coeff
     moe_token_dispatcher_type mcore_customization_config hugging_face""",
 )
@@ -219,7 +219,7 @@ _GENERATE = (
     dotted("trainer", "num_nodes devices accelerator precision logger")
     | _ARCHITECTURE
     | _PARALLEL
-    | (_MODEL - dotted("model", "micro_batch_size global_batch_size"))
+    | (_MODEL - dotted("model", "micro_batch_size global_batch_size dynamic_micro_batch_tokens"))
     | _CHECKPOINT
     | set(f"responses_per_prompt micro_batch_size sampling_params.add_BOS {_SAMPLING}".split())
     | dotted("length_params", "max_length min_length")

@@ -143,23 +143,33 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         on_gpu: with Transformer Engine.
     """
     model, trainer = cfg["model"], cfg["trainer"]
-    forward = model.get("forward_micro_batch_size") or 1
+    width = _width(job, model)
+    tokens = model.get("dynamic_micro_batch_tokens")
+
+    def samples(fixed: int, together: int = 1) -> int:
+        """Of a micro-batch of the longest ones, of which so many stay together."""
+        size = fixed if tokens is None else max(tokens // (width * together), 1)
+        return int(size * together)
+
+    forward = samples(model.get("forward_micro_batch_size") or 1)
     if job is REWARD_SERVER:
         return Workload(
             trains=False,
-            width=model["encoder_seq_length"],
+            width=width,
             forward_samples=forward,
             on_gpu=on_gpu,
         )
+    together = 2 if job is REWARD_MODEL else 1  # pairs
+    own = samples(model["micro_batch_size"], together)
     optimizer = OPTIMIZERS[model["optim"]["name"]]
     if optimizer.kind == "sgd":
         state_bytes = 4 if model["optim"].get("momentum") else 0
     else:
         state_bytes = 8
     common: dict[str, Any] = dict(
-        width=_width(job, model),
-        samples=model["micro_batch_size"] * (2 if job is REWARD_MODEL else 1),
-        micro_batches=max(model["global_batch_size"] // (model["micro_batch_size"] * split.dp), 1),
+        width=width,
+        samples=own,
+        micro_batches=max(model["global_batch_size"] * together // (own * split.dp), 1),
         recompute=model["activations_checkpoint_granularity"],
         recompute_layers=model["activations_checkpoint_num_layers"] or 1,
         block=model["activations_checkpoint_method"] == "block",
@@ -173,7 +183,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         rollout = settings["rollout_micro_batch_size"], settings["val_rollout_micro_batch_size"]
         return Workload(
             **common,
-            forward_samples=settings["forward_micro_batch_size"] if job is ACTOR else 0,
+            forward_samples=samples(settings["forward_micro_batch_size"]) if job is ACTOR else 0,
             rollout_samples=max(rollout),
             response=settings["length_params"]["max_length"],
             merges=trains_adapters(cfg) and bool(model["peft"]["merge_for_generation"]),

@@ -183,12 +183,12 @@ ROLES = {
     "sft": Role(GPTSFTModel, "lm"),
     "rs": Role(MegatronGPTRSModel, "lm"),
 }
+# In place of a micro-batch size: `dynamic_micro_batch_tokens`. One rank makes three micro-batches of
+# the samples; of two data-parallel ranks one makes two, the other one.
+DYNAMIC, DYNAMIC_TOKENS = "dynamic", 30
 # (loss reduction, micro-batch size)
-VARIANTS = tuple(
-    (reduction, size)
-    for reduction, sizes in {"token": (1, 2, 4), "sequence": (1, 4), "microbatch": (1, 2)}.items()
-    for size in sizes
-)
+SIZES = {"token": (1, 2, 4, DYNAMIC), "sequence": (1, 4, DYNAMIC), "microbatch": (1, 2)}
+VARIANTS = tuple((reduction, size) for reduction, sizes in SIZES.items() for size in sizes)
 # Where not all roles run.
 ROLES_OF_ARCHITECTURES = {"moe": ("actor", "sft"), "lora": ("actor", "critic", "sft")}
 # What runs in `make test`: every role with one architecture, and the others with two roles;
@@ -199,7 +199,13 @@ SLIM_ROLES = {
     "lora": ("actor", "critic"),
 }
 SLIM_ROLES_BF16 = {"llama": ("actor", "reward model")}
-SLIM_VARIANTS = (("token", 1), ("token", 4), ("sequence", 2), ("microbatch", 2))
+SLIM_VARIANTS = (
+    ("token", 1),
+    ("token", 4),
+    ("token", DYNAMIC),
+    ("sequence", 2),
+    ("microbatch", 2),
+)
 GENERATION = {
     "greedy": GenerationParams(
         max_length=14, use_greedy=True, repetition_penalty=1.3, return_logprobs=True
@@ -434,11 +440,13 @@ def build(tokenizer_dir, folder, architecture: str, role: str, overrides: dict):
 
 
 def loss_and_gradient(
-    model, batch: dict, reduction: str, micro_batch_size: int
+    model, batch: dict, reduction: str, micro_batch_size: int | str
 ) -> dict[str, float]:
     """Loss and metrics of a global batch; its gradient is left in the buffers."""
     model.loss_reduction = reduction
-    model.cfg.micro_batch_size = micro_batch_size
+    dynamic = micro_batch_size == DYNAMIC
+    model.cfg.micro_batch_size = 1 if dynamic else micro_batch_size
+    model.micro_batch_tokens = DYNAMIC_TOKENS if dynamic else None
     model.prepare_for_training_step()
     loss, metrics = model.get_loss_and_metrics(
         {key: value[my_samples()] for key, value in batch.items()}
@@ -508,7 +516,7 @@ def generated(model) -> dict[str, list]:
     return results
 
 
-def variants(role: str, split: Split, slim: bool) -> list[tuple[str, int]]:
+def variants(role: str, split: Split, slim: bool) -> list[tuple[str, int | str]]:
     """(reduction, micro-batch size) that fit the split."""
     dp = parallel_state.get_data_parallel_world_size()
     group = split.model.get("pipeline_model_parallel_size", 1)
@@ -517,7 +525,7 @@ def variants(role: str, split: Split, slim: bool) -> list[tuple[str, int]]:
     named = {
         (r if r in own else own[0], m): None for r, m in (SLIM_VARIANTS if slim else VARIANTS)
     }
-    return [(r, m) for r, m in named if SAMPLES // dp % (m * group) == 0]
+    return [(r, m) for r, m in named if m == DYNAMIC or SAMPLES // dp % (m * group) == 0]
 
 
 def compute(
@@ -535,7 +543,10 @@ def compute(
     tensor, or generated samples.
     """
     model, optimizer, scheduler = build(tokenizer_dir, folder, architecture, role, split.model)
-    numbers = dict(inferred(model, role))
+    numbers = inferred(model, role)
+    model.micro_batch_tokens = DYNAMIC_TOKENS
+    numbers |= {f"{name}, dynamic": value for name, value in inferred(model, role).items()}
+    model.micro_batch_tokens = None
     if role == "actor":
         numbers |= {f"generated {name}": samples for name, samples in generated(model).items()}
     for reduction, size in variants(role, split, slim):

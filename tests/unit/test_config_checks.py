@@ -349,6 +349,26 @@ def test_accelerator():
             "min_length=3000 is above max_length=2048",
         ),
         (
+            "gpt_sft",
+            ["model.dynamic_micro_batch_tokens=0"],
+            "dynamic_micro_batch_tokens=0 must be at least 1",
+        ),
+        (
+            "gpt_ppo_actor",
+            ["model.dynamic_micro_batch_tokens=512", "model.ppo.loss_reduction=microbatch"],
+            "model.dynamic_micro_batch_tokens=512 makes micro-batches of similar samples, but "
+            "model.ppo.loss_reduction=microbatch depends on which samples share one; use token or",
+        ),
+        (
+            "gpt_ppo_critic",
+            [
+                "model.dynamic_micro_batch_tokens=512",
+                "++model.num_moe_experts=4",
+                "++model.moe_z_loss_coeff=0.1",
+            ],
+            "the loss of model.moe_z_loss_coeff=0.1 depends on which samples share one; set one",
+        ),
+        (
             "gpt_ppo_actor",
             ["remote_critic_rm.pad_to_length=0"],
             "pad_to_length=0 must be at",

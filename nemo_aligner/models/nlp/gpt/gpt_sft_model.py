@@ -99,6 +99,7 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
             loss_fn=loss_fn,
             forward_only=forward_only,
             lengths=counted_lengths(inputs["weights"], inputs["tokens"].size(1)),
+            micro_batch_tokens=self.micro_batch_tokens,
             keep_order=self.loss_reduction == "microbatch",
         )
         count = torch.tensor(

@@ -216,6 +216,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
             loss_fn=loss_fn,
             forward_only=forward_only,
             lengths=counted_lengths(weights, tokens.size(1)),
+            micro_batch_tokens=self.micro_batch_tokens,
             keep_order=self.loss_reduction == "microbatch",
         )
         return metrics["loss"], metrics | explained_variance_from_moments(moments[MOMENTS])

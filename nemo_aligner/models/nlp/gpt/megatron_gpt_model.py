@@ -81,6 +81,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         transformer_config: Megatron Core's configuration.
         padded_vocab_size: rows of the embedding table; ids from `tokenizer.vocab_size` on are
             padding.
+        micro_batch_tokens: most tokens of a forward pass in place of a number of samples, or None.
         restore_path: checkpoint that the weights were loaded from; None: they are random.
 
     Raises:
@@ -125,6 +126,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         self._optimizer: MegatronOptimizer | None = None
         self._scheduler: OptimizerParamScheduler | None = None
         self._swap_buffer: dict[str, Tensor] | None = None
+        self.micro_batch_tokens: int | None = self.cfg.dynamic_micro_batch_tokens
         self.restore_path: Path | None = None
 
     # --- construction ---------------------------------------------------------------------------

@@ -200,7 +200,7 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
 
         Args:
             response_tokens: int64 `[B, S]`.
-            forward_micro_batch_size: samples per pass; that of the configuration by default.
+            forward_micro_batch_size: samples per pass; by default what the configuration says.
             response_lengths: int64 `[B]`, R; None: S. Only as many tokens are computed.
 
         Returns:
@@ -214,5 +214,6 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
                 logits, batch["tokens"], inference_only=True
             ),
             lengths=response_lengths,
+            micro_batch_tokens=None if forward_micro_batch_size else self.micro_batch_tokens,
             by_position=True,
         )

@@ -171,6 +171,7 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
             loss_fn=loss_fn,
             forward_only=forward_only,
             lengths=counted_lengths(weights, tokens.size(1)),
+            micro_batch_tokens=self.micro_batch_tokens,
             keep_order=self.loss_reduction == "microbatch",
         )
         return metrics["loss"], metrics

@@ -137,6 +137,7 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
             forward_only=forward_only,
             model_inputs=("lengths",),
             lengths=batch["lengths"],
+            micro_batch_tokens=self.micro_batch_tokens,
         )
         metrics["weights"] = float(sum_over_dp(valid.sum().to(get_device())))
         return metrics["loss"], {**metrics, **moments}

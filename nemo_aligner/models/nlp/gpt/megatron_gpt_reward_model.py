@@ -266,6 +266,7 @@ class MegatronGPTRewardModel(
             forward_only=forward_only,
             model_inputs=("lengths",),
             lengths=lengths,
+            micro_batch_tokens=self.micro_batch_tokens,
             together=2,
         )
         mean = (metrics["rewards_chosen_mean"] + metrics["rewards_rejected_mean"]) / 2
@@ -326,6 +327,7 @@ class MegatronGPTRewardModel(
             output_fn=lambda output, _: self._standardize(output.float()),
             model_inputs=("lengths",),
             lengths=lengths,
+            micro_batch_tokens=self.micro_batch_tokens,
             by_position=gives_values(self.model[-1]),
         )
 

@@ -56,6 +56,7 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
             loss_fn=loss_fn,
             forward_only=forward_only,
             lengths=counted_lengths(weights, tokens.size(1)),
+            micro_batch_tokens=self.micro_batch_tokens,
             keep_order=self.loss_reduction == "microbatch",
         )
         return metrics["loss"], metrics
