@@ -88,9 +88,9 @@ _MODEL = dotted(
     "model",
     """micro_batch_size global_batch_size dynamic_micro_batch_tokens megatron_amp_O2
     encoder_seq_length max_position_embeddings seed precision overwrite_base_config target
-    nemo_version use_cpu_initialization persist_layer_norm masked_softmax_fusion bias_dropout_add_fusion
-    apply_rope_fusion gradient_accumulation_fusion moe_aux_loss_coeff moe_z_loss_coeff
-    moe_token_dispatcher_type mcore_customization_config hugging_face""",
+    nemo_version use_cpu_initialization persist_layer_norm masked_softmax_fusion
+    bias_dropout_add_fusion apply_rope_fusion gradient_accumulation_fusion moe_aux_loss_coeff
+    moe_z_loss_coeff moe_token_dispatcher_type mcore_customization_config hugging_face""",
 )
 _OPTIM = dotted(
     "model.optim",

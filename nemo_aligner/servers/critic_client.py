@@ -150,6 +150,8 @@ class RemoteGPTRMCriticClient:
             `reward_models`. Missing keys have the defaults of the YAML file.
         tokenizer: of the policy; servers with another one refuse its samples. None disables the
             comparison.
+        max_length: longest sample of the policy, to which widths of requests may be rounded up;
+            None: they are not rounded.
 
     Raises:
         ConfigError: the section cannot work.
@@ -160,10 +162,12 @@ class RemoteGPTRMCriticClient:
 
     SETTING = "remote_critic_rm"
 
-    def __init__(self, cfg: DictConfig, tokenizer: object | None = None):
+    def __init__(
+        self, cfg: DictConfig, tokenizer: object | None = None, max_length: int | None = None
+    ):
         cfg = self.cfg = complete_section(cfg, self.SETTING)
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self.pad_to_length = cfg.pad_to_length
+        self.pad_to_length, self.max_length = cfg.pad_to_length, max_length
         self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
         self.communicator = make_communicator(cfg, self.SETTING)
         names = cfg.critic.name
@@ -200,7 +204,11 @@ class RemoteGPTRMCriticClient:
                 `prompt_lengths` [b].
         """
         make_payload = functools.partial(
-            scoring_payload, rollout_batch, self.pad_to_length, self.fingerprint
+            scoring_payload,
+            rollout_batch,
+            self.pad_to_length,
+            self.fingerprint,
+            self.max_length,
         )
 
         def send() -> PendingReply:

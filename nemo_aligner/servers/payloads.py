@@ -18,22 +18,40 @@ from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.schema import Arrays
 
 
+def request_width(longest: int, pad_to_length: int | None, max_length: int | None) -> int:
+    """Return the number of token columns of an infer request.
+
+    Args:
+        longest: tokens of its longest sample.
+        pad_to_length: least number; None: the longest sample, rounded up.
+        max_length: rounding ends here; None: nothing is rounded.
+    """
+    if pad_to_length is not None:
+        return max(longest, pad_to_length)
+    if max_length is None:
+        return longest
+    # A server merges requests of equal width, so there should be few widths: eight from one power
+    # of two to the next, which adds an eighth at most, and multiples of 8 below 128.
+    step = max(8, 1 << (longest.bit_length() - 4)) if longest >= 8 else 8
+    return max(longest, min(-(-longest // step) * step, max_length))
+
+
 def scoring_payload(
     rollout_batch: Rollout,
     pad_to_length: int | None,
     fingerprint: str | None = None,
+    max_length: int | None = None,
 ) -> Arrays:
     """Return the arrays of an infer request; they share no memory with `rollout_batch`.
 
     Args:
         rollout_batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
-        pad_to_length: least number of columns to send, filled up with 0; the columns of the
-            longest sample are always sent. None sends no others.
+        pad_to_length, max_length: see `request_width`; further columns hold 0.
         fingerprint: of the policy's tokenizer, for the server to compare; None leaves it out.
     """
     tokens = rollout_batch["response_tokens"].cpu()
     lengths = rollout_batch["response_lengths"].cpu().long()
-    columns = max(int(lengths.max()), pad_to_length or 0)
+    columns = request_width(int(lengths.max()), pad_to_length, max_length)
     # Cuts off columns where it is negative.
     tokens = torch.nn.functional.pad(tokens, (0, columns - tokens.shape[1]))
     payload = {

@@ -169,6 +169,8 @@ class RemoteGPTRMClient:
         tokenizer: of the policy; servers with another one refuse its samples. None disables the
             comparison.
         setting: name of the section, `remote_rm` or `remote_critic_rm`.
+        max_length: longest sample of the policy, to which widths of requests may be rounded up;
+            None: they are not rounded.
 
     Raises:
         ConfigError: the section cannot work.
@@ -176,12 +178,16 @@ class RemoteGPTRMClient:
     """
 
     def __init__(
-        self, cfg: DictConfig, tokenizer: object | None = None, setting: str = "remote_rm"
+        self,
+        cfg: DictConfig,
+        tokenizer: object | None = None,
+        setting: str = "remote_rm",
+        max_length: int | None = None,
     ):
         self.cfg = complete_section(cfg, setting)
         self.setting = setting
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self.pad_to_length = self.cfg.pad_to_length
+        self.pad_to_length, self.max_length = self.cfg.pad_to_length, max_length
         self.communicator = make_communicator(self.cfg, setting)
         self.reward_models = RewardModels(self.cfg, self.communicator, setting)
 
@@ -195,7 +201,11 @@ class RemoteGPTRMClient:
                 `prompt_lengths` [b].
         """
         make_payload = functools.partial(
-            scoring_payload, rollout_batch, self.pad_to_length, self.fingerprint
+            scoring_payload,
+            rollout_batch,
+            self.pad_to_length,
+            self.fingerprint,
+            self.max_length,
         )
         return self.reward_models.score(rollout_batch, make_payload)
 
@@ -205,13 +215,9 @@ class RemoteGPTRMClient:
 
 
 def complete_section(cfg: DictConfig, setting: str) -> DictConfig:
-    """Return `cfg`, the section called `setting`, with the defaults of the job it belongs to.
-
-    Only `pad_to_length` has another default, null: the YAML's is the length of the job's model,
-    of which a section that stands alone knows nothing.
-    """
+    """Return `cfg`, the section called `setting`, with the defaults of the job it belongs to."""
     known = setting if setting in _JOB_OF_SECTION else "remote_rm"
-    return complete({"pad_to_length": None, **cfg}, _JOB_OF_SECTION[known], known)
+    return complete(cfg, _JOB_OF_SECTION[known], known)
 
 
 def make_communicator(cfg: DictConfig, setting: str) -> HTTPCommunicator:

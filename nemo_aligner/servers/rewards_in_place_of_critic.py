@@ -29,11 +29,13 @@ class RewardsInPlaceOfCritic:
     Args:
         cfg: `remote_critic_rm`, of which `critic` is not read; otherwise as for
             `RemoteGPTRMClient`, which also lists the errors.
-        tokenizer: of the policy.
+        tokenizer, max_length: of the policy, as there.
     """
 
-    def __init__(self, cfg: DictConfig, tokenizer: object | None = None):
-        self.rm = RemoteGPTRMClient(cfg, tokenizer, RemoteGPTRMCriticClient.SETTING)
+    def __init__(
+        self, cfg: DictConfig, tokenizer: object | None = None, max_length: int | None = None
+    ):
+        self.rm = RemoteGPTRMClient(cfg, tokenizer, RemoteGPTRMCriticClient.SETTING, max_length)
         self.communicator = self.rm.communicator
 
     def infer_rm_critic(self, rollout_batch: Rollout) -> RMFutureResult:

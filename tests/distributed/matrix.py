@@ -183,8 +183,8 @@ ROLES = {
     "sft": Role(GPTSFTModel, "lm"),
     "rs": Role(MegatronGPTRSModel, "lm"),
 }
-# In place of a micro-batch size: `dynamic_micro_batch_tokens`. One rank makes three micro-batches of
-# the samples; of two data-parallel ranks one makes two, the other one.
+# In place of a micro-batch size: `dynamic_micro_batch_tokens`. One rank makes three micro-batches
+# of the samples; of two data-parallel ranks one makes two, the other one.
 DYNAMIC, DYNAMIC_TOKENS = "dynamic", 30
 # (loss reduction, micro-batch size)
 SIZES = {"token": (1, 2, 4, DYNAMIC), "sequence": (1, 4, DYNAMIC), "microbatch": (1, 2)}

@@ -165,7 +165,7 @@ def metric_names(folder: Path) -> list[str]:
     """Names of all metrics that a job has logged, except its timers."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = {name for record in records for name in record} - {"step", "time"}
-    return sorted(name for name in names if not name.startswith("timers/"))
+    return sorted(name for name in names if not name.startswith(("timers/", "tokens/")))
 
 
 def reward_server(

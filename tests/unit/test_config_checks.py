@@ -363,8 +363,8 @@ def test_accelerator():
             "gpt_ppo_critic",
             [
                 "model.dynamic_micro_batch_tokens=512",
-                "++model.num_moe_experts=4",
-                "++model.moe_z_loss_coeff=0.1",
+                "model.num_moe_experts=4",
+                "model.moe_z_loss_coeff=0.1",
             ],
             "the loss of model.moe_z_loss_coeff=0.1 depends on which samples share one; set one",
         ),

@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from nemo_aligner.servers.payloads import scoring_payload, training_payload
+from nemo_aligner.servers.payloads import request_width, scoring_payload, training_payload
 
 ROLLOUT = {
     "response_tokens": torch.tensor([[1, 2, 3, 4, 9, 9], [5, 6, 9, 9, 9, 9]]),
@@ -47,3 +47,19 @@ def test_a_request_does_not_change_with_the_batch_that_it_was_made_from(order):
     for payload, expected in zip(payloads, before):
         for name, array in payload.items():
             assert (array == expected[name]).all(), name
+
+
+def test_widths_of_requests_are_few_and_waste_little():
+    limit = 1000  # of the policy, and no multiple of anything
+    widths = {longest: request_width(longest, None, limit) for longest in range(1, limit + 1)}
+    for longest, width in widths.items():
+        assert longest <= width <= min(limit, longest + max(7, longest // 8))
+        assert width % 8 == 0 or width == limit
+    assert len({width for longest, width in widths.items() if 512 < longest}) == 8
+    assert request_width(97, None, 100) == 100 and request_width(97, None, None) == 97
+    assert request_width(97, 64, 100) == 97 and request_width(97, 256, 100) == 256
+
+
+def test_a_request_is_rounded_up_within_the_limit_of_the_policy():
+    assert scoring_payload(ROLLOUT, None, max_length=48)["tokens"].shape == (2, 8)
+    assert scoring_payload(ROLLOUT, None, max_length=5)["tokens"].shape == (2, 5)

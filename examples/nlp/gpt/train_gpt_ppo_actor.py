@@ -116,7 +116,9 @@ def train(cfg: DictConfig) -> None:
 
     has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
     rm_critic_cls = RemoteGPTRMCriticClient if has_critic else RewardsInPlaceOfCritic
-    rm_critic = rm_critic_cls(cfg.remote_critic_rm, model.tokenizer)
+    rm_critic = rm_critic_cls(
+        cfg.remote_critic_rm, model.tokenizer, max_length=cfg.model.encoder_seq_length
+    )
     try:
         ppo_trainer = PPOTrainer(
             cfg=cfg.trainer.ppo,

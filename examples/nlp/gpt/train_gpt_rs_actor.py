@@ -98,7 +98,7 @@ def train(cfg: DictConfig) -> None:
     ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
     job.logger.log_hyperparams(OmegaConf.to_container(cfg))
 
-    rm = RemoteGPTRMClient(cfg.remote_rm, model.tokenizer)
+    rm = RemoteGPTRMClient(cfg.remote_rm, model.tokenizer, max_length=cfg.model.encoder_seq_length)
     try:
         rs_trainer = RSTrainer(
             cfg=cfg.trainer.rs,
