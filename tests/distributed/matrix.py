@@ -20,7 +20,6 @@ than on one rank. Slots that must not count hold NaN in the splits and 0 on one 
 computes all padding (`as_padded`), the splits compute as jobs do.
 """
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,10 +43,10 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.training import megatron_steps, rank_plans
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import optimizer_step
 from tests.distributed.launcher import progress
+from tests.padded_runs import as_padded
 from tests.tiny_models import PPO, tiny_config
 
 SAMPLES, WIDTH, ATTRIBUTES, STEPS = 8, 13, 2, 3
@@ -366,23 +365,6 @@ def deviation(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
 
 
 # --- what a rank computes
-
-
-@contextlib.contextmanager
-def as_padded():
-    """Inside, every pass is as wide as the batch, with the samples in their order."""
-
-    def plan(model_chunks, tokens, _lengths, micro_batch_size, _tokens, **options):
-        options["keep_order"] = options["training"]
-        return rank_plans.plan_of_rank(
-            model_chunks, tokens, None, micro_batch_size, None, **options
-        )
-
-    megatron_steps.plan_of_rank = plan
-    try:
-        yield
-    finally:
-        megatron_steps.plan_of_rank = rank_plans.plan_of_rank
 
 
 def model_config(tokenizer_dir, architecture: str, **overrides):

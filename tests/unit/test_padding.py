@@ -9,6 +9,7 @@ import torch
 
 from nemo_aligner.training import token_counts
 from tests.distributed import matrix
+from tests.padded_runs import as_padded
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ def test_padding_that_is_not_computed_changes_nothing(
     for reduction in matrix.ROLES[role].reductions:
         if (reduction, size) == ("microbatch", matrix.DYNAMIC):
             continue  # refused: it depends on which samples share a micro-batch
-        with matrix.as_padded():
+        with as_padded():
             expected, padded = numbers_of(model, role, reduction, 0.0)
         found, cut = numbers_of(model, role, reduction, torch.nan, size)
         assert cut["train_computed"] < 0.9 * padded["train_computed"]
@@ -54,7 +55,7 @@ def test_padding_that_is_not_computed_changes_nothing(
         for name in expected:
             apart = matrix.apart(found[name], expected[name], is_gradient=name == "gradient")
             assert apart < BOUND, (reduction, name, apart)
-    with matrix.as_padded():
+    with as_padded():
         expected = matrix.inferred(model, role)
     padded = counted(token_counts.FORWARD)
     model.micro_batch_tokens = matrix.DYNAMIC_TOKENS if size == matrix.DYNAMIC else None
@@ -82,7 +83,7 @@ def test_losses_that_balance_experts_see_all_padding(tiny_tokenizer_dir, models)
     """They are statistics of the tokens of a micro-batch: nothing is cut, no sample moves."""
     balanced = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}
     model, *_ = matrix.build(tiny_tokenizer_dir, models, "moe", "sft", balanced)
-    with matrix.as_padded():
+    with as_padded():
         expected, padded = numbers_of(model, "sft", "token", 0.0)
     found, cut = numbers_of(model, "sft", "token", 0.0)
     assert cut["train_computed"] == padded["train_computed"]
