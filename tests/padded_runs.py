@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Passes that compute all padding, to compare with: as wide as the batch, samples in their order."""
+"""Passes that compute all padding: as wide as the batch, with the samples in their order."""
 
 import contextlib
 import runpy
