@@ -33,6 +33,7 @@ from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup
+from nemo_aligner.servers.pieces import PieceStore
 from nemo_aligner.servers.requests import pad_rows
 from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.scoring import (
@@ -127,6 +128,7 @@ class CriticServerTrainer:
         # Ends what the model was last prepared for, if that was interrupted.
         self._finish: Callable[[], None] | None = None
         self._replies: collections.OrderedDict[str, Arrays | Exception] = collections.OrderedDict()
+        self._pieces = PieceStore()
         self._loop: ServerLoop | None = None
 
     # ---- state ----
@@ -179,34 +181,62 @@ class CriticServerTrainer:
 
     def server_train(self, **inputs: Array) -> Arrays:
         """Handle `critic_train`. A `request_id` seen before gets its first reply again: nothing is
-        applied twice.
+        applied twice. Of a request in pieces the last one starts the update.
         """
-        sent_id = inputs.pop("request_id", None)
-        arrays = self._prepare_training(inputs)
-        if sent_id is None:
-            return self._submit(ServerSignal.TRAIN, arrays)
-        request_id = bytes(np.asarray(sent_id).reshape(-1)[0]).decode()
-        if request_id in self._replies:
+        sent_id, piece = inputs.pop("request_id", None), inputs.pop("piece", None)
+        request_id = None
+        if sent_id is not None:
+            request_id = bytes(np.asarray(sent_id).reshape(-1)[0]).decode()
+        arrays = self._check_training(inputs)
+        if request_id is not None and request_id in self._replies:
             logging.warning(
                 f"critic_train: request {request_id} came again; replying without another update"
             )
-        else:
-            step = self.step
-            try:
-                reply: Arrays | Exception = self._submit(ServerSignal.TRAIN, arrays)
-            except Exception as error:
-                if self.step == step:
-                    raise  # nothing was applied: the client may try again
-                reply = error
-            self._replies[request_id] = reply
-            if len(self._replies) > REMEMBERED_REQUESTS:
-                self._replies.popitem(last=False)
+            return self._reply_to(request_id)
+        whole = self._put_together(request_id, piece, arrays)
+        if whole is None:
+            return {"loss_mean": np.array([np.nan], dtype=np.float32)}
+        arrays = {name: pad_rows(array, self.gbs) for name, array in whole.items()}
+        if request_id is None:
+            return self._submit(ServerSignal.TRAIN, arrays)
+        self._train_once(request_id, arrays)
+        return self._reply_to(request_id)
+
+    def _reply_to(self, request_id: str) -> Arrays:
+        """Return the reply to a request whose update has been made, or raise its error."""
         reply = self._replies[request_id]
         if isinstance(reply, Exception):
             raise RuntimeError(
                 f"critic_train: request {request_id} failed halfway; it is not repeated"
             ) from reply
         return reply
+
+    def _train_once(self, request_id: str, arrays: Arrays) -> None:
+        """Train, and keep the outcome for `_reply_to`. An error before the first update is raised
+        and not kept: the client may try again.
+        """
+        step = self.step
+        try:
+            reply: Arrays | Exception = self._submit(ServerSignal.TRAIN, arrays)
+        except Exception as error:
+            if self.step == step:
+                raise
+            reply = error
+        self._replies[request_id] = reply
+        if len(self._replies) > REMEMBERED_REQUESTS:
+            self._replies.popitem(last=False)
+
+    def _put_together(
+        self, request_id: str | None, piece: Array | None, arrays: Arrays
+    ) -> Arrays | None:
+        """Return the arrays of a whole request, None while pieces of it are still to come."""
+        if piece is None:
+            self._pieces.drop()  # of a client that has given its request up
+            return arrays
+        if request_id is None:
+            raise schema.RequestError("critic_train: 'piece' is sent without a 'request_id'.")
+        first, rows = np.asarray(piece).reshape(-1).tolist()
+        return self._pieces.add(request_id, first, rows, arrays)
 
     def server_save(self, **inputs: Array) -> Arrays:
         """Handle `critic_save`."""
@@ -279,6 +309,11 @@ class CriticServerTrainer:
         """Return the checked arrays of a train request, with empty rows (mask 0) up to a multiple
         of the global batch size.
         """
+        arrays = self._check_training(inputs)
+        return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
+
+    def _check_training(self, inputs: Inputs) -> Arrays:
+        """Return the arrays of a train request, or of a piece of one, after checking them."""
         names = ("tokens", "returns", "prev_values", "mask")
         arrays = {name: array for name in names if (array := inputs.get(name)) is not None}
         missing = [name for name in names if name not in arrays]
@@ -287,7 +322,7 @@ class CriticServerTrainer:
                 f"critic_train: input tensor '{missing[0]}' is missing; send {', '.join(names)}."
             )
         validate_training_inputs(**arrays, vocab_size=self.vocab_size, max_length=self.max_length)
-        return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
+        return arrays
 
     def run_training(
         self,

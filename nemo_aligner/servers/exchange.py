@@ -102,6 +102,7 @@ class Exchange:
 
     def __init__(self, host: str, port: int):
         self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
+        self._aborted = False
 
     def run(self, request: InferRequest, timeout_s: float) -> Arrays:
         """Send the request and return the arrays of the reply, by wire name.
@@ -113,6 +114,8 @@ class Exchange:
         """
         connected = False
         try:
+            if self._aborted:  # between two parts of a request
+                raise ConnectionAbortedError("the request was given up")
             self._connection.connect()
             connected = True
             _watch_peer(self._connection.sock)
@@ -136,7 +139,8 @@ class Exchange:
         return _read_reply(response, body)
 
     def abort(self) -> None:
-        """Make `run` raise ConnectionLostError if it waits for the reply."""
+        """Make `run` raise ConnectionLostError, now if it waits for the reply, and from now on."""
+        self._aborted = True
         sock = self._connection.sock
         if sock is not None:
             try:

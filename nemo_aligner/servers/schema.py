@@ -132,7 +132,9 @@ def critic_train_endpoint() -> Endpoint:
     """One pass of critic updates over the samples sent.
 
     `request_id` (up to 64 characters) makes a repeated request harmless: the same id is applied
-    once.
+    once. A request that is too large for one body comes in pieces of its rows, in order, with one
+    `request_id` (pieces.py). The reply to the last one is that of the whole; before, `loss_mean`
+    is NaN.
     """
     return Endpoint(
         CRITIC_TRAIN,
@@ -154,6 +156,13 @@ def critic_train_endpoint() -> Endpoint:
                 meaning="1 on transitions into response tokens [N, S-1]",
             ),
             TensorSpec("request_id", np.bytes_, (1,), True, "the sender's id of this update"),
+            TensorSpec(
+                "piece",
+                np.int64,
+                (2,),
+                True,
+                "first row of this piece, and the rows of all pieces together",
+            ),
         ),
         (
             TensorSpec(

@@ -18,6 +18,7 @@ import numpy as np
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.servers.exchange import InferRequest
+from nemo_aligner.servers.pieces import LARGEST_BODY, PIECE_BYTES, piece_rows
 from nemo_aligner.servers.schema import (
     Array,
     Arrays,
@@ -54,6 +55,7 @@ ADDITIONS = (
     ),
     Addition("input", "prompt_lengths", "the server is not told where the responses start"),
     Addition("input", "request_id", "every update is sent once, and never again after a failure"),
+    Addition("input", "piece", "an update of more than 2 GiB is refused"),
     Addition("input", "actor_step", "the checkpoint does not say which actor step it belongs to"),
     Addition(
         "endpoint",
@@ -212,8 +214,9 @@ def fit_requests(served: ServedModel, endpoint: Endpoint, data: Arrays) -> list[
     """Return `data`, which fits `endpoint`, as the requests that `served` takes.
 
     Arrays that it takes as they are stay as they are. A scoring request of more samples than the
-    server takes at once becomes several; nothing else is ever cut, for those requests change the
-    server's state.
+    server takes at once, or of more than `PIECE_BYTES`, becomes several. So does an update of more
+    bytes, for a server that puts the pieces together; no other request that changes the server's
+    state is ever cut.
 
     Raises:
         RequestError: the server's dtypes, sizes or limits cannot hold the data.
@@ -230,16 +233,40 @@ def fit_requests(served: ServedModel, endpoint: Endpoint, data: Arrays) -> list[
         for name, array in data.items()
         if name in specs
     }
-    samples = len(next(iter(fitted.values())))
-    limit = served.max_batch_size
-    if not endpoint.batching or not limit or samples <= limit:
-        return [InferRequest(served.name, fitted)]
+    if not endpoint.batching:
+        return _pieces_of_update(served, fitted)
+    rows = piece_rows(fitted, PIECE_BYTES)
+    if served.max_batch_size:
+        rows = min(rows, served.max_batch_size)
     return [
         InferRequest(
-            served.name, {name: array[first : first + limit] for name, array in fitted.items()}
+            served.name, {name: array[first : first + rows] for name, array in fitted.items()}
         )
-        for first in range(0, samples, limit)
+        for first in range(0, len(next(iter(fitted.values()))), rows)
     ]
+
+
+def _pieces_of_update(served: ServedModel, data: Arrays) -> list[InferRequest]:
+    """Return the requests that bring `data`, the arrays of one request, to `served`."""
+    size = sum(array.nbytes for array in data.values())
+    if size > PIECE_BYTES and served.lists("piece") and "request_id" in data:
+        whole = {name: array for name, array in data.items() if name != "request_id"}
+        rows, samples = piece_rows(whole, PIECE_BYTES), len(next(iter(whole.values())))
+        return [
+            InferRequest(
+                served.name,
+                {name: array[first : first + rows] for name, array in whole.items()}
+                | {"request_id": data["request_id"], "piece": np.array([first, samples])},
+            )
+            for first in range(0, samples, rows)
+        ]
+    if size > LARGEST_BODY:
+        raise RequestError(
+            f"a request to '{served.name}' has {size / 2**30:.1f} GiB, but Triton takes at most "
+            "2 GiB, and this server cannot put pieces together. Use smaller rollouts "
+            "(model.ppo.num_rollout_samples), or a critic server of this package."
+        )
+    return [InferRequest(served.name, data)]
 
 
 def _fit(served: ServedModel, endpoint: Endpoint, spec: TensorSpec, array: Array) -> Array:
@@ -278,7 +305,8 @@ def _cast(array: Array, spec: TensorSpec, wanted: str) -> Array:
 
 
 def merge_replies(endpoint: Endpoint, replies: Sequence[Arrays]) -> Arrays:
-    """Return the replies to the requests of `fit_requests` as one, in the form of `endpoint`.
+    """Return the replies to the requests of `fit_requests` as one, in the form of `endpoint`. That
+    to the last piece of an update is the reply to the whole.
 
     Numbers of another dtype become those of the endpoint, and one number per sample, [N], becomes
     [N, 1].
@@ -289,8 +317,8 @@ def merge_replies(endpoint: Endpoint, replies: Sequence[Arrays]) -> Arrays:
     names = replies[0].keys()
     if any(reply.keys() != names for reply in replies):
         raise ReplyError(f"the replies hold different tensors: {[sorted(r) for r in replies]}")
-    merged = replies[0]
-    if len(replies) > 1:
+    merged = replies[-1]
+    if endpoint.batching and len(replies) > 1:
         try:
             merged = {name: np.concatenate([reply[name] for reply in replies]) for name in names}
         except ValueError as error:

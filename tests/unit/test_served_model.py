@@ -60,6 +60,7 @@ TRAINING = {
     "prev_values": np.array([[0.5, 0.0], [0.1, -1.0]], np.float32),
     "mask": np.array([[1, 0], [1, 1]], np.float32),
     "request_id": np.array([b"abc"]),
+    "piece": np.array([0, 2]),
 }
 SAVING = {"dummy_var": np.zeros(1, np.int64), "actor_step": np.array([3])}
 

@@ -62,6 +62,7 @@ def test_endpoints_are_those_of_the_protocol():
         ("prev_values", "float32", (-1, -1), False),
         ("mask", "float32", (-1, -1), False),
         ("request_id", "bytes", (1,), True),
+        ("piece", "int64", (2,), True),
     ]
     assert table(train.outputs) == [("loss_mean", "float32", (1,), False)]
 
