@@ -200,45 +200,6 @@ def test_save_and_status(job):
     }
 
 
-def test_an_update_in_pieces_is_one_update(job, mirror, monkeypatch):
-    """Ten rows make three optimizer steps of 4 rows; the pieces have 3 rows."""
-    from nemo_aligner.servers import served_model
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-
-    raw, data = Raw(job), make_training_data(rows=10, width=9, seed=5)
-    row_bytes = 8 * 9 + 3 * 4 * 8
-    monkeypatch.setattr(served_model, "PIECE_BYTES", 3 * row_bytes + 20)
-    sizes = []
-    run = exchange.Exchange.run
-    monkeypatch.setattr(
-        exchange.Exchange,
-        "run",
-        lambda self, sent, limit: sizes.append(sum(map(len, sent.body))) or run(self, sent, limit),
-    )
-    before = int(raw("critic_status", dummy_var=[0])["critic_step"][0])
-    client = RemoteGPTRMCriticClient(client_config(job))
-    try:
-        batch = {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
-        loss = client.train(batch).result()
-    finally:
-        client.close()
-    assert len(sizes) == 4 and max(sizes) < 3 * row_bytes + 1000
-    assert loss == pytest.approx(expected_update(mirror, data, gbs=4), rel=1e-5)
-    assert_serving(raw, mirror)
-    assert int(raw("critic_status", dummy_var=[0])["critic_step"][0]) == before + 3
-
-    # A client that disappears: its pieces change nothing, and the next update is whole again.
-    part = {name: tensor[:4].numpy() for name, tensor in data.items()}
-    request = {**part, "request_id": [b"gone"], "piece": [0, 10]}
-    assert np.isnan(raw("critic_train", **request)["loss_mean"]).all()
-    request = {k: v.numpy() for k, v in data.items()}
-    answer = raw("critic_train", **request, request_id=[b"whole"], piece=[0, 10])
-    assert answer["loss_mean"][0] == pytest.approx(expected_update(mirror, data, 4), rel=1e-5)
-    again = raw("critic_train", **part, request_id=[b"whole"], piece=[0, 10])
-    assert again["loss_mean"] == answer["loss_mean"]
-    assert_serving(raw, mirror)
-
-
 TRAIN = {name: tensor.nan_to_num().numpy() for name, tensor in make_training_data(2, 5).items()}
 INFER = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1), 5)}
 
@@ -449,6 +410,45 @@ def test_clients_of_two_ranks(job, mirror, tp):
     if tp == 2:  # both ranks belong to one model-parallel group
         assert "cannot stand" in results[1][4][0]
     assert_serving(Raw(job), mirror)
+
+
+def test_an_update_in_pieces_is_one_update(job, mirror, monkeypatch):
+    """Ten rows make three optimizer steps of 4 rows; the pieces have 3 rows."""
+    from nemo_aligner.servers import served_model
+    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
+
+    raw, data = Raw(job), make_training_data(rows=10, width=9, seed=5)
+    row_bytes = 8 * 9 + 3 * 4 * 8
+    monkeypatch.setattr(served_model, "PIECE_BYTES", 3 * row_bytes + 20)
+    sizes = []
+    run = exchange.Exchange.run
+    monkeypatch.setattr(
+        exchange.Exchange,
+        "run",
+        lambda self, sent, limit: sizes.append(sum(map(len, sent.body))) or run(self, sent, limit),
+    )
+    before = int(raw("critic_status", dummy_var=[0])["critic_step"][0])
+    client = RemoteGPTRMCriticClient(client_config(job))
+    try:
+        batch = {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
+        loss = client.train(batch).result()
+    finally:
+        client.close()
+    assert len(sizes) == 4 and max(sizes) < 3 * row_bytes + 1000
+    assert loss == pytest.approx(expected_update(mirror, data, gbs=4), rel=1e-5)
+    assert_serving(raw, mirror)
+    assert int(raw("critic_status", dummy_var=[0])["critic_step"][0]) == before + 3
+
+    # A client that disappears: its pieces change nothing, and the next update is whole again.
+    part = {name: tensor[:4].numpy() for name, tensor in data.items()}
+    request = {**part, "request_id": [b"gone"], "piece": [0, 10]}
+    assert np.isnan(raw("critic_train", **request)["loss_mean"]).all()
+    request = {k: v.numpy() for k, v in data.items()}
+    answer = raw("critic_train", **request, request_id=[b"whole"], piece=[0, 10])
+    assert answer["loss_mean"][0] == pytest.approx(expected_update(mirror, data, 4), rel=1e-5)
+    again = raw("critic_train", **part, request_id=[b"whole"], piece=[0, 10])
+    assert again["loss_mean"] == answer["loss_mean"]
+    assert_serving(raw, mirror)
 
 
 def test_sigint_ends_the_job_clean(job):
