@@ -413,13 +413,13 @@ def test_clients_of_two_ranks(job, mirror, tp):
 
 
 def test_an_update_in_pieces_is_one_update(job, mirror, monkeypatch):
-    """Ten rows make three optimizer steps of 4 rows; the pieces have 3 rows."""
+    """Six rows make two optimizer steps; the pieces have two rows."""
     from nemo_aligner.servers import served_model
     from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
-    raw, data = Raw(job), make_training_data(rows=10, width=9, seed=5)
+    raw, data = Raw(job), make_training_data(rows=6, width=9, seed=5)
     row_bytes = 8 * 9 + 3 * 4 * 8
-    monkeypatch.setattr(served_model, "PIECE_BYTES", 3 * row_bytes + 20)
+    monkeypatch.setattr(served_model, "PIECE_BYTES", 2 * row_bytes + 20)
     sizes = []
     run = exchange.Exchange.run
     monkeypatch.setattr(
@@ -434,19 +434,20 @@ def test_an_update_in_pieces_is_one_update(job, mirror, monkeypatch):
         loss = client.train(batch).result()
     finally:
         client.close()
-    assert len(sizes) == 4 and max(sizes) < 3 * row_bytes + 1000
+    assert len(sizes) == 3 and max(sizes) < 2 * row_bytes + 1000
     assert loss == pytest.approx(expected_update(mirror, data, gbs=4), rel=1e-5)
     assert_serving(raw, mirror)
-    assert int(raw("critic_status", dummy_var=[0])["critic_step"][0]) == before + 3
+    assert int(raw("critic_status", dummy_var=[0])["critic_step"][0]) == before + 2
 
     # A client that disappears: its pieces change nothing, and the next update is whole again.
-    part = {name: tensor[:4].numpy() for name, tensor in data.items()}
-    request = {**part, "request_id": [b"gone"], "piece": [0, 10]}
+    part = {name: tensor[:3].numpy() for name, tensor in data.items()}
+    request = {**part, "request_id": [b"gone"], "piece": [0, 6]}
     assert np.isnan(raw("critic_train", **request)["loss_mean"]).all()
-    request = {k: v.numpy() for k, v in data.items()}
-    answer = raw("critic_train", **request, request_id=[b"whole"], piece=[0, 10])
+    data = {name: tensor[:4] for name, tensor in data.items()}
+    request = {name: tensor.numpy() for name, tensor in data.items()}
+    answer = raw("critic_train", **request, request_id=[b"whole"], piece=[0, 4])
     assert answer["loss_mean"][0] == pytest.approx(expected_update(mirror, data, 4), rel=1e-5)
-    again = raw("critic_train", **part, request_id=[b"whole"], piece=[0, 10])
+    again = raw("critic_train", **part, request_id=[b"whole"], piece=[0, 4])
     assert again["loss_mean"] == answer["loss_mean"]
     assert_serving(raw, mirror)
 
