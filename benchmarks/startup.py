@@ -10,7 +10,6 @@ appears in the log of its job, and the last one with the first record of a step 
 OMP_NUM_THREADS is not set for the jobs: they choose the number of their threads themselves.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -22,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import measure
 import psutil
 
 from nemo_aligner.servers.ports import find_free_port
@@ -139,18 +139,19 @@ def cpu_seconds(pid: int) -> float:
     return total
 
 
-def measure(inputs: Path, limit_s: float) -> dict[tuple[str, str], dict[str, float]]:
+def start_both(inputs: Path, limit_s: float) -> dict[tuple[str, str], dict[str, float]]:
     """Start both jobs once, and stop them after the first step.
 
     Returns:
         For each part of `PARTS`, the seconds from the start of the jobs to its end ("end_s"), and
-        the CPU seconds of its job until then ("cpu_s").
+        the CPU seconds of its job until then ("cpu_s"); for ("", "") the share of the machine's
+        cores that everybody else kept busy meanwhile ("others").
     """
     with tempfile.TemporaryDirectory() as name:
         folder, port, jobs = Path(name), find_free_port(), {}
         for file in inputs.iterdir():
             (folder / file.name).symlink_to(file)
-        began = time.monotonic()
+        began, busy = time.monotonic(), measure.busy_seconds()
         critic = {**CRITIC, "trainer.ppo.port": port}
         actor = {**ACTOR, "remote_critic_rm.critic.port": port}
         try:
@@ -172,6 +173,10 @@ def measure(inputs: Path, limit_s: float) -> dict[tuple[str, str], dict[str, flo
                 if missing and (ended or now > limit_s):
                     log = (folder / missing[0][2]).with_suffix(".log").read_text()[-3000:]
                     raise RuntimeError(f"{now:.0f} s, {ended} ended, without {missing}:\n{log}")
+            capacity = (time.monotonic() - began) * (os.cpu_count() or 1)
+            own = sum(cpu_seconds(job.pid) for job in jobs.values())
+            others = max(measure.busy_seconds() - busy - own, 0.0) / capacity
+            ends["", ""] = {"others": others}
             return ends
         finally:
             for job in jobs.values():
@@ -181,14 +186,12 @@ def measure(inputs: Path, limit_s: float) -> dict[tuple[str, str], dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = measure.arguments(__doc__, repeats=3)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds until one run fails")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         write_inputs(Path(name))
-        runs = [measure(Path(name), args.limit) for _ in range(args.repeats)]
+        runs = [start_both(Path(name), args.limit) for _ in range(args.repeats)]
     rows = []
     before: dict[str, tuple[float, float]] = {}
     for job, part, _file, _text in PARTS:
@@ -197,17 +200,12 @@ def main() -> None:
         )
         started, used = before.get(job, (0.0, 0.0))
         before[job] = end, cpu
-        times = {"wall_s": end - started, "cpu_s": cpu - used, "end_s": end}
-        rows.append({"job": job, "part": part, **{k: round(v, 2) for k, v in times.items()}})
-    print("| job | part | wall s | CPU s | done after, s |")
-    print("|---|---|---|---|---|")
-    for row in rows:
-        print("| {job} | {part} | {wall_s:.1f} | {cpu_s:.1f} | {end_s:.1f} |".format(**row))
-    load, cores = os.getloadavg()[0], os.cpu_count()
-    print(f"\nmedian of {args.repeats}; {cores} cores, load average {load:.1f}")
-    if args.json:
-        result = {"benchmark": "startup", "rows": rows, "load": load, "cores": cores}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        row = {"clock s": end - started, "CPU s": cpu - used, "over after, s": end}
+        rows.append({"job": job, "part": part, **{k: round(v, 1) for k, v in row.items()}})
+    busy = statistics.median(run["", ""]["others"] for run in runs)
+    rows.append({"job": "others", "part": f"{busy:.0%} of the cores"})
+    title = "Start of an actor and its critic, until the first step is done"
+    measure.report("startup", title, rows, args.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ the critic. The calls take turns. CPU seconds are those of all processes, client
 import argparse
 import functools
 import http.client
-import json
 import os
 import socket
 import statistics
@@ -22,9 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import measure
 import psutil
 
 from nemo_aligner.servers.ports import find_free_port
@@ -137,11 +136,13 @@ def take_turns(
     """Call the functions in turns, each with the servers that it uses.
 
     Returns:
-        By name: the median of the seconds of a call ("wall_s"), and the mean of the CPU seconds
-        of this process and those servers ("cpu_s"), whose clock is too coarse for one call.
+        By name: the median of the seconds of a call ("wall_s"), the mean of the CPU seconds of
+        this process and those servers ("cpu_s"), whose clock is too coarse for one call, and the
+        share of the machine's cores that everybody else kept busy meanwhile ("others").
     """
     walls: dict[str, list[float]] = {name: [] for name in calls}
     used = {name: -cpu_seconds(servers) for name, (_call, servers) in calls.items()}
+    busy, began = measure.busy_seconds(), time.perf_counter()
     for _ in range(repeats):
         for name, (call, _servers) in calls.items():
             start, cpu = time.perf_counter(), time.process_time()
@@ -149,13 +150,20 @@ def take_turns(
             walls[name].append(time.perf_counter() - start)
             used[name] += time.process_time() - cpu
     for name, (_call, servers) in calls.items():
-        used[name] = (used[name] + cpu_seconds(servers)) / repeats
+        used[name] += cpu_seconds(servers)
+    capacity = (time.perf_counter() - began) * (os.cpu_count() or 1)
+    others = max(measure.busy_seconds() - busy - sum(used.values()), 0.0) / capacity
     return {
-        name: {"wall_s": statistics.median(walls[name]), "cpu_s": used[name]} for name in calls
+        name: {
+            "wall_s": statistics.median(walls[name]),
+            "cpu_s": used[name] / repeats,
+            "others": others,
+        }
+        for name in calls
     }
 
 
-def measure(port: int, bare_port: int, processes: dict[str, Any], repeats: int) -> list[dict]:
+def compare(port: int, bare_port: int, processes: dict[str, Any], repeats: int) -> list[dict]:
     """Both endpoints, beside a bare POST of the same bytes."""
     import torch
     from omegaconf import OmegaConf
@@ -201,16 +209,18 @@ def measure(port: int, bare_port: int, processes: dict[str, Any], repeats: int) 
         take_turns(pair, 3)  # the first calls are slower
         found = take_turns(pair, repeats)
         ours, plain = found[name], found["bare"]
+        busy = ours["others"]
         rows.append(
             {
                 "call": name,
-                "megabytes": round((request + reply) / 1e6, 2),
-                "wall_ms": round(1e3 * ours["wall_s"], 2),
-                "cpu_ms": round(1e3 * ours["cpu_s"], 2),
-                "bare_wall_ms": round(1e3 * plain["wall_s"], 2),
-                "bare_cpu_ms": round(1e3 * plain["cpu_s"], 2),
-                "wall_ratio": round(ours["wall_s"] / plain["wall_s"], 2),
-                "cpu_ratio": round(ours["cpu_s"] / plain["cpu_s"], 2),
+                "MB": round((request + reply) / 1e6, 2),
+                "CPU ms": round(1e3 * ours["cpu_s"], 1),
+                "bare, CPU ms": round(1e3 * plain["cpu_s"], 1),
+                "times, CPU": round(ours["cpu_s"] / plain["cpu_s"], 1),
+                "clock ms": round(1e3 * ours["wall_s"], 1),
+                "bare, clock ms": round(1e3 * plain["wall_s"], 1),
+                "times, clock": round(ours["wall_s"] / plain["wall_s"], 1),
+                "others": f"{busy:.0%}",
             }
         )
     client.communicator.close()
@@ -218,9 +228,7 @@ def measure(port: int, bare_port: int, processes: dict[str, Any], repeats: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    parser = measure.arguments(__doc__, repeats=60)
     parser.add_argument("--serve", choices=["critic", "bare"], help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -234,7 +242,7 @@ def main() -> None:
             for name, port in ports.items():
                 command = [sys.executable, __file__, "--serve", name, "--port", str(port)]
                 processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
-            rows = measure(ports["critic"], ports["bare"], processes, args.repeats)
+            rows = compare(ports["critic"], ports["bare"], processes, args.repeats)
         except BaseException:
             log.seek(0)
             sys.stderr.buffer.write(log.read()[-4000:])
@@ -244,15 +252,7 @@ def main() -> None:
                 process.terminate()
             for process in processes.values():
                 process.wait(30)
-    print("| call | MB | ms | CPU ms | bare, ms | bare, CPU ms | ratio | ratio, CPU |")
-    print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in row.values()) + " |")
-    load, cores = os.getloadavg()[0], os.cpu_count()
-    print(f"\nmedians of {args.repeats} calls in turns; {cores} cores, load average {load:.1f}")
-    if args.json:
-        result = {"benchmark": "wire", "rows": rows, "load": load, "cores": cores}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    measure.report("wire", "Requests to the critic server, beside a bare POST", rows, args.json)
 
 
 if __name__ == "__main__":
