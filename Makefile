@@ -7,6 +7,8 @@
 # make test-fast    unit tests of the mathematics, the configuration and the trainers (two minutes)
 # make test         all tests that run without a GPU, but for those marked full (20 minutes)
 # make test-full    the same, and those marked full: every split, the long jobs
+# make bench        benchmarks against Hugging Face and TRL (25 minutes); writes benchmarks/results/*.json
+#                   and the tables of docs/performance.md
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
 # make test-gpu     the tests that need a GPU
 # make lint         ruff (check and format) and mypy
@@ -30,8 +32,8 @@
 #              (TORCH="torch==2.13.0+cpu") or a wheel file.
 #   PIP_FLAGS  more options for pip, such as an index of your own
 #   WORKERS    files of tests that run at the same time (2)
-#   ARGS       more arguments for a walk-through, for example ARGS="--seed 1", or for pytest, for
-#              example ARGS="-k gae"
+#   ARGS       more arguments for a walk-through, for example ARGS="--seed 1", for pytest, for example
+#              ARGS="-k gae", or for the benchmarks, for example ARGS="--only generate"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -48,7 +50,7 @@ LOCKS := $(wildcard requirements/*.lock)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs arithmetic test-fast test test-full test-gpu mutants lint \
+.PHONY: help install quickstart rs arithmetic test-fast test test-full test-gpu bench mutants lint \
   format docs test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
@@ -110,6 +112,15 @@ test: $(VENV)/.installed-test
 
 test-full: $(VENV)/.installed-test
 	$(RUN) -m pytest $(BY_FILE) $(ALL_TESTS) $(ARGS)
+
+# TRL goes without its requirements into a folder of its own: the tests compare with another release of it.
+$(VENV)/.installed-peers: $(VENV)/.installed-test benchmarks/peers.txt
+	rm -rf $(VENV)/peers
+	$(RUN) -m pip install --quiet $(PIP_FLAGS) --no-deps --target $(VENV)/peers --requirement benchmarks/peers.txt
+	@touch $@
+
+bench: $(VENV)/.installed-peers
+	$(RUN) benchmarks/run.py --page $(ARGS)
 
 mutants: $(VENV)/.installed-test
 	$(RUN) -m tests.mutants $(ARGS)

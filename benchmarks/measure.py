@@ -87,12 +87,20 @@ class Side:
         self._connection.close()
         self._process.join()
 
-    def run(self, case: str) -> tuple[float, float]:
-        """CPU seconds, and seconds on the clock, of one call.
+    def run(self, case: str) -> tuple[float, float, float]:
+        """CPU seconds and seconds on the clock of one call, and the share of all cores that other
+        processes kept busy meanwhile.
 
         Raises:
             EOFError: the process has ended; its error is on the terminal.
         """
+        self._ask("")  # which collects garbage
+        busy = busy_seconds()
+        cpu, wall = self._ask(case)
+        others = (busy_seconds() - busy - cpu) / wall / (os.cpu_count() or 1)
+        return cpu, wall, min(max(others, 0.0), 1.0)
+
+    def _ask(self, case: str) -> tuple[float, float]:
         self._connection.send(case)
         return self._connection.recv()
 
@@ -107,9 +115,11 @@ def _serve(connection: Any, build: Callable, arguments: tuple) -> None:
             case = connection.recv()
         except EOFError:
             return
-        gc.collect()
         cpu, wall = time.process_time(), time.perf_counter()
-        functions[case]()
+        if case:
+            functions[case]()
+        else:
+            gc.collect()
         connection.send((time.process_time() - cpu, time.perf_counter() - wall))
 
 
@@ -118,10 +128,8 @@ def in_turns(sides: dict[str, Side], case: str, repeats: int) -> dict[str, Figur
     figures = {name: Figures() for name in sides}
     for repeat in range(repeats + 1):
         for name, side in sides.items():
-            busy = busy_seconds()
-            cpu, wall = side.run(case)
+            cpu, wall, others = side.run(case)
             if repeat:
-                others = max(busy_seconds() - busy - cpu, 0.0) / wall / (os.cpu_count() or 1)
                 figures[name].cpu.append(cpu)
                 figures[name].wall.append(wall)
                 figures[name].others.append(others)

@@ -1,0 +1,96 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks measure with: sides that take turns, chosen lengths, the page."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def module():
+    """A module of the folder by its name."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module
+    sys.path.remove(str(BENCHMARKS))
+
+
+def build(name, file):
+    """A side that notes its calls."""
+
+    def call():
+        with open(file, "a") as calls:
+            calls.write(name)
+
+    return {"case": call}
+
+
+@pytest.mark.slow
+def test_sides_take_turns(module, tmp_path):
+    measure, file = module("measure"), tmp_path / "calls"
+    with (
+        measure.Side(build, "a", file) as ours,
+        measure.Side(build, "b", file) as peer,
+    ):
+        figures = measure.in_turns({"ours": ours, "peer": peer}, "case", 3)
+    assert file.read_text() == "abababab"
+    assert [len(f.cpu) for f in figures.values()] == [3, 3]  # the first round does not count
+    assert all(0 <= share <= 1 for f in figures.values() for share in f.others)
+
+
+def test_a_row_has_the_median_and_the_ratio(module):
+    measure = module("measure")
+    times = {"ours": [1.0, 9.0, 2.0], "peer": [3.0, 3.0, 6.0]}
+    figures = {
+        name: measure.Figures(cpu=cpu, wall=cpu, others=[0.5] * 3) for name, cpu in times.items()
+    }
+    row = measure.pair_row("case", figures, more=1)
+    assert (row["ours, CPU s"], row["peer, CPU s"], row["ratio"]) == (2.0, 3.0, 1.5)
+    assert (row["spread"], row["others"], row["more"]) == ("400%, 100%", "50%", 1)
+
+
+def test_both_forms_of_the_model_count_down(module):
+    countdown = module("countdown")
+    lengths = torch.tensor([1, 5, 128])
+    prompts = countdown.prompts(lengths, 8)
+    with torch.no_grad():
+        model = countdown.build_peer()
+        following = model(prompts).logits[:, -1].argmax(-1)
+    assert following.tolist() == [0, 4, 127]  # 0 is the end
+    skewed = countdown.skewed_lengths(1000)
+    assert 1 <= skewed.min() and skewed.max() == 128 and 28 < skewed.float().mean() < 34
+
+
+def test_the_page_gets_the_tables_of_the_figures_that_are_there(module, tmp_path, monkeypatch):
+    run = module("run")
+    page, plot = tmp_path / "page.md", tmp_path / "plot.svg"
+    parts = [f"<!-- {name} -->\nold {name}\n<!-- end of {name} -->\n" for name in run.BENCHMARKS]
+    page.write_text("text\n" + "".join(parts))
+    for name, value in {"PAGE": page, "PLOT": plot, "RESULTS": tmp_path}.items():
+        monkeypatch.setattr(run, name, value)
+    machine = {"date": "2026-01-01", "cores": "2", "cpu": "C", "python": "3"}
+    machine |= dict.fromkeys(module("measure").LIBRARIES, "1")
+    rows = [{"case": "a & b", "ratio": 0.5}, {"case": "c", "ratio": 2.0, "more": 7}]
+    figures = {"benchmark": "updates", "machine": machine, "rows": rows}
+    (tmp_path / "updates.json").write_text(json.dumps(figures))
+    run.write_page()
+    text = page.read_text()
+    assert "| case | ratio | more |" in text and "| a & b | 0.5 |  |" in text
+    assert "old updates" not in text and "old generate" in text and "2026-01-01" in text
+    assert "a &amp; b" in plot.read_text() and "2.00" in plot.read_text()
+    run.write_page()
+    assert page.read_text() == text
+
+
+def test_every_benchmark_of_make_bench_has_its_place_on_the_page(module):
+    run = module("run")
+    text = run.PAGE.read_text()
+    for name in run.BENCHMARKS:
+        assert f"<!-- {name} -->" in text and f"<!-- end of {name} -->" in text
+        assert (BENCHMARKS / f"{name}.py").is_file()
