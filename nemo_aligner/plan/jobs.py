@@ -157,6 +157,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             trains=False,
             width=width,
             forward_samples=forward,
+            by_tokens=tokens is not None,
             on_gpu=on_gpu,
         )
     together = 2 if job is REWARD_MODEL else 1  # pairs
@@ -169,6 +170,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
     common: dict[str, Any] = dict(
         width=width,
         samples=own,
+        by_tokens=tokens is not None,
         micro_batches=max(model["global_batch_size"] * together // (own * split.dp), 1),
         recompute=model["activations_checkpoint_granularity"],
         recompute_layers=model["activations_checkpoint_num_layers"] or 1,

@@ -42,6 +42,7 @@ class Workload:
         samples: of a micro-batch in training.
         micro_batches: of an update, per rank.
         forward_samples: of a forward pass without gradient; 0: there is none.
+        by_tokens: both follow from `model.dynamic_micro_batch_tokens`.
         rollout_samples: that generate together; 0: the job does not generate.
         response: most tokens that are generated.
         merges: adapters are merged into a copy of their weights meanwhile.
@@ -62,6 +63,7 @@ class Workload:
     samples: int = 1
     micro_batches: int = 1
     forward_samples: int = 0
+    by_tokens: bool = False
     rollout_samples: int = 0
     response: int = 0
     merges: bool = False

@@ -212,7 +212,9 @@ def pass_keys(job: Job, w: Workload, given: Workload) -> dict[str, Any]:
         job.config_name, "model."
     )
     keys: dict[str, Any] = {}
-    if w.forward_samples != given.forward_samples:
+    if w.forward_samples != given.forward_samples and w.by_tokens:
+        keys["model.dynamic_micro_batch_tokens"] = w.forward_samples * w.width
+    elif w.forward_samples != given.forward_samples:
         keys[section + "forward_micro_batch_size"] = w.forward_samples
     if w.rollout_samples != given.rollout_samples:
         keys[section + "rollout_micro_batch_size"] = w.rollout_samples

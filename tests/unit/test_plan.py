@@ -26,6 +26,7 @@ from nemo_aligner.models.nlp.gpt.megatron_config import PRECISIONS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.plan.__main__ import main, read_memory
+from nemo_aligner.plan.jobs import ACTOR
 from nemo_aligner.plan.memory import (
     GRADIENTS,
     OPTIMIZER,
@@ -49,6 +50,7 @@ from nemo_aligner.plan.parameters import (
     read_architecture,
 )
 from nemo_aligner.plan.planning import shares
+from nemo_aligner.plan.splits import pass_keys
 from tests import hugging_face
 from tests.tiny_models import GPT2_LIKE, LLAMA_LIKE, tiny_config
 
@@ -452,6 +454,24 @@ def test_passes_become_smaller_before_a_split_is_given_up(model_file, capsys):
         f"model.ppo.forward_micro_batch_size={changes['model.ppo.forward_micro_batch_size']}"
         in (actor["overrides"])
     )
+
+
+def test_micro_batches_by_tokens_hold_so_many_of_the_longest_samples(model_file, capsys):
+    by_size = ["model.micro_batch_size=2", "model.ppo.forward_micro_batch_size=2"]
+    by_tokens = [f"model.dynamic_micro_batch_tokens={2 * 4096 + 5}"]
+    path, machine = model_file(), ("--gpus", "16", "--memory", "80GB")
+    jobs = [plan(capsys, path, *given, *machine)["jobs"][0] for given in (by_size, by_tokens)]
+    phases = [
+        {(c["tp"], c["pp"], c["cp"]): c["phases"] for c in job["candidates"] if not c["changes"]}
+        for job in jobs
+    ]
+    assert phases[0] and phases[0] == phases[1]
+
+
+def test_passes_by_tokens_become_smaller_by_tokens():
+    given = Workload(width=4096, forward_samples=8, by_tokens=True)
+    smaller = replace(given, forward_samples=2)
+    assert pass_keys(ACTOR, smaller, given) == {"model.dynamic_micro_batch_tokens": 8192}
 
 
 def test_actor_and_critic_on_one_gpu(model_file, capsys):
