@@ -5,14 +5,15 @@
 A batch is a dict of tensors with one entry per sample of this data-parallel rank; `tokens` (int64
 `[B, S]`, right-padded) is required. It is cut into micro-batches. With `lengths`, the tokens of
 each sample that matter, samples of similar length share one, and each is as wide as its longest
-sample (`rank_plans.py`): entries `[B, S]` and `[B, S-1]` have a column for each position and
-are cut with the tokens; what belongs to a sample as a whole has one dimension, or more than two.
+sample (`rank_plans.py`): entries `[B, S]` and `[B, S-1]` have a column for each position and are
+cut with the tokens; what belongs to a sample as a whole has one dimension, or more than two.
+
 The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: the mask is causal,
-which is enough with right padding. Rows may hold several samples one behind the other:
-then the batch has `packed_position_ids` (int64 `[B, S]`, 0 where a sample begins), and no sample
-sees another. Under context parallelism the model gets this rank's
-share of the positions (`context_parallel`) and the other tensors of its samples whole; the ranks
-gather each other's outputs and then compute the same loss.
+which is enough with right padding. Rows may hold several samples one behind the other: then the
+batch has `packed_position_ids` (int64 `[B, S]`, 0 where a sample begins), and no sample sees
+another. Under context parallelism the model gets this rank's share of the positions
+(`context_parallel`) and the other tensors of its samples whole; the ranks gather each other's
+outputs and then compute the same loss.
 
 Scaling. A loss function returns this micro-batch's *share* of the loss of the global batch (see
 `nemo_aligner.core.losses`). Megatron divides by the number of micro-batches and averages gradients

@@ -39,12 +39,12 @@ def plan_of_rank(
 ) -> Plan:
     """The micro-batches of this rank's samples; all ranks call it.
 
-    The ranks of a model-parallel group call it with equal arguments and get the same plan.
+    The ranks of a model-parallel group call it with equal arguments and get the same plan. The
+    arguments that are not named here are those of `megatron_steps.forward_backward`.
 
     Args:
         tokens: int64 `[B, S]`; only its shape matters.
         training: no sample may be in two micro-batches.
-        others: as for `megatron_steps.forward_backward`.
 
     Raises:
         UserError: in training, the samples do not make whole micro-batches, or virtual pipelining
