@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -45,6 +46,22 @@ def swiglu(both: Tensor) -> Tensor:
     """
     result: Tensor = _SwiGLU.apply(both)
     return result
+
+
+class SwiGLUMLP(MLP):
+    """Megatron Core's feed-forward layer with the activation SwiGLU, without a fused kernel."""
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **more: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[s, b, h]`, and the bias that is still to be added or None."""
+        output: tuple[Tensor, Tensor | None]
+        if per_token_scale is not None:  # of an expert
+            output = super().forward(hidden_states, per_token_scale, **more)
+            return output
+        both, bias = self.linear_fc1(hidden_states)
+        output = self.linear_fc2(swiglu(both if bias is None else both + bias))
+        return output
 
 
 class _RMSNorm(torch.autograd.Function):

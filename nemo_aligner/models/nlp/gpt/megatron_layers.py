@@ -28,7 +28,7 @@ from torch import Tensor
 from nemo_aligner.models.nlp.gpt.megatron_config import use_transformer_engine
 from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
-from nemo_aligner.parallel.cpu_operations import rms_norm, swiglu
+from nemo_aligner.parallel.cpu_operations import SwiGLUMLP, rms_norm
 from nemo_aligner.parallel.megatron_releases import parts_of, with_class
 
 
@@ -135,22 +135,6 @@ class SDPAttention(MegatronModule):
         else:
             context = attend(0.0)
         return context.permute(2, 0, 1, 3).reshape(sq, queries.size(0), -1)
-
-
-class SwiGLUMLP(MLP):
-    """Megatron Core's feed-forward layer with the activation SwiGLU, without a fused kernel."""
-
-    def forward(
-        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **more: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """`[s, b, h]`, and the bias that is still to be added or None."""
-        output: tuple[Tensor, Tensor | None]
-        if per_token_scale is not None:  # of an expert
-            output = super().forward(hidden_states, per_token_scale, **more)
-            return output
-        both, bias = self.linear_fc1(hidden_states)
-        output = self.linear_fc2(swiglu(both if bias is None else both + bias))
-        return output
 
 
 class _ZeroCentered:
