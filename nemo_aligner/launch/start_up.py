@@ -42,12 +42,12 @@ def share_cores(devices: Any, jobs: int = 1, env: MutableMapping[str, str] | Non
     env = os.environ if env is None else env
     if env.get("OMP_NUM_THREADS"):
         return
-    if env.get("SLURM_CPUS_PER_TASK"):  # given to this rank alone
-        cores, ranks = int(env["SLURM_CPUS_PER_TASK"]), 1
-    else:
-        local = env.get("LOCAL_WORLD_SIZE")
-        cores, ranks = available_cores(), int(local) if local else _number_of(devices)
-    env["OMP_NUM_THREADS"] = str(max(cores // (ranks * jobs), 1))
+    if env.get("SLURM_CPUS_PER_TASK"):  # given to this rank of this job alone
+        env["OMP_NUM_THREADS"] = env["SLURM_CPUS_PER_TASK"]
+        return
+    local = env.get("LOCAL_WORLD_SIZE")
+    ranks = int(local) if local else _number_of(devices)
+    env["OMP_NUM_THREADS"] = str(max(available_cores() // (ranks * jobs), 1))
 
 
 def available_cores() -> int:

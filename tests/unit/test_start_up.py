@@ -176,7 +176,7 @@ def test_long_imports_leave_collections_as_they_were_after_an_error():
         ({}, "auto", 1, 12),
         ({}, 16, 2, 1),  # never none
         ({"LOCAL_WORLD_SIZE": "4"}, 1, 1, 3),  # torchrun's number counts
-        ({"SLURM_CPUS_PER_TASK": "8"}, 4, 2, 4),  # of this rank alone
+        ({"SLURM_CPUS_PER_TASK": "8"}, 4, 2, 8),  # of this rank alone
         ({"OMP_NUM_THREADS": "5"}, 4, 2, 5),  # the user's choice
     ],
 )
