@@ -15,10 +15,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def module():
-    """A module of the folder by its name."""
+    """A module of the folder by its name; the walk-throughs have a `run` too."""
+    others = sys.modules.pop("run", None)
     sys.path.insert(0, str(BENCHMARKS))
     yield importlib.import_module
     sys.path.remove(str(BENCHMARKS))
+    sys.modules.pop("run", None)
+    if others is not None:
+        sys.modules["run"] = others
 
 
 def build(name, file):
