@@ -1,78 +1,201 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of a batch while they are decoded: prompts, tokens so far, and which are done.
+"""The samples of one rank while they are decoded: those that wait, and those in the slots of the
+cache.
 
-Shapes: b samples, W width of the prompts, P prompt length, R total length (prompt and response), V
+Shapes: c slots, b of them in use, P prompt length, R total length (prompt and response), V
 vocabulary.
 """
+
+from collections import deque
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nemo_aligner.generation.end_conditions import EndConditions
-from nemo_aligner.generation.interface import GenerationOutput
 from nemo_aligner.generation.params import GenerationParams
 from nemo_aligner.generation.sampling import choose_tokens, sample_uniforms, seen_tokens
 
 
-class DecodingBatch:
-    """The samples of one call of `MegatronGenerator.generate`, while they are decoded.
+@dataclass(frozen=True)
+class WaitingSample:
+    """A sample that has no slot yet.
 
-    Tensors have one entry per sample that is still in the batch; `index` is its place in the
-    caller's batch. `cursor` is the column that is written next.
+    Attributes:
+        number: of the sample, in the order in which samples came.
+        prompt: its ids.
+        limit: longest R.
+        seed: of its random stream.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    limit: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class FinishedSample:
+    """A sample whose response has ended.
+
+    Attributes:
+        number: of the sample.
+        prompt_length: P.
+        tokens: int64 `[R]`.
+        is_end: the response ended by itself.
+        logprobs: float32 `[R - P]` of the response's tokens, or None.
+    """
+
+    number: int
+    prompt_length: int
+    tokens: Tensor
+    is_end: bool
+    logprobs: Tensor | None
+
+
+@dataclass(frozen=True)
+class Refill:
+    """What is to be done to the cache after slots have changed hands, in this order.
+
+    Attributes:
+        moves: (from, to) pairs of slots whose positions are to be copied at once.
+        prefill: slots whose prompts are to be fed to the model.
+        shared: (from, to) pairs of slots with the same prompt, to be copied after the prefill.
+    """
+
+    moves: list[tuple[int, int]]
+    prefill: list[int]
+    shared: list[tuple[int, int]]
+
+
+class DecodingBatch:
+    """Samples that wait, and samples in the slots: the first `active` slots are in use.
+
+    Tensors have one entry per slot. A sample in a slot has `lengths` tokens, the last of which has
+    not been fed to the model.
 
     Args:
-        prompts: int64 `[b, W]`, padded on the right.
-        lengths: int64 `[b]`, P.
-        limits: int64 `[b]`, longest R of each sample.
-        sample_seeds: int64 `[b]`, seeds of the samples' random streams.
+        slots: c.
         params: how to generate.
         end: when a response has ended.
         vocab_size: number of ids.
+        device: of the tensors.
     """
 
-    _PER_SAMPLE = (
-        "tokens prompt_lengths limits response_lengths is_end done index uniforms seen".split()
-    )
+    _PER_SLOT = "tokens prompt_lengths lengths limits uniforms seen logprobs".split()
 
     def __init__(
         self,
-        prompts: Tensor,
-        lengths: Tensor,
-        limits: Tensor,
-        sample_seeds: Tensor,
+        slots: int,
         params: GenerationParams,
         end: EndConditions,
         vocab_size: int,
+        device: torch.device,
     ) -> None:
+        self.slots = slots
         self.params = params
         self.end = end
-        device = prompts.device
-        width = int(limits.max())
-        self.eos_id = end.token_ids[0]
-        columns = torch.arange(width, device=device)
-        padded = torch.nn.functional.pad(prompts, (0, max(0, width - prompts.size(1))))[:, :width]
-        self.tokens = torch.where(columns < lengths.unsqueeze(1), padded, self.eos_id)
-        self.prompt_lengths = lengths
-        self.limits = limits
-        self.response_lengths = limits.clone()
-        self.is_end = torch.zeros_like(lengths, dtype=torch.bool)
-        self.done = torch.zeros_like(self.is_end)
-        self.cursor = int(lengths.min())
-        self.index = torch.arange(prompts.size(0), device=device)
+        self.vocab_size = vocab_size
+        self.device = device
+        self.active = 0
+        self.waiting: deque[WaitingSample] = deque()
+        self.samples: list[WaitingSample] = []  # of the slots; those beyond `active` have left
+        self.width = 0
+        self.tokens = self._new(torch.int64, 0)
+        self.prompt_lengths, self.lengths, self.limits = (
+            self._new(torch.int64) for _ in range(3)
+        )
         self.uniforms: Tensor | None = None
         if not params.use_greedy:
-            self.uniforms = sample_uniforms(sample_seeds.to(device), params.max_length)
+            self.uniforms = self._new(torch.float64, params.max_length)
         self.seen: Tensor | None = None
         if params.repetition_penalty != 1.0:
-            self.seen = seen_tokens(self.tokens, lengths, vocab_size)
-        self.end_token_ids = torch.tensor(end.token_ids, device=device)
-        self.logprobs: Tensor | None = None
+            self.seen = self._new(torch.bool, vocab_size)
+        self.logprobs: Tensor | None = None  # of the response's tokens, from column 0 on
         if params.return_logprobs:
-            self.logprobs = torch.zeros(prompts.size(0), width - 1, device=device)
-        self._finished = GenerationOutput(
-            self.tokens.clone(), self.response_lengths.clone(), self.is_end.clone(), self.logprobs
-        )
+            self.logprobs = self._new(torch.float32, params.max_length)
+        self.end_token_ids = torch.tensor(end.token_ids, device=device)
+
+    def _new(self, dtype: torch.dtype, *widths: int) -> Tensor:
+        return torch.zeros(self.slots, *widths, dtype=dtype, device=self.device)
+
+    # --- slots ----------------------------------------------------------------------------------
+
+    def refill(self, done: list[int]) -> Refill:
+        """Give the slots `done`, and those that were free, to waiting samples. Where none wait,
+        the last samples move into the gaps.
+        """
+        free = done + list(range(self.active, self.slots))
+        taken = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
+        gaps = done[len(taken) :]
+        active = max([self.active, *(slot + 1 for slot, _ in taken)]) - len(gaps)
+        gone = set(gaps)
+        last = [slot for slot in range(active, self.active) if slot not in gone]
+        moves = list(zip(last, (slot for slot in gaps if slot < active), strict=True))
+        sources = {sample.prompt: slot for slot, sample in enumerate(self.samples)}
+        fresh: dict[tuple[int, ...], int] = {}
+        shared = []
+        for slot, sample in taken:
+            if sample.prompt in sources:  # its keys and values are there, perhaps in this slot
+                moves.append((sources[sample.prompt], slot))
+            elif sample.prompt in fresh:
+                shared.append((fresh[sample.prompt], slot))
+            else:
+                fresh[sample.prompt] = slot
+        self._move(moves[: len(last)])
+        self._place(taken)
+        self.active = active
+        del self.samples[active:]
+        return Refill([move for move in moves if move[0] != move[1]], list(fresh.values()), shared)
+
+    def _move(self, moves: list[tuple[int, int]]) -> None:
+        if not moves:
+            return
+        source, target = torch.tensor(moves, device=self.device).T
+        for name in self._PER_SLOT:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                tensor[target] = tensor[source]
+        for old, new in moves:
+            self.samples[new] = self.samples[old]
+
+    def _place(self, taken: list[tuple[int, WaitingSample]]) -> None:
+        """Put samples that waited into slots."""
+        if not taken:
+            return
+        width = max(sample.limit for _, sample in taken)
+        if width > self.width:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, width - self.width))
+            self.width = width
+        for slot, sample in taken:
+            if slot == len(self.samples):
+                self.samples.append(sample)
+            self.samples[slot] = sample
+        longest = max(len(sample.prompt) for _, sample in taken)
+        prompts = torch.tensor(
+            [sample.prompt + (0,) * (longest - len(sample.prompt)) for _, sample in taken]
+        ).to(self.device)
+        numbers = [(slot, len(each.prompt), each.limit, each.seed) for slot, each in taken]
+        slots, lengths, limits, seeds = torch.tensor(numbers, device=self.device).T
+        self.tokens[slots, :longest] = prompts
+        self.prompt_lengths[slots] = self.lengths[slots] = lengths
+        self.limits[slots] = limits
+        if self.uniforms is not None:
+            self.uniforms[slots] = sample_uniforms(seeds, self.params.max_length)
+        if self.seen is not None:
+            self.seen[slots] = seen_tokens(prompts, lengths, self.vocab_size)
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def fed(self) -> tuple[Tensor, Tensor]:
+        """The tokens to feed next, int64 `[b, 1]`, and their positions, int64 `[b]`."""
+        positions = self.lengths[: self.active] - 1
+        return self.tokens[: self.active].gather(1, positions.unsqueeze(1)), positions
+
+    def longest(self) -> int:
+        """The most tokens of a sample in a slot."""
+        return int(self.lengths[: self.active].max()) if self.active else 0
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Choose the next token, int64 `[b]`, from `logits` `[b, V]`.
@@ -80,11 +203,11 @@ class DecodingBatch:
         Returns:
             The tokens, and their log-probs `[b]` if `params.return_logprobs`.
         """
-        params = self.params
-        generated = (self.cursor - self.prompt_lengths).clamp(min=0, max=params.max_length - 1)
+        params, b = self.params, self.active
+        generated = self.lengths[:b] - self.prompt_lengths[:b]
         uniforms = None
         if self.uniforms is not None:
-            uniforms = self.uniforms.gather(1, generated.unsqueeze(1)).squeeze(1)
+            uniforms = self.uniforms[:b].gather(1, generated.unsqueeze(1)).squeeze(1)
         tokens = choose_tokens(
             logits,
             uniforms=uniforms,
@@ -92,7 +215,7 @@ class DecodingBatch:
             top_k=params.top_k,
             top_p=params.top_p,
             repetition_penalty=params.repetition_penalty,
-            seen=self.seen,
+            seen=None if self.seen is None else self.seen[:b],
             end_token_ids=self.end_token_ids,
             too_short=generated < params.min_length if params.min_length else None,
         )
@@ -102,73 +225,48 @@ class DecodingBatch:
         scores = (logits / temperature).log_softmax(dim=1)
         return tokens, scores.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1)
 
-    def append(self, tokens: Tensor, logprobs: Tensor | None) -> Tensor:
-        """Write column `cursor` and advance it.
-
-        Where a prompt continues, the column keeps its token; after an end it keeps eos; elsewhere
-        it takes the chosen `tokens` `[b]`.
+    def append(
+        self, tokens: Tensor, logprobs: Tensor | None
+    ) -> tuple[list[FinishedSample], list[int]]:
+        """Append the chosen `tokens` `[b]` to their samples.
 
         Returns:
-            bool `[b]`, True for the samples that took theirs.
+            The samples that have ended, and their slots.
 
         Raises:
             RuntimeError: the model's logits are not finite.
         """
-        cursor, generated = self.cursor, self.cursor - self.prompt_lengths
+        b = self.active
+        lengths, generated = self.lengths[:b], self.lengths[:b] - self.prompt_lengths[:b]
         if bool((tokens < 0).any()):
+            position = int(lengths[tokens < 0].min()) - 1
             raise RuntimeError(
-                f"the model's logits at position {cursor - 1} are not finite: its weights hold "
-                "NaN or infinity, or its activations overflow. Was the learning rate too high?"
+                f"the model's logits at position {position} are not finite: its weights hold NaN "
+                "or infinity, or its activations overflow. Was the learning rate too high?"
             )
-        active = (generated >= 0) & ~self.done
-        self.tokens[:, cursor] = torch.where(active, tokens, self.tokens[:, cursor])
+        self.tokens[:b].scatter_(1, lengths.unsqueeze(1), tokens.unsqueeze(1))
         if self.seen is not None:
-            self.seen.scatter_(1, self.tokens[:, cursor : cursor + 1], True)
+            self.seen[:b].scatter_(1, tokens.unsqueeze(1), True)
         if logprobs is not None and self.logprobs is not None:
-            self.logprobs[self.index, cursor - 1] = torch.where(active, logprobs, 0.0)
-        may_end = active & (generated >= self.params.min_length)
+            self.logprobs[:b].scatter_(1, generated.unsqueeze(1), logprobs.unsqueeze(1))
         ended = self.end.ended(
-            self.tokens, torch.full_like(generated, cursor), may_end, first=self.prompt_lengths
+            self.tokens[:b],
+            lengths,
+            generated >= self.params.min_length,
+            first=self.prompt_lengths[:b],
         )
-        self.response_lengths = torch.where(ended, cursor + 1, self.response_lengths)
-        self.is_end |= ended
-        self.done |= ended | (cursor + 1 >= self.limits)
-        self.cursor += 1
-        return active
+        lengths += 1
+        done: list[int] = (ended | (lengths >= self.limits[:b])).nonzero()[:, 0].tolist()
+        return [self._finished(slot, bool(ended[slot])) for slot in done], done
 
-    def all_done(self) -> bool:
-        """True once every response has ended."""
-        return bool(self.done.all())
-
-    def _store(self, which: Tensor) -> None:
-        """Store the results of the samples `which` (bool `[b]`) at their places in the output."""
-        index = self.index[which]
-        self._finished.response_tokens[index] = self.tokens[which]
-        self._finished.response_lengths[index] = self.response_lengths[which]
-        self._finished.is_end[index] = self.is_end[which]
-
-    def compact(self) -> Tensor | None:
-        """Remove the samples that are done from the batch if they are half of it.
-
-        Returns:
-            Indices of the samples that stay, or None if all do.
-        """
-        if 2 * int(self.done.sum()) < self.done.numel():
-            return None
-        self._store(self.done)
-        keep = (~self.done).nonzero().squeeze(1)
-        for name in self._PER_SAMPLE:
-            value = getattr(self, name)
-            if value is not None:
-                setattr(self, name, value[keep])
-        return keep
-
-    def output(self) -> GenerationOutput:
-        """All samples, cut to the longest R."""
-        self._store(torch.ones_like(self.done))
-        output = self._finished
-        width = int(output.response_lengths.max())
-        output.response_tokens = output.response_tokens[:, :width].contiguous()
-        if output.logprobs is not None:
-            output.logprobs = output.logprobs[:, : width - 1].contiguous()
-        return output
+    def _finished(self, slot: int, is_end: bool) -> FinishedSample:
+        sample, length = self.samples[slot], int(self.lengths[slot])
+        return FinishedSample(
+            sample.number,
+            len(sample.prompt),
+            self.tokens[slot, :length].clone(),
+            is_end,
+            None
+            if self.logprobs is None
+            else self.logprobs[slot, : length - len(sample.prompt)].clone(),
+        )

@@ -6,32 +6,39 @@ Shapes: b samples, W width of the prompts, P prompt length, R total length (prom
 vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.generation.batch import DecodingBatch
+from nemo_aligner.generation.batch import DecodingBatch, FinishedSample, WaitingSample
+from nemo_aligner.generation.cache import DecodingPass, KeyValueCache, PrefillPass
+from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.generation.end_conditions import EndConditions
-from nemo_aligner.generation.interface import GenerationOutput, OnTokens, TextGenerator
+from nemo_aligner.generation.interface import GenerationOutput, OnTokens, Prompts, TextGenerator
 from nemo_aligner.generation.params import GenerationParams
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import rebalance_nd_tensor
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import decoding_mode
 
+# Most tokens of prompts in one pass through the model, which bounds its memory: more prompts take
+# several passes, and a longer prompt is cut into pieces.
+PREFILL_TOKENS = 4096
+# A prompt that is shorter than this part of the longest one of a pass waits for the next.
+LEAST_FILLED = 0.75
+
 
 class MegatronGenerator(TextGenerator):
     """Decodes on the Megatron model that is being trained, with a cache of keys and values.
 
-    All samples advance together, one column at a time after the columns that every prompt has: a
-    longer prompt is fed to the model (not generated) until its end. So each token keeps the
-    position that it has in training. Samples that have ended leave the batch whenever they are
-    half of it.
+    A sample takes a slot of the cache, its prompt is fed to the model, and it advances by one
+    token with the other samples until its response ends; the next sample takes its slot. Samples
+    with the same prompt share the pass over it. Each token has the position that it has in
+    training.
 
     Every rank of a TP x PP x CP group calls `generate` with the same arguments; the data-parallel
     ranks are independent of each other. Tokens are chosen on one rank and sent to the others that
@@ -41,9 +48,9 @@ class MegatronGenerator(TextGenerator):
     context-parallel ranks, each decodes its own as if it were alone, and all get the results.
 
     With expert parallelism the data-parallel ranks of an expert-parallel group hold each other's
-    experts: they must call `generate` equally often, each with its own samples, and advance in
-    lockstep. A rank whose samples are done passes a single dummy token through the model until
-    the last rank is done.
+    experts: they must call `generate` equally often, each with its own samples, and make their
+    passes through the model in lockstep. A rank whose samples are done passes a single dummy token
+    through the model until the last rank is done.
 
     Args:
         model: model chunks of this pipeline stage, wrapped or not.
@@ -74,70 +81,164 @@ class MegatronGenerator(TextGenerator):
         sample_seeds: Tensor,
         params: GenerationParams,
         on_tokens: OnTokens | None = None,
+        slots: int | None = None,
     ) -> GenerationOutput:
         """See `TextGenerator.generate`; every rank of a TP x PP x CP group calls it.
 
         With context parallelism `on_tokens` sees the samples of its own rank alone, which rank 0
         numbers as the caller does.
+
+        Args:
+            slots: samples that are decoded together at most; None: all.
         """
-        device = get_device()
-        prompts, lengths = prompts.to(device), prompt_lengths.to(device)
-        limits = self._length_limits(prompts, lengths, params)
+
+        def decode(prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
+            samples = list(
+                self._decode(
+                    iter([(prompts, lengths, seeds)]), params, slots or len(prompts), on_tokens
+                )
+            )
+            return _joined(sorted(samples, key=lambda sample: sample.number), self.tokenizer.eos_id)
+
+        self._check(prompts, prompt_lengths)
+        inputs = prompts, prompt_lengths, sample_seeds
+        if parallel_state.get_context_parallel_world_size() == 1:
+            return decode(*inputs)
+        return _divide_among_context_ranks(decode, inputs, pad_id=self.tokenizer.eos_id)
+
+    @torch.no_grad()
+    def stream(
+        self, batches: Iterable[Prompts], params: GenerationParams, slots: int
+    ) -> Iterator[tuple[list[int], GenerationOutput]]:
+        """See `TextGenerator.stream`; every rank of a TP x PP group calls it and iterates to the
+        end. There must be one context-parallel rank.
+        """
+        ready: list[FinishedSample] = []
+
+        def checked() -> Iterator[Prompts]:
+            for prompts, lengths, seeds in batches:
+                self._check(prompts, lengths)
+                yield prompts, lengths, seeds
+
+        for sample in self._decode(checked(), params, slots):
+            ready.append(sample)
+            if len(ready) == slots:
+                yield self._group(ready)
+                ready = []
+        if ready:
+            yield self._group(ready)
+
+    def _group(self, samples: list[FinishedSample]) -> tuple[list[int], GenerationOutput]:
+        return [each.number for each in samples], _joined(samples, self.tokenizer.eos_id)
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def _decode(
+        self,
+        prompts: Iterator[Prompts],
+        params: GenerationParams,
+        slots: int,
+        on_tokens: OnTokens | None = None,
+    ) -> Iterator[FinishedSample]:
+        """The samples as they end; all ranks of a TP x PP group iterate to the end."""
+        with decoding_mode(self.model):
+            model = DecodingModel(unwrap_model(self.model), self.vocab_size)
+            cache = model.new_cache(slots)
+            batch = DecodingBatch(
+                slots, params, self._end_conditions_of(params), self.vocab_size, get_device()
+            )
+            queue = self._numbered(prompts, params)
+            try:
+                self._refill(model, cache, batch, queue, [])
+                while batch.active:
+                    finished, done = self._step(model, cache, batch, on_tokens)
+                    yield from finished
+                    self._refill(model, cache, batch, queue, done)
+            except Exception as error:
+                _on_all_expert_ranks(done=False, failure=error)
+                raise
+            while not _on_all_expert_ranks(done=True):
+                self._dummy_pass(model)
+
+    def _refill(
+        self,
+        model: DecodingModel,
+        cache: KeyValueCache,
+        batch: DecodingBatch,
+        queue: Iterator[list[WaitingSample]],
+        done: list[int],
+    ) -> None:
+        """Give the slots `done` and the free ones to the next samples; feed their prompts."""
+        wanted = len(done) + batch.slots - batch.active
+        while len(batch.waiting) < wanted and (samples := next(queue, None)) is not None:
+            batch.waiting.extend(samples)
+        refill = batch.refill(done)
+        cache.reserve(batch.width)
+        cache.copy(refill.moves, batch.longest())
+        for slots, start, stop in _prefill_passes(batch, refill.prefill):
+            _on_all_expert_ranks(done=False)
+            rows = torch.tensor(slots, device=batch.device)
+            model.forward(
+                batch.tokens[rows, start:stop], PrefillPass(cache, rows, start, stop - start)
+            )
+        cache.copy(refill.shared, batch.longest())
+
+    def _step(
+        self,
+        model: DecodingModel,
+        cache: KeyValueCache,
+        batch: DecodingBatch,
+        on_tokens: OnTokens | None,
+    ) -> tuple[list[FinishedSample], list[int]]:
+        """Advance the samples in the slots by one token.
+
+        Returns:
+            Those that have ended, and their slots.
+        """
+        _on_all_expert_ranks(done=False)
+        tokens, positions = batch.fed()
+        hidden = model.forward(tokens, DecodingPass(cache, positions))
+        chosen = None if hidden is None else batch.choose(model.logits(hidden))
+        tokens, logprobs = self._broadcast_choice(chosen, batch)
+        numbers = [sample.number for sample in batch.samples]
+        ended = batch.append(tokens, logprobs)
+        if on_tokens is not None:
+            on_tokens(torch.tensor(numbers), tokens)
+        return ended
+
+    def _dummy_pass(self, model: DecodingModel) -> None:
+        """One token through the model, for the ranks that need this one's experts."""
+        cache = model.new_cache(1)
+        cache.reserve(1)
+        first = torch.zeros(1, dtype=torch.int64, device=get_device())
+        model.forward(first.unsqueeze(1), DecodingPass(cache, first))
+
+    def _end_conditions_of(self, params: GenerationParams) -> EndConditions:
         if params.end_strings not in self._end_conditions:
             self._end_conditions[params.end_strings] = EndConditions(
                 self.tokenizer, params.end_strings
             )
-        end = self._end_conditions[params.end_strings]
+        return self._end_conditions[params.end_strings]
 
-        def decode(
-            prompts: Tensor, lengths: Tensor, limits: Tensor, seeds: Tensor
-        ) -> GenerationOutput:
-            batch = DecodingBatch(prompts, lengths, limits, seeds, params, end, self.vocab_size)
-            return self._decode(batch, on_tokens)
+    def _numbered(
+        self, batches: Iterator[Prompts], params: GenerationParams
+    ) -> Iterator[list[WaitingSample]]:
+        """The samples of each batch, numbered in the order in which they come."""
+        number = 0
+        for prompts, lengths, seeds in batches:
+            rows = zip(prompts.tolist(), lengths.tolist(), seeds.tolist(), strict=True)
+            samples = []
+            for tokens, length, seed in rows:
+                limit = min(length + params.max_length, self.max_sequence_length)
+                samples.append(WaitingSample(number, tuple(tokens[:length]), limit, seed))
+                number += 1
+            yield samples
 
-        inputs = prompts, lengths, limits, sample_seeds.to(device)
-        if parallel_state.get_context_parallel_world_size() == 1:
-            return decode(*inputs)
-        return _divide_among_context_ranks(decode, inputs, pad_id=end.token_ids[0])
-
-    def _decode(self, batch: DecodingBatch, on_tokens: OnTokens | None = None) -> GenerationOutput:
-        """Generate the responses of a batch; all ranks of a TP x PP group call it."""
-        context = StaticInferenceContext(batch.tokens.size(0), batch.tokens.size(1))
-        with decoding_mode(self.model):
-            while True:
-                logits = self._forward(
-                    batch.tokens[:, context.sequence_len_offset : batch.cursor], context
-                )
-                chosen = None if logits is None else batch.choose(logits)
-                tokens, logprobs = self._broadcast_choice(chosen, batch)
-                failure = None
-                try:
-                    new = batch.append(tokens, logprobs)
-                    if on_tokens is not None and bool(new.any()):
-                        on_tokens(batch.index[new], batch.tokens[new, batch.cursor - 1])
-                except RuntimeError as error:
-                    failure = error
-                done = batch.all_done()
-                everybody_done = _on_all_expert_ranks(done, failure)
-                if done:
-                    break
-                keep = batch.compact()
-                if keep is not None:
-                    for layer, memory in context.key_value_memory_dict.items():
-                        context.key_value_memory_dict[layer] = tuple(
-                            cache[:, keep] for cache in memory
-                        )
-                context.enable_decode_mode()
-            while not everybody_done:
-                self._forward(batch.tokens[:1, :1], StaticInferenceContext(1, 1))
-                everybody_done = _on_all_expert_ranks(True)
-        return batch.output()
-
-    def _length_limits(self, prompts: Tensor, lengths: Tensor, params: GenerationParams) -> Tensor:
-        """int64 `[b]`: longest R of each sample.
+    def _check(self, prompts: Tensor, lengths: Tensor) -> None:
+        """Refuse a prompt that no response can be generated to.
 
         Raises:
-            UserError: a prompt that no response can be generated to.
+            UserError: there is one.
         """
         shortest, longest = int(lengths.min()), int(lengths.max())
         if shortest < 1:
@@ -163,39 +264,6 @@ class MegatronGenerator(TextGenerator):
                 f"a prompt holds the id {int(prompts[wrong][0])}, outside the tokenizer's "
                 f"vocabulary of {self.vocab_size} ids; was it tokenized with another tokenizer?"
             )
-        return (lengths + params.max_length).clamp(max=self.max_sequence_length)
-
-    def _forward(self, tokens: Tensor, context: StaticInferenceContext) -> Tensor | None:
-        """Feed `tokens` `[b, n]` to the model, after those in the cache.
-
-        All ranks of the pipeline call it; each stage but the first receives its input from the
-        stage before.
-
-        Returns:
-            float32 logits `[b, V]` of the last token on the last stage, None on the others.
-        """
-        samples, width = tokens.shape
-        start = context.sequence_len_offset
-        positions = torch.arange(start, start + width, device=tokens.device).expand_as(tokens)
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        group = parallel_state.get_pipeline_model_parallel_group()
-        ranks = torch.distributed.get_process_group_ranks(group)
-        for chunk, module in zip(self.model, unwrap_model(self.model), strict=True):
-            if not module.pre_process:
-                shape = (width, samples, module.config.hidden_size)
-                dtype = module.config.pipeline_dtype
-                hidden = torch.empty(shape, dtype=dtype, device=tokens.device)
-                torch.distributed.recv(hidden, src=ranks[stage - 1], group=group)
-                module.set_input_tensor(hidden)
-            output = chunk(
-                tokens, positions, None, inference_context=context, runtime_gather_output=True
-            )
-            if not module.post_process:
-                torch.distributed.send(
-                    output.contiguous(), dst=ranks[(stage + 1) % len(ranks)], group=group
-                )
-        context.sequence_len_offset += width
-        return output[:, -1, : self.vocab_size].float() if module.post_process else None
 
     def _broadcast_choice(
         self, chosen: tuple[Tensor, Tensor | None] | None, batch: DecodingBatch
@@ -206,7 +274,7 @@ class MegatronGenerator(TextGenerator):
             chosen: what `DecodingBatch.choose` returns, on the last stage; None on the others.
         """
         if chosen is None:
-            size, device = batch.tokens.size(0), batch.tokens.device
+            size, device = batch.active, batch.device
             tokens, logprobs = torch.empty(size, dtype=torch.int64, device=device), None
             if batch.params.return_logprobs:
                 logprobs = torch.empty(size, dtype=torch.float32, device=device)
@@ -222,35 +290,71 @@ class MegatronGenerator(TextGenerator):
         return tokens, logprobs
 
 
-def _on_all_expert_ranks(done: bool, failure: RuntimeError | None = None) -> bool:
-    """True if `done` is True on all ranks of the expert-parallel group, which all call it.
+def _prefill_passes(batch: DecodingBatch, slots: list[int]) -> Iterator[tuple[list[int], int, int]]:
+    """(slots, start, stop) of the passes that feed all tokens but the last of the prompts in
+    `slots`. Prompts of similar length share a pass.
+    """
+    left = sorted(slots, key=lambda slot: -len(batch.samples[slot].prompt))
+    while left:
+        longest = len(batch.samples[left[0]].prompt) - 1
+        rows = [
+            slot
+            for slot in left[: max(1, PREFILL_TOKENS // max(1, longest))]
+            if len(batch.samples[slot].prompt) - 1 >= LEAST_FILLED * longest
+        ]
+        for start in range(0, longest, PREFILL_TOKENS):
+            yield rows, start, min(start + PREFILL_TOKENS, longest)
+        left = left[len(rows) :]
+
+
+def _joined(samples: list[FinishedSample], pad_id: int) -> GenerationOutput:
+    """One output for `samples`, in their order."""
+    tokens = torch.nn.utils.rnn.pad_sequence(
+        [sample.tokens for sample in samples], batch_first=True, padding_value=pad_id
+    )
+    device, logprobs = tokens.device, None
+    if samples[0].logprobs is not None:
+        logprobs = torch.zeros(len(samples), tokens.size(1) - 1, device=device)
+        for row, sample in zip(logprobs, samples, strict=True):
+            assert sample.logprobs is not None
+            row[sample.prompt_length - 1 : len(sample.tokens) - 1] = sample.logprobs
+    return GenerationOutput(
+        tokens,
+        torch.tensor([len(sample.tokens) for sample in samples], device=device),
+        torch.tensor([sample.is_end for sample in samples], device=device),
+        logprobs,
+    )
+
+
+def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
+    """Called by all ranks of the expert-parallel group before each pass through the model.
+
+    Returns:
+        True if all of them are `done`; else each of them makes a pass.
 
     Raises:
-        RuntimeError: the `failure` of this rank or of another one, on all of them, so that no
-            rank waits for one that left.
+        RuntimeError: another rank's generation failed, so that no rank waits for one that left.
     """
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
-        state = torch.tensor(-1 if failure else int(done), device=get_device())
-        torch.distributed.all_reduce(
-            state,
-            op=torch.distributed.ReduceOp.MIN,
-            group=parallel_state.get_expert_model_parallel_group(),
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return done
+    state = torch.tensor(-1 if failure else int(done), device=get_device())
+    torch.distributed.all_reduce(
+        state,
+        op=torch.distributed.ReduceOp.MIN,
+        group=parallel_state.get_expert_model_parallel_group(),
+    )
+    if failure is None and int(state) < 0:
+        raise RuntimeError(
+            "generation failed on another rank of this expert-parallel group; see its error."
         )
-        done = int(state) == 1
-        if failure is None and int(state) < 0:
-            failure = RuntimeError(
-                "generation failed on another rank of this expert-parallel group; see its error."
-            )
-    if failure is not None:
-        raise failure
-    return done
+    return int(state) == 1
 
 
-_Decode = Callable[[Tensor, Tensor, Tensor, Tensor], GenerationOutput]
+_Decode = Callable[[Tensor, Tensor, Tensor], GenerationOutput]
 
 
 def _divide_among_context_ranks(
-    decode: _Decode, inputs: tuple[Tensor, Tensor, Tensor, Tensor], pad_id: int
+    decode: _Decode, inputs: tuple[Tensor, Tensor, Tensor], pad_id: int
 ) -> GenerationOutput:
     """Call `decode(*inputs)` with the samples divided among the context-parallel ranks.
 
@@ -266,10 +370,10 @@ def _divide_among_context_ranks(
     # A rank without samples of its own decodes a copy of the first: if experts are spread over
     # ranks, none may be absent.
     index = own if len(own) else torch.zeros(1, dtype=torch.int64)
-    prompts, lengths, limits, seeds = (tensor[index.to(tensor.device)] for tensor in inputs)
+    prompts, lengths, seeds = (tensor[index.to(tensor.device)] for tensor in inputs)
     output, error = None, None
     try:
-        output = decode(prompts, lengths, limits, seeds)
+        output = decode(prompts, lengths, seeds)
     except RuntimeError as failure:
         error = failure
     # By rank: the error message, and the width of the output.

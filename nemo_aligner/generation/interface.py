@@ -6,14 +6,17 @@ Shapes: b samples, W width of the prompts, P prompt length, R total length (prom
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from nemo_aligner.generation.params import GenerationParams
 
-# Called after each column with the samples that got a token, int64 `[n]` places in the caller's
+# Prompts int64 `[b, W]`, padded on the right, their lengths int64 `[b]`, and the seeds of the
+# samples' random streams, int64 `[b]`.
+Prompts = tuple[Tensor, Tensor, Tensor]
+# Called after each step with the samples that got a token, int64 `[n]` places in the caller's
 # batch, and their tokens, int64 `[n]`.
 OnTokens = Callable[[Tensor, Tensor], None]
 
@@ -72,4 +75,24 @@ class TextGenerator(ABC):
             UserError: a prompt is empty, leaves no room for a response, or has ids outside the
                 vocabulary.
             RuntimeError: the model's logits are not finite.
+        """
+
+    @abstractmethod
+    def stream(
+        self, batches: Iterable[Prompts], params: GenerationParams, slots: int
+    ) -> Iterator[tuple[list[int], GenerationOutput]]:
+        """Generate one response to each prompt of all `batches`; responses come as they end.
+
+        Args:
+            batches: asked for the next one only once there is room for a sample of it, so that
+                several ranks can take from one queue.
+            params: how to generate.
+            slots: samples that are decoded together at most, and responses that are given out
+                together (the last group may be smaller).
+
+        Yields:
+            Places of the samples, counted through all batches, and their responses.
+
+        Raises:
+            UserError, RuntimeError: as `generate`.
         """

@@ -92,7 +92,7 @@ def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         int64 `[b]`.
     """
-    cumulative = logits.softmax(dim=1).double().cumsum(dim=1)
+    cumulative = logits.softmax(dim=1).cumsum(dim=1, dtype=torch.float64)
     total = cumulative[:, -1:]
     # Below the total even after rounding: an id of probability zero is never reached.
     target = torch.minimum(

@@ -1,0 +1,188 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The cache of keys and values of a batch that is decoded, and attention over it.
+
+Shapes: c slots of the cache, M positions of each, np heads, ng query groups and hn channels per
+head on this rank, s tokens that a pass feeds to each of its b rows. Keys are stored rotated (as
+attention reads them), so no step touches the older ones.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What attention of one layer needs beside queries, keys and values.
+
+    Attributes:
+        layer: number of the layer in the cache.
+        scale: of the scores; None is 1 / sqrt(hn).
+        window: positions before its own that each position attends to; None: all.
+    """
+
+    layer: int
+    scale: float | None
+    window: int | None
+
+
+class KeyValueCache:
+    """Keys and values `[c, M, ng, 2, hn]` of the layers of this pipeline stage: of each position
+    and group its key, then its value.
+
+    Args:
+        slots: c.
+        layers: number of layers.
+
+    Attributes:
+        width: M; grows with `reserve`.
+    """
+
+    def __init__(self, slots: int, layers: int) -> None:
+        self.slots = slots
+        self.width = 0
+        self._layers: list[Tensor | None] = [None] * layers
+
+    def reserve(self, width: int) -> None:
+        """Make room for `width` positions."""
+        more = width - self.width
+        if more <= 0:
+            return
+        self.width = width
+        for number, layer in enumerate(self._layers):
+            if layer is not None:
+                self._layers[number] = F.pad(layer, (0, 0, 0, 0, 0, 0, 0, more))
+
+    def layer(self, number: int, like: Tensor) -> Tensor:
+        """Keys and values of a layer; `like` `[s, b, ng, 2, hn]` has their shape, dtype and
+        device.
+
+        They begin as zeros: what lies beyond a row's length is masked, but NaN would not be.
+        """
+        layer = self._layers[number]
+        if layer is None:
+            layer = like.new_zeros((self.slots, self.width, *like.shape[2:]))
+            self._layers[number] = layer
+        return layer
+
+    def copy(self, pairs: list[tuple[int, int]], width: int) -> None:
+        """Copy the first `width` positions from slot to slot, for all `pairs` (from, to) at once:
+        a slot may be both.
+        """
+        if not pairs:
+            return
+        source, target = torch.tensor(pairs).T
+        for layer in self._layers:
+            if layer is not None:
+                layer[target, :width] = layer[source, :width]
+
+
+class Pass(Protocol):
+    """What one pass through the model feeds, and how its tokens attend."""
+
+    positions: Tensor  # int64 [b, s] (or [1, s]): of the tokens
+
+    def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
+        """Store keys and values; attend with the queries to all that the cache has of each row up
+        to the token.
+
+        Args:
+            mixed: `[s, b, ng, np / ng + 2, hn]`: of each group its queries, its key, its value.
+            how: of this layer.
+
+        Returns:
+            `[s, b, np * hn]`.
+        """
+
+
+class DecodingPass:
+    """One token for each of the first b slots, at places of their own.
+
+    Args:
+        cache: holds what came before.
+        positions: int64 `[b]`, place of the token of each row.
+    """
+
+    def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
+        self.cache = cache
+        self.positions = positions.unsqueeze(1)
+        self._places = torch.arange(len(positions), device=positions.device), positions
+        self._width = int(positions.max()) + 1
+        self._masks: dict[int | None, Tensor] = {}
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores, `[b, 1, 1, width]`: 0, or -inf where a row does not attend
+        to.
+        """
+        if window not in self._masks:
+            places = torch.arange(self._width, device=self.positions.device)
+            hidden = places > self.positions
+            if window is not None:
+                hidden |= places < self.positions - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self._masks[window]
+
+    def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
+        """See `Pass.attend`."""
+        layer = self.cache.layer(how.layer, mixed[..., -2:, :])
+        layer[self._places] = mixed[0, ..., -2:, :]
+        samples = mixed.size(1)
+        past = layer[:samples, : self._width].transpose(1, 2)
+        # The queries of a group stand where positions would: no key is repeated for them.
+        context = F.scaled_dot_product_attention(
+            mixed[0, :, :, :-2],
+            past[..., 0, :],
+            past[..., 1, :],
+            attn_mask=self._mask(how.window, mixed.dtype),
+            scale=how.scale,
+        )
+        return context.reshape(1, samples, -1)
+
+
+class PrefillPass:
+    """s tokens for each of some slots, at the places from `start` on.
+
+    Rows may be padded on the right: what is stored beyond a row's length is overwritten before it
+    is attended to.
+
+    Args:
+        cache: holds what came before `start`.
+        slots: int64 `[b]`.
+        start: place of the first token, the same in all rows.
+        width: s.
+    """
+
+    def __init__(self, cache: KeyValueCache, slots: Tensor, start: int, width: int) -> None:
+        self.cache = cache
+        self.slots = slots
+        self.start, self.stop = start, start + width
+        self.positions = torch.arange(start, self.stop, device=slots.device).unsqueeze(0)
+
+    def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
+        """See `Pass.attend`."""
+        past = mixed[..., -2:, :]
+        layer = self.cache.layer(how.layer, past)
+        layer[self.slots, self.start : self.stop] = past.transpose(0, 1)
+        if self.start:
+            past = layer[self.slots, : self.stop].transpose(0, 1)
+        mask = None
+        if self.start or (how.window is not None and self.stop > how.window + 1):
+            places = torch.arange(self.stop, device=mixed.device)
+            distance = self.positions.transpose(0, 1) - places
+            mask = distance >= 0
+            if how.window is not None:
+                mask &= distance <= how.window
+        query = mixed[..., :-2, :].flatten(2, 3)
+        context = F.scaled_dot_product_attention(
+            *(x.permute(1, 2, 0, 3) for x in (query, past[..., 0, :], past[..., 1, :])),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=how.scale,
+            enable_gqa=mixed.size(3) > 3,
+        )
+        return context.permute(2, 0, 1, 3).flatten(2)

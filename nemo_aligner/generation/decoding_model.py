@@ -1,0 +1,257 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The forward pass of a Megatron model for decoding: the same weights, with little around them.
+
+Megatron Core's own layers rotate all cached keys anew in every step, expand the keys of grouped
+queries, and pass through the code that training needs; with small matrices that is most of the
+time. Here a layer is its norms, its linear layers, its MLP and attention over `KeyValueCache`.
+
+Shapes: b rows, s tokens of each, h hidden size, np heads, ng query groups and hn channels per head
+on this rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from nemo_aligner.generation.cache import AttentionSettings, KeyValueCache, Pass
+from nemo_aligner.parallel import parallel_state
+
+
+class DecodingModel:
+    """The chunks of a model on this pipeline stage, as functions of tokens and a cache.
+
+    Make one inside `megatron_switches.decoding_mode`, after the last change of the weights'
+    tensors, and use it there.
+
+    Args:
+        chunks: bare `GPTModel`s of this pipeline stage.
+        vocab_size: number of ids; logits of others are dropped.
+    """
+
+    def __init__(self, chunks: list[Any], vocab_size: int) -> None:
+        self.chunks = chunks
+        self.vocab_size = vocab_size
+        self._stages: list[list[_Layer]] = []
+        self.num_layers = 0
+        for chunk in chunks:
+            layers = []
+            for layer in chunk.decoder.layers:
+                layers.append(_Layer(layer, self.num_layers))
+                self.num_layers += 1
+            self._stages.append(layers)
+        self._rotation = _Rotation(chunks[0])
+
+    def forward(self, tokens: Tensor, which: Pass) -> Tensor | None:
+        """Feed `tokens` int64 `[b, s]` to the model.
+
+        All ranks of the pipeline call it; each stage but the first receives its input from the
+        stage before.
+
+        Returns:
+            The last layer's output `[s, b, h]` on the last stage, None on the others.
+        """
+        rotation = self._rotation.at(which.positions)
+        samples, width = tokens.shape
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        ranks = torch.distributed.get_process_group_ranks(group)
+        for chunk, layers in zip(self.chunks, self._stages, strict=True):
+            if chunk.pre_process:
+                hidden = chunk.embedding(tokens, which.positions.expand(samples, -1))
+            else:
+                shape = (width, samples, chunk.config.hidden_size)
+                hidden = torch.empty(
+                    shape, dtype=chunk.config.pipeline_dtype, device=tokens.device
+                )
+                torch.distributed.recv(hidden, src=ranks[stage - 1], group=group)
+            for layer in layers:
+                hidden = layer(hidden, rotation, which)
+            if not chunk.post_process:
+                torch.distributed.send(
+                    hidden.contiguous(), dst=ranks[(stage + 1) % len(ranks)], group=group
+                )
+        return hidden if chunk.post_process else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits `[b, V]` of the last stage's output `[1, b, h]`; the ranks of its
+        tensor-parallel group call it.
+        """
+        chunk = self.chunks[-1]
+        if chunk.decoder.final_layernorm is not None:
+            hidden = chunk.decoder.final_layernorm(hidden)
+        weight = (
+            chunk.shared_embedding_or_output_weight()
+            if chunk.share_embeddings_and_output_weights
+            else None
+        )
+        logits, _ = chunk.output_layer(hidden, weight=weight, runtime_gather_output=True)
+        return logits[0, :, : self.vocab_size].float()
+
+    def new_cache(self, slots: int) -> KeyValueCache:
+        """An empty cache for the layers of this stage."""
+        return KeyValueCache(slots, self.num_layers)
+
+
+class _Layer:
+    """A layer of Megatron Core's `TransformerBlock` as a function.
+
+    Args:
+        layer: `TransformerLayer`.
+        number: of the layer in the cache.
+    """
+
+    def __init__(self, layer: Any, number: int) -> None:
+        config, attention = layer.config, layer.self_attention
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer.layer_number
+        )
+        self.how = AttentionSettings(
+            number, config.softmax_scale, config.window_size[0] if windowed else None
+        )
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.pre_mlp_layernorm
+        self.attention = attention
+        self.rotated = not (config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1])
+        self.qkv, self.projection = _linear(attention.linear_qkv), _linear(attention.linear_proj)
+        self.mlp = _mlp(layer.mlp)
+
+    def __call__(self, hidden: Tensor, rotation: "_Angles | None", which: Pass) -> Tensor:
+        """Output `[s, b, h]` for the input `hidden` `[s, b, h]`."""
+        mixed = self._queries_keys_values(self.input_norm(hidden))
+        if rotation is not None and self.rotated:
+            mixed = rotation.turn(mixed)
+        hidden = hidden + self.projection(which.attend(mixed, self.how))
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+    def _queries_keys_values(self, hidden: Tensor) -> Tensor:
+        """Of each group its queries, its key, its value: `[s, b, ng, np / ng + 2, hn]`."""
+        attention = self.attention
+        groups = attention.num_query_groups_per_partition
+        heads = attention.num_attention_heads_per_partition // groups
+        channels = attention.hidden_size_per_attention_head
+        mixed = self.qkv(hidden).view(*hidden.shape[:2], groups, heads + 2, channels)
+        if attention.q_layernorm is not None:
+            query, key, value = mixed.split([heads, 1, 1], dim=3)
+            query, key = attention.q_layernorm(query), attention.k_layernorm(key)
+            mixed = torch.cat([query, key, value], dim=3)
+        return mixed
+
+
+class _Rotation:
+    """Rotary position embeddings of a model, or none.
+
+    Args:
+        chunk: bare `GPTModel`.
+    """
+
+    def __init__(self, chunk: Any) -> None:
+        config = chunk.config
+        self.embedding = None
+        if chunk.position_embedding_type in ("rope", "yarn"):
+            self.embedding = chunk.rotary_pos_emb
+        self.dtype = config.params_dtype
+        self.interleaved = config.rotary_interleaved
+        self.heads = config.num_attention_heads // config.num_query_groups
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def at(self, positions: Tensor) -> "_Angles | None":
+        """The rotation of tokens at `positions` int64 `[b, s]`; None without one."""
+        if self.embedding is None:
+            return None
+        wanted = int(positions.max()) + 1
+        if self._tables is None or len(self._tables[0]) < wanted:
+            self._tables = self._compute(max(256, 1 << (wanted - 1).bit_length()))
+        cos, sin = (table[positions.T].unsqueeze(2) for table in self._tables)
+        return _Angles(cos, sin, self.interleaved)
+
+    def _compute(self, width: int) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine `[width, np / ng + 2, channels]` of each position in the model's
+        dtype, for the queries and the key of a group; 1 and 0 for its value.
+        """
+        assert self.embedding is not None
+        angles, scale = self.embedding(width), 1.0
+        if isinstance(angles, tuple):  # of YaRN
+            angles, scale = angles
+        angles = angles[:, 0]
+        cos, sin = (angles.cos() * scale).to(self.dtype), (angles.sin() * scale).to(self.dtype)
+        pairs = sin.unflatten(-1, (-1, 2) if self.interleaved else (2, -1))
+        pairs.select(-1 if self.interleaved else -2, 0).neg_()
+        cos, sin = (x.repeat(1, self.heads + 2, 1) for x in (cos, sin))
+        cos[:, -1], sin[:, -1] = 1.0, 0.0
+        return cos, sin
+
+
+class _Angles:
+    """Cosines and signed sines `[s, b, 1, np / ng + 2, channels]`: a pair (x, y) of channels
+    becomes (x cos - y sin, y cos + x sin). Pairs are neighbours (`interleaved`) or lie half of the
+    channels apart.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+        self.cos, self.sin, self.interleaved = cos, sin, interleaved
+
+    def turn(self, mixed: Tensor) -> Tensor:
+        """`mixed` `[s, b, ng, np / ng + 2, hn]`, with the first channels rotated."""
+        channels = self.cos.size(-1)
+        turned = mixed[..., :channels]
+        if self.interleaved:
+            partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        else:
+            partner = turned.roll(channels // 2, -1)
+        turned = (turned * self.cos).add_(partner.mul_(self.sin))
+        if channels == mixed.size(-1):
+            return turned
+        return torch.cat([turned, mixed[..., channels:]], -1)
+
+
+_Function = Callable[[Tensor], Tensor]
+
+
+def _linear(module: Any) -> _Function:
+    """A linear layer as a function that adds its bias.
+
+    Megatron Core's own is called only where it does more than multiply: with an adapter that is
+    not merged, or with Transformer Engine, which fuses the norm before it.
+    """
+    adapter = getattr(module, "lora", None)
+    plain = adapter is None or adapter.merged
+    if isinstance(module, ColumnParallelLinear) and plain:
+        return lambda x: F.linear(x, module.weight, module.bias)
+    if isinstance(module, RowParallelLinear) and plain:
+        if parallel_state.get_tensor_model_parallel_world_size() == 1:
+            return lambda x: F.linear(x, module.weight, module.bias)
+        return lambda x: _summed(F.linear(x, module.weight), module.bias)
+    return lambda x: _with_bias(*module(x))
+
+
+def _summed(part: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum of `part` over the tensor-parallel ranks, and the bias."""
+    torch.distributed.all_reduce(part, group=parallel_state.get_tensor_model_parallel_group())
+    return _with_bias(part, bias)
+
+
+def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:
+    return output if bias is None else output + bias
+
+
+def _mlp(module: Any) -> _Function:
+    """An MLP, or a mixture of experts, as a function."""
+    config = module.config
+    if type(module) is not MLP or config.bias_activation_fusion or config.use_te_activation_func:
+        return lambda x: _with_bias(*module(x))
+    first, second = _linear(module.linear_fc1), _linear(module.linear_fc2)
+    activation = config.activation_func
+    if not config.gated_linear_unit:
+        return lambda x: second(activation(first(x)))
+
+    def gated(x: Tensor) -> Tensor:
+        gate, linear = first(x).chunk(2, dim=-1)
+        return second(activation(gate) * linear)
+
+    return gated
