@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.ppo import PPOTrainer
 from nemo_aligner.core.types import Scores
+from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
 
 EOS = 0
@@ -91,6 +92,8 @@ class FakeTokenizer:
 
 class FakePolicy:
     """log-prob of token t is -(t % 7 + 1) / 10 * (1 + weight)."""
+
+    infer_all = AlignableGenerativeInterface.infer_all
 
     def __init__(self, events):
         self.cfg = OmegaConf.create({"seed": 1234})

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, cast, ClassVar
 
 import torch
 from omegaconf import DictConfig
@@ -314,7 +314,7 @@ class RolloutTrainer(ABC):
         min_width: int | None = None,
         return_logprobs: bool = False,
     ) -> CollectedRollout:
-        """Generate responses and send each micro-batch off to be scored; all ranks call it.
+        """Generate responses and send them off to be scored as they end; all ranks call it.
 
         Args:
             prompts: this rank's micro-batches.
@@ -325,8 +325,12 @@ class RolloutTrainer(ABC):
         """
         micro_batches, pending = [], []
         with self.timer("generate"):
-            for batch in repeat_prompts(prompts, num_responses, self.seed, sampling_step):
-                rollout = self.model.infer({**batch, "return_logprobs": return_logprobs})
+            repeated = repeat_prompts(prompts, num_responses, self.seed, sampling_step)
+            batches = (
+                cast(InferenceBatch, {**batch, "return_logprobs": return_logprobs})
+                for batch in repeated
+            )
+            for batch, rollout in self.model.infer_all(batches):
                 pending.append(self.score(rollout))  # scored while generation continues
                 micro_batches.append(with_prompt_columns(rollout, batch))
         gathered = PPORolloutBatch.from_rollout_batches(

@@ -213,7 +213,8 @@ def compute_num_rollout_microbatches(dataloader: PromptLoader) -> int:
 def repeat_prompts(
     batches: Iterable[InferenceBatch], num_responses: int, seed: int, step: int
 ) -> Iterator[InferenceBatch]:
-    """Each batch of prompts `num_responses` times: every pass asks for one response per prompt.
+    """Each prompt `num_responses` times in a row, in batches of the same sizes: responses to one
+    prompt are generated together and share the pass over it.
 
     Args:
         batches: must carry `idx`, int64 `[b]`, the dataset indices.
@@ -226,11 +227,17 @@ def repeat_prompts(
         were; and `sample_key` int64 `[b]`, unique and in the order of index and response.
     """
     for batch in batches:
-        first = sample_seeds(seed, step, batch["idx"])
-        for number in range(num_responses):
-            seeds = first if number == 0 else sample_seeds(seed, number, first)
-            key = batch["idx"] * num_responses + number
-            yield {**batch, "sample_seeds": seeds, "sample_key": key}
+        prompts = cast(dict[str, Tensor], batch)
+        first = sample_seeds(seed, step, prompts["idx"])
+        others = [sample_seeds(seed, number, first) for number in range(1, num_responses)]
+        columns = {key: x.repeat_interleave(num_responses, 0) for key, x in prompts.items()}
+        columns["sample_seeds"] = torch.stack([first, *others], dim=1).flatten()
+        numbers = torch.arange(num_responses)
+        columns["sample_key"] = (prompts["idx"][:, None] * num_responses + numbers).flatten()
+        size = len(prompts["idx"])
+        for start in range(0, size * num_responses, size):
+            part = {key: x[start : start + size] for key, x in columns.items()}
+            yield cast(InferenceBatch, part)
 
 
 def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Tensor]:

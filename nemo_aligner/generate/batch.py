@@ -22,6 +22,7 @@ from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.generate.policy import Policy
 from nemo_aligner.generate.prompts import ChatForm, plain_tokens
 from nemo_aligner.generate.responses import Response, read_prompts, write_responses
+from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 
@@ -135,9 +136,9 @@ def samples_of(tokens: Sequence[list[int]], seed: int, responses_per_prompt: int
 def deal(samples: Sequence[Sample], micro_batch_size: int) -> list[list[Sample]]:
     """This data-parallel rank's micro-batches.
 
-    Prompts of similar length share one, since all samples of a micro-batch advance together. Every
-    rank gets as many micro-batches, the last ones perhaps with samples that others have too: ranks
-    that hold each other's experts must generate equally often.
+    Prompts of similar length share one. Every rank gets as many micro-batches, the last ones
+    perhaps with samples that others have too, so that no rank has none: ranks that hold each
+    other's experts must generate together.
     """
     ordered = sorted(samples, key=lambda sample: (len(sample.tokens), sample.place))
     batches = [
@@ -157,18 +158,14 @@ def _generate(
     params = dataclasses.replace(policy.params, return_logprobs=True)
     found = {}
     silent = parallel_state.get_rank() != 0 or not sys.stderr.isatty()
-    for batch in tqdm(batches, desc="micro-batches", disable=silent, dynamic_ncols=True):
-        lengths = torch.tensor([len(sample.tokens) for sample in batch])
-        padded = torch.full(
-            (len(batch), int(lengths.max())), policy.tokenizer.eos_id, dtype=torch.int64
-        )
-        for row, sample in enumerate(batch):
-            padded[row, : len(sample.tokens)] = torch.tensor(sample.tokens)
-        seeds = torch.tensor([sample.seed for sample in batch])
-        output = policy.generator.generate(padded, lengths, seeds, params)
+    samples = [sample for batch in batches for sample in batch]
+    inputs = (_padded(batch, policy.tokenizer.eos_id) for batch in batches)
+    outputs = policy.generator.stream(inputs, params, policy.micro_batch_size)
+    progress = tqdm(total=len(samples), desc="responses", disable=silent, dynamic_ncols=True)
+    for places, output in outputs:
         assert output.logprobs is not None
         rows = zip(
-            batch,
+            (samples[place] for place in places),
             output.response_tokens.tolist(),
             output.response_lengths.tolist(),
             output.is_end.tolist(),
@@ -187,4 +184,15 @@ def _generate(
                 response_tokens=response,
                 tokenizer=fingerprint,
             )
+        progress.update(len(places))
+    progress.close()
     return found
+
+
+def _padded(batch: Sequence[Sample], pad_id: int) -> Prompts:
+    """Prompts, their lengths and seeds."""
+    lengths = torch.tensor([len(sample.tokens) for sample in batch])
+    padded = torch.full((len(batch), int(lengths.max())), pad_id, dtype=torch.int64)
+    for row, sample in zip(padded, batch, strict=True):
+        row[: len(sample.tokens)] = torch.tensor(sample.tokens)
+    return padded, lengths, torch.tensor([sample.seed for sample in batch])

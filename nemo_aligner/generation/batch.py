@@ -103,9 +103,7 @@ class DecodingBatch:
         self.samples: list[WaitingSample] = []  # of the slots; those beyond `active` have left
         self.width = 0
         self.tokens = self._new(torch.int64, 0)
-        self.prompt_lengths, self.lengths, self.limits = (
-            self._new(torch.int64) for _ in range(3)
-        )
+        self.prompt_lengths, self.lengths, self.limits = (self._new(torch.int64) for _ in range(3))
         self.uniforms: Tensor | None = None
         if not params.use_greedy:
             self.uniforms = self._new(torch.float64, params.max_length)

@@ -177,12 +177,15 @@ class PrefillPass:
             mask = distance >= 0
             if how.window is not None:
                 mask &= distance <= how.window
-        query = mixed[..., :-2, :].flatten(2, 3)
+        queries = mixed[..., :-2, :].flatten(2, 3).permute(1, 2, 0, 3)
+        keys, values = (past[..., i, :].permute(1, 2, 0, 3) for i in (0, 1))
         context = F.scaled_dot_product_attention(
-            *(x.permute(1, 2, 0, 3) for x in (query, past[..., 0, :], past[..., 1, :])),
+            queries,
+            keys,
+            values,
             attn_mask=mask,
             is_causal=mask is None,
             scale=how.scale,
-            enable_gqa=mixed.size(3) > 3,
+            enable_gqa=queries.size(1) != keys.size(1),
         )
         return context.permute(2, 0, 1, 3).flatten(2)

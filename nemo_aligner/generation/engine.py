@@ -92,15 +92,13 @@ class MegatronGenerator(TextGenerator):
             slots: samples that are decoded together at most; None: all.
         """
 
-        def decode(prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
-            samples = list(
-                self._decode(
-                    iter([(prompts, lengths, seeds)]), params, slots or len(prompts), on_tokens
-                )
-            )
-            return _joined(sorted(samples, key=lambda sample: sample.number), self.tokenizer.eos_id)
-
         self._check(prompts, prompt_lengths)
+
+        def decode(prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
+            batches = iter([(prompts, lengths, seeds)])
+            samples = self._decode(batches, params, slots or len(prompts), on_tokens)
+            return self._joined(sorted(samples, key=lambda sample: sample.number))
+
         inputs = prompts, prompt_lengths, sample_seeds
         if parallel_state.get_context_parallel_world_size() == 1:
             return decode(*inputs)
@@ -110,26 +108,32 @@ class MegatronGenerator(TextGenerator):
     def stream(
         self, batches: Iterable[Prompts], params: GenerationParams, slots: int
     ) -> Iterator[tuple[list[int], GenerationOutput]]:
-        """See `TextGenerator.stream`; every rank of a TP x PP group calls it and iterates to the
-        end. There must be one context-parallel rank.
+        """See `TextGenerator.stream`; every rank of a TP x PP x CP group calls it and iterates to
+        the end.
+
+        With context parallelism one batch is decoded after the other.
         """
-        ready: list[FinishedSample] = []
+        if parallel_state.get_context_parallel_world_size() > 1:
+            number = 0
+            for prompts, lengths, seeds in batches:
+                output = self.generate(prompts, lengths, seeds, params, slots=slots)
+                yield list(range(number, number + len(prompts))), output
+                number += len(prompts)
+            return
 
         def checked() -> Iterator[Prompts]:
             for prompts, lengths, seeds in batches:
                 self._check(prompts, lengths)
                 yield prompts, lengths, seeds
 
+        ready: list[FinishedSample] = []
         for sample in self._decode(checked(), params, slots):
             ready.append(sample)
             if len(ready) == slots:
-                yield self._group(ready)
+                yield [each.number for each in ready], self._joined(ready)
                 ready = []
         if ready:
-            yield self._group(ready)
-
-    def _group(self, samples: list[FinishedSample]) -> tuple[list[int], GenerationOutput]:
-        return [each.number for each in samples], _joined(samples, self.tokenizer.eos_id)
+            yield [each.number for each in ready], self._joined(ready)
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -289,8 +293,30 @@ class MegatronGenerator(TextGenerator):
                 torch.distributed.broadcast(logprobs, src=source, group=group)
         return tokens, logprobs
 
+    def _joined(self, samples: list[FinishedSample]) -> GenerationOutput:
+        """One output for `samples`, in their order."""
+        tokens = torch.nn.utils.rnn.pad_sequence(
+            [sample.tokens for sample in samples],
+            batch_first=True,
+            padding_value=self.tokenizer.eos_id,
+        )
+        device, logprobs = tokens.device, None
+        if samples[0].logprobs is not None:
+            logprobs = torch.zeros(len(samples), tokens.size(1) - 1, device=device)
+            for row, sample in zip(logprobs, samples, strict=True):
+                assert sample.logprobs is not None
+                row[sample.prompt_length - 1 : len(sample.tokens) - 1] = sample.logprobs
+        return GenerationOutput(
+            tokens,
+            torch.tensor([len(sample.tokens) for sample in samples], device=device),
+            torch.tensor([sample.is_end for sample in samples], device=device),
+            logprobs,
+        )
 
-def _prefill_passes(batch: DecodingBatch, slots: list[int]) -> Iterator[tuple[list[int], int, int]]:
+
+def _prefill_passes(
+    batch: DecodingBatch, slots: list[int]
+) -> Iterator[tuple[list[int], int, int]]:
     """(slots, start, stop) of the passes that feed all tokens but the last of the prompts in
     `slots`. Prompts of similar length share a pass.
     """
@@ -305,25 +331,6 @@ def _prefill_passes(batch: DecodingBatch, slots: list[int]) -> Iterator[tuple[li
         for start in range(0, longest, PREFILL_TOKENS):
             yield rows, start, min(start + PREFILL_TOKENS, longest)
         left = left[len(rows) :]
-
-
-def _joined(samples: list[FinishedSample], pad_id: int) -> GenerationOutput:
-    """One output for `samples`, in their order."""
-    tokens = torch.nn.utils.rnn.pad_sequence(
-        [sample.tokens for sample in samples], batch_first=True, padding_value=pad_id
-    )
-    device, logprobs = tokens.device, None
-    if samples[0].logprobs is not None:
-        logprobs = torch.zeros(len(samples), tokens.size(1) - 1, device=device)
-        for row, sample in zip(logprobs, samples, strict=True):
-            assert sample.logprobs is not None
-            row[sample.prompt_length - 1 : len(sample.tokens) - 1] = sample.logprobs
-    return GenerationOutput(
-        tokens,
-        torch.tensor([len(sample.tokens) for sample in samples], device=device),
-        torch.tensor([sample.is_end for sample in samples], device=device),
-        logprobs,
-    )
 
 
 def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:

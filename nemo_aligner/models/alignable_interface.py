@@ -8,7 +8,7 @@ every rank of the group that computed them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -121,6 +121,18 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
     @abstractmethod
     def infer(self, inference_batch: InferenceBatch) -> Rollout:
         """One response to each prompt."""
+
+    def infer_all(
+        self, batches: Iterable[InferenceBatch]
+    ) -> Iterator[tuple[InferenceBatch, Rollout]]:
+        """One response to each prompt of all batches, in groups as the model finishes them; a
+        model that decodes them all as one queue overrides it.
+
+        Yields:
+            The prompts of a group, at least their one-dimensional columns, and its responses.
+        """
+        for batch in batches:
+            yield batch, self.infer(batch)
 
     @abstractmethod
     def get_inference_log_probs(

@@ -166,12 +166,6 @@ SWITCHED = {
             "megatron_switches.shapes_exchanged",
         ),
     },
-    "megatron.core.inference.contexts": {
-        "StaticInferenceContext.key_value_memory_dict": (
-            "samples that have ended leave the batch, and the cache",
-            "generation/engine.py",
-        ),
-    },
     "megatron.core.optimizer.optimizer": {
         "Float16OptimizerWithFloat16Params.float16_groups": (
             "a checkpoint would name the bf16 weights alone, and miss those of a float32 head",

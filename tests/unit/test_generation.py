@@ -7,14 +7,16 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.generation import GenerationParams, MegatronGenerator
+from nemo_aligner.generation import GenerationParams, MegatronGenerator, engine
+from nemo_aligner.generation.cache import PrefillPass
+from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.generation.end_conditions import EndConditions, verify_is_valid_and_clamp_range_
 from nemo_aligner.generation.tokenize_batch import tokenize_batch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_backward
 from nemo_aligner.training.update import optimizer_step
 from tests.naive_generation import naive_generate
-from tests.tiny_models import tiny_config
+from tests.tiny_models import PPO, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -505,3 +507,145 @@ def test_parameters_that_cannot_work(length, sampling, message):
     with pytest.raises(ConfigError) as error:
         GenerationParams.from_config(length, sampling)
     assert message in str(error.value)
+
+
+# ------------------------------------------------------------------------------ one queue of slots
+
+ENDS_OFTEN = GenerationParams(
+    max_length=20,
+    temperature=3.0,
+    end_strings=tuple("abcdefghijklmnopqrstuvwxyz .,"),
+    repetition_penalty=1.1,
+    return_logprobs=True,
+)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+@pytest.mark.parametrize("piece", [4096, 3])
+def test_slots_and_pieces_of_prompts_change_nothing(model, prompts, slots, piece, monkeypatch):
+    """Each prompt comes twice, so that one of them shares the other's pass."""
+    tokens, lengths, _ = (x.repeat_interleave(2, 0) for x in prompts)
+    seeds = torch.arange(len(lengths))
+    generator = generator_of(model)
+    together = generator.generate(tokens, lengths, seeds, ENDS_OFTEN)
+    assert (together.response_lengths - lengths).unique().numel() > 4
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", piece)
+    in_turns = generator.generate(tokens, lengths, seeds, ENDS_OFTEN, slots=slots)
+    assert samples_of(in_turns) == samples_of(together)
+    assert torch.equal(in_turns.is_end, together.is_end)
+    torch.testing.assert_close(in_turns.logprobs, together.logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_equal_prompts_share_one_pass(llama, prompts, monkeypatch):
+    """Also where a sibling enters later, even into the slot of the one that has ended."""
+    fed = []
+    forward = DecodingModel.forward
+
+    def count(self, tokens, which):
+        if isinstance(which, PrefillPass):
+            fed.append(tuple(tokens.shape))
+        return forward(self, tokens, which)
+
+    monkeypatch.setattr(DecodingModel, "forward", count)
+    tokens, lengths, _ = (x[[7, 3]].repeat_interleave(4, 0) for x in prompts)
+    generator = generator_of(llama)
+    output = generator.generate(tokens, lengths, torch.arange(8), ENDS_OFTEN, slots=3)
+    assert len({tuple(sample) for sample in samples_of(output)}) == 8
+    assert fed == [(1, int(lengths[0]) - 1), (1, int(lengths[-1]) - 1)]
+
+
+def test_a_stream_asks_for_prompts_when_there_is_room_and_gives_what_has_ended(llama, prompts):
+    tokens, lengths, seeds = prompts
+    asked = []
+
+    def batches():
+        for start in range(0, ROWS, 3):
+            asked.append(start)
+            rows = slice(start, start + 3)
+            yield tokens[rows], lengths[rows], seeds[rows]
+
+    generator = generator_of(llama)
+    whole = samples_of(generator.generate(tokens, lengths, seeds, ENDS_OFTEN))
+    stream = generator.stream(batches(), ENDS_OFTEN, slots=4)
+    places, output = next(stream)
+    assert len(places) == 4 and asked[-1] < ROWS - 3
+    groups = [(places, output), *stream]
+    assert asked == [0, 3, 6, 9] and sorted(sum((p for p, _ in groups), [])) == list(range(ROWS))
+    for places, output in groups:
+        assert samples_of(output) == [whole[place] for place in places]
+        assert output.response_tokens.size(1) == output.response_lengths.max()
+
+
+def test_a_stream_that_is_left_gives_the_model_back(llama, prompts):
+    llama.set_train()
+    stream = generator_of(llama).stream(iter([prompts]), ENDS_OFTEN, slots=2)
+    next(stream)
+    assert not llama.model[0].training
+    stream.close()
+    assert llama.model[0].training
+    with pytest.raises(UserError, match="prompt 0 of the batch is empty"):
+        bad = prompts[0], torch.zeros_like(prompts[1]), prompts[2]
+        list(generator_of(llama).stream(iter([prompts, bad]), ENDS_OFTEN, slots=2))
+    assert llama.model[0].training
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        dict(window_size=[3, 0], window_attn_skip_freq=2),
+        dict(qk_layernorm=True, add_qkv_bias=True),
+        dict(rotary_percentage=0.5),
+        dict(rotary_interleaved=True),
+        dict(no_rope_freq=2),
+        dict(query_pre_attn_scalar=3),
+        dict(num_query_groups=4, activation="squared-relu", bias=True),
+        dict(
+            position_embedding_type="yarn",
+            yarn_rotary_scaling_factor=4.0,
+            yarn_original_max_position_embeddings=12,
+        ),
+        dict(num_moe_experts=4, moe_ffn_hidden_size=24, moe_router_topk=2),
+        dict(apply_embedding_scaling=True, share_embeddings_and_output_weights=True),
+    ],
+    ids=lambda overrides: next(iter(overrides)),
+)
+def test_every_architecture_decodes_as_it_trains(tiny_tokenizer_dir, prompts, overrides, request):
+    """In slots and pieces, so that each kind of pass through the model takes part."""
+    model = MegatronGPTModel(
+        tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4, **overrides)
+    )
+    tokens, lengths, seeds = prompts
+    params = GenerationParams(max_length=14, temperature=1.2)
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", 3)
+    output = generator_of(model).generate(tokens, lengths, seeds, params, slots=5)
+    naive = [
+        naive_generate(model, row[:length], seed, params, LIMIT)[0]
+        for row, length, seed in zip(
+            tokens.tolist(), lengths.tolist(), seeds.tolist(), strict=True
+        )
+    ]
+    assert samples_of(output) == naive
+
+
+def test_adapters_count_whether_merged_or_not(tiny_tokenizer_dir, prompts):
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+
+    tokens, lengths, seeds = prompts
+    cfg = tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4, ppo=PPO)
+    model = MegatronGPTActorModel(cfg)
+    params = GenerationParams(max_length=14, temperature=1.2)
+    base = samples_of(model.generator.generate(tokens, lengths, seeds, params))
+    tuning = {"adapter_dim": 4, "alpha": 8, "column_init_method": "normal"}
+    model.init_peft({"peft_scheme": "lora", "lora_tuning": tuning})
+    with torch.no_grad():
+        for _, adapter in model._adapters:
+            adapter.b.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+    apart = samples_of(model.generator.generate(tokens, lengths, seeds, params))
+    with model.adapters_merged():
+        merged = samples_of(model.generator.generate(tokens, lengths, seeds, params))
+    naive = [
+        naive_generate(model, tokens[i, : lengths[i]].tolist(), int(seeds[i]), params, LIMIT)[0]
+        for i in range(ROWS)
+    ]
+    assert apart == merged == naive != base

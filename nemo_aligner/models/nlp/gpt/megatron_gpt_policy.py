@@ -6,6 +6,8 @@ It has everything but the loss, which the actor of PPO and the policy of rejecti
 """
 
 import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout
 from nemo_aligner.data.nlp.chat import chat_end_strings
-from nemo_aligner.generation import GenerationParams, MegatronGenerator
+from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
+from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -100,24 +103,56 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         Raises:
             UserError: a prompt leaves no room for a response.
         """
-        prompts = inference_batch["text"].to(get_device())
-        lengths = inference_batch["length"].to(get_device())
-        seeds = inference_batch.get("sample_seeds")
-        if seeds is None:
-            seeds = self._seeds_of_prompts(prompts, lengths)
-        wanted = bool(inference_batch.get("return_logprobs"))
-        params = dataclasses.replace(self.generation_params, return_logprobs=wanted)
+        prompts, lengths, seeds = self._prompts(inference_batch)
+        params = self._params(inference_batch)
         with self.adapters_for_generation():
-            generated = self.generator.generate(prompts, lengths, seeds.cpu(), params)
-        rollout: Rollout = {
-            "response_tokens": generated.response_tokens,
-            "response_lengths": generated.response_lengths,
-            "prompt_lengths": lengths,
-            "is_end": generated.is_end,
-        }
-        if generated.logprobs is not None:
-            rollout["sampling_logprobs"] = generated.logprobs
-        return rollout
+            generated = self.generator.generate(prompts, lengths, seeds, params)
+        return _rollout(generated, lengths)
+
+    @torch.no_grad()
+    def infer_all(
+        self, batches: Iterable[InferenceBatch]
+    ) -> Iterator[tuple[InferenceBatch, Rollout]]:
+        """`infer` for all batches as one queue: as many samples as the first batch has are decoded
+        together, and the next one enters when a response has ended.
+
+        Every rank of a TP x PP x CP group calls it with the same batches and iterates to the end.
+
+        Yields:
+            The one-dimensional columns of as many prompts as the first batch has (the last group
+            may be smaller), in the order in which their responses ended, and these.
+        """
+        iterator = iter(batches)
+        first = next(iterator, None)
+        if first is None:
+            return
+        columns: dict[str, list[Tensor]] = {}
+
+        def prompts() -> Iterator[Prompts]:
+            for batch in itertools.chain([first], iterator):
+                for key, value in batch.items():
+                    if isinstance(value, Tensor) and value.dim() == 1:
+                        columns.setdefault(key, []).extend(value)
+                yield self._prompts(batch)
+
+        params, slots = self._params(first), len(first["length"])
+        with self.adapters_for_generation():
+            for places, generated in self.generator.stream(prompts(), params, slots):
+                group: Any = {
+                    key: torch.stack([values[place] for place in places])
+                    for key, values in columns.items()
+                }
+                yield group, _rollout(generated, group["length"])
+
+    def _prompts(self, batch: InferenceBatch) -> Prompts:
+        seeds = batch.get("sample_seeds")
+        if seeds is None:
+            seeds = self._seeds_of_prompts(batch["text"], batch["length"])
+        return batch["text"], batch["length"], seeds
+
+    def _params(self, batch: InferenceBatch) -> GenerationParams:
+        wanted = bool(batch.get("return_logprobs"))
+        return dataclasses.replace(self.generation_params, return_logprobs=wanted)
 
     def _seeds_of_prompts(self, prompts: Tensor, lengths: Tensor) -> Tensor:
         """A seed for each prompt: a polynomial hash (mod 2^61 - 1) of its tokens mixed with
@@ -217,3 +252,15 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
             micro_batch_tokens=None if forward_micro_batch_size else self.micro_batch_tokens,
             by_position=True,
         )
+
+
+def _rollout(generated: GenerationOutput, prompt_lengths: Tensor) -> Rollout:
+    rollout: Rollout = {
+        "response_tokens": generated.response_tokens,
+        "response_lengths": generated.response_lengths,
+        "prompt_lengths": prompt_lengths.to(get_device()),
+        "is_end": generated.is_end,
+    }
+    if generated.logprobs is not None:
+        rollout["sampling_logprobs"] = generated.logprobs
+    return rollout
