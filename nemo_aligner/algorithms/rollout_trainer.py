@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from omegaconf import DictConfig

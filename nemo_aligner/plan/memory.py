@@ -30,6 +30,7 @@ CHUNKS_WITH_ENTROPY, CHUNKS, CHUNKS_BF16 = 4, 2, 3
 # Bytes per id of the vocabulary while a token is drawn: logits, their fp32 copy, probabilities in
 # fp32 and fp64, and their sums in fp64 (generation/sampling.py).
 SAMPLING_BYTES = FP32 + FP32 + 8 + 8
+PREFILL_TOKENS = 4096  # most tokens of one pass over prompts (generation/engine.py)
 
 
 @dataclass(frozen=True)
@@ -430,11 +431,11 @@ def cache_bytes(a: Architecture, split: Split, stage: int, w: Workload) -> float
 
 
 def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Parts:
-    """The cache, and the pass over the prompts (which are not split over context-parallel ranks)
-    or the choice of a token.
+    """The cache, and a pass over prompts (which are not split over context-parallel ranks) or the
+    choice of a token.
     """
     samples = -(-w.rollout_samples // split.cp)
-    tokens = samples * max(w.width - w.response, 1)
+    tokens = min(samples * max(w.width - w.response, 1), PREFILL_TOKENS)
     alone = replace(split, cp=1, sequence_parallel=False)
     moments = forward_parts(a, alone, stage, tokens, w.on_gpu)[:1]
     if stage == split.pp - 1:

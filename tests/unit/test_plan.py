@@ -21,6 +21,7 @@ from nemo_aligner.config.defaults import CONF, complete_model
 from nemo_aligner.config.peft_rules import LoRASettings
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.generation import engine
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_config import PRECISIONS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
@@ -30,6 +31,7 @@ from nemo_aligner.plan.jobs import ACTOR
 from nemo_aligner.plan.memory import (
     GRADIENTS,
     OPTIMIZER,
+    PREFILL_TOKENS,
     WEIGHTS,
     Workload,
     in_flight,
@@ -585,3 +587,7 @@ def test_the_command_starts_without_pytorch(model_file):
     )
     arguments = [model_file(), "--gpus", "8", "--memory", "80GB"]
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, env=dict(os.environ))
+
+
+def test_a_pass_over_prompts_is_planned_as_the_engine_makes_it():
+    assert PREFILL_TOKENS == engine.PREFILL_TOKENS
