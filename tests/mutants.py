@@ -72,6 +72,35 @@ _KL_IN_LOSS = _unit(
 )
 
 MUTANTS = [
+    # --- generation
+    Mutant(
+        "a response takes the cached keys of another prompt",
+        "generation/batch.py",
+        "moves.append((sources[sample.prompt], slot))",
+        "moves.append((0, slot))",
+        _unit("test_generation.py", "test_slots_and_pieces_of_prompts_change_nothing"),
+    ),
+    Mutant(
+        "a sample attends to what an earlier one left in its slot",
+        "generation/cache.py",
+        "hidden = places > self.positions\n",
+        "hidden = places > self.positions.max().expand_as(self.positions)\n",
+        _unit("test_generation.py", "test_slots_and_pieces_of_prompts_change_nothing"),
+    ),
+    Mutant(
+        "a sample that moves to another slot leaves its random stream behind",
+        "generation/batch.py",
+        "tokens prompt_lengths lengths limits uniforms seen",
+        "tokens prompt_lengths lengths limits seen",
+        _unit("test_generation.py", "test_samples_that_end_early_leave_the_others_alone"),
+    ),
+    Mutant(
+        "a window of attention is forgotten once tokens are generated",
+        "generation/cache.py",
+        "hidden |= places < self.positions - window",
+        "hidden |= places < self.positions - self._width",
+        _unit("test_generation.py", "test_every_architecture_decodes_as_it_trains[window_size]"),
+    ),
     # --- rollouts: masks, rewards, advantages
     Mutant(
         "the mask of the response starts one column late",
@@ -325,8 +354,9 @@ MUTANTS = [
     Mutant(
         "what is sampled depends on the rank",
         "algorithms/rollouts.py",
-        'first = sample_seeds(seed, step, batch["idx"])',
-        'first = sample_seeds(seed + parallel_state.get_data_parallel_rank(), step, batch["idx"])',
+        'first = sample_seeds(seed, step, prompts["idx"])',
+        "rank = parallel_state.get_data_parallel_rank()\n        "
+        'first = sample_seeds(seed + rank, step, prompts["idx"])',
         (DISTRIBUTED + "test_ppo_trainer.py::test_two_ranks_equal_one",),
     ),
     # --- a job that goes on
