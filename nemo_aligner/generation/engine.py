@@ -158,6 +158,8 @@ class MegatronGenerator(TextGenerator):
                     finished, done = self._step(model, cache, batch, on_tokens)
                     yield from finished
                     self._refill(model, cache, batch, queue, done)
+            except _FailedElsewhere:
+                raise
             except Exception as error:
                 _on_all_expert_ranks(done=False, failure=error)
                 raise
@@ -333,6 +335,10 @@ def _prefill_passes(
         left = left[len(rows) :]
 
 
+class _FailedElsewhere(RuntimeError):
+    """Generation failed on another rank, which has told this one."""
+
+
 def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
     """Called by all ranks of the expert-parallel group before each pass through the model.
 
@@ -340,7 +346,8 @@ def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
         True if all of them are `done`; else each of them makes a pass.
 
     Raises:
-        RuntimeError: another rank's generation failed, so that no rank waits for one that left.
+        _FailedElsewhere: another rank's generation failed, so that no rank waits for one that
+            left.
     """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return done
@@ -351,7 +358,7 @@ def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
         group=parallel_state.get_expert_model_parallel_group(),
     )
     if failure is None and int(state) < 0:
-        raise RuntimeError(
+        raise _FailedElsewhere(
             "generation failed on another rank of this expert-parallel group; see its error."
         )
     return int(state) == 1
