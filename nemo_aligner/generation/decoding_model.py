@@ -243,7 +243,8 @@ def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:
 def _mlp(module: Any) -> _Function:
     """An MLP, or a mixture of experts, as a function."""
     config = module.config
-    if type(module) is not MLP or config.bias_activation_fusion or config.use_te_activation_func:
+    fused = config.bias_activation_fusion or config.use_te_activation_func
+    if fused or not isinstance(module, MLP):
         return lambda x: _with_bias(*module(x))
     first, second = _linear(module.linear_fc1), _linear(module.linear_fc2)
     activation = config.activation_func
@@ -252,6 +253,6 @@ def _mlp(module: Any) -> _Function:
 
     def gated(x: Tensor) -> Tensor:
         gate, linear = first(x).chunk(2, dim=-1)
-        return second(activation(gate) * linear)
+        return second(activation(gate).mul_(linear))
 
     return gated
