@@ -71,7 +71,8 @@ def batcher_options(
     """Return the arguments of PyTriton's DynamicBatcher.
 
     Args:
-        max_queue_delay_microseconds: how long a request waits for others to be merged with it.
+        max_queue_delay_microseconds: how long a request waits for others that are handed over
+            with it; each is computed by itself.
         inference_micro_batch_size: samples per data-parallel rank that are worth waiting for, a
             number or several.
     """

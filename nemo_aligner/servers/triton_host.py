@@ -86,11 +86,18 @@ class TritonHost:
             raise
 
     def _bind(self, endpoint: Endpoint, function: Handler, batcher: Mapping[str, Any]) -> None:
-        from pytriton.decorators import batch, group_by_keys, sample
+        from pytriton.decorators import batch, sample
         from pytriton.model_config import DynamicBatcher, ModelConfig
 
         def call(**arrays: Any) -> Arrays:
             return function(**arrays)
+
+        batched = batch(call)
+
+        def one_by_one(requests: list[Any]) -> list[Any]:
+            # Triton hands over together what arrives together. Computed as one batch, the last
+            # bits of a score would depend on that, and a bad request would fail good ones.
+            return [reply for request in requests for reply in batched([request])]
 
         if endpoint.batching:
             config = ModelConfig(
@@ -100,7 +107,7 @@ class TritonHost:
             config = ModelConfig(batching=False, max_batch_size=0)
         self._triton.bind(
             model_name=endpoint.name,
-            infer_func=group_by_keys(batch(call)) if endpoint.batching else sample(call),
+            infer_func=one_by_one if endpoint.batching else sample(call),
             inputs=triton_tensors(endpoint.inputs),
             outputs=triton_tensors(endpoint.outputs),
             config=config,

@@ -104,7 +104,7 @@ def _validate_tokens(tokens: np.ndarray, vocab_size: int | None, max_length: int
 def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
     """Refuse an infer request of a policy whose tokenizer is not the server's.
 
-    Every row is compared; requests that Triton merged are refused together, as with any fault.
+    Every row is compared.
 
     Args:
         sent: the request's `tokenizer`, bytes [N, 1]; None if the client sent none.

@@ -181,10 +181,8 @@ def test_scores_equal_the_model_called_directly(port, model):
     assert_scores_are_direct(port, model)
 
 
-def test_requests_that_triton_merges_get_their_own_rewards(port, model):
-    """Many clients at once: the same width (merged), other widths (not merged), and sentences
-    (merged, ragged).
-    """
+def test_requests_that_triton_hands_over_together_get_their_own_rewards(port, model):
+    """Many clients at once: requests of the same width and of others, and sentences."""
 
     def one(seed):
         rng = random.Random(seed)
