@@ -7,7 +7,7 @@ to each of 16 prompts, their rewards, and one update on the best response to eac
 
 Policy and reward model have the shape of `benchmarks/countdown.py`, in fp32 and in one process:
 ours calls what the reward server calls, without a server between. All responses have 128 tokens,
-or skewed lengths of at most 128.
+or skewed lengths of at most 128. Both decode 16 samples at a time.
 """
 
 import tempfile
@@ -115,13 +115,20 @@ def build_peer(
         prompts = countdown.prompts(lengths, PROMPT)
         policy.eval()
         with torch.no_grad():
-            samples = policy.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                max_new_tokens=int(lengths.max()),
-                do_sample=True,
-                top_k=0,
-                num_return_sequences=COPIES,
+            parts = [
+                policy.generate(
+                    rows,
+                    attention_mask=torch.ones_like(rows),
+                    max_new_tokens=int(lengths.max()),
+                    do_sample=True,
+                    top_k=0,
+                    num_return_sequences=COPIES,
+                )
+                for rows in prompts.split(PROMPTS // COPIES)
+            ]
+            width = max(part.size(1) for part in parts)
+            samples = torch.cat(
+                [torch.nn.functional.pad(part, (0, width - part.size(1))) for part in parts]
             )
             scores = torch.cat(
                 [rewards(rows, use_cache=False).logits for rows in samples.split(PROMPTS)]
