@@ -128,9 +128,9 @@ def apply_rotary(
     t: Tensor,
     freqs: Tensor,
     rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
+    *,
     mscale: float = 1.0,
-    **others: Any,
+    **latent: Any,
 ) -> Tensor:
     """`megatron.core...rope_utils._apply_rotary_pos_emb_bshd`.
 
@@ -138,9 +138,10 @@ def apply_rotary(
         original: that function, which computes the forms that have no place here.
         t: `[s, ..., d]`.
         freqs: float32 angles `[s, ..., r]`, r <= d: columns beyond stay as they are.
+        latent: of multi-latent attention; each release of Megatron Core has other names.
     """
-    if rotary_interleaved or multi_latent_attention or others:
-        return original(t, freqs, rotary_interleaved, multi_latent_attention, mscale, **others)
+    if rotary_interleaved or any(latent.values()):
+        return original(t, freqs, rotary_interleaved, mscale=mscale, **latent)
     cos, sin = (freqs.cos() * mscale).to(t.dtype), (freqs.sin() * mscale).to(t.dtype)
     result: Tensor = _Rotation.apply(t, cos, sin)
     return result

@@ -84,8 +84,12 @@ def test_other_rotations_stay_those_of_megatron():
     def original(*arguments, **more):
         return arguments[2:], more
 
-    assert apply_rotary(original, 0, 0, rotary_interleaved=True) == ((True, False, 1.0), {})
-    assert apply_rotary(original, 0, 0, inverse=True)[1] == {"inverse": True}
+    usual = {"mscale": 1.0}
+    assert apply_rotary(original, 0, 0, rotary_interleaved=True) == ((True,), usual)
+    assert apply_rotary(original, 0, 0, inverse=True)[1] == usual | {"inverse": True}
+    t, angles = torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 4)
+    for name in ("multi_latent_attention", "mla_rotary_interleaved"):  # of 0.16, of 0.19
+        assert apply_rotary(original, t, angles, False, **{name: False}).shape == t.shape
 
 
 @pytest.mark.slow
