@@ -91,7 +91,6 @@ class MegatronGenerator(TextGenerator):
         Args:
             slots: samples that are decoded together at most; None: all.
         """
-
         self._check(prompts, prompt_lengths)
 
         def decode(prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
@@ -206,10 +205,9 @@ class MegatronGenerator(TextGenerator):
         hidden = model.forward(tokens, DecodingPass(cache, positions))
         chosen = None if hidden is None else batch.choose(model.logits(hidden))
         tokens, logprobs = self._broadcast_choice(chosen, batch)
-        numbers = [sample.number for sample in batch.samples]
         ended = batch.append(tokens, logprobs)
         if on_tokens is not None:
-            on_tokens(torch.tensor(numbers), tokens)
+            on_tokens(torch.tensor([sample.number for sample in batch.samples]), tokens)
         return ended
 
     def _dummy_pass(self, model: DecodingModel) -> None:

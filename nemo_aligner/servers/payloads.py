@@ -31,8 +31,8 @@ def request_width(longest: int, pad_to_length: int | None, max_length: int | Non
     if max_length is None:
         return longest
     # Triton hands over requests of equal width together, and shapes that come again are faster,
-    # so there should be few widths: eight from one power
-    # of two to the next, which adds an eighth at most, and multiples of 8 below 128.
+    # so there should be few widths: eight from one power of two to the next, which adds an eighth
+    # at most, and multiples of 8 below 128.
     step = max(8, 1 << (longest.bit_length() - 4)) if longest >= 8 else 8
     return max(longest, min(-(-longest // step) * step, max_length))
 
