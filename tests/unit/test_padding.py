@@ -13,7 +13,7 @@ from tests.padded_runs import as_padded
 
 pytestmark = pytest.mark.slow
 
-BOUND = 1e-6
+BOUND = 1e-5  # fp32: products of other widths use other kernels, which differ from CPU to CPU
 ROLES = [("llama", role) for role in matrix.ROLES] + [("gpt2", "actor"), ("gpt2", "critic")]
 
 

@@ -35,11 +35,10 @@ from nemo_aligner.parallel.megatron_releases import parts_of, with_class
 class SDPAttention(MegatronModule):
     """Core attention with `torch.nn.functional.scaled_dot_product_attention`.
 
-    Queries `[sq, b, np, hn]`, keys and values `[sk, b, ng, hn]` (np, ng: heads and query groups on
-    this rank), output `[sq, b, np*hn]`. Without a mask, the queries are the last `sq` of the `sk`
-    positions and attend to themselves and all before: training and prefill have sq == sk, a
-    decoding step with a KV cache has sq < sk. `attention_mask` is True where a position must *not*
-    be attended to, as everywhere in Megatron Core.
+    Queries `[s, b, np, hn]`, keys and values `[s, b, ng, hn]` (np, ng: heads and query groups on
+    this rank), output `[s, b, np*hn]`. Without a mask, each position attends to itself and to all
+    before it. `attention_mask` is True where a position must *not* be attended to, as everywhere
+    in Megatron Core.
 
     With `packed_seq_params` several samples lie one behind the other in `[t, np, hn]`, and the
     output is `[t, np*hn]`; each sample attends to itself alone.
@@ -107,12 +106,12 @@ class SDPAttention(MegatronModule):
             positions = share_positions(key.size(0), key.device)
         # [b, heads, s, hn]
         queries, keys, values = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        sq, sk = queries.size(2), keys.size(2)
-        narrow = self.window is not None and sk > self.window + 1
-        if positions is None and (narrow or (mask is None and 1 < sq < sk)):
-            positions = torch.arange(sk - sq, sk, device=query.device)
+        width = keys.size(2)
+        narrow = self.window is not None and width > self.window + 1
+        if positions is None and narrow:
+            positions = torch.arange(width, device=query.device)
         if positions is not None:
-            visible = self._visible(positions, sk)
+            visible = self._visible(positions, width)
             mask = visible if mask is None else mask & visible
 
         def attend(dropout_p: float) -> Tensor:
@@ -122,7 +121,7 @@ class SDPAttention(MegatronModule):
                 values,
                 attn_mask=mask,
                 dropout_p=dropout_p,
-                is_causal=mask is None and sq == sk and sq > 1,
+                is_causal=mask is None,
                 scale=self.softmax_scale,
                 enable_gqa=queries.size(1) != keys.size(1),
             )
@@ -134,7 +133,7 @@ class SDPAttention(MegatronModule):
                 context = attend(self.attention_dropout)
         else:
             context = attend(0.0)
-        return context.permute(2, 0, 1, 3).reshape(sq, queries.size(0), -1)
+        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 class _ZeroCentered:
