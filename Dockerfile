@@ -1,21 +1,21 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 #
-# GPU container: PyTorch from the base image, Transformer Engine built from source, and this
-# package.
+# GPU container: PyTorch and Transformer Engine from the base image, and this package.
 #
 #   docker build --build-arg BASE_IMAGE=<image> --tag nemo-aligner-mcore .
 #   docker run --gpus all --ipc=host --network=host -it nemo-aligner-mcore
 #
 # BASE_IMAGE: an image with the CUDA toolkit, PyTorch 2.6 to 2.13 and Python 3.10 to 3.12, such as
-# NVIDIA's PyTorch container.
+# NVIDIA's PyTorch container; docs/versions.md compares two of its releases with our ranges.
 # --ipc=host (or --shm-size=8g): requests to the critic pass through /dev/shm, whose default size
 # of 64 MB is too small.
 ARG BASE_IMAGE
 FROM ${BASE_IMAGE}
 
-# A tag, branch or commit of each source build.
-ARG TE_REF=v2.11
+# A tag, branch or commit of Transformer Engine to build in place of the image's, or where the image
+# has none (v2.11 with Megatron Core 0.16); empty: keep the image's.
+ARG TE_REF=
 ARG APEX_REF=master
 # 1: build apex too, whose kernel model.gradient_accumulation_fusion takes.
 ARG WITH_APEX=0
@@ -32,8 +32,8 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends git ninja-build python3-dev \
     && rm -rf /var/lib/apt/lists/*
 
-RUN NVTE_FRAMEWORK=pytorch pip install --no-build-isolation \
-        "git+https://github.com/NVIDIA/TransformerEngine.git@${TE_REF}"
+RUN if [ -n "${TE_REF}" ]; then NVTE_FRAMEWORK=pytorch pip install --no-build-isolation \
+        "git+https://github.com/NVIDIA/TransformerEngine.git@${TE_REF}"; fi
 
 RUN if [ "${WITH_APEX}" = 1 ]; then git clone https://github.com/NVIDIA/apex /opt/apex \
     && cd /opt/apex && git checkout ${APEX_REF} \

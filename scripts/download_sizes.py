@@ -34,15 +34,15 @@ def size(url: str) -> int:
     if parts.scheme == "file":
         return Path(unquote(parts.path)).stat().st_size
     request = urllib.request.Request(url, method="HEAD")
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return int(answer.headers["Content-Length"])
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return int(reply.headers["Content-Length"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("lock", type=Path)
-    parser.add_argument("requirements", nargs="*")
-    parser.add_argument("--top", type=int, default=12)
+    parser.add_argument("lock", type=Path, help="a file of exact versions, as in requirements/")
+    parser.add_argument("requirements", nargs="*", help="packages beside it, such as a PyTorch")
+    parser.add_argument("--top", type=int, default=12, help="packages to list (%(default)s)")
     args = parser.parse_args()
     # Without hashes: pip would ask for one of the added requirements too.
     lines = [line.split(" \\")[0] for line in args.lock.read_text().splitlines() if "==" in line]
