@@ -15,13 +15,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from nemo_aligner.generation.cache import AttentionSettings, KeyValueCache, Pass
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.cpu_products import onednn_takes, packed_linear
 
 
 class DecodingModel:
@@ -47,6 +52,7 @@ class DecodingModel:
                 self.num_layers += 1
             self._stages.append(layers)
         self._rotation = _Rotation(chunks[0])
+        self._output = _output(chunks[-1]) if chunks[-1].post_process else None
 
     def forward(self, tokens: Tensor, which: Pass) -> Tensor | None:
         """Feed `tokens` int64 `[b, s]` to the model.
@@ -84,14 +90,10 @@ class DecodingModel:
         tensor-parallel group call it.
         """
         chunk = self.chunks[-1]
+        assert self._output is not None
         if chunk.decoder.final_layernorm is not None:
             hidden = chunk.decoder.final_layernorm(hidden)
-        weight = (
-            chunk.shared_embedding_or_output_weight()
-            if chunk.share_embeddings_and_output_weights
-            else None
-        )
-        logits, _ = chunk.output_layer(hidden, weight=weight, runtime_gather_output=True)
+        logits = gather_from_tensor_model_parallel_region(self._output(hidden))
         return logits[0, :, : self.vocab_size].float()
 
     def new_cache(self, slots: int) -> KeyValueCache:
@@ -222,12 +224,30 @@ def _linear(module: Any) -> _Function:
     adapter = getattr(module, "lora", None)
     plain = adapter is None or adapter.merged
     if isinstance(module, ColumnParallelLinear) and plain:
-        return lambda x: F.linear(x, module.weight, module.bias)
+        return _product(module.weight, module.bias)
     if isinstance(module, RowParallelLinear) and plain:
         if parallel_state.get_tensor_model_parallel_world_size() == 1:
-            return lambda x: F.linear(x, module.weight, module.bias)
-        return lambda x: _summed(F.linear(x, module.weight), module.bias)
+            return _product(module.weight, module.bias)
+        part = _product(module.weight, None)
+        return lambda x: _summed(part(x), module.bias)
     return lambda x: _with_bias(*module(x))
+
+
+def _output(chunk: Any) -> _Function:
+    """The output layer of the last stage as a function; each tensor-parallel rank has its ids."""
+    layer = chunk.output_layer
+    if chunk.share_embeddings_and_output_weights:
+        return _product(chunk.shared_embedding_or_output_weight(), layer.bias)
+    return _product(layer.weight, layer.bias)
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> _Function:
+    """`x @ weight.T + bias`, on a CPU from a copy of the weight in the order that is read fastest
+    where that helps.
+    """
+    if weight.device.type == "cpu" and onednn_takes(weight.dtype):
+        return packed_linear(weight, bias)
+    return lambda x: F.linear(x, weight, bias)
 
 
 def _summed(part: Tensor, bias: Tensor | None) -> Tensor:

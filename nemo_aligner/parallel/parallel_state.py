@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from nemo_aligner.config.parallel_rules import check_expert_ranks, data_parallel_size
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.parallel.cpu_products import take_products_from_mkl
 from nemo_aligner.parallel.device import get_backend, keep_freed_memory
 from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
 
@@ -51,6 +52,7 @@ def initialize(
     """
     adapt_megatron_core()
     keep_freed_memory()
+    take_products_from_mkl()
     _join_world(timeout)
     sizes = {
         "TP": tensor_model_parallel_size,

@@ -20,8 +20,11 @@ Parts = dict[str, float]  # name of a kind of memory -> bytes
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CACHE, TEMPORARY = "activations", "logits", "KV cache", "temporary"
-MERGED = "merged adapters"
-PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, CACHE, MERGED, TEMPORARY)
+MERGED, PACKED = "merged adapters", "packed weights"
+PARTS = (
+    *(WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS),
+    *(CACHE, MERGED, PACKED, TEMPORARY),
+)
 
 # Elements of a working buffer of the log-probs (parallel/vocab_parallel.py), and how many of them
 # exist at once: with the entropy, and of fp32 or bf16 logits without it (benchmarks/README.md).
@@ -444,6 +447,8 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     parts = {CACHE: cache_bytes(a, split, stage, w), **most}
     if w.merges:
         parts[MERGED] = count_weights(a, split, stage).merged * a.number_bytes
+    if not w.on_gpu:  # on most CPUs (parallel/cpu_products.py), the embedding excepted
+        parts[PACKED] = count_weights(a, split, stage).dense * a.number_bytes
     return parts
 
 
