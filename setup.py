@@ -26,6 +26,7 @@ INSTALL_REQUIRES = [
     "omegaconf>=2.3,<2.4",  # hydra's configuration objects
     # Megatron Core needs it without saying so: saving a checkpoint hangs for ever without
     "psutil>=5.9",
+    "xxhash>=3,<5",  # checksums of checkpoints
     "transformers>=4.50,<6",  # Hugging Face tokenizers
     "sentencepiece>=0.2,<1",  # SentencePiece tokenizers
     "tokenizers>=0.20",  # the quickstart trains a byte-level BPE

@@ -376,6 +376,31 @@ MUTANTS = [
     ),
     # --- files from elsewhere
     Mutant(
+        "a checkpoint is used without a look at its checksums",
+        "checkpoint/checksums.py",
+        "if _found(folder / name) != checksums[name]]",
+        "if _found(folder / name) is None]",
+        _unit(
+            "test_checksums.py",
+            "test_a_flipped_bit_in_any_file_of_a_nemo_folder_is_found",
+            "test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken",
+        ),
+    ),
+    Mutant(
+        "the mark of a checkpoint outlives its files",
+        "checkpoint/folders.py",
+        "    (folder / MARKER).unlink(missing_ok=True)\n    sync_folder(folder)\n",
+        "    sync_folder(folder)\n",
+        _unit("test_checksums.py", "test_the_mark_goes_first"),
+    ),
+    Mutant(
+        "a former checkpoint goes before the new one is marked",
+        "checkpoint/checkpointing.py",
+        "folder.rename(former)  #",
+        "remove_checkpoint(folder)  #",
+        _unit("test_checksums.py", "test_death_at_any_point_of_a_save_leaves_a_whole_checkpoint"),
+    ),
+    Mutant(
         "the table of contents of a checkpoint may name anything",
         "checkpoint/data_only.py",
         "        if not known:",

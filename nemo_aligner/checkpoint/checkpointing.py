@@ -8,17 +8,21 @@
                              a `.nemo`: the folder can be used like one
         rng/rank_00000.pt    random-number states of each rank
         state.json           counters of the trainer, monitored metrics, number of the save
-        COMPLETE             written last; a folder without it is ignored and removed
+        CHECKSUMS.xxh128     checksums of all of these (`checksums.py`)
+        COMPLETE             written last, with the checksum of the former; a folder without it is
+                             ignored and removed
 
-A checkpoint is written under a temporary name and renamed when it is complete; only then are old
-ones removed.
+A checkpoint is written under a temporary name, synchronized with the disk, renamed and marked as
+complete; only then are old ones removed. One whose files are not what was written is set aside,
+and the one before is taken.
 """
 
+import io
 import json
 import pickle
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,19 +34,34 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 
 from nemo_aligner.checkpoint import dist_ckpt
-from nemo_aligner.checkpoint.dist_ckpt import barrier
+from nemo_aligner.checkpoint.checksums import (
+    Checksums,
+    check_files_together,
+    sync_folder,
+    write_durably,
+    write_manifest,
+)
+from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
 from nemo_aligner.checkpoint.folders import (
     CHECKPOINTS,
+    FORMER_SUFFIX,
     STATE_FILE,
     WRITING_SUFFIX,
+    abandon_after,
     checkpoints_of_others,
     complete_checkpoints,
+    damaged_checkpoints,
     format_name,
+    is_abandoned,
+    is_leftover,
+    mark,
     outdated,
     read_state,
+    remove_checkpoint,
+    set_aside,
     why_unranked,
 )
-from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, MARKER
+from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, MARKER, RNG_FOLDER
 from nemo_aligner.checkpoint.optimizer_forms import (
     FULLY_RESHARDABLE,
     check_same_kind,
@@ -51,7 +70,7 @@ from nemo_aligner.checkpoint.optimizer_forms import (
     sharded_optimizer_state,
 )
 from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_save_hf
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
 from nemo_aligner.parallel import parallel_state
 
 
@@ -135,6 +154,8 @@ class CheckpointCallback:
         self.always_save_nemo = always_save_nemo
         self.save_hf = save_hf
         self.enabled = enabled
+        # Number of the save that the weights in memory come from; None: not known.
+        self.save_number: int | None = None
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -155,6 +176,10 @@ class CheckpointCallback:
 
         Returns:
             The folder written, or None if checkpoints are switched off.
+
+        Raises:
+            SaveError: on all ranks; there is no space, or the system cannot write. The checkpoints
+                from before are untouched.
         """
         if not self.enabled:
             return None
@@ -176,31 +201,68 @@ class CheckpointCallback:
     def _write(self, folder: Path, state: dict[str, Any]) -> None:
         """Write `folder` with `state` in its `state.json`, and remove outdated checkpoints."""
         writing = folder.with_name(folder.name + WRITING_SUFFIX)
-        rank_zero = parallel_state.get_rank() == 0
-        if rank_zero:
-            for leftover in self.root.glob("*" + WRITING_SUFFIX):
-                shutil.rmtree(leftover)
-            (writing / CHECKPOINT_WEIGHTS).mkdir(parents=True)
-            (writing / "rng").mkdir()
-        barrier()
-        dist_ckpt.save(self._sharded_state(is_loading=False), writing / CHECKPOINT_WEIGHTS)
-        torch.save(_rng_state(), writing / "rng" / f"rank_{parallel_state.get_rank():05d}.pt")
-        barrier()
-        if rank_zero:
-            previous = complete_checkpoints(self.root)
-            number = previous[-1][1]["save_number"] + 1 if previous else 0
-            text = json.dumps({"save_number": number, **state}, indent=1)
-            (writing / STATE_FILE).write_text(text)
-            self.model.save_config_to(writing)
-            (writing / MARKER).touch()
-            if folder.exists():
-                shutil.rmtree(folder)
-            writing.rename(folder)
-            kept = (self.monitor, self.mode, self.save_top_k)
-            for path in outdated(complete_checkpoints(self.root), *kept):
+        rank = parallel_state.get_rank()
+        try:
+            with failing_together(writing):
+                if rank == 0:
+                    self._start_writing(writing)
+            weights = writing / CHECKPOINT_WEIGHTS
+            checksums = dist_ckpt.save(self._sharded_state(is_loading=False), weights)
+            with failing_together(writing):
+                buffer = io.BytesIO()
+                torch.save(_rng_state(), buffer)
+                write_durably(writing / RNG_FOLDER / f"rank_{rank:05d}.pt", buffer.getvalue())
+            with failing_together(folder):
+                if rank == 0:
+                    self._finish_writing(writing, folder, state, checksums)
+        except SaveError:
+            if rank == 0:
+                shutil.rmtree(writing, ignore_errors=True)
+            raise
+        stored = read_state(folder)
+        assert stored is not None, f"{folder} was written and is not complete"
+        self.save_number = stored["save_number"]
+
+    def _start_writing(self, writing: Path) -> None:
+        """Remove what dead jobs left, and make the folder `writing`."""
+        if self.save_number is not None:
+            abandon_after(self.root, self.save_number)
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            if is_leftover(path):
                 shutil.rmtree(path)
-            logging.info(f"saved checkpoint {folder}")
-        barrier()
+        for name in (CHECKPOINT_WEIGHTS, RNG_FOLDER):
+            (writing / name).mkdir(parents=True)
+
+    def _finish_writing(
+        self, writing: Path, folder: Path, state: dict[str, Any], checksums: Checksums
+    ) -> None:
+        """Complete the files in `writing`, make it the checkpoint `folder`, and remove outdated
+        ones.
+
+        Args:
+            checksums: of the files of the weights.
+        """
+        previous = complete_checkpoints(self.root)
+        number = previous[-1][1]["save_number"] + 1 if previous else 0
+        text = json.dumps({"save_number": number, **state}, indent=1)
+        (writing / STATE_FILE).write_text(text)
+        self.model.save_config_to(writing)
+        known = {f"{CHECKPOINT_WEIGHTS}/{name}": found for name, found in checksums.items()}
+        manifest_checksum = write_manifest(writing, known)
+        former = folder.with_name(folder.name + FORMER_SUFFIX)
+        if folder.exists():
+            if former.exists():
+                remove_checkpoint(former)
+            folder.rename(former)  # a whole one until the new one is whole
+        writing.rename(folder)
+        sync_folder(self.root)
+        mark(folder, manifest_checksum)
+        if former.exists():
+            remove_checkpoint(former)
+        kept = (self.monitor, self.mode, self.save_top_k)
+        for path in outdated(complete_checkpoints(self.root), *kept):
+            remove_checkpoint(path)
+        logging.info(f"saved checkpoint {folder}")
 
     def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
         """Megatron Core's sharded state dict of model, optimizer and schedule."""
@@ -220,12 +282,12 @@ class CheckpointCallback:
 
     def saved_at(self, counter: str) -> dict[int, str]:
         """Absolute folder of each complete checkpoint, by the trainer's counter `counter`; of two
-        at the same count the newer one.
+        at the same count the newer one. Those that the job has gone back behind are left out.
         """
         return {
             int(state["trainer"][counter]): str(path.resolve())
             for path, state in complete_checkpoints(self.root)
-            if counter in state["trainer"]
+            if counter in state["trainer"] and not is_abandoned(path)
         }
 
     def latest(self, resume_from: str | Path | None = None) -> Path | None:
@@ -237,23 +299,61 @@ class CheckpointCallback:
         found = complete_checkpoints(self.root)
         return found[-1][0] if found else None
 
+    def newest_sound(
+        self, accept: Callable[[dict[str, Any]], bool] = lambda _state: True
+    ) -> Path | None:
+        """The newest checkpoint whose files are what was written, else None; all ranks call it.
+
+        Damaged ones that are newer are set aside: they are renamed, and a warning names them.
+
+        Args:
+            accept: says of the contents of a `state.json` whether the checkpoint is looked at.
+        """
+        while True:
+            with failing_together(self.root):
+                chosen = self._newest(accept) if parallel_state.get_rank() == 0 else None
+            folder: Path | None = dist_ckpt.gathered(chosen)[0]
+            if folder is None or self.is_sound(folder):
+                return folder
+
+    def _newest(self, accept: Callable[[dict[str, Any]], bool]) -> Path | None:
+        """The newest complete checkpoint, after those that cannot be listed were set aside."""
+        for path, error in damaged_checkpoints(self.root):
+            _set_aside(path, error)
+        accepted = [path for path, state in complete_checkpoints(self.root) if accept(state)]
+        return accepted[-1] if accepted else None
+
+    def is_sound(self, folder: Path) -> bool:
+        """Whether the files of a checkpoint are what was written; else it is set aside. All ranks
+        call it.
+        """
+        try:
+            check_files_together(folder)
+        except DamagedFileError as error:
+            with failing_together(folder):
+                if parallel_state.get_rank() == 0:
+                    _set_aside(folder, error)
+            return False
+        return True
+
     def load_latest(self, resume_from: str | Path | None = None) -> dict[str, Any] | None:
         """Load the checkpoint to resume from into model, optimizer, schedule and random-number
         generators; all ranks call it.
 
         Args:
             resume_from: a checkpoint folder (`exp_manager.resume_from_checkpoint`); by default the
-                newest complete one.
+                newest complete one that is not damaged.
 
         Returns:
             The trainer's counters, or None if there is no checkpoint.
 
         Raises:
+            DamagedFileError: `resume_from` is not what was written.
             UserError: `resume_from` is not a complete checkpoint, or there are only checkpoints of
                 NeMo-Aligner, which would have gone on from them.
         """
         barrier()
-        folder = self.latest(resume_from)
+        folder = self.newest_sound() if resume_from is None else Path(resume_from)
         if folder is None:
             others = checkpoints_of_others(self.root)
             if others:
@@ -271,9 +371,13 @@ class CheckpointCallback:
                 "exp_manager.resume_from_checkpoint. From a checkpoint of NeMo-Aligner itself no "
                 "job can resume: start from its .nemo file in another folder."
             )
+        if resume_from is not None:
+            check_files_together(folder)
         self.model.check_checkpoint(folder)
         self._load(folder)
         _restore_rng(folder)
+        if folder.resolve().parent == self.root.resolve():
+            self.save_number = stored["save_number"]
         logging.info(f"resumed from {folder}")
         return stored["trainer"]
 
@@ -291,6 +395,11 @@ class CheckpointCallback:
         load_optimizer_state(self.optimizer, optimizer["optimizer"])
         self.scheduler.num_steps = 0  # Megatron Core adds the stored number to it
         self.scheduler.load_state_dict(loaded["scheduler"])
+
+
+def _set_aside(folder: Path, error: DamagedFileError) -> None:
+    aside = set_aside(folder, str(error))
+    logging.error(f"{error} It now lies in {aside}, and the checkpoint before it is taken.")
 
 
 def _rng_state() -> dict[str, Any]:
@@ -325,7 +434,7 @@ def _restore_rng(folder: Path) -> None:
     """Restore this rank's random-number generators from the checkpoint `folder`; with another
     number of ranks warn instead.
     """
-    files = sorted((folder / "rng").glob("rank_*.pt"))
+    files = sorted((folder / RNG_FOLDER).glob("rank_*.pt"))
     if len(files) != parallel_state.get_world_size():
         logging.warning(
             f"{folder} was saved by {len(files)} rank(s), this job has "

@@ -8,25 +8,35 @@ Core plans and PyTorch's synchronous writer writes, in the same format (`torch_d
 Core reads it, after a check that no file of it can run code.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
     ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
 )
 from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nemo_aligner.checkpoint.checksums import (
+    ChecksummedFiles,
+    Checksums,
+    check_space,
+    save_error,
+)
 from nemo_aligner.checkpoint.data_only import check_metadata, objects_as_data
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import SaveError, UserError
 
 
 def barrier() -> None:
@@ -41,7 +51,60 @@ COMMON_FILE = "common.pt"
 _COMMON_OBJECT = "common_state"
 
 
+# What a checkpoint takes beside its tensors is less than this, and in it is a margin for the rest.
+_MARGIN_BYTES = 8 << 20
+
+
+def gathered(mine: Any) -> list[Any]:
+    """`mine` of every rank, in their order, on every rank; all ranks call it."""
+    if not torch.distributed.is_initialized():
+        return [mine]
+    found = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, mine)
+    return found
+
+
+@contextlib.contextmanager
+def failing_together(path: Path) -> Iterator[None]:
+    """All ranks enter it. What cannot be written inside, on any of them, is an error on all.
+
+    Args:
+        path: that is written, for the message.
+
+    Raises:
+        SaveError: on all ranks, after an `OSError` or a `SaveError` on one.
+    """
+    failure: SaveError | None = None
+    try:
+        yield
+    except SaveError as error:
+        failure = error
+    except OSError as error:
+        failure = save_error(path, error)
+    for found in gathered(failure):
+        if found is not None:
+            raise found
+
+
+class _CheckedWriter(FileSystemWriter):
+    """Keeps the checksums of its files, and raises the error of the system that stopped it."""
+
+    def __init__(self, folder: str | Path):
+        super().__init__(folder, single_file_per_rank=True)
+        self.fs = self.files = ChecksummedFiles()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            if self.files.error is None:
+                raise
+            raise self.files.error from error
+
+
 class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
+    checksums: Checksums  # of the files that this rank has written
+
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         common = sharded_state_dict.get(_COMMON_OBJECT)
         if common is not None and torch.distributed.get_rank() == 0:
@@ -51,21 +114,51 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
                 sharded_state_dict, self.keep_only_main_replica
             )
         )
+        writer = _CheckedWriter(checkpoint_dir)
         torch.distributed.checkpoint.save(
             mcore_torch.mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True),
+            storage_writer=writer,
             planner=mcore_torch.MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
         )
+        self.checksums = writer.files.checksums
 
 
-def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> None:
+def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
     """Write a sharded state dict into the existing, empty `folder`, which all ranks share; all
     ranks call it.
+
+    Returns:
+        Checksums of the large files in the folder, by name, computed while they were written.
+
+    Raises:
+        SaveError: on all ranks; there is no space, or the system cannot write.
     """
-    dist_checkpointing.save(
-        sharded_state_dict, str(folder), sharded_strategy=_InProcessSave("torch_dist", 1)
+    folder = Path(folder)
+    needed = sum(gathered(_bytes_to_write(sharded_state_dict))) + _MARGIN_BYTES
+    with failing_together(folder):
+        if torch.distributed.get_rank() == 0:
+            check_space(folder, needed)
+    strategy = _InProcessSave("torch_dist", 1)
+    try:
+        dist_checkpointing.save(sharded_state_dict, str(folder), sharded_strategy=strategy)
+    except CheckpointException as error:  # not an Exception; says what went wrong on each rank
+        failure, _trace = next(iter(error.failures.values()))
+        if isinstance(failure, OSError):
+            raise save_error(folder, failure, needed) from error
+        raise SaveError(f"{folder} cannot be written: {failure!r}") from error
+    return {name: found for part in gathered(strategy.checksums) for name, found in part.items()}
+
+
+def _bytes_to_write(sharded_state_dict: dict[str, Any]) -> int:
+    """Bytes of the tensors that this rank writes."""
+    return sum(
+        item.data.nbytes
+        for item in nested_values(sharded_state_dict)
+        if isinstance(item, (ShardedTensor, ShardedTensorFactory))
+        and item.data is not None
+        and is_main_replica(item.replica_id)
     )
 
 
@@ -92,7 +185,11 @@ def load(sharded_state_dict: dict[str, Any], folder: str | Path) -> dict[str, An
         for failure, _trace in error.failures.values():
             if isinstance(failure, UserError):
                 raise failure from error
-        raise
+        failure, _trace = next(iter(error.failures.values()))
+        raise UserError(
+            f"{folder} is damaged or incomplete ({type(failure).__name__}: {failure}); copy it "
+            "again, or use another checkpoint."
+        ) from error
 
 
 def tensors_in(folder: str | Path) -> dict[str, ShardedTensor]:

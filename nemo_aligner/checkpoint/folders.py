@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of training checkpoints: their names, and which of them are complete and to be kept.
 
-A folder is written under a temporary name and renamed when it is complete. Nothing that a job
-resumes from is ever read out of its name.
+A folder is written under a temporary name, renamed, and marked as complete; the mark is the first
+that goes when the folder is removed. Nothing that a job resumes from is ever read out of its name.
 """
 
+import functools
 import json
 import math
 import re
@@ -15,11 +16,18 @@ from typing import Any
 
 from nemo.utils import logging
 
+from nemo_aligner.checkpoint.checksums import MANIFEST, file_checksum, sync_folder, write_durably
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, MARKER
+from nemo_aligner.core.errors import DamagedFileError
 
 STATE_FILE = "state.json"
 WRITING_SUFFIX = ".writing"
 FORMER_SUFFIX = ".former"  # of what is being replaced
+REMOVING_SUFFIX = ".removing"
+DAMAGED_SUFFIX = ".damaged"  # of what was set aside
+DAMAGED = "DAMAGED"  # in the place of the mark of such a folder: says what is wrong
+# In a checkpoint that a job has gone back behind: what was made since belongs to another one.
+ABANDONED = "ABANDONED"
 CHECKPOINTS = "checkpoints"  # in the folder of a job
 
 Checkpoint = tuple[Path, dict[str, Any]]  # a complete folder and the contents of its state.json
@@ -38,14 +46,76 @@ def format_name(template: str, metrics: dict[str, float]) -> str:
     return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, template)
 
 
+def mark(folder: Path, manifest_checksum: str) -> None:
+    """Mark a checkpoint as complete.
+
+    Args:
+        folder: in its final place, with everything else in it.
+        manifest_checksum: of its manifest (`checksums.write_manifest`).
+    """
+    write_durably(folder / MARKER, f"{manifest_checksum}  {MANIFEST}\n".encode())
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint; if this ends halfway, the rest is not taken for a whole one."""
+    (folder / MARKER).unlink(missing_ok=True)
+    sync_folder(folder)
+    removing = folder.with_name(folder.name + REMOVING_SUFFIX)
+    if removing.exists():
+        shutil.rmtree(removing)
+    folder.rename(removing)
+    shutil.rmtree(removing)
+
+
+def set_aside(folder: Path, why: str) -> Path:
+    """Give a damaged checkpoint another name, under which no job takes it; returns that."""
+    aside = folder.with_name(folder.name + DAMAGED_SUFFIX)
+    if aside.exists():
+        shutil.rmtree(aside)
+    write_durably(folder / DAMAGED, f"{why}\n".encode())
+    (folder / MARKER).unlink()
+    folder.rename(aside)
+    sync_folder(folder.parent)
+    return aside
+
+
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """Contents of `state.json` of a complete checkpoint, else None."""
+    """Contents of `state.json` of a complete checkpoint, else None.
+
+    Raises:
+        DamagedFileError: it is marked as complete, but is not.
+    """
     if not (folder / MARKER).is_file():
         return None
     try:
-        return json.loads((folder / STATE_FILE).read_text())
-    except FileNotFoundError:  # another thread or job is removing the folder
-        return None
+        _check_mark(folder)
+        state = json.loads((folder / STATE_FILE).read_text())
+        for key, kind in (("save_number", int), ("trainer", dict), ("metrics", dict)):
+            if not isinstance(state[key], kind):
+                raise ValueError(f"{key} is {state[key]!r}")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        if not (folder / MARKER).is_file():  # another thread or job is removing the folder
+            return None
+        raise DamagedFileError(
+            f"{folder} is marked as complete, but is damaged: {STATE_FILE} cannot be used "
+            f"({type(error).__name__}: {error}). Copy it again, or use another checkpoint."
+        ) from error
+    return state
+
+
+def _check_mark(folder: Path) -> None:
+    """Check that the mark of a checkpoint fits its manifest; one without checksums has neither."""
+    marked = (folder / MARKER).read_bytes()
+    manifest = folder / MANIFEST
+    found = b""
+    if manifest.is_file():
+        with manifest.open("rb") as file:
+            found = f"{file_checksum(file)}  {MANIFEST}\n".encode()
+    if marked != found:
+        raise DamagedFileError(
+            f"{folder} is damaged: {MARKER} and {MANIFEST} do not belong together. Copy it again, "
+            "or use another checkpoint."
+        )
 
 
 def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
@@ -68,12 +138,62 @@ def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:
-    """Complete checkpoints under `root`, oldest first."""
-    if not root.is_dir():
-        return []
-    found = [(path, read_state(path)) for path in root.iterdir() if path.is_dir()]
-    complete = [(path, state) for path, state in found if state is not None]
-    return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"])
+    """Complete checkpoints under `root`, oldest first. One that is marked as complete and is not
+    is left out, with a warning.
+    """
+    complete, damaged = _marked_checkpoints(root)
+    for _path, error in damaged:
+        _warn_once(str(error))
+    return complete
+
+
+def damaged_checkpoints(root: Path) -> list[tuple[Path, DamagedFileError]]:
+    """Checkpoints under `root` that are marked as complete, but that cannot even be listed."""
+    return _marked_checkpoints(root)[1]
+
+
+def _marked_checkpoints(
+    root: Path,
+) -> tuple[list[Checkpoint], list[tuple[Path, DamagedFileError]]]:
+    complete, damaged = [], []
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if not path.is_dir():
+            continue
+        try:
+            state = read_state(path)
+        except DamagedFileError as error:
+            damaged.append((path, error))
+        else:
+            if state is not None:
+                complete.append((path, state))
+    return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"]), damaged
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logging.warning(text)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether `path` is what a job left that died while it wrote or removed a checkpoint."""
+    if not path.is_dir() or (path / DAMAGED).exists():
+        return False
+    torn = (path / STATE_FILE).exists() and not (path / MARKER).exists()
+    return path.name.endswith((WRITING_SUFFIX, REMOVING_SUFFIX)) or torn
+
+
+def abandon_after(root: Path, save_number: int) -> None:
+    """Note in the checkpoints under `root` that are newer than `save_number` that the job has gone
+    back behind them.
+    """
+    for path, state in complete_checkpoints(root):
+        if state["save_number"] > save_number:
+            (path / ABANDONED).touch()
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether the job has gone back behind the checkpoint `path`."""
+    return (path / ABANDONED).exists()
 
 
 def checkpoints_of_others(root: Path) -> list[str]:
@@ -136,7 +256,8 @@ def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int
 def outdated(
     checkpoints: list[Checkpoint], monitor: str | None, mode: str, save_top_k: int
 ) -> list[Path]:
-    """Folders that are neither among the best nor the last two.
+    """Folders that are neither among the best nor the last two, of which abandoned ones do not
+    count.
 
     If a job dies between the critic's save and the actor's, the older of the last two match.
 
@@ -157,5 +278,6 @@ def outdated(
         return (math.inf if math.isnan(value) else value, -state["save_number"])
 
     best = sorted(checkpoints, key=rank)[:save_top_k]
-    keep = {path for path, _ in [*best, *checkpoints[-2:]]}
+    last = [checkpoint for checkpoint in checkpoints if not is_abandoned(checkpoint[0])][-2:]
+    keep = {path for path, _ in [*best, *last]}
     return [path for path, _ in checkpoints if path not in keep]

@@ -19,6 +19,7 @@ BACKEND_FILE = "metadata.json"  # names the format of a distributed checkpoint
 # A checkpoint of a job
 MARKER = "COMPLETE"  # written last; a folder without it is ignored
 CHECKPOINT_WEIGHTS = "weights"
+RNG_FOLDER = "rng"
 NEMO2_CONTEXT = "context"
 NEMO2_WEIGHTS = "weights"
 # Folder of one rank: with one pipeline stage, and with several.
@@ -129,6 +130,13 @@ def is_weight(member: str) -> bool:
     """Whether the path `member` in a `.nemo` belongs to the weights."""
     top = top_name(member)
     return top in (WEIGHTS_FOLDER, WEIGHTS_FILE) or RANK_FOLDER.fullmatch(top) is not None
+
+
+def is_weight_of_any(member: str) -> bool:
+    """Whether the path `member` in a `.nemo`, or in a checkpoint of a job, belongs to what is only
+    read when weights are, or when the job resumes.
+    """
+    return is_weight(member) or top_name(member) in (CHECKPOINT_WEIGHTS, RNG_FOLDER)
 
 
 def form_of_weights(names: Iterable[str], backend: str | None) -> str | None:

@@ -5,6 +5,7 @@
     model_config.yaml    the model's configuration; `nemo:<name>` refers to a file beside it
     <tokenizer files>    SentencePiece model, or the folder of a Hugging Face tokenizer
     model_weights/       Megatron Core distributed checkpoint; loads at any TP / PP / DP
+    CHECKSUMS.xxh128     checksums of all of these (`checksums.py`), compared when they are read
 
 Checkpoint folders of jobs (`checkpointing.py`), which hold the first two beside `weights/`, and
 folders of NeMo 2.0 are read too, and weights in NeMo's older forms (`checkpoint.forms`). Reading
@@ -24,6 +25,7 @@ import tarfile
 import tempfile
 import uuid
 from collections.abc import Iterator
+from itertools import filterfalse
 from pathlib import Path
 
 import torch
@@ -37,6 +39,12 @@ from nemo_aligner.checkpoint import (
     forms,
     hugging_face,
     nemo2,
+)
+from nemo_aligner.checkpoint.checksums import (
+    check_files,
+    check_files_together,
+    check_members,
+    read_manifest,
 )
 from nemo_aligner.checkpoint.dist_ckpt import barrier
 from nemo_aligner.checkpoint.forms import (
@@ -55,7 +63,7 @@ from nemo_aligner.checkpoint.stored_weights import (
 )
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
 from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import DamagedFileError, UserError
 
 ARTIFACT_PREFIX = "nemo:"
 # Configuration keys whose value may name a file that belongs in the archive. NeMo reads the same.
@@ -113,6 +121,7 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
     """
     try:
         with tarfile.open(path) as tar:
+            _check_end(tar, path)
             yield tar
     except (tarfile.TarError, EOFError) as error:
         raise UserError(f"{path} is damaged or incomplete ({error}); copy it again.") from error
@@ -122,15 +131,39 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
         ) from error
 
 
+def _check_end(tar: tarfile.TarFile, path: Path) -> None:
+    """Check that an uncompressed tar file ends where its last member does: reading would end at a
+    damaged header without a word.
+    """
+    if not isinstance(tar.fileobj, io.BufferedReader):  # compressed, which has checksums
+        return
+    members = tar.getmembers()
+    with path.open("rb") as file:
+        file.seek(tar.offset)
+        if any(file.read(tarfile.BLOCKSIZE)):
+            raise DamagedFileError(
+                f"{path} is damaged: what comes after {members[-1].name} cannot be read. Copy it "
+                "again."
+            )
+
+
 def _member_name(member: tarfile.TarInfo) -> str:
     return member.name.removeprefix("./")
 
 
 def _unpack_small_members(path: Path) -> Path:
-    """Folder with everything but the weights; a file is unpacked once per process, and again after
-    it was replaced.
+    """Folder with everything but the weights, compared with its checksums; a file is unpacked once
+    per process, and again after it was replaced.
     """
-    return path if path.is_dir() else _unpack_file(path, path.stat().st_mtime_ns)
+    if path.is_dir():
+        _check_small_files(path)
+        return path
+    return _unpack_file(path, path.stat().st_mtime_ns)
+
+
+def _check_small_files(folder: Path) -> None:
+    checksums = read_manifest(folder) or {}
+    check_files(folder, filterfalse(forms.is_weight_of_any, checksums), checksums)
 
 
 @functools.cache
@@ -141,6 +174,7 @@ def _unpack_file(path: Path, _modified_ns: int) -> Path:
     with _opened(path) as tar:
         members = [m for m in tar.getmembers() if not forms.is_weight(_member_name(m))]
         safe_extract(tar, str(folder), members=members)
+        check_members(tar, path, select=lambda name: not forms.is_weight(name))
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(f"{path} holds no {CONFIG_FILE}; it is not a .nemo file.")
     return folder
@@ -339,7 +373,7 @@ def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[T
     path = Path(path).resolve()
     if path.is_file():
         with _opened(path) as tar:
-            if _is_readable_in_place(tar):
+            if _is_readable_in_place(tar, path):
                 yield TorchDistTensors(path / WEIGHTS_FOLDER, files=TarFiles(tar, path))
                 return
     with own_weights(path, model) as weights:
@@ -350,13 +384,16 @@ def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[T
             yield weights.source
 
 
-def _is_readable_in_place(tar: tarfile.TarFile) -> bool:
-    """Whether a `.nemo` is uncompressed and holds a distributed checkpoint (torch_dist)."""
+def _is_readable_in_place(tar: tarfile.TarFile, path: Path) -> bool:
+    """Whether a `.nemo` is uncompressed and holds a distributed checkpoint (torch_dist), which is
+    then compared with its checksums.
+    """
     if not isinstance(tar.fileobj, io.BufferedReader):  # of a compressed file it is another class
         return False
     members = {_member_name(member): member for member in tar.getmembers()}
     if not all((m.isreg() and not m.issparse()) or m.isdir() for m in members.values()):
         return False
+    check_members(tar, path, select=forms.is_weight)
     backend = members.get(f"{WEIGHTS_FOLDER}/{forms.BACKEND_FILE}")
     stream = None if backend is None else tar.extractfile(backend)
     if stream is None:
@@ -408,6 +445,7 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
     A tar file is unpacked once per node, by its first rank, into a temporary folder.
     """
     if path.is_dir():
+        check_files_together(path, select=forms.is_weight_of_any)
         yield path
         return
     token = [uuid.uuid4().hex]
@@ -421,6 +459,7 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
                 members = [m for m in tar.getmembers() if forms.is_weight(_member_name(m))]
                 folder.mkdir()
                 safe_extract(tar, str(folder), members=members)
+                check_members(tar, path, select=forms.is_weight)
         barrier()
         yield folder
         barrier()

@@ -22,11 +22,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_aligner.checkpoint import dist_ckpt, torch_dist_stream
-from nemo_aligner.checkpoint.dist_ckpt import barrier
+from nemo_aligner.checkpoint.checksums import Checksums, check_space, sync_folder, write_manifest
+from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.nemo_archive import ARTIFACT_KEYS, ARTIFACT_PREFIX, TOKENIZER_FOLDER
 from nemo_aligner.checkpoint.torch_dist_stream import Chunk
+from nemo_aligner.core.errors import SaveError
 from nemo_aligner.parallel import parallel_state
 
 _WEIGHT_SUFFIXES = tuple(
@@ -150,19 +152,29 @@ def write_nemo(
         config: of the model.
         sharded_weights: Megatron Core's sharded state dict of the weights.
         as_directory: leave it as a directory instead of packing a tar file.
+
+    Raises:
+        SaveError: on all ranks; there is no space, or the system cannot write. Nothing is left.
     """
     path = Path(path).expanduser().absolute()
     folder = path.with_name(path.name + WRITING_SUFFIX)
     rank_zero = parallel_state.get_rank() == 0
-    if rank_zero:
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / WEIGHTS_FOLDER).mkdir(parents=True)
-    barrier()
-    dist_ckpt.save(_with_attention_states(sharded_weights), folder / WEIGHTS_FOLDER)
-    barrier()
-    if rank_zero:
-        _finish(folder, path, config, as_directory)
-    barrier()
+    weights = _with_attention_states(sharded_weights)
+    try:
+        with failing_together(folder):
+            if rank_zero:
+                shutil.rmtree(folder, ignore_errors=True)
+                (folder / WEIGHTS_FOLDER).mkdir(parents=True)
+        checksums = dist_ckpt.save(weights, folder / WEIGHTS_FOLDER)
+        with failing_together(path):
+            if rank_zero:
+                if not as_directory:
+                    check_space(folder, sum(file.stat().st_size for file in _files(folder)))
+                _finish(folder, path, config, as_directory, checksums)
+    except SaveError:
+        if rank_zero:
+            _remove_half(folder, path)
+        raise
 
 
 def write_streamed(
@@ -186,22 +198,31 @@ def write_streamed(
     try:
         weights.mkdir(parents=True)
         if as_directory:
-            torch_dist_stream.write(chunks, read, weights)
-            _finish(folder, path, config, as_directory)
+            checksums = torch_dist_stream.write(chunks, read, weights)
+            _finish(folder, path, config, as_directory, checksums)
             return
         # The weights go straight into the tar file: they would be written twice otherwise.
         with tarfile.open(_packed(path), "w:") as tar:
-            torch_dist_stream.write(
+            checksums = torch_dist_stream.write(
                 chunks,
                 read,
                 weights,
                 lambda name: _growing_member(tar, f"./{WEIGHTS_FOLDER}/{name}"),
             )
-            _finish(folder, path, config, as_directory, tar)
+            _finish(folder, path, config, as_directory, checksums, tar)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        _packed(path).unlink(missing_ok=True)
+        _remove_half(folder, path)
         raise
+
+
+def _remove_half(folder: Path, path: Path) -> None:
+    """Remove what was written of the `.nemo` at `path`, whose place is still another."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _packed(path).unlink(missing_ok=True)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
 
 
 @contextlib.contextmanager
@@ -257,24 +278,33 @@ def _finish(
     path: Path,
     config: DictConfig,
     as_directory: bool,
+    checksums: Checksums,
     tar: tarfile.TarFile | None = None,
 ) -> None:
-    """Add configuration and tokenizer to `folder`, which holds the weights, and give it its place
-    and form.
+    """Add configuration, tokenizer and manifest to `folder`, which holds the weights, and give it
+    its place and form.
 
     Args:
+        checksums: of the large files of the weights, by name.
         tar: the file to pack into, open, if it holds a part already.
     """
     write_config(folder, config)
+    write_manifest(
+        folder, {f"{WEIGHTS_FOLDER}/{name}": found for name, found in checksums.items()}
+    )
     if as_directory:
         replace_folder(path, folder)
+        sync_folder(path.parent)
         return
     with contextlib.nullcontext(tar) if tar else tarfile.open(_packed(path), "w:") as packed:
         packed.add(folder, arcname=".")
     if tar is not None:
         tar.close()
+    with _packed(path).open("rb") as file:
+        os.fsync(file.fileno())
     if path.is_dir():
         replace_folder(path, _packed(path))
     else:
         _packed(path).replace(path)
+    sync_folder(path.parent)
     shutil.rmtree(folder)

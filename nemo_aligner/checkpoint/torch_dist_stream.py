@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from nemo_aligner.checkpoint.checksums import ChecksummedFiles, Checksums, save_error
 from nemo_aligner.checkpoint.data_only import METADATA_FILE, read_metadata
 from nemo_aligner.checkpoint.dist_ckpt import COMMON_FILE
 from nemo_aligner.checkpoint.stored_weights import Slice, damaged
@@ -74,8 +75,9 @@ def write(
     read: Callable[[Chunk], Tensor],
     folder: Path,
     open_weights: Callable[[str], AbstractContextManager[Any]] | None = None,
-) -> None:
-    """Write a distributed checkpoint into the existing, empty `folder`; in one process.
+) -> Checksums:
+    """Write a distributed checkpoint into the existing, empty `folder`; in one process. Returns
+    the checksums of its large files, by name.
 
     Args:
         chunks: all parts of all tensors.
@@ -84,31 +86,31 @@ def write(
             it is written into `folder`.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True)
-    if open_weights is not None:
-        writer.fs = _WeightsElsewhere(open_weights)
+    files = ChecksummedFiles() if open_weights is None else _WeightsElsewhere(open_weights)
+    writer.fs = files
     try:
         save_checkpoint(
             {}, storage_writer=writer, planner=_WritePlanner(chunks, read), no_dist=True
         )
     except CheckpointException as error:
-        raise error.failures[0][0] from error  # what went wrong: a damaged source, a full disk
+        if files.error is not None:
+            raise save_error(folder, files.error) from error
+        raise error.failures[0][0] from error  # what went wrong: a damaged source
     torch.save({}, folder / COMMON_FILE)  # nothing beside tensors
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    return files.checksums
 
 
-class _WeightsElsewhere(FileSystem):
+class _WeightsElsewhere(ChecksummedFiles):
     """Files, but for the large one, which `open_weights` opens."""
 
     def __init__(self, open_weights: Callable[[str], AbstractContextManager[Any]]):
         super().__init__()
         self.open_weights = open_weights
 
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+    def opened(self, path: str | os.PathLike, mode: str) -> AbstractContextManager[Any]:
         here = not str(path).endswith(DEFAULT_SUFFIX)
-        opened = super().create_stream(path, mode) if here else self.open_weights(Path(path).name)
-        with opened as stream:
-            yield stream
+        return super().opened(path, mode) if here else self.open_weights(Path(path).name)
 
 
 class TarFiles(FileSystem):

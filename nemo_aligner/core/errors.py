@@ -13,6 +13,14 @@ class ConfigError(UserError):
     """A configuration key or a combination of values that cannot work."""
 
 
+class DamagedFileError(UserError):
+    """A file of a checkpoint or a `.nemo` is not what was written."""
+
+
+class SaveError(UserError):
+    """A checkpoint or a `.nemo` could not be written; raised by all ranks together."""
+
+
 class ServerRequestError(RuntimeError):
     """A request failed on the server, or no response arrived; the message carries the remote
     traceback.

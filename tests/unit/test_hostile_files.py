@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from nemo_aligner.checkpoint import dist_ckpt, nemo_archive
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.checksums import write_manifest
 from nemo_aligner.checkpoint.data_only import read_metadata
+from nemo_aligner.checkpoint.folders import mark
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
@@ -48,6 +50,13 @@ def stealthy(file: Path, marker: Path) -> None:
     file.write_bytes(pickle.dumps(table))
 
 
+def disguise(folder: Path) -> None:
+    """Make the checksums fit: they find damage, not forgery."""
+    checksum = write_manifest(folder, {})
+    if (folder / "COMPLETE").exists():
+        mark(folder, checksum)
+
+
 @pytest.fixture
 def marker(tmp_path):
     return tmp_path / "code_ran"
@@ -73,6 +82,7 @@ def convert(path):
 @pytest.mark.parametrize("plant", [hostile, stealthy])
 def test_a_table_of_contents_runs_nothing(nemo_folder, tmp_path, marker, plant, read, as_file):
     plant(nemo_folder / "model_weights/.metadata", marker)
+    disguise(nemo_folder)
     path = nemo_folder
     if as_file:
         path = tmp_path / "model.nemo"
@@ -94,6 +104,7 @@ def test_these_files_do_run_code_where_they_are_trusted(nemo_folder, marker):
 @pytest.mark.parametrize("name", ["common.pt"])
 def test_what_stands_beside_the_tensors_runs_nothing(nemo_folder, marker, name):
     torch.save({"args": Call(Path.touch, marker)}, nemo_folder / "model_weights" / name)
+    disguise(nemo_folder)
     with pytest.raises(Exception, match="[Ww]eights.only"):
         restore(nemo_folder)
     assert not marker.exists()
@@ -114,6 +125,7 @@ def test_a_checkpoint_runs_nothing(tiny_tokenizer_dir, tmp_path, marker, member)
         torch.save({**state, "more": Call(Path.touch, marker)}, folder / member)
     else:
         stealthy(folder / member, marker)
+    disguise(folder)
     with pytest.raises(UserError, match=str(folder / member)):
         CheckpointCallback(tmp_path, *training(tiny_tokenizer_dir), name="rm").load_latest()
     assert not marker.exists()

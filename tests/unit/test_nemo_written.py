@@ -170,6 +170,7 @@ def edited(path, folder, **changes):
         else:
             OmegaConf.update(config, key, value, force_add=True)
     OmegaConf.save(config, folder / "model_config.yaml")
+    (folder / "CHECKSUMS.xxh128").unlink()
     return folder
 
 

@@ -1,0 +1,315 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Damage to a file of a checkpoint or a `.nemo` is found before the file is used: one flipped bit
+in each member, files that are missing or cut, and older ones that have no checksums.
+"""
+
+import io
+import json
+import logging
+import re
+import tarfile
+
+import pytest
+import torch
+
+from nemo_aligner.checkpoint import nemo_archive, nemo_writing
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.checksums import file_checksum, warn_without
+from nemo_aligner.core.errors import DamagedFileError, UserError
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from tests.tiny_models import tiny_config
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_checksum_is_the_standard_one():
+    """Values of the reference implementation (`xxh128sum`), in its byte order."""
+    assert file_checksum(io.BytesIO(b"")) == "99aa06d3014798d86001c324468d497f"
+    assert file_checksum(io.BytesIO(b"a")) == "a96faf705af16834e6c632b61e964e1f"
+
+
+def flip(path, position, bit=3):
+    content = bytearray(path.read_bytes())
+    content[position % len(content)] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def middle(path):
+    return path.stat().st_size // 2
+
+
+@pytest.fixture(scope="module")
+def nemo(tiny_tokenizer_dir, tmp_path_factory):
+    """A `.nemo` as a file and as a folder."""
+    folder = tmp_path_factory.mktemp("nemo")
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
+    model.save_to(str(folder / "model.nemo"))
+    model.save_to(str(folder / "folder") + "/")
+    return folder
+
+
+def copy_of(path, target):
+    for file in path.rglob("*"):
+        if file.is_file():
+            copied = target / file.relative_to(path)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            copied.write_bytes(file.read_bytes())
+    return target
+
+
+def files_of(folder):
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def restore(path):
+    MegatronGPTModel.restore_from(path)
+
+
+def convert(path):
+    nemo_archive.read_config(path)
+    with nemo_archive.stored_tensors(path) as tensors:
+        tensors.shapes()
+
+
+@pytest.mark.parametrize("read", [restore, convert])
+def test_a_flipped_bit_in_any_file_of_a_nemo_folder_is_found(nemo, tmp_path, read):
+    names = files_of(nemo / "folder")
+    assert "CHECKSUMS.xxh128" in names and "model_weights/__0_0.distcp" in names
+    for number, name in enumerate(names):
+        folder = copy_of(nemo / "folder", tmp_path / str(number))
+        flip(folder / name, middle(folder / name))
+        with pytest.raises(DamagedFileError, match=re.escape(name)):
+            read(folder)
+    read(copy_of(nemo / "folder", tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("read", [restore, convert])
+def test_a_flipped_bit_in_any_member_of_a_nemo_file_is_found(nemo, tmp_path, read):
+    """In its contents, in its name and in its size, which stand before it in the file."""
+    with tarfile.open(nemo / "model.nemo") as tar:
+        members = [member for member in tar if member.isreg()]
+    assert len(members) == len(files_of(nemo / "folder"))
+    for member in members:
+        for position in (
+            member.offset_data + member.size // 2,
+            member.offset_data - tarfile.BLOCKSIZE + 3,
+            member.offset_data - tarfile.BLOCKSIZE + 130,
+        ):
+            path = tmp_path / f"{position}.nemo"
+            path.write_bytes((nemo / "model.nemo").read_bytes())
+            flip(path, position)
+            with pytest.raises(UserError, match=f"{path.name}.* (damaged|holds no)"):
+                read(path)
+    read(nemo / "model.nemo")
+
+
+def test_a_file_that_is_missing_is_named(nemo, tmp_path):
+    folder = copy_of(nemo / "folder", tmp_path / "nemo")
+    (folder / "model_weights/common.pt").unlink()
+    with pytest.raises(DamagedFileError, match="model_weights/common.pt is not what was written"):
+        restore(folder)
+
+
+def test_files_without_checksums_load_with_a_warning(nemo, tmp_path, caplog):
+    folder = copy_of(nemo / "folder", tmp_path / "nemo")
+    (folder / "CHECKSUMS.xxh128").unlink()
+    with tarfile.open(tmp_path / "old.nemo", "w") as tar:
+        tar.add(folder, arcname=".")
+    for path in (folder, tmp_path / "old.nemo"):
+        warn_without.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="nemo_logger"):
+            restore(path)
+        said = [r.getMessage() for r in caplog.records if "has no CHECKSUMS" in r.getMessage()]
+        assert len(said) == 1 and str(path) in said[0]
+
+
+def test_a_streamed_nemo_has_the_checksums_of_the_other(nemo, tmp_path):
+    """The converter writes one tensor after the other; its manifest is made of the same bytes."""
+    from nemo_aligner.checkpoint.torch_dist_stream import Chunk
+
+    value = torch.arange(6.0).reshape(2, 3)
+    chunk = Chunk("model.weight", (2, 3), (0, 0), (2, 3), torch.float32)
+    config = nemo_archive.read_config(nemo / "folder")
+    for as_directory in (False, True):
+        path = tmp_path / f"streamed-{as_directory}"
+        nemo_writing.write_streamed(
+            path, config, [chunk], lambda _chunk: value, as_directory=as_directory
+        )
+        if not as_directory:
+            with tarfile.open(path) as tar:
+                tar.extractall(tmp_path / "unpacked", filter="data")
+            path = tmp_path / "unpacked"
+        listed = dict(
+            reversed(line.split("  ", 1))
+            for line in (path / "CHECKSUMS.xxh128").read_text().splitlines()
+        )
+        assert sorted([*listed, "CHECKSUMS.xxh128"]) == files_of(path)
+        for name, checksum in listed.items():
+            with (path / name).open("rb") as file:
+                assert file_checksum(file) == checksum, name
+
+
+# --- checkpoints of a job ---
+
+
+def job(tokenizer_dir):
+    model = MegatronGPTRewardModel(tiny_config(tokenizer_dir, num_layers=1))
+    return model, *model.setup_megatron_optimization(10)
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_tokenizer_dir, tmp_path_factory):
+    """Folder of a job with the checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("job")
+    callback = CheckpointCallback(folder, *job(tiny_tokenizer_dir), name="rm")
+    for step in (1, 2):
+        callback.custom_save({"step": step}, trainer_state={"step": step})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_job(tiny_tokenizer_dir):
+    return job(tiny_tokenizer_dir)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(
+    saved, other_job, tmp_path, caplog
+):
+    newest = "checkpoints/checkpoint-step=2"
+    names = files_of(saved / newest)
+    assert {"COMPLETE", "state.json", "rng/rank_00000.pt", "weights/.metadata"} <= set(names)
+    for number, name in enumerate(names):
+        folder = copy_of(saved, tmp_path / str(number))
+        flip(folder / newest / name, middle(folder / newest / name) if name != "COMPLETE" else 0)
+        caplog.clear()
+        with caplog.at_level(logging.ERROR, logger="nemo_logger"):
+            callback = CheckpointCallback(folder, *other_job, name="rm")
+            assert callback.newest_sound().name == "checkpoint-step=1", name
+        (said,) = [r.getMessage() for r in caplog.records if "set aside" not in r.getMessage()]
+        assert f"{folder}/{newest}" in said and "checkpoint-step=2.damaged" in said
+        assert (name in said) or name == "CHECKSUMS.xxh128", said
+        aside = folder / f"{newest}.damaged"
+        assert aside.is_dir() and not (aside / "COMPLETE").exists()
+        assert not (folder / newest).exists()
+        assert callback.saved_at("step") == {1: f"{folder}/checkpoints/checkpoint-step=1"}
+    assert callback.load_latest() == {"step": 1}
+    callback.custom_save({"step": 2}, trainer_state={"step": 2})  # the job goes on
+    assert callback.load_latest() == {"step": 2} and aside.is_dir()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"save_number": null}'])
+def test_a_torn_state_does_not_hide_the_others(saved, other_job, tmp_path, content):
+    folder = copy_of(saved, tmp_path / "job")
+    (folder / "checkpoints/checkpoint-step=2/state.json").write_bytes(content)
+    callback = CheckpointCallback(folder, *other_job, name="rm")
+    assert list(callback.saved_at("step")) == [1]
+    assert callback.load_latest() == {"step": 1}
+
+
+def test_a_checkpoint_that_the_user_names_is_not_set_aside(saved, other_job, tmp_path):
+    folder = copy_of(saved, tmp_path / "job")
+    named = folder / "checkpoints/checkpoint-step=2"
+    flip(named / "weights/__0_0.distcp", 5000)
+    with pytest.raises(DamagedFileError, match=r"weights/__0_0.distcp .* use another checkpoint"):
+        CheckpointCallback(folder, *other_job, name="rm").load_latest(named)
+    assert named.is_dir()
+    with pytest.raises(DamagedFileError, match="__0_0"):  # nor is it read as a model
+        MegatronGPTRewardModel.restore_from(named)
+
+
+def test_an_older_checkpoint_loads_with_a_warning(saved, other_job, tmp_path, caplog):
+    folder = copy_of(saved, tmp_path / "job")
+    newest = folder / "checkpoints/checkpoint-step=2"
+    (newest / "CHECKSUMS.xxh128").unlink()
+    (newest / "COMPLETE").write_bytes(b"")
+    with caplog.at_level(logging.WARNING, logger="nemo_logger"):
+        assert CheckpointCallback(folder, *other_job, name="rm").load_latest() == {"step": 2}
+    assert any("has no CHECKSUMS.xxh128" in r.getMessage() for r in caplog.records)
+    # A torn one of that time: one message.
+    (newest / "weights/__0_0.distcp").write_bytes(b"cut")
+    with pytest.raises(UserError, match=f"{newest}.* damaged or incomplete"):
+        CheckpointCallback(folder, *other_job, name="rm").load_latest()
+
+
+# --- what is left when a job dies ---
+
+
+class Death(BaseException):
+    pass
+
+
+def folders_in(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def die_at(monkeypatch, target, count):
+    """Raise `Death` in place of the call number `count` of `target`; returns what was called."""
+    import importlib
+
+    module_name, function = target.rsplit(".", 1)
+    module = importlib.import_module(module_name)
+    original, calls = getattr(module, function), []
+
+    def call(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) == count:
+            raise Death
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(module, function, call)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "nemo_aligner.checkpoint.dist_ckpt.save",
+        "nemo_aligner.checkpoint.checkpointing.write_durably",
+        "nemo_aligner.checkpoint.checkpointing.write_manifest",
+        "nemo_aligner.checkpoint.checkpointing.sync_folder",
+        "nemo_aligner.checkpoint.checkpointing.mark",
+        "nemo_aligner.checkpoint.checkpointing.remove_checkpoint",
+        "shutil.rmtree",
+    ],
+)
+@pytest.mark.parametrize("step", [2, 3], ids=["same name", "new name"])
+def test_death_at_any_point_of_a_save_leaves_a_whole_checkpoint(
+    saved, other_job, tmp_path, monkeypatch, target, step
+):
+    """Death while step 2 is saved again, and while step 3 is and step 1 goes."""
+    folder = copy_of(saved, tmp_path / "job")
+    callback = CheckpointCallback(folder, *other_job, name="rm", save_top_k=0)
+    with monkeypatch.context() as patch:
+        die_at(patch, target, 1)
+        with pytest.raises(Death):
+            callback.custom_save({"step": step}, trainer_state={"step": step})
+    resumed = CheckpointCallback(folder, *other_job, name="rm", save_top_k=0)
+    before_the_mark = not target.endswith(("remove_checkpoint", "rmtree"))
+    assert resumed.load_latest() == {"step": 2 if before_the_mark else step}
+    resumed.custom_save({"step": 4}, trainer_state={"step": 4})
+    names = folders_in(folder / "checkpoints")
+    assert len(names) == 2 and "checkpoint-step=4" in names, names
+    for name in names:
+        assert resumed.is_sound(folder / "checkpoints" / name)
+
+
+def test_the_mark_goes_first(saved, tmp_path, monkeypatch):
+    """A checkpoint is no longer listed when the first of its files is removed."""
+    from nemo_aligner.checkpoint import folders
+
+    folder = copy_of(saved, tmp_path / "job") / "checkpoints"
+    seen = []
+
+    def rmtree(path):
+        seen.append([each.name for each, _ in folders.complete_checkpoints(folder)])
+        raise Death
+
+    monkeypatch.setattr(folders.shutil, "rmtree", rmtree)
+    with pytest.raises(Death):
+        folders.remove_checkpoint(folder / "checkpoint-step=2")
+    assert seen == [["checkpoint-step=1"]]
+    (left,) = [p for p in folder.iterdir() if folders.is_leftover(p)]
+    assert json.loads((left / "state.json").read_text())["trainer"] == {"step": 2}
