@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.parallel.cpu_products import onednn_takes, packed_linear
+
 PRECISIONS = {"32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -119,9 +121,14 @@ def matrix_seconds(rows: int, head_rows: int, precision: str) -> float:
         for count, shape in shapes
     ]
 
+    products = [
+        packed_linear(weight, None) if onednn_takes(dtype) else partial(F.linear, weight=weight)
+        for _x, weight in pairs
+    ]
+
     def run() -> None:
-        for x, weight in pairs:
-            F.linear(x, weight)
+        for (x, _weight), product in zip(pairs, products, strict=True):
+            product(x)
 
     return measure.seconds_of(run, 9)
 

@@ -31,8 +31,8 @@ class AttentionSettings:
 
 
 class KeyValueCache:
-    """Keys and values `[c, M, ng, 2, hn]` of the layers of this pipeline stage: of each position
-    and group its key, then its value.
+    """Keys and values `[2, c, ng, M, hn]` of the layers of this pipeline stage: attention reads
+    all positions of a group one after the other.
 
     Args:
         slots: c.
@@ -55,17 +55,17 @@ class KeyValueCache:
         self.width = width
         for number, layer in enumerate(self._layers):
             if layer is not None:
-                self._layers[number] = F.pad(layer, (0, 0, 0, 0, 0, 0, 0, more))
+                self._layers[number] = F.pad(layer, (0, 0, 0, more))
 
     def layer(self, number: int, like: Tensor) -> Tensor:
-        """Keys and values of a layer; `like` `[s, b, ng, 2, hn]` has their shape, dtype and
-        device.
+        """Keys and values of a layer; `like` `[..., ng, 2, hn]` has their sizes, dtype and device.
 
         They begin as zeros: what lies beyond a row's length is masked, but NaN would not be.
         """
         layer = self._layers[number]
         if layer is None:
-            layer = like.new_zeros((self.slots, self.width, *like.shape[2:]))
+            groups, two, channels = like.shape[-3:]
+            layer = like.new_zeros((two, self.slots, groups, self.width, channels))
             self._layers[number] = layer
         return layer
 
@@ -78,7 +78,7 @@ class KeyValueCache:
         source, target = torch.tensor(pairs).T
         for layer in self._layers:
             if layer is not None:
-                layer[target, :width] = layer[source, :width]
+                layer[:, target, :, :width] = layer[:, source, :, :width]
 
 
 class Pass(Protocol):
@@ -129,15 +129,17 @@ class DecodingPass:
 
     def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
         """See `Pass.attend`."""
-        layer = self.cache.layer(how.layer, mixed[..., -2:, :])
-        layer[self._places] = mixed[0, ..., -2:, :]
+        new = mixed[0, ..., -2:, :]
+        layer = self.cache.layer(how.layer, new)
+        rows, places = self._places
+        layer[:, rows, :, places] = new.transpose(1, 2)
         samples = mixed.size(1)
-        past = layer[:samples, : self._width].transpose(1, 2)
+        keys, values = layer[:, :samples, :, : self._width]
         # The queries of a group stand where positions would: no key is repeated for them.
         context = F.scaled_dot_product_attention(
             mixed[0, :, :, :-2],
-            past[..., 0, :],
-            past[..., 1, :],
+            keys,
+            values,
             attn_mask=self._mask(how.window, mixed.dtype),
             scale=how.scale,
         )
@@ -165,11 +167,12 @@ class PrefillPass:
 
     def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
         """See `Pass.attend`."""
-        past = mixed[..., -2:, :]
-        layer = self.cache.layer(how.layer, past)
-        layer[self.slots, self.start : self.stop] = past.transpose(0, 1)
+        new = mixed[..., -2:, :]
+        layer = self.cache.layer(how.layer, new)
+        keys, values = past = new.permute(3, 1, 2, 0, 4)
+        layer[:, self.slots, :, self.start : self.stop] = past
         if self.start:
-            past = layer[self.slots, : self.stop].transpose(0, 1)
+            keys, values = layer[:, self.slots, :, : self.stop]
         mask = None
         if self.start or (how.window is not None and self.stop > how.window + 1):
             places = torch.arange(self.stop, device=mixed.device)
@@ -178,7 +181,6 @@ class PrefillPass:
             if how.window is not None:
                 mask &= distance <= how.window
         queries = mixed[..., :-2, :].flatten(2, 3).permute(1, 2, 0, 3)
-        keys, values = (past[..., i, :].permute(1, 2, 0, 3) for i in (0, 1))
         context = F.scaled_dot_product_attention(
             queries,
             keys,

@@ -89,6 +89,8 @@ _X_AND_WEIGHT = [True, True, False]
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` `[..., h]` over its root mean square, times `weight` `[h]`, both float32."""
+    if not torch.is_grad_enabled():
+        return F.rms_norm(x, weight.shape, weight, eps)
     result: Tensor = _RMSNorm.apply(x.contiguous(), weight, eps)
     return result
 
