@@ -120,12 +120,13 @@ class DecodingBatch:
 
     # --- slots ----------------------------------------------------------------------------------
 
-    def refill(self, done: list[int]) -> Refill:
-        """Give the slots `done`, and those that were free, to waiting samples. Where none wait,
-        the last samples move into the gaps.
+    def refill(self, done: list[int], admit: bool) -> Refill:
+        """Give the slots `done`, and those that were free, to waiting samples if `admit`. Where
+        none come, the last samples move into the gaps.
         """
         free = done + list(range(self.active, self.slots))
-        taken = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
+        count = len(self.waiting) if admit else 0
+        taken = [(slot, self.waiting.popleft()) for slot in free[:count]]
         gaps = done[len(taken) :]
         active = max([self.active, *(slot + 1 for slot, _ in taken)]) - len(gaps)
         gone = set(gaps)

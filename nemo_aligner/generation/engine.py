@@ -30,6 +30,8 @@ from nemo_aligner.parallel.megatron_switches import decoding_mode
 PREFILL_TOKENS = 4096
 # A prompt that is shorter than this part of the longest one of a pass waits for the next.
 LEAST_FILLED = 0.75
+# Free slots, of all of them, at which the next samples are admitted.
+ADMITTED_AT = 1 / 8
 
 
 class MegatronGenerator(TextGenerator):
@@ -173,11 +175,16 @@ class MegatronGenerator(TextGenerator):
         queue: Iterator[list[WaitingSample]],
         done: list[int],
     ) -> None:
-        """Give the slots `done` and the free ones to the next samples; feed their prompts."""
+        """Give the slots `done` and the free ones to the next samples; feed their prompts.
+
+        Samples wait until a part of the slots is free, or slots for the last of them, so that
+        their prompts share a pass.
+        """
         wanted = len(done) + batch.slots - batch.active
         while len(batch.waiting) < wanted and (samples := next(queue, None)) is not None:
             batch.waiting.extend(samples)
-        refill = batch.refill(done)
+        admit = wanted >= min(batch.slots * ADMITTED_AT, len(batch.waiting))
+        refill = batch.refill(done, admit)
         cache.reserve(batch.width)
         cache.copy(refill.moves, batch.longest())
         for slots, start, stop in _prefill_passes(batch, refill.prefill):
