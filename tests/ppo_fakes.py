@@ -118,12 +118,16 @@ class FakePolicy:
             generator = torch.Generator().manual_seed(int(seed))
             new = torch.randint(1, VOCAB, (MAX_NEW_TOKENS,), generator=generator)
             row[prompt_length:length] = new[: length - prompt_length]
-        return {
+        rollout = {
             "response_tokens": tokens[:, : int(lengths.max())],
             "response_lengths": lengths,
             "prompt_lengths": prompt_lengths,
             "is_end": lengths % 2 == 0,
         }
+        if batch["return_logprobs"]:
+            tokens = rollout["response_tokens"]
+            rollout["sampling_logprobs"] = self._logprobs(tokens, self.weight)
+        return rollout
 
     def _logprobs(self, tokens, weight):
         logprobs = -(tokens[:, 1:] % 7 + 1) / 10 * (1 + weight)
@@ -332,6 +336,7 @@ def make_trainer(
     num_rollouts_per_prompt=1,
     max_response_length=MAX_NEW_TOKENS,
     kl_loss_coef=0.0,
+    rollout_logprobs="recompute",
     **changes,
 ):
     """A trainer among fakes, `events` its record of calls; 24 prompts, rollouts of 8, global
@@ -361,6 +366,7 @@ def make_trainer(
         num_rollouts_per_prompt=num_rollouts_per_prompt,
         max_response_length=max_response_length,
         kl_loss_coef=kl_loss_coef,
+        rollout_logprobs=rollout_logprobs,
     )
     trainer.events = events
     return trainer

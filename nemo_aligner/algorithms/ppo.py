@@ -112,6 +112,7 @@ class PPOTrainer(RolloutTrainer):
         num_rollouts_per_prompt: int = 1,
         max_response_length: int | None = None,
         kl_loss_coef: float = 0.0,
+        rollout_logprobs: str = "recompute",
     ):
         """As the base class, and:
 
@@ -128,6 +129,8 @@ class PPOTrainer(RolloutTrainer):
             num_rollouts_per_prompt: responses to each training prompt.
             max_response_length: most tokens of a response, where an overlong penalty ends.
             kl_loss_coef: of the model's loss; above 0 the updates get the reference's log-probs.
+            rollout_logprobs: where the policy's log-probs of a rollout come from: a pass of their
+                own ("recompute"), or generation ("sampler").
 
         Raises:
             ConfigError: values of `trainer.ppo` and `model.ppo` that cannot work together.
@@ -147,6 +150,7 @@ class PPOTrainer(RolloutTrainer):
         self.resumed = False
         self.critic_is_checked = False
 
+        self.rollout_logprobs = rollout_logprobs
         self.ppo_epochs = int(cfg.ppo_epochs)
         self.critic_warmup_steps = int(cfg.critic_warmup_steps)
         self.data_settings = DataSettings.from_config(cfg, max_response_length)
@@ -220,7 +224,7 @@ class PPOTrainer(RolloutTrainer):
             self.model.check_reference_policy()
         sampling_step = self.step if sampling_step is None else sampling_step
         prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
-        with_logprobs = self.alarms.needs_sampling_logprobs
+        with_logprobs = self.alarms.needs_sampling_logprobs or not self._recomputes_logprobs
         with self.training_rollout(prompts, sampling_step, with_logprobs) as collected:
             local = self._with_logprobs(collected.rollout)
             scores = self.wait_for_scores(collected)
@@ -307,6 +311,12 @@ class PPOTrainer(RolloutTrainer):
                 self.collate_fn,
             )
 
+    @property
+    def _recomputes_logprobs(self) -> bool:
+        """Before the first update always: policy and reference are compared to the bit."""
+        first = not self.optimization_step and not self.resumed
+        return first or self.rollout_logprobs == "recompute"
+
     def _local_share(self, rollout: PPORolloutBatch, epoch: int = 0) -> PPORolloutBatch:
         """This rank's samples of a gathered rollout, as shuffled for `epoch` over it."""
         return local_share(rollout, self.seed, self.step, self.cfg.model_gbs, epoch)
@@ -318,10 +328,13 @@ class PPOTrainer(RolloutTrainer):
         local = self._local_share(rollout).columns
         local["sample_order"] = local_places(len(rollout["idx"]), self.cfg.model_gbs)
         tokens, lengths = local["response_tokens"], local["response_lengths"]
-        with self.timer("logprobs"):
-            local["logprobs"] = self.model.get_inference_log_probs(
-                tokens, response_lengths=lengths
-            )
+        if self._recomputes_logprobs:
+            with self.timer("logprobs"):
+                local["logprobs"] = self.model.get_inference_log_probs(
+                    tokens, response_lengths=lengths
+                )
+        else:
+            local["logprobs"] = local.pop("sampling_logprobs")
         if self.compute_init_policy_kl:
             with self.timer("init_logprobs"):
                 local["init_logprobs"] = self.model.get_init_policy_logprobs(

@@ -6,7 +6,7 @@ from nemo_aligner.config.rollout_rules import check_policy, check_responses_diff
 from nemo_aligner.config.server_rules import check_source_of_rewards
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS
+from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, ROLLOUT_LOGPROBS
 
 PPO, MODEL = "trainer.ppo.", "model.ppo."
 
@@ -50,6 +50,7 @@ def check_ppo_variants(values: Values) -> None:
     _check_adaptive_kl(values)
     _check_responses(values)
     _check_target_kl(values)
+    _check_rollout_logprobs(values)
     estimator = values.get(PPO + "advantage_estimator")
     if not ADVANTAGE_ESTIMATORS[estimator].needs_critic:
         _check_critic_free(values, estimator)
@@ -142,6 +143,18 @@ def _check_target_kl(v: Values) -> None:
             f"only one: {samples} samples per PPO step are one model.global_batch_size={batch}, "
             "in one epoch. Set target_kl to null, or a smaller global_batch_size or more "
             "ppo_epochs."
+        )
+
+
+def _check_rollout_logprobs(v: Values) -> None:
+    v.choice(MODEL + "rollout_logprobs", ROLLOUT_LOGPROBS)
+    temperature = v.get(MODEL + "sampling_params.temperature")
+    greedy = v.get(MODEL + "sampling_params.use_greedy")
+    if v.get(MODEL + "rollout_logprobs") == "sampler" and temperature != 1.0 and not greedy:
+        raise ConfigError(
+            "model.ppo.rollout_logprobs=sampler takes the log-probs that tokens were sampled "
+            f"with, but model.ppo.sampling_params.temperature={temperature} changes them; set "
+            "rollout_logprobs=recompute, or temperature=1.0."
         )
 
 

@@ -160,7 +160,8 @@ _ACTOR = (
     | dotted(
         "model.ppo",
         f"""{_POLICY} entropy_bonus ratio_eps dual_clip kl_loss_coef kl_loss_estimator
-        train_on_truncated num_rollouts_per_prompt trt_llm.enable trt_llm.reshard""",
+        rollout_logprobs train_on_truncated num_rollouts_per_prompt trt_llm.enable
+        trt_llm.reshard""",
     )
 )
 _RS = (
@@ -371,7 +372,9 @@ REQUIRED = {
     )
     | dotted("model", "data.num_workers data.seq_length")
     | dotted(
-        "model.ppo", f"{_REQUIRED_POLICY} kl_loss_coef kl_loss_estimator ratio_eps entropy_bonus"
+        "model.ppo",
+        f"""{_REQUIRED_POLICY} kl_loss_coef kl_loss_estimator ratio_eps entropy_bonus
+        rollout_logprobs""",
     ),
     "gpt_ppo_critic": _REQUIRED_TRAINING
     | dotted(

@@ -32,6 +32,7 @@ ADVANTAGE_ESTIMATORS = {
 }
 
 # Estimators of the KL divergence (`core/kl.py`), for the reward and for the loss.
+ROLLOUT_LOGPROBS = ("recompute", "sampler")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 
 # Losses of preference pairs (`core/losses.py:preference_loss`).

@@ -5,6 +5,7 @@ processes, at several splits.
 """
 
 import json
+import re
 import shutil
 import string
 from pathlib import Path
@@ -218,11 +219,11 @@ PADDED_JOBS = Path(__file__).parent / "padded_jobs"
 
 def test_padding_that_is_not_computed_changes_no_metric(inputs, single):
     """A run that computes all padding, in its requests too, against one that computes as little as
-    possible, and one with fixed numbers of samples.
+    possible, with the sampler's log-probs, and one with fixed numbers of samples.
     """
     runs = {
         "padded": {"script": PADDED_JOBS, "actor": ["remote_critic_rm.pad_to_length=48"]},
-        "dynamic": {"script": "", "actor": [DYNAMIC], "critic": [DYNAMIC]},
+        "dynamic": {"script": "", "actor": [DYNAMIC, SAMPLER], "critic": [DYNAMIC]},
     }
     for name, run in runs.items():
         folder, port = inputs / name, find_free_port()
@@ -240,7 +241,7 @@ def test_padding_that_is_not_computed_changes_no_metric(inputs, single):
     for side in ("actor", "critic"):
         padded = inputs / "padded" / side
         for folder in (single / side, inputs / "dynamic" / side):
-            names = [name for name in metric_names(padded) if name != "train/step_time"]
+            names = [name for name in metric_names(padded) if not NOT_COMPARED.search(name)]
             assert names and set(names) <= set(metric_names(folder))
             for key in names:
                 expected, found = read_metrics(padded, key), read_metrics(folder, key)
@@ -261,6 +262,8 @@ def test_padding_that_is_not_computed_changes_no_metric(inputs, single):
 
 
 DYNAMIC = "model.dynamic_micro_batch_tokens=64"
+SAMPLER = "model.ppo.rollout_logprobs=sampler"
+NOT_COMPARED = re.compile("step_time|sampling_ratio")  # the second: of recomputed log-probs alone
 CONSTANT_RATE = "model.optim.sched.name=constant"  # any other schedule depends on max_steps
 
 

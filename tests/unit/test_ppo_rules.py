@@ -39,6 +39,8 @@ def test_names_of_choices_are_those_of_the_math():
             "model.ppo.kl_loss_coef=0.001",
             "trainer.ppo.critic_gae_lambda=1",
         ),
+        ("model.ppo.rollout_logprobs=sampler",),
+        ("model.ppo.rollout_logprobs=sampler", "model.ppo.sampling_params.use_greedy=True"),
         ("model.ppo.num_rollouts_per_prompt=2",),  # several responses are of use with a critic too
     ],
 )
@@ -54,6 +56,12 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
         (("model.ppo.kl_loss_estimator=k",), ["k2", "abs"], ()),
         (("model.ppo.dual_clip=1",), ["dual_clip=1", "above 1"], ("model.ppo.dual_clip=null",)),
         (("model.ppo.kl_loss_coef=-1",), ["kl_loss_coef"], ()),
+        (("model.ppo.rollout_logprobs=engine",), ["engine", "sampler"], ()),
+        (
+            ("model.ppo.rollout_logprobs=sampler", "model.ppo.sampling_params.temperature=0.7"),
+            ["temperature=0.7", "rollout_logprobs=recompute"],
+            ("model.ppo.rollout_logprobs=recompute",),
+        ),
         (
             ("trainer.ppo.target_kl=0",),
             ["target_kl=0", "above 0"],

@@ -140,6 +140,18 @@ def test_without_kl_penalty_the_reference_is_not_asked():
     assert trainer.logger.series("train_rollouts/init_policy_kl") == [(0, 0.0)]
 
 
+def test_log_probs_of_the_sampler_save_a_pass_after_the_first_rollout():
+    """The first one is compared with the reference to the bit."""
+    expected = make_trainer(max_steps=3)
+    expected.fit()
+    trainer = make_trainer(max_steps=3, rollout_logprobs="sampler")
+    trainer.fit()
+    assert expected.events.count("logprobs") == 3
+    assert trainer.events.count("logprobs") == 1
+    assert trainer.events.count("init_logprobs") == 3
+    assert trainer.model.weight == expected.model.weight != 0
+
+
 def test_policy_that_differs_from_reference_at_step_0_is_refused():
     trainer = make_trainer()
     trainer.model.reference_offset = 0.125

@@ -141,6 +141,7 @@ def train(cfg: DictConfig) -> None:
             num_rollouts_per_prompt=ppo.num_rollouts_per_prompt,
             max_response_length=ppo.length_params.max_length,
             kl_loss_coef=ppo.kl_loss_coef,
+            rollout_logprobs=ppo.rollout_logprobs,
         )
         state = load_trainer_state(cfg, ckpt_callback)
         if state is not None:
