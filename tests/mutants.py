@@ -544,6 +544,14 @@ MUTANTS = [
             "test_trained_adapters_give_the_same_logits_in_peft[Llama, odd sizes-canonical-all]",
         ),
     ),
+    # --- servers
+    Mutant(
+        "the front lets every path through",
+        "servers/front.py",
+        "if endpoint not in self.server.largest_body and not _GENERAL.fullmatch(self.path):",
+        "if False:",
+        _unit("test_front.py", "test_what_triton_must_not_see_is_refused"),
+    ),
 ]
 
 

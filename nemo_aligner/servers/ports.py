@@ -35,10 +35,15 @@ def find_free_port(host: str = "127.0.0.1") -> int:
 def check_port_is_free(host: str, port: int) -> None:
     """Raise `UserError` unless a server can listen on `host:port` (Triton would only time out)."""
     if (error := _can_listen(host, port)) is not None:
-        raise UserError(
-            f"cannot listen on {host}:{port}: {error}. Set another port (trainer.ppo.port, or "
-            "inference.port for a reward server), or stop the server that uses it."
-        ) from error
+        raise port_error(host, port, error) from error
+
+
+def port_error(host: str, port: int, error: Exception) -> UserError:
+    """Return the error of a server that cannot listen on `host:port` because of `error`."""
+    return UserError(
+        f"cannot listen on {host}:{port}: {error}. Set another port (trainer.ppo.port, or "
+        "inference.port for a reward server), or stop the server that uses it."
+    )
 
 
 def _can_listen(host: str, port: int) -> Exception | None:

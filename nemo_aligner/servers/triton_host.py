@@ -1,11 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Triton in a server job's rank 0, and the removal of everything it leaves on the machine."""
+"""Triton in a server job's rank 0, the front before it, and the removal of all they leave."""
 
 import contextlib
 import gc
 import glob
-import http.client
 import os
 import shutil
 import tempfile
@@ -18,8 +17,9 @@ from typing import Any
 import psutil
 from nemo.utils import logging
 
+from nemo_aligner.servers.front import Front, SocketConnection
 from nemo_aligner.servers.locks import lock_method
-from nemo_aligner.servers.ports import check_port_is_free
+from nemo_aligner.servers.pieces import LARGEST_BODY
 from nemo_aligner.servers.schema import Arrays, Endpoint, triton_tensors
 from nemo_aligner.servers.triton_environment import prepare_triton_environment
 
@@ -32,7 +32,8 @@ class TritonHost:
 
     def __init__(self, host: str, port: int):
         self.host, self.port = host, port
-        self._triton: Any = None  # a PyTriton `Triton` while it runs
+        self._triton: Any = None  # a `SocketTriton` while it runs
+        self._front: Front | None = None
         self._directory: str | None = None
         self._lock = threading.Lock()
 
@@ -50,36 +51,25 @@ class TritonHost:
             should_stop: called a few times a second; True ends the start early.
 
         Raises:
+            UserError: the port is taken, or this Python cannot run Triton.
             RuntimeError: Triton ended while it started.
         """
         prepare_triton_environment()
-        check_port_is_free(self.host, self.port)
-        from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy
-
         # Triton's socket paths must stay under 108 characters.
         base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"
-        self._directory = tempfile.mkdtemp(prefix="triton_", dir=base)
-        log_file = os.path.join(self._directory, "triton.log")
+        self._directory = tempfile.mkdtemp(prefix="triton_", dir=base)  # of mode 0700
+        from nemo_aligner.servers.socket_triton import SocketTriton
+
+        triton = SocketTriton(self._directory)
+        largest_body = {endpoint.name: LARGEST_BODY for endpoint, _function in endpoints}
+        self._front = Front(self.host, self.port, triton.socket_path, largest_body)
+        self._triton = triton
         try:
-            self._triton = Triton(
-                config=TritonConfig(
-                    http_address=self.host,
-                    http_port=self.port,
-                    allow_grpc=False,
-                    allow_metrics=False,
-                    exit_timeout_secs=10,  # if this process is killed in the middle of a request
-                    log_file=log_file,
-                ),
-                workspace=os.path.join(self._directory, "w"),
-                # Triton finds all endpoints in a folder and starts them side by side; those that
-                # are added to a running Triton start one after the other, in twice the time.
-                triton_lifecycle_policy=TritonLifecyclePolicy(local_model_store=True),
-            )
             for endpoint, function in endpoints:
                 self._bind(endpoint, function, batcher)
             self._run(should_stop)
         except Exception:
-            with contextlib.suppress(OSError), open(log_file, errors="replace") as log:
+            with contextlib.suppress(OSError), open(triton.log_path, errors="replace") as log:
                 logging.error(
                     "Triton did not start. The end of its log:\n" + "".join(log.readlines()[-15:])
                 )
@@ -115,21 +105,24 @@ class TritonHost:
         )
 
     def _run(self, should_stop: Callable[[], bool]) -> None:
-        """Run Triton until it is ready. PyTriton's own `run` would wait two minutes for a Triton
-        that has ended, with a lock that `stop` needs.
-        """
-        self._triton._run_server()
+        """Run Triton until it is ready, then open the port."""
+        self._triton.launch()
         while not self._is_ready():
             if should_stop():
                 return
-            if not self._triton._is_alive_impl():
+            if self._triton.has_ended():
                 raise RuntimeError("Triton ended while it started")
             time.sleep(0.1)
+        # Triton lets every user read the shared memory in which it hands requests on.
+        for path in self._shared_memory():
+            os.chmod(path, 0o600)
         self._triton.connect()
+        assert self._front is not None
+        self._front.open()
 
     def _is_ready(self) -> bool:
         """Whether Triton has started all endpoints."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=10)
+        connection = SocketConnection(self._triton.socket_path, timeout_s=10)
         with contextlib.closing(connection), contextlib.suppress(OSError):
             connection.request("GET", "/v2/health/ready")
             return connection.getresponse().status == 200
@@ -145,6 +138,8 @@ class TritonHost:
 
         A second call waits for the first and does nothing.
         """
+        if self._front is not None:
+            self._front.close()
         if self._triton is not None:
             # PyTriton collects garbage once per endpoint, half a second each with torch loaded.
             gc.freeze()
@@ -154,6 +149,9 @@ class TritonHost:
                 logging.warning(f"stopping Triton: {traceback.format_exc()}")
             gc.unfreeze()
             self._triton = None
+        if self._front is not None:
+            self._front.wait_for_replies(2.0)
+            self._front = None
         self._clean()
 
     def kill(self) -> None:
@@ -173,6 +171,10 @@ class TritonHost:
                         process.kill()
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
-        for leftover in glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*"):  # PyTriton's own spelling
+        for leftover in self._shared_memory():
             with contextlib.suppress(OSError):
                 os.unlink(leftover)
+
+    def _shared_memory(self) -> list[str]:
+        """Files of the shared memory of Triton and its stubs."""
+        return glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*")  # PyTriton's own spelling

@@ -1,0 +1,84 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Who may use a server: addresses of this machine alone, and the token that others need.
+
+A token comes from a file that only its user can read, or from the environment, which other users
+cannot read either. It is never an argument: every user of a machine can read command lines.
+"""
+
+import ipaddress
+import os
+import re
+import socket
+import stat
+
+from nemo_aligner.core.errors import ConfigError
+
+TOKEN_VARIABLE = "NEMO_ALIGNER_TOKEN"
+_TOKEN = re.compile(r"[!-~]{16,512}")  # printable ASCII without spaces, as HTTP headers take it
+MAKE_A_TOKEN = f"export {TOKEN_VARIABLE}=$(python -c 'import secrets; print(secrets.token_hex())')"
+
+
+def read_token(token_file: str | None, setting: str) -> str | None:
+    """Return the token in `token_file`, else that in the environment; None without either.
+
+    Args:
+        token_file: path, or None.
+        setting: section of the configuration that holds `token_file`, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read, others can read it too, or its text is no token.
+    """
+    if token_file is None:
+        token, source = os.environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE
+        if token is None:
+            return None
+    else:
+        source = f"{setting}.token_file={token_file}"
+        try:
+            with open(token_file) as file:
+                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+                token = file.read(1024).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source} cannot be read: {error}") from error
+        if mode & 0o077:
+            raise ConfigError(
+                f"{source} has mode {mode:04o}, so that other users can read or change it; run "
+                f"chmod 600 {token_file}, and use a new token."
+            )
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError(
+            f"{source} holds {len(token)} characters that are no token: give 16 to 512 printable "
+            f"ones without spaces, for example with {MAKE_A_TOKEN}"
+        )
+    return token
+
+
+def server_token(host: str, token_file: str | None, setting: str) -> str | None:
+    """Return the token that a server on `host` asks for; None: it asks for none.
+
+    Args:
+        host: address to listen on.
+        token_file, setting: see `read_token`.
+
+    Raises:
+        ConfigError: other machines can reach `host`, and there is no token; or see `read_token`.
+    """
+    token = read_token(token_file, setting)
+    if token is None and not is_loopback(host):
+        raise ConfigError(
+            f"{setting}.host={host} lets other machines use this server, so it needs a token: set "
+            f"{TOKEN_VARIABLE} to the same text for the server and its clients ({MAKE_A_TOKEN}), "
+            f"or {setting}.token_file; with {setting}.host=127.0.0.1 only this machine can reach "
+            "it."
+        )
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is reached from this machine alone."""
+    try:
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host or "0.0.0.0", None)}
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in addresses)
