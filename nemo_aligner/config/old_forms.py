@@ -89,7 +89,8 @@ OLD_FORMS = (
     ),
     OldForm(
         form="trainer.ppo.trt_llm.enable=True",
-        happens="TensorRT-LLM is gone; the built-in engine serves instead",
+        happens="TensorRT-LLM is gone; the built-in engine serves instead. For trt_llm.reshard "
+        "set model.ppo.generation.reshard=auto",
         is_used=lambda v: bool(v.get("trainer.ppo.trt_llm.enable")),
         jobs=("gpt_ppo_actor",),
     ),

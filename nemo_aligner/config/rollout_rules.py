@@ -10,6 +10,8 @@ from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
+RESHARD = ("none", "auto")
+
 
 def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> None:
     """Check what the actors of PPO and rejection sampling have in common.
@@ -31,6 +33,7 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     v.number(section + "alarms.truncated_fraction", 0, 1)
     v.choice(model + "loss_reduction", LOSS_REDUCTIONS)
     check_generation(v, model)
+    _check_reshard(v, model + "generation.reshard")
     v.whole(f"{remote}.pad_to_length", 1)
     check_shared_queue(
         section,
@@ -40,6 +43,17 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     v.number(f"{remote}.init_timeout_s", 0, above=True)
     v.number(f"{remote}.inference_timeout_s", 0, above=True)
     read_reward_models(v.get(remote), remote)
+
+
+def _check_reshard(v: Values, key: str) -> None:
+    v.choice(key, RESHARD)
+    merge = "model.peft.merge_for_generation"
+    with_adapters = v.get("model.peft.peft_scheme") not in (None, "none")
+    if v.get(key) == "auto" and with_adapters and not v.get(merge, True):
+        raise ConfigError(
+            f"{key}=auto gathers weights that contain the adapters, but {merge}=False keeps these "
+            f"apart; set {merge}=True, or {key}=none."
+        )
 
 
 def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: int) -> None:

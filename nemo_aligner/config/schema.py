@@ -136,7 +136,7 @@ _CHECKPOINT = {"pretrained_checkpoint.restore_from_path"}
 _REWARD_ADDRESS = "name ip port"
 _POLICY = f"""rollout_micro_batch_size num_rollout_samples forward_micro_batch_size
     val_rollout_micro_batch_size num_val_samples offload_adam_states loss_reduction {_SAMPLING}
-    length_params.max_length length_params.min_length"""
+    length_params.max_length length_params.min_length generation.reshard"""
 _ACTOR = (
     dotted(
         "trainer.ppo",
@@ -355,7 +355,7 @@ _REQUIRED_POLICY = """rollout_micro_batch_size num_rollout_samples num_rollouts_
     forward_micro_batch_size val_rollout_micro_batch_size num_val_samples loss_reduction
     sampling_params.use_greedy sampling_params.temperature sampling_params.top_k
     sampling_params.top_p sampling_params.repetition_penalty length_params.max_length
-    length_params.min_length"""
+    length_params.min_length generation.reshard"""
 _REQUIRED_GENERATE = dotted("trainer", "num_nodes devices accelerator") | set(
     """responses_per_prompt micro_batch_size model.seed sampling_params.use_greedy
     sampling_params.temperature sampling_params.top_k sampling_params.top_p

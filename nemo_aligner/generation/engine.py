@@ -6,7 +6,10 @@ Shapes: b samples, W width of the prompts, P prompt length, R total length (prom
 vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -18,6 +21,7 @@ from nemo_aligner.generation.batch import DecodingBatch, FinishedSample, Waiting
 from nemo_aligner.generation.cache import DecodingPass, KeyValueCache, PrefillPass
 from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.generation.end_conditions import EndConditions
+from nemo_aligner.generation.gathered_stages import gather_stages
 from nemo_aligner.generation.interface import GenerationOutput, OnTokens, Prompts, TextGenerator
 from nemo_aligner.generation.params import GenerationParams
 from nemo_aligner.parallel import parallel_state
@@ -32,6 +36,8 @@ PREFILL_TOKENS = 4096
 LEAST_FILLED = 0.75
 # Free slots, of all of them, at which the next samples are admitted.
 ADMITTED_AT = 1 / 8
+# How many times the slots are filled before ranks that divide the samples exchange their results.
+DRAWN_AHEAD = 4
 
 
 class MegatronGenerator(TextGenerator):
@@ -54,17 +60,27 @@ class MegatronGenerator(TextGenerator):
     passes through the model in lockstep. A rank whose samples are done passes a single dummy token
     through the model until the last rank is done.
 
+    With `build_undivided` the ranks of a pipeline gather the weights of all stages before they
+    generate, and divide the samples too.
+
     Args:
         model: model chunks of this pipeline stage, wrapped or not.
         tokenizer: NeMo tokenizer; its eos ends a response and pads the batch.
         max_sequence_length: longest prompt with response. A learned position embedding may limit
             it further.
+        build_undivided: makes a model of all layers for `gathered_stages.gather_stages`; None:
+            tokens pass through the pipeline.
     """
 
     def __init__(
-        self, model: Sequence[torch.nn.Module], tokenizer: Tokenizer, max_sequence_length: int
+        self,
+        model: Sequence[torch.nn.Module],
+        tokenizer: Tokenizer,
+        max_sequence_length: int,
+        build_undivided: Callable[[], torch.nn.Module] | None = None,
     ) -> None:
         self.model = list(model)
+        self.build_undivided = build_undivided
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.max_sequence_length = max_sequence_length
@@ -87,23 +103,53 @@ class MegatronGenerator(TextGenerator):
     ) -> GenerationOutput:
         """See `TextGenerator.generate`; every rank of a TP x PP x CP group calls it.
 
-        With context parallelism `on_tokens` sees the samples of its own rank alone, which rank 0
+        Where ranks divide the samples, `on_tokens` sees those of its own rank alone, which rank 0
         numbers as the caller does.
 
         Args:
-            slots: samples that are decoded together at most; None: all.
+            slots: samples that are decoded together at most, by all ranks that divide them; None:
+                all.
         """
-        self._check(prompts, prompt_lengths)
+        inputs = prompts, prompt_lengths, sample_seeds
+        return self._generate(self._chunks(), inputs, params, slots or len(prompts), on_tokens)
+
+    def _generate(
+        self,
+        chunks: list[Any],
+        inputs: Prompts,
+        params: GenerationParams,
+        slots: int,
+        on_tokens: OnTokens | None = None,
+    ) -> GenerationOutput:
+        """`generate` with the model's `chunks`."""
+        self._check(*inputs[:2])
+        groups = self._dividing_groups()
+        own_slots = math.ceil(slots / math.prod(map(torch.distributed.get_world_size, groups)))
 
         def decode(prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
             batches = iter([(prompts, lengths, seeds)])
-            samples = self._decode(batches, params, slots or len(prompts), on_tokens)
+            samples = self._decode(chunks, batches, params, own_slots, on_tokens)
             return self._joined(sorted(samples, key=lambda sample: sample.number))
 
-        inputs = prompts, prompt_lengths, sample_seeds
-        if parallel_state.get_context_parallel_world_size() == 1:
-            return decode(*inputs)
-        return _divide_among_context_ranks(decode, inputs, pad_id=self.tokenizer.eos_id)
+        for group in groups:
+            decode = partial(_divide, decode, group, self.tokenizer.eos_id)
+        return decode(*inputs)
+
+    def _chunks(self) -> list[Any]:
+        """The bare chunks to generate with."""
+        chunks = unwrap_model(self.model)
+        if self.build_undivided is None:
+            return chunks
+        return [gather_stages(chunks, self.build_undivided)]
+
+    def _dividing_groups(self) -> list[Any]:
+        """Groups whose ranks divide the samples among each other."""
+        groups = []
+        if self.build_undivided is not None:
+            groups.append(parallel_state.get_pipeline_model_parallel_group())
+        if parallel_state.get_context_parallel_world_size() > 1:
+            groups.append(parallel_state.get_context_parallel_group())
+        return groups
 
     @torch.no_grad()
     def stream(
@@ -112,14 +158,16 @@ class MegatronGenerator(TextGenerator):
         """See `TextGenerator.stream`; every rank of a TP x PP x CP group calls it and iterates to
         the end.
 
-        With context parallelism one batch is decoded after the other.
+        Where ranks divide the samples, they take some batches at a time and exchange the results.
         """
-        if parallel_state.get_context_parallel_world_size() > 1:
+        chunks = self._chunks()
+        if self._dividing_groups():
             number = 0
-            for prompts, lengths, seeds in batches:
-                output = self.generate(prompts, lengths, seeds, params, slots=slots)
-                yield list(range(number, number + len(prompts))), output
-                number += len(prompts)
+            for inputs in _drawn(iter(batches), DRAWN_AHEAD * slots):
+                output = self._generate(chunks, inputs, params, slots)
+                for places in torch.arange(len(inputs[1])).split(slots):
+                    yield (places + number).tolist(), output.at(places)
+                number += len(inputs[1])
             return
 
         def checked() -> Iterator[Prompts]:
@@ -128,7 +176,7 @@ class MegatronGenerator(TextGenerator):
                 yield prompts, lengths, seeds
 
         ready: list[FinishedSample] = []
-        for sample in self._decode(checked(), params, slots):
+        for sample in self._decode(chunks, checked(), params, slots):
             ready.append(sample)
             if len(ready) == slots:
                 yield [each.number for each in ready], self._joined(ready)
@@ -140,14 +188,15 @@ class MegatronGenerator(TextGenerator):
 
     def _decode(
         self,
+        chunks: list[Any],
         prompts: Iterator[Prompts],
         params: GenerationParams,
         slots: int,
         on_tokens: OnTokens | None = None,
     ) -> Iterator[FinishedSample]:
         """The samples as they end; all ranks of a TP x PP group iterate to the end."""
-        with decoding_mode(self.model):
-            model = DecodingModel(unwrap_model(self.model), self.vocab_size)
+        with decoding_mode(chunks):
+            model = DecodingModel(chunks, self.vocab_size)
             cache = model.new_cache(slots)
             batch = DecodingBatch(
                 slots, params, self._end_conditions_of(params), self.vocab_size, get_device()
@@ -279,7 +328,8 @@ class MegatronGenerator(TextGenerator):
     def _broadcast_choice(
         self, chosen: tuple[Tensor, Tensor | None] | None, batch: DecodingBatch
     ) -> tuple[Tensor, Tensor | None]:
-        """Send what the first tensor-parallel rank of the last stage chose to all TP x PP ranks.
+        """Send what the first tensor-parallel rank of the last stage chose to all ranks that hold
+        parts of the same copy of the weights.
 
         Args:
             chosen: what `DecodingBatch.choose` returns, on the last stage; None on the others.
@@ -291,7 +341,10 @@ class MegatronGenerator(TextGenerator):
                 logprobs = torch.empty(size, dtype=torch.float32, device=device)
         else:
             tokens, logprobs = chosen
-        group = parallel_state.get_tensor_and_pipeline_parallel_group()
+        if self.build_undivided is None:
+            group = parallel_state.get_tensor_and_pipeline_parallel_group()
+        else:
+            group = parallel_state.get_tensor_model_parallel_group()
         ranks = torch.distributed.get_process_group_ranks(group)
         if len(ranks) > 1:
             source = ranks[-parallel_state.get_tensor_model_parallel_world_size()]
@@ -369,22 +422,42 @@ def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
     return int(state) == 1
 
 
-_Decode = Callable[[Tensor, Tensor, Tensor], GenerationOutput]
+_Decode = Callable[..., GenerationOutput]
 
 
-def _divide_among_context_ranks(
-    decode: _Decode, inputs: tuple[Tensor, Tensor, Tensor], pad_id: int
+def _drawn(batches: Iterator[Prompts], count: int) -> Iterator[Prompts]:
+    """Batches joined to such of at least `count` prompts, but for the last one."""
+    drawn: list[Prompts] = []
+    for batch in batches:
+        drawn.append(batch)
+        if sum(len(lengths) for _, lengths, _ in drawn) >= count:
+            yield _joined_prompts(drawn)
+            drawn = []
+    if drawn:
+        yield _joined_prompts(drawn)
+
+
+def _joined_prompts(batches: list[Prompts]) -> Prompts:
+    prompts, lengths, seeds = zip(*batches, strict=True)
+    width = max(rows.size(1) for rows in prompts)
+    padded = [torch.nn.functional.pad(rows, (0, width - rows.size(1))) for rows in prompts]
+    return torch.cat(padded), torch.cat(lengths), torch.cat(seeds)
+
+
+def _divide(
+    decode: _Decode,
+    group: Any,
+    pad_id: int,
+    *inputs: Tensor,
 ) -> GenerationOutput:
-    """Call `decode(*inputs)` with the samples divided among the context-parallel ranks.
+    """Call `decode(*inputs)` with the samples divided among the ranks of `group`.
 
     All of these call it, and all get the whole result.
 
     Raises:
         RuntimeError: `decode` raised one on some rank; on all of them.
     """
-    group = parallel_state.get_context_parallel_group()
-    size = parallel_state.get_context_parallel_world_size()
-    rank = parallel_state.get_context_parallel_rank()
+    size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     own = torch.arange(len(inputs[0])).tensor_split(size)[rank]
     # A rank without samples of its own decodes a copy of the first: if experts are spread over
     # ranks, none may be absent.

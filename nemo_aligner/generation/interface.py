@@ -40,6 +40,16 @@ class GenerationOutput:
     is_end: Tensor
     logprobs: Tensor | None = None
 
+    def at(self, places: Tensor) -> "GenerationOutput":
+        """The samples at `places`, int64 `[n]`."""
+        places = places.to(self.is_end.device)
+        return GenerationOutput(
+            self.response_tokens[places],
+            self.response_lengths[places],
+            self.is_end[places],
+            None if self.logprobs is None else self.logprobs[places],
+        )
+
 
 class TextGenerator(ABC):
     """A generation engine, as models see it."""

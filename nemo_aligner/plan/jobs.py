@@ -189,6 +189,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             rollout_samples=max(rollout),
             response=settings["length_params"]["max_length"],
             merges=trains_adapters(cfg) and bool(model["peft"]["merge_for_generation"]),
+            gathers=settings["generation"]["reshard"] == "auto",
             reference=kl > 0 or settings.get("kl_loss_coef", 0) > 0,
             offloads=bool(settings["offload_adam_states"]),
         )

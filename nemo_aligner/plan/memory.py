@@ -20,10 +20,10 @@ Parts = dict[str, float]  # name of a kind of memory -> bytes
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CACHE, TEMPORARY = "activations", "logits", "KV cache", "temporary"
-MERGED, PACKED = "merged adapters", "packed weights"
+MERGED, PACKED, GATHERED = "merged adapters", "packed weights", "weights of other stages"
 PARTS = (
     *(WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS),
-    *(CACHE, MERGED, PACKED, TEMPORARY),
+    *(CACHE, MERGED, PACKED, GATHERED, TEMPORARY),
 )
 
 # Elements of a working buffer of the log-probs (parallel/vocab_parallel.py), and how many of them
@@ -50,6 +50,7 @@ class Workload:
         rollout_samples: that generate together; 0: the job does not generate.
         response: most tokens that are generated.
         merges: adapters are merged into a copy of their weights meanwhile.
+        gathers: each rank of a pipeline has all its weights meanwhile, and a part of the samples.
         reference: the weights of a reference policy lie in host memory, unless adapters are
             trained.
         swaps: so do those of a reward model (or its adapters), which takes turns with the critic.
@@ -71,6 +72,7 @@ class Workload:
     rollout_samples: int = 0
     response: int = 0
     merges: bool = False
+    gathers: bool = False
     reference: bool = False
     swaps: bool = False
     offloads: bool = False
@@ -437,6 +439,17 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     """The cache, and a pass over prompts (which are not split over context-parallel ranks) or the
     choice of a token.
     """
+    weights = count_weights(a, split, stage)
+    parts: Parts = {}
+    if w.merges:
+        parts[MERGED] = weights.merged * a.number_bytes
+    if w.gathers and split.pp > 1:
+        w = replace(w, rollout_samples=-(-w.rollout_samples // split.pp))
+        split, stage, own = replace(split, pp=1), 0, weights.dense + weights.expert
+        weights = count_weights(a, split, stage)
+        parts[GATHERED] = (weights.dense + weights.expert - own) * a.number_bytes
+    if not w.on_gpu:  # on most CPUs (parallel/cpu_products.py), the embedding excepted
+        parts[PACKED] = weights.dense * a.number_bytes
     samples = -(-w.rollout_samples // split.cp)
     tokens = min(samples * max(w.width - w.response, 1), PREFILL_TOKENS)
     alone = replace(split, cp=1, sequence_parallel=False)
@@ -444,12 +457,7 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     if stage == split.pp - 1:
         moments.append({LOGITS: samples * a.vocab_rows * (a.number_bytes + SAMPLING_BYTES)})
     most = max(moments, key=lambda parts: sum(parts.values()))
-    parts = {CACHE: cache_bytes(a, split, stage, w), **most}
-    if w.merges:
-        parts[MERGED] = count_weights(a, split, stage).merged * a.number_bytes
-    if not w.on_gpu:  # on most CPUs (parallel/cpu_products.py), the embedding excepted
-        parts[PACKED] = count_weights(a, split, stage).dense * a.number_bytes
-    return parts
+    return {CACHE: cache_bytes(a, split, stage, w), **most, **parts}
 
 
 def rank_memory(a: Architecture, split: Split, stage: int, w: Workload) -> RankMemory:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from megatron.core.models.gpt import GPTModel
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -19,10 +20,12 @@ from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout
 from nemo_aligner.data.nlp.chat import chat_end_strings
 from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
+from nemo_aligner.generation.gathered_stages import undivided
 from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.vocab_parallel import (
     from_parallel_logits_to_logprobs,
@@ -60,9 +63,29 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
             self.settings.length_params, self.settings.sampling_params
         ).with_end_strings(chat_end_strings(self.cfg.get("data"), self.tokenizer))
         self.temperature = 1.0
-        self.generator = MegatronGenerator(
-            self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length
+        gathers = (
+            self.settings.generation.reshard == "auto"
+            and self.transformer_config.pipeline_model_parallel_size > 1
         )
+        self.generator = MegatronGenerator(
+            self.model,
+            self.tokenizer,
+            max_sequence_length=self.cfg.encoder_seq_length,
+            build_undivided=self._build_undivided if gathers else None,
+        )
+
+    def _build_undivided(self) -> GPTModel:
+        """A module of all layers without values, for the weights of all pipeline stages."""
+        config = undivided(self.transformer_config)
+        module = GPTModel(
+            transformer_layer_spec=build_layer_spec(config),
+            pre_process=True,
+            post_process=True,
+            **(self.module_args() | {"config": config}),
+        )
+        if self.cfg.apply_embedding_scaling:
+            scale_embeddings(module)
+        return module.to(get_device())
 
     # --- turns of generation and training -------------------------------------------------------
 
