@@ -50,7 +50,6 @@ def check_ppo_variants(values: Values) -> None:
     _check_adaptive_kl(values)
     _check_responses(values)
     _check_target_kl(values)
-    _check_rollout_logprobs(values)
     estimator = values.get(PPO + "advantage_estimator")
     if not ADVANTAGE_ESTIMATORS[estimator].needs_critic:
         _check_critic_free(values, estimator)
@@ -68,6 +67,7 @@ def _check_ranges(v: Values) -> None:
     check_estimator(v.get(PPO + "advantage_estimator"))
     v.choice(PPO + "kl_estimator", KL_ESTIMATORS)
     v.choice(MODEL + "kl_loss_estimator", KL_ESTIMATORS)
+    v.choice(MODEL + "rollout_logprobs", ROLLOUT_LOGPROBS)
     v.number(PPO + "critic_gae_lambda", 0, 1)
     for key in (
         "target_kl",
@@ -143,18 +143,6 @@ def _check_target_kl(v: Values) -> None:
             f"only one: {samples} samples per PPO step are one model.global_batch_size={batch}, "
             "in one epoch. Set target_kl to null, or a smaller global_batch_size or more "
             "ppo_epochs."
-        )
-
-
-def _check_rollout_logprobs(v: Values) -> None:
-    v.choice(MODEL + "rollout_logprobs", ROLLOUT_LOGPROBS)
-    temperature = v.get(MODEL + "sampling_params.temperature")
-    greedy = v.get(MODEL + "sampling_params.use_greedy")
-    if v.get(MODEL + "rollout_logprobs") == "sampler" and temperature != 1.0 and not greedy:
-        raise ConfigError(
-            "model.ppo.rollout_logprobs=sampler takes the log-probs that tokens were sampled "
-            f"with, but model.ppo.sampling_params.temperature={temperature} changes them; set "
-            "rollout_logprobs=recompute, or temperature=1.0."
         )
 
 

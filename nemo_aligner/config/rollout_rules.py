@@ -34,6 +34,7 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     v.choice(model + "loss_reduction", LOSS_REDUCTIONS)
     check_generation(v, model)
     _check_reshard(v, model + "generation.reshard")
+    v.number(model + "generation.kv_cache_gb", 0, above=True)
     v.whole(f"{remote}.pad_to_length", 1)
     check_shared_queue(
         section,

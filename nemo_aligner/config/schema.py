@@ -136,7 +136,8 @@ _CHECKPOINT = {"pretrained_checkpoint.restore_from_path"}
 _REWARD_ADDRESS = "name ip port"
 _POLICY = f"""rollout_micro_batch_size num_rollout_samples forward_micro_batch_size
     val_rollout_micro_batch_size num_val_samples offload_adam_states loss_reduction {_SAMPLING}
-    length_params.max_length length_params.min_length generation.reshard"""
+    length_params.max_length length_params.min_length generation.reshard
+    generation.kv_cache_gb"""
 _ACTOR = (
     dotted(
         "trainer.ppo",

@@ -124,7 +124,7 @@ class MegatronGenerator(TextGenerator):
         """`generate` with the model's `chunks`."""
         self._check(*inputs[:2])
         groups = self._dividing_groups()
-        own_slots = math.ceil(slots / math.prod(map(torch.distributed.get_world_size, groups)))
+        own_slots = math.ceil(slots / self._dividing_ranks())
 
         def decode(prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
             batches = iter([(prompts, lengths, seeds)])
@@ -183,6 +183,32 @@ class MegatronGenerator(TextGenerator):
                 ready = []
         if ready:
             yield [each.number for each in ready], self._joined(ready)
+
+    def _dividing_ranks(self) -> int:
+        """Number of ranks that divide the samples."""
+        return math.prod(map(torch.distributed.get_world_size, self._dividing_groups()))
+
+    def slots_within(self, memory: float) -> int:
+        """Most samples that can be decoded together with `memory` bytes for keys and values on
+        each rank, however long they become; at least one on each. All ranks of a TP x PP x CP
+        group call it.
+        """
+        chunks = unwrap_model(self.model)
+        config, stages = chunks[0].config, 1
+        if self.build_undivided is not None:
+            stages = parallel_state.get_pipeline_model_parallel_world_size()
+        layers = stages * sum(len(chunk.decoder.layers) for chunk in chunks)
+        groups = chunks[0].decoder.layers[0].self_attention.num_query_groups_per_partition
+        numbers = 2 * layers * groups * config.kv_channels * self.max_sequence_length
+        sample = numbers * config.params_dtype.itemsize
+        slots = torch.tensor(max(1, int(memory // sample)), device=get_device())
+        # Stages may have unequal numbers of layers.
+        torch.distributed.all_reduce(
+            slots,
+            op=torch.distributed.ReduceOp.MIN,
+            group=parallel_state.get_tensor_and_pipeline_parallel_group(),
+        )
+        return int(slots) * self._dividing_ranks()
 
     # --- the loop -------------------------------------------------------------------------------
 

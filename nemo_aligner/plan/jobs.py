@@ -187,6 +187,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             **common,
             forward_samples=samples(settings["forward_micro_batch_size"]) if job is ACTOR else 0,
             rollout_samples=max(rollout),
+            cache_memory=(settings["generation"]["kv_cache_gb"] or 0) * 1e9,
             response=settings["length_params"]["max_length"],
             merges=trains_adapters(cfg) and bool(model["peft"]["merge_for_generation"]),
             gathers=settings["generation"]["reshard"] == "auto",

@@ -48,6 +48,7 @@ class Workload:
         forward_samples: of a forward pass without gradient; 0: there is none.
         by_tokens: both follow from `model.dynamic_micro_batch_tokens`.
         rollout_samples: that generate together; 0: the job does not generate.
+        cache_memory: bytes of a rank that decide their number instead; 0: they do not.
         response: most tokens that are generated.
         merges: adapters are merged into a copy of their weights meanwhile.
         gathers: each rank of a pipeline has all its weights meanwhile, and a part of the samples.
@@ -70,6 +71,7 @@ class Workload:
     forward_samples: int = 0
     by_tokens: bool = False
     rollout_samples: int = 0
+    cache_memory: float = 0
     response: int = 0
     merges: bool = False
     gathers: bool = False
@@ -448,6 +450,9 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
         split, stage, own = replace(split, pp=1), 0, weights.dense + weights.expert
         weights = count_weights(a, split, stage)
         parts[GATHERED] = (weights.dense + weights.expert - own) * a.number_bytes
+    if w.cache_memory:
+        one = cache_bytes(a, split, stage, replace(w, rollout_samples=1))
+        w = replace(w, rollout_samples=max(1, int(w.cache_memory // one)) * split.cp)
     if not w.on_gpu:  # on most CPUs (parallel/cpu_products.py), the embedding excepted
         parts[PACKED] = weights.dense * a.number_bytes
     samples = -(-w.rollout_samples // split.cp)

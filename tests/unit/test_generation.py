@@ -13,6 +13,7 @@ from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.generation.end_conditions import EndConditions, verify_is_valid_and_clamp_range_
 from nemo_aligner.generation.tokenize_batch import tokenize_batch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.training.megatron_steps import forward_backward
 from nemo_aligner.training.update import optimizer_step
 from tests.naive_generation import naive_generate
@@ -574,6 +575,20 @@ def test_a_stream_asks_for_prompts_when_there_is_room_and_gives_what_has_ended(l
     for places, output in groups:
         assert samples_of(output) == [whole[place] for place in places]
         assert output.response_tokens.size(1) == output.response_lengths.max()
+
+
+def test_slots_by_memory(tiny_tokenizer_dir, prompts):
+    """A sample of 48 positions: 2 layers, 2 groups of 8 channels, keys and values in fp32."""
+    ppo = {**PPO, "generation": {"kv_cache_gb": 3.5 * 2 * 2 * 8 * 2 * 4 * 48 / 1e9}}
+    actor = MegatronGPTActorModel(tiny_config(tiny_tokenizer_dir, ppo=ppo))
+    assert actor.generator.slots_within(3.5 * 2 * 2 * 8 * 2 * 4 * 48) == 3
+    assert actor.generator.slots_within(1) == 1
+    batches = [
+        {"text": tokens, "length": lengths, "sample_seeds": seeds}
+        for tokens, lengths, seeds in zip(*(x.split(2) for x in prompts), strict=True)
+    ]
+    groups = [len(group["length"]) for group, _rollout in actor.infer_all(batches)]
+    assert sum(groups) == ROWS and max(groups) == 2 and groups[:2] == [2, 1]
 
 
 def test_a_stream_that_is_left_gives_the_model_back(llama, prompts):

@@ -256,6 +256,18 @@ def test_copies_in_host_memory():
     assert sum(critic.host.values()) == 2 * 2 * N
 
 
+def test_stages_that_are_gathered_and_a_cache_of_given_size():
+    w = Workload(rollout_samples=8, response=2048, gathers=True)
+    memory = job_memory(LLAMA_8B, Split(pp=4), w)
+    parts = memory.phases["generation"]
+    sample = 32 * 2 * 8 * 128 * 2 * 4096
+    assert parts["KV cache"] == 2 * sample
+    assert parts["weights of other stages"] + parts[WEIGHTS] == 2 * N
+    assert "weights of other stages" not in job_memory(LLAMA_8B, Split(), w).phases["generation"]
+    w = Workload(rollout_samples=8, response=2048, cache_memory=5.5 * sample)
+    assert job_memory(LLAMA_8B, Split(), w).phases["generation"]["KV cache"] == 5 * sample
+
+
 def test_adapters_take_the_place_of_weights():
     dim = 16
     tuning = LoRASettings(

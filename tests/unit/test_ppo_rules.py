@@ -40,7 +40,7 @@ def test_names_of_choices_are_those_of_the_math():
             "trainer.ppo.critic_gae_lambda=1",
         ),
         ("model.ppo.rollout_logprobs=sampler",),
-        ("model.ppo.rollout_logprobs=sampler", "model.ppo.sampling_params.use_greedy=True"),
+        ("model.ppo.generation.reshard=auto", "model.ppo.generation.kv_cache_gb=0.5"),
         ("model.ppo.num_rollouts_per_prompt=2",),  # several responses are of use with a critic too
     ],
 )
@@ -57,10 +57,16 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
         (("model.ppo.dual_clip=1",), ["dual_clip=1", "above 1"], ("model.ppo.dual_clip=null",)),
         (("model.ppo.kl_loss_coef=-1",), ["kl_loss_coef"], ()),
         (("model.ppo.rollout_logprobs=engine",), ["engine", "sampler"], ()),
+        (("model.ppo.generation.reshard=tp",), ["reshard", "auto"], ()),
+        (("model.ppo.generation.kv_cache_gb=0",), ["kv_cache_gb=0", "above 0"], ()),
         (
-            ("model.ppo.rollout_logprobs=sampler", "model.ppo.sampling_params.temperature=0.7"),
-            ["temperature=0.7", "rollout_logprobs=recompute"],
-            ("model.ppo.rollout_logprobs=recompute",),
+            (
+                "model.ppo.generation.reshard=auto",
+                "model.peft.peft_scheme=lora",
+                "model.peft.merge_for_generation=False",
+            ),
+            ["merge_for_generation=False", "reshard=none"],
+            ("model.ppo.generation.reshard=none",),
         ),
         (
             ("trainer.ppo.target_kl=0",),

@@ -136,8 +136,9 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
     def infer_all(
         self, batches: Iterable[InferenceBatch]
     ) -> Iterator[tuple[InferenceBatch, Rollout]]:
-        """`infer` for all batches as one queue: as many samples as the first batch has are decoded
-        together, and the next one enters when a response has ended.
+        """`infer` for all batches as one queue: as many samples as the first batch has, or as
+        `generation.kv_cache_gb` has room for, are decoded together, and the next one enters when
+        a response has ended.
 
         Every rank of a TP x PP x CP group calls it with the same batches and iterates to the end.
 
@@ -158,14 +159,17 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
                         columns.setdefault(key, []).extend(value)
                 yield self._prompts(batch)
 
-        params, slots = self._params(first), len(first["length"])
+        params, size = self._params(first), len(first["length"])
+        memory = self.settings.generation.kv_cache_gb
+        slots = size if memory is None else self.generator.slots_within(memory * 1e9)
         with self.adapters_for_generation():
             for places, generated in self.generator.stream(prompts(), params, slots):
-                group: Any = {
-                    key: torch.stack([values[place] for place in places])
-                    for key, values in columns.items()
-                }
-                yield group, _rollout(generated, group["length"])
+                for part in torch.arange(len(places)).split(size):
+                    group: Any = {
+                        key: torch.stack([values[places[i]] for i in part])
+                        for key, values in columns.items()
+                    }
+                    yield group, _rollout(generated.at(part), group["length"])
 
     def _prompts(self, batch: InferenceBatch) -> Prompts:
         seeds = batch.get("sample_seeds")
