@@ -124,7 +124,7 @@ class FakePolicy:
             "prompt_lengths": prompt_lengths,
             "is_end": lengths % 2 == 0,
         }
-        if batch["return_logprobs"]:
+        if batch.get("return_logprobs"):
             tokens = rollout["response_tokens"]
             rollout["sampling_logprobs"] = self._logprobs(tokens, self.weight)
         return rollout
@@ -258,7 +258,7 @@ class FakeRewards(FakeCritic):
 
 class FakeLogger:
     def __init__(self):
-        self.metrics, self.tables, self.finalized = [], [], 0
+        self.metrics, self.tables, self.phases, self.finalized = [], [], [], 0
 
     def log_metrics(self, metrics, step=None, prefix=""):
         self.metrics += [(f"{prefix}{key}", step, value) for key, value in metrics.items()]
@@ -267,7 +267,10 @@ class FakeLogger:
         self.tables.append((key, step, dataframe.to_dict("records")))
 
     def log_samples(self, name, rows, step):
-        self.tables.append((name, step, rows))
+        if name == "timeline":
+            self.phases += [(step, row["phase"]) for row in rows]
+        else:
+            self.tables.append((name, step, rows))
 
     def finalize(self):
         self.finalized += 1

@@ -46,6 +46,7 @@ from nemo_aligner.servers.scoring import (
 from nemo_aligner.servers.server_loop import ServerLoop
 from nemo_aligner.servers.validation import validate_training_inputs
 from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.timeline import logged_phase
 from nemo_aligner.training.token_counts import FORWARD, TRAIN, log_token_counts
 from nemo_aligner.training.update import train_on_batch
 
@@ -299,7 +300,10 @@ class CriticServerTrainer:
         self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
         """Return values [n, S] and, when combined, rewards [n, 1] of this rank's samples."""
-        with self._prepared(self.model.prepare_for_inference, self.model.finish_inference):
+        with (
+            logged_phase(self.logger, self.step, "score"),
+            self._prepared(self.model.prepare_for_inference, self.model.finish_inference),
+        ):
             if not self.combine_rm_and_critic_server:
                 return {"values": self.model.infer((tokens, lengths))}
             rewards, values = self.model.infer_rm_critic((tokens, lengths))
@@ -353,7 +357,10 @@ class CriticServerTrainer:
     def _update(self, arrays: Arrays) -> Arrays:
         """`run_training` on the arrays of `_prepare_training`, which every rank has."""
         losses = []
-        with self._prepared(self.model.prepare_for_training, self.model.finish_training):
+        with (
+            logged_phase(self.logger, self.step, "train"),
+            self._prepared(self.model.prepare_for_training, self.model.finish_training),
+        ):
             for start in range(0, arrays["tokens"].shape[0], self.gbs):
                 share = share_of_rank(start, self.gbs)
                 with naming_step(f"critic step {self.step + 1}"):
@@ -383,7 +390,8 @@ class CriticServerTrainer:
     def _save(self, **inputs: Array) -> Arrays:
         """Run `ServerSignal.SAVE`."""
         actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
-        self.save(actor_step=actor_step)
+        with logged_phase(self.logger, self.step, "save"):
+            self.save(actor_step=actor_step)
         return {"status": np.zeros(1, dtype=np.int64)}
 
     def save(

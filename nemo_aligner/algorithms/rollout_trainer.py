@@ -54,6 +54,7 @@ from nemo_aligner.training.schedule import (
     compute_num_steps_per_epoch,
     is_complete,
 )
+from nemo_aligner.training.timeline import log_phase
 from nemo_aligner.training.timers import ScopedTimer
 from nemo_aligner.training.token_counts import (
     FORWARD,
@@ -145,7 +146,12 @@ class RolloutTrainer(ABC):
 
         self.train_df = rollout_log.empty_table()
         self.val_df = rollout_log.empty_table()
-        self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
+        self.timer = ScopedTimer(
+            reduction="mean",
+            sync_cuda=True,
+            buffer_size=1,
+            on_scope=lambda *phase: log_phase(self.logger, self.step, *phase),
+        )
         self.update_timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=-1)
 
     def check_sizes(self, sampler: PromptSampler, samples_per_step: int, name: str) -> None:

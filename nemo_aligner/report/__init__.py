@@ -6,8 +6,8 @@ Every folder below RUN_DIR with a `metrics.jsonl` is a job (`training/loggers.py
 files). The page opens with what the policy learned, then shows alarms, then everything else. It
 works on a job that is still running and needs no script, font or picture from elsewhere.
 
-`reading.py` reads the files, `charts.py` draws the curves, `summary.py` says what a job learned,
-`page.py` puts the page together.
+`reading.py` reads the files, `charts.py` draws the curves, `timeline.py` what the jobs did at the
+same time, `summary.py` says what a job learned, `page.py` puts the page together.
 """
 
 from nemo_aligner.report.page import render, write_report

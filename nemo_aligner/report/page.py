@@ -10,6 +10,7 @@ from nemo_aligner.report.charts import TIMERS, chart_grid, format_number, group_
 from nemo_aligner.report.elements import document, folded, sample_table, when
 from nemo_aligner.report.reading import Curve, JobRecord, is_number, read_run
 from nemo_aligner.report.summary import Found, alarms, what_it_learned
+from nemo_aligner.report.timeline import timeline_svg
 
 FIRST_SAMPLES = 5  # shown at once; the others unfold
 MAX_SAMPLES = 20
@@ -32,7 +33,8 @@ def render(run_dir: Path) -> str:
         f'<a href="#job{number}">{escape(job.name)}</a>' for number, job in enumerate(jobs)
     )
     sections = "".join(_job_section(job, f"job{number}") for number, job in enumerate(jobs))
-    return document(title, f"<nav>{links}</nav>\n{sections}")
+    timeline = folded("What the jobs did at the same time", timeline_svg(jobs))
+    return document(title, f"<nav>{links}</nav>\n{sections}{timeline}")
 
 
 def _job_section(job: JobRecord, anchor: str) -> str:

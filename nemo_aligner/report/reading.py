@@ -14,6 +14,22 @@ from nemo_aligner.core.errors import UserError
 Curve = dict[float, float]
 
 
+@dataclass(frozen=True)
+class Phase:
+    """What a job did for a time.
+
+    Attributes:
+        name: of the phase.
+        step: of the job.
+        start, end: in seconds since the epoch.
+    """
+
+    name: str
+    step: float
+    start: float
+    end: float
+
+
 @dataclass
 class JobRecord:
     """What one job wrote.
@@ -22,6 +38,7 @@ class JobRecord:
         name: the job's folder, relative to the run.
         series: the curve of each metric, by "family/metric".
         tables: samples with their step, by the key of the table.
+        phases: in the order in which they ended.
         broken_lines: lines that are no JSON objects (the job was killed while writing).
         started, updated: time of the first and of the last metric, in seconds since the epoch.
     """
@@ -29,6 +46,7 @@ class JobRecord:
     name: str
     series: dict[str, Curve] = field(default_factory=dict)
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    phases: list[Phase] = field(default_factory=list)
     broken_lines: int = 0
     started: float | None = None
     updated: float | None = None
@@ -92,6 +110,10 @@ def _read_job(metrics_path: Path, run_dir: Path) -> JobRecord:
         job.tables.setdefault(str(record.get("key")), []).extend(
             {"step": record.get("step"), **sample} for sample in samples
         )
+    for record in _read_jsonl(folder / "timeline.jsonl", job):
+        step, start, seconds = (record.get(key) for key in ("step", "start", "seconds"))
+        if is_number(step) and is_number(start) and is_number(seconds):
+            job.phases.append(Phase(str(record.get("phase")), step, start, start + seconds))
     val_samples = _read_jsonl(folder / "val_samples.jsonl", job)
     if val_samples:
         job.tables.pop("table/val_rollouts", None)  # the same samples, but fewer of them

@@ -25,6 +25,9 @@ svg text.title { font-size: 13px; font-weight: 600; } svg text.tick { fill: var(
 .curve.c1 { stroke: var(--c1); } .curve.c2 { stroke: var(--c2); }
 .curve.c3 { stroke: var(--c3); } .curve.c4 { stroke: var(--c4); }
 circle.c1, svg text.c1 { fill: var(--c1); } circle.c2, svg text.c2 { fill: var(--c2); }
+rect.c1 { fill: var(--c1); } rect.c2 { fill: var(--c2); } rect.c3 { fill: var(--c3); }
+rect.c4 { fill: var(--c4); } rect.idle { fill: var(--line); }
+svg text.on-bar { fill: var(--back); } rect.idle + text.on-bar { fill: var(--soft); }
 circle.c3, svg text.c3 { fill: var(--c3); } circle.c4, svg text.c4 { fill: var(--c4); }
 table { border-collapse: collapse; }
 td, th { border-bottom: 1px solid var(--line); padding: .3rem .8rem; text-align: left;

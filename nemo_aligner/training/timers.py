@@ -35,10 +35,16 @@ class ScopedTimer:
             that launched it.
         buffer_size: how many durations a name may have before they are consumed; -1 for any
             number.
+        on_scope: called after each scope with its name, its start in seconds since the epoch, and
+            its duration in seconds.
     """
 
     def __init__(
-        self, reduction: str = "mean", sync_cuda: bool = True, buffer_size: int = 1
+        self,
+        reduction: str = "mean",
+        sync_cuda: bool = True,
+        buffer_size: int = 1,
+        on_scope: Callable[[str, float, float], None] | None = None,
     ) -> None:
         if reduction not in _REDUCTIONS:
             raise ValueError(
@@ -47,6 +53,7 @@ class ScopedTimer:
         self._reduce = _REDUCTIONS[reduction]
         self._sync_cuda = sync_cuda
         self._buffer_size = buffer_size
+        self._on_scope = on_scope
         self._durations: dict[str, list[float]] = {}
 
     @contextmanager
@@ -61,9 +68,12 @@ class ScopedTimer:
                 f"timer {name!r} already holds a duration; call consume_durations() before timing "
                 "it again"
             )
-        start = self._now()
+        start, began = self._now(), time.time()
         yield
-        self._durations.setdefault(name, []).append(self._now() - start)
+        duration = self._now() - start
+        self._durations.setdefault(name, []).append(duration)
+        if self._on_scope is not None:
+            self._on_scope(name, began, duration)
 
     @contextmanager
     def forgotten_on_error(self) -> Iterator[None]:

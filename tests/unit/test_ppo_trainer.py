@@ -115,6 +115,8 @@ def test_run_counts_steps_and_logs_by_family():
         ("table/train_rollouts", i) for i in range(3)
     ]
     assert [row["step"] for row in logger.tables[-1][2]] == [0, 1, 2]
+    phases = {phase for step, phase in trainer.logger.phases if step == 1}
+    assert phases >= {"generate", "logprobs", "critic_wait", "train_time", "critic_train_wait"}
 
 
 def test_update_sees_each_sample_once():

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.report import charts, page, reading
+from nemo_aligner.report import charts, page, reading, timeline
 from nemo_aligner.report.__main__ import main
 from nemo_aligner.report.style import STYLE
 
@@ -280,3 +280,40 @@ def test_chart_places_points_linearly():
 )
 def test_ticks_are_round_numbers(low, high, expected):
     assert charts.ticks(low, high) == pytest.approx(expected)
+
+
+def test_what_the_jobs_did_at_the_same_time(tmp_path):
+    """Two lanes, of the last three steps; a phase that contains others is left out."""
+    write_job(tmp_path / "actor")
+    write_supervised(tmp_path / "critic", 1000.0, value_clip_fraction=0.1)
+    actor, critic = [], []
+    for step in range(5):
+        start = 1000.0 + 10 * step
+        actor += [
+            {"step": step, "phase": "generate", "start": start, "seconds": 4.0},
+            {"step": step, "phase": "critic_wait", "start": start + 4, "seconds": 1.0},
+            {"step": step, "phase": "rollout_time", "start": start, "seconds": 5.0},
+            {"step": step, "phase": "train_time", "start": start + 5, "seconds": 5.0},
+        ]
+        critic += [
+            {"step": step, "phase": "score", "start": start + 3, "seconds": 2.0},
+            {"step": step, "phase": "train<i>", "start": start + 5, "seconds": 3.0},
+        ]
+    write_jsonl(tmp_path / "actor" / "timeline.jsonl", actor, tail='{"step": 1, "pha')
+    write_jsonl(tmp_path / "critic" / "timeline.jsonl", critic)
+    jobs = reading.read_run(tmp_path)
+    svg = ElementTree.fromstring(timeline.timeline_svg(jobs))
+    bars = [
+        (bar.find("title").text, float(bar.get("x")), float(bar.get("width")))
+        for bar in svg.iter("rect")
+    ]
+    second = (timeline.WIDTH - timeline.LEFT - timeline.RIGHT) / 30
+    assert len(bars) == 3 * (3 + 2)
+    assert bars[0] == ("generate, step 2: 4.000 s", timeline.LEFT, pytest.approx(4 * second, 0.01))
+    score = next(bar for bar in bars if bar[0] == "score, step 3: 2.000 s")
+    assert score[1] == pytest.approx(timeline.LEFT + 13 * second, 0.01)
+    assert not any("rollout_time" in title for title, *_ in bars)
+    assert [text.text for text in svg.iter("text")][0] == "actor"
+    assert "What the jobs did at the same time" in page.render(tmp_path)
+    (tmp_path / "actor" / "timeline.jsonl").unlink()
+    assert timeline.timeline_svg(reading.read_run(tmp_path)) == ""
