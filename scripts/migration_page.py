@@ -322,6 +322,7 @@ def servers() -> str:
         schema.critic_infer_endpoint(True),
         schema.critic_train_endpoint(),
         schema.critic_save_endpoint(),
+        schema.critic_resume_endpoint(),
         schema.critic_status_endpoint(),
         schema.reward_model_endpoint(),
     )

@@ -401,6 +401,20 @@ MUTANTS = [
         _unit("test_checksums.py", "test_death_at_any_point_of_a_save_leaves_a_whole_checkpoint"),
     ),
     Mutant(
+        "a pair resumes from the newest checkpoint of each",
+        "checkpoint/resume_pair.py",
+        "{0, *actor_steps} & set(critic_steps)",
+        "{0, *actor_steps}",
+        _unit("test_resume_pair.py", "test_a_pair_resumes_from_the_newest_step_of_both"),
+    ),
+    Mutant(
+        "checkpoints of an abandoned line push good ones out",
+        "checkpoint/checkpointing.py",
+        "            abandon_after(self.root, self.save_number)\n",
+        "            complete_checkpoints(self.root)\n",
+        _unit("test_pair.py", "test_death_again_and_again_with_another_interval"),
+    ),
+    Mutant(
         "the table of contents of a checkpoint may name anything",
         "checkpoint/data_only.py",
         "        if not known:",

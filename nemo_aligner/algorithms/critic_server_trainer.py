@@ -61,8 +61,8 @@ REMEMBERED_REQUESTS = 64
 
 
 class CriticServerTrainer:
-    """Serves `critic_infer`, `critic_train`, `critic_save` and `critic_status`, and trains the
-    critic.
+    """Trains the critic, and serves `critic_infer`, `critic_train`, `critic_save`, `critic_resume`
+    and `critic_status`.
 
     Args:
         cfg: `trainer.ppo` of the critic's configuration; missing keys have the defaults of
@@ -143,6 +143,13 @@ class CriticServerTrainer:
         self.step = self.saved_step = int(state_dict["step"])
         self.actor_step = int(state_dict.get("actor_step", schema.UNKNOWN_STEP))
 
+    def keep_first_weights(self) -> None:
+        """Save the weights of a new job as those of actor step 0: where the actor starts again if
+        it dies before its first checkpoint is whole. Every rank calls it before `run_server`.
+        """
+        if self.step == 0 and not self.ckpt_callback.saved_at("actor_step"):
+            self.save(actor_step=0)
+
     # ---- serving ----
 
     def run_server(self) -> None:
@@ -158,12 +165,14 @@ class CriticServerTrainer:
                 ),
                 (schema.critic_train_endpoint(), self.server_train),
                 (schema.critic_save_endpoint(), self.server_save),
+                (schema.critic_resume_endpoint(), self.server_resume),
                 (schema.critic_status_endpoint(), self.server_status),
             ],
             operations={
                 ServerSignal.FORWARD: self._scorer.forward,
                 ServerSignal.TRAIN: self._train,
                 ServerSignal.SAVE: self._save,
+                ServerSignal.RESUME: self._resume,
             },
             after_failure=self._recover,
             batcher=self.batcher,
@@ -246,6 +255,12 @@ class CriticServerTrainer:
         return self._submit(
             ServerSignal.SAVE, {"actor_step": np.array([actor_step], dtype=np.int64)}
         )
+
+    def server_resume(self, **inputs: Array) -> Arrays:
+        """Handle `critic_resume`."""
+        actor_step = int(np.asarray(inputs["actor_step"]).reshape(-1)[0])
+        self._submit(ServerSignal.RESUME, {"actor_step": np.array([actor_step], dtype=np.int64)})
+        return self.server_status()
 
     def server_status(self, **_inputs: Array) -> Arrays:
         """Handle `critic_status`; replies at once, also during a training request."""
@@ -393,6 +408,15 @@ class CriticServerTrainer:
         with logged_phase(self.logger, self.step, "save"):
             self.save(actor_step=actor_step)
         return {"status": np.zeros(1, dtype=np.int64)}
+
+    def _resume(self, **inputs: Array) -> Arrays:
+        """Run `ServerSignal.RESUME`."""
+        actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
+        if actor_step != self.actor_step or self.step != self.saved_step:
+            with self._prepared(self.model.prepare_for_training, self.model.finish_training):
+                self.load_state_dict(self.ckpt_callback.load_at("actor_step", actor_step))
+            logging.info(f"critic server: went back to the checkpoint of actor step {actor_step}")
+        return {}
 
     def save(
         self,

@@ -154,7 +154,8 @@ class CheckpointCallback:
         self.always_save_nemo = always_save_nemo
         self.save_hf = save_hf
         self.enabled = enabled
-        # Number of the save that the weights in memory come from; None: not known.
+        # Number of the save that the weights in memory come from, as rank 0 knows it; None: not
+        # known.
         self.save_number: int | None = None
 
     # --- saving ---------------------------------------------------------------------------------
@@ -219,9 +220,6 @@ class CheckpointCallback:
             if rank == 0:
                 shutil.rmtree(writing, ignore_errors=True)
             raise
-        stored = read_state(folder)
-        assert stored is not None, f"{folder} was written and is not complete"
-        self.save_number = stored["save_number"]
 
     def _start_writing(self, writing: Path) -> None:
         """Remove what dead jobs left, and make the folder `writing`."""
@@ -257,6 +255,7 @@ class CheckpointCallback:
         writing.rename(folder)
         sync_folder(self.root)
         mark(folder, manifest_checksum)
+        self.save_number = number
         if former.exists():
             remove_checkpoint(former)
         kept = (self.monitor, self.mode, self.save_top_k)
@@ -296,15 +295,16 @@ class CheckpointCallback:
         """
         if resume_from is not None:
             return Path(resume_from)
-        found = complete_checkpoints(self.root)
-        return found[-1][0] if found else None
+        found = [path for path, _ in complete_checkpoints(self.root) if not is_abandoned(path)]
+        return found[-1] if found else None
 
     def newest_sound(
         self, accept: Callable[[dict[str, Any]], bool] = lambda _state: True
     ) -> Path | None:
         """The newest checkpoint whose files are what was written, else None; all ranks call it.
 
-        Damaged ones that are newer are set aside: they are renamed, and a warning names them.
+        Damaged ones that are newer are set aside: they are renamed, and the log names them. Those
+        that the job has gone back behind are passed over.
 
         Args:
             accept: says of the contents of a `state.json` whether the checkpoint is looked at.
@@ -320,7 +320,11 @@ class CheckpointCallback:
         """The newest complete checkpoint, after those that cannot be listed were set aside."""
         for path, error in damaged_checkpoints(self.root):
             _set_aside(path, error)
-        accepted = [path for path, state in complete_checkpoints(self.root) if accept(state)]
+        accepted = [
+            path
+            for path, state in complete_checkpoints(self.root)
+            if accept(state) and not is_abandoned(path)
+        ]
         return accepted[-1] if accepted else None
 
     def is_sound(self, folder: Path) -> bool:
@@ -364,8 +368,7 @@ class CheckpointCallback:
                     "exp_manager.resume_if_exists=False to start afresh here."
                 )
             return None
-        stored = read_state(folder)
-        if stored is None:
+        if read_state(folder) is None:
             raise UserError(
                 f"{folder} is not a complete checkpoint (no {MARKER} file); give another one in "
                 "exp_manager.resume_from_checkpoint. From a checkpoint of NeMo-Aligner itself no "
@@ -373,6 +376,37 @@ class CheckpointCallback:
             )
         if resume_from is not None:
             check_files_together(folder)
+        return self.load_sound(folder)
+
+    def load_at(self, counter: str, count: int) -> dict[str, Any]:
+        """Load the newest checkpoint whose counter `counter` is `count`; all ranks call it.
+
+        Returns:
+            The trainer's counters.
+
+        Raises:
+            UserError: there is none; a damaged one is set aside. Nothing has changed in memory.
+        """
+        folder = self.newest_sound(lambda state: state["trainer"].get(counter) == count)
+        if folder is None:
+            raise UserError(
+                f"{self.root} holds no checkpoint of {counter}={count} that is not damaged; there "
+                f"are those of {', '.join(map(str, sorted(self.saved_at(counter)))) or 'no step'}."
+            )
+        return self.load_sound(folder)
+
+    def start_anew(self) -> None:
+        """Note that the weights in memory come from no checkpoint: the next save abandons those
+        that are there.
+        """
+        self.save_number = -1
+
+    def load_sound(self, folder: Path) -> dict[str, Any]:
+        """Load a checkpoint that is complete, and whose files were compared with their checksums
+        (`is_sound`); all ranks call it. Returns the trainer's counters.
+        """
+        stored = read_state(folder)
+        assert stored is not None, f"{folder} is not complete"
         self.model.check_checkpoint(folder)
         self._load(folder)
         _restore_rng(folder)

@@ -3,12 +3,30 @@
 """What to do when an actor and its critic are at different steps.
 
 One of them was killed between the two saves, or was started with another folder. Both keep their
-last two checkpoints, so in most cases they have one of the same step.
+last two checkpoints, and the critic its first weights as those of step 0 until then: after a death
+they have one of the same step, to which both go back (`launch/pair.py`).
 """
 
 import shlex
+from collections.abc import Collection
 
 from hydra.core.override_parser.types import Quote, QuotedString
+
+
+def step_to_resume(actor_steps: Collection[int], critic_steps: Collection[int]) -> int | None:
+    """The newest step that actor and critic can both resume from, None if there is none.
+
+    Args:
+        actor_steps: of the actor's checkpoints; it can start at step 0 too.
+        critic_steps: actor steps of the critic's checkpoints, with 0 for its first weights.
+
+    Step 0 gives up all that was learned, which death in a first save explains only if that is one
+    checkpoint at most. If it is more, a job was started with another folder.
+    """
+    step = max({0, *actor_steps} & set(critic_steps), default=None)
+    if step == 0 and max(sum(s > 0 for s in steps) for steps in (actor_steps, critic_steps)) > 1:
+        return None
+    return step
 
 
 def resume_argument(folder: str) -> str:

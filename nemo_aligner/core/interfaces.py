@@ -65,7 +65,8 @@ class Critic(Protocol):
         """Have the critic write a checkpoint that belongs to `actor_step`; returns at once."""
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
-        """Raise unless the critic's weights belong to this actor's step.
+        """Raise unless the critic's weights belong to this actor's step, or it can go back to
+        those.
 
         Args:
             expected_actor_step: the actor's step, 0 for a new run.

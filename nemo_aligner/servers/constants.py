@@ -16,7 +16,8 @@ class ServerSignal(IntEnum):
     SAVE = 4
     # Nothing to do: keeps idle ranks out of collective time-outs, and shows that all are alive.
     HEARTBEAT = 5
-    STOP = 6  # leave the loop; the job ends
+    RESUME = 6  # go back to the checkpoint of an actor step
+    STOP = 7  # leave the loop; the job ends
 
     def cuda(self) -> torch.Tensor:
         """Return this signal as a one-element int64 tensor on the current CUDA device."""

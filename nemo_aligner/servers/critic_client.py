@@ -19,9 +19,9 @@ import torch
 from nemo.utils import logging
 from omegaconf import DictConfig
 
-from nemo_aligner.checkpoint.resume_pair import mismatch_remedy
+from nemo_aligner.checkpoint.resume_pair import mismatch_remedy, step_to_resume
 from nemo_aligner.config.server_rules import check_source_of_rewards
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers import schema
@@ -174,6 +174,7 @@ class RemoteGPTRMCriticClient:
         self.infer_name, self.train_name, self.save_name = names.infer, names.train, names.save
         # Not in the YAML file: NeMo-Aligner's critic has no such endpoint.
         self.status_name = names.get("status", schema.CRITIC_STATUS)
+        self.resume_name = names.get("resume", schema.CRITIC_RESUME)
         check_source_of_rewards(cfg)
         self.reward_models: RewardModels | None = None
         if not self.combine_rm_and_critic_server:
@@ -282,20 +283,48 @@ class RemoteGPTRMCriticClient:
             # endpoint: what `critic_save` lists says for certain which kind of server it is.
             if not self.communicator.served[self.save_name].lists("actor_step"):
                 return _NoStatus()
-            if self.status_name not in self.communicator.connections:
-                self.communicator.add_server_by_name(
-                    self.status_name,
-                    self.cfg.critic.ip,
-                    self.cfg.critic.port,
-                    schema.critic_status_endpoint(),
-                )
             data = {"dummy_var": np.zeros(1, dtype=np.int64)}
-            return self.communicator.send_data_to_server(self.status_name, data, batching=False)
+            return self._send_to_added(self.status_name, schema.critic_status_endpoint(), data)
 
         return StatusFuture(_on_rank_zero(ask)).result()
 
+    def _send_to_added(self, name: str, endpoint: schema.Endpoint, data: Arrays) -> PendingReply:
+        """Send a request to an endpoint that only servers of this package have."""
+        if name not in self.communicator.connections:
+            address = self.cfg.critic.ip, self.cfg.critic.port
+            self.communicator.add_server_by_name(name, *address, endpoint)
+        return self.communicator.send_data_to_server(name, data, batching=False)
+
+    def go_to(self, actor_step: int) -> bool:
+        """Have the critic load its checkpoint of `actor_step`, unless its weights are those; every
+        rank calls it.
+
+        Returns:
+            Whether it has. If not, that checkpoint is damaged, and the critic has set it aside.
+
+        Raises:
+            ServerRequestError: it could not for another reason.
+        """
+        data = {"actor_step": np.array([actor_step], dtype=np.int64)}
+
+        def ask() -> PendingReply:
+            return self._send_to_added(self.resume_name, schema.critic_resume_endpoint(), data)
+
+        try:
+            StatusFuture(_on_rank_zero(ask)).result()
+        except ServerRequestError as error:
+            status = self.status()
+            if status is None or actor_step in status["checkpoints"]:
+                raise
+            logging.warning(
+                f"the critic has no whole checkpoint of actor step {actor_step}: {error}"
+            )
+            return False
+        return True
+
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
-        """Raise unless the critic's weights are those saved at `expected_actor_step`.
+        """Raise unless the critic's weights are those saved at `expected_actor_step`. If it has
+        them in a checkpoint, it goes back to that.
 
         Every rank calls it once, before the first rollout.
 
@@ -327,6 +356,11 @@ class RemoteGPTRMCriticClient:
             return
         if have == expected_actor_step and not unsaved:
             return
+        steps = {expected_actor_step} - {0}
+        if step_to_resume(steps, status["checkpoints"]) == expected_actor_step:
+            if self.go_to(expected_actor_step):
+                return
+            status = self.status() or status
         last = f"the checkpoint of actor step {have}" if have > 0 else "its first weights"
         moved = f", {unsaved} optimizer step(s) after {last}" if unsaved else f" at {last}"
         remedy = mismatch_remedy(

@@ -50,6 +50,13 @@ class RewardsInPlaceOfCritic:
         """Do nothing: there is no critic to save."""
         return NoCriticFuture()
 
+    def status(self) -> None:
+        """None: there is no critic."""
+
+    def go_to(self, actor_step: int) -> bool:
+        """True, at once: there is no critic that could be at another step."""
+        return True
+
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
         """Do nothing: there is no critic that could be at another step."""
 

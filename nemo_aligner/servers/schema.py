@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CRITIC_INFER = "critic_infer"
 CRITIC_TRAIN = "critic_train"
 CRITIC_SAVE = "critic_save"
+CRITIC_RESUME = "critic_resume"
 CRITIC_STATUS = "critic_status"
 
 # `actor_step` of a critic that does not know which actor step its weights belong to.
@@ -191,34 +192,41 @@ def critic_save_endpoint() -> Endpoint:
     )
 
 
+_STATUS = (
+    TensorSpec(
+        "actor_step", np.int64, (1,), meaning="actor step of the last checkpoint; -1 unknown"
+    ),
+    TensorSpec("critic_step", np.int64, (1,), meaning="optimizer steps of the weights in memory"),
+    TensorSpec(
+        "saved_critic_step", np.int64, (1,), meaning="optimizer steps of the last checkpoint"
+    ),
+    TensorSpec(
+        "checkpoints",
+        np.bytes_,
+        (1,),
+        meaning="JSON: folder of each checkpoint, by its actor step",
+    ),
+)
+
+
+def critic_resume_endpoint() -> Endpoint:
+    """Go back to the checkpoint of an actor step, unless the weights in memory are those; the
+    status after it.
+    """
+    return Endpoint(
+        CRITIC_RESUME,
+        (TensorSpec("actor_step", np.int64, (1,), meaning="where the actor resumes"),),
+        _STATUS,
+        batching=False,
+    )
+
+
 def critic_status_endpoint() -> Endpoint:
     """The critic's optimizer steps, the actor step of its last checkpoint, all checkpoints."""
     return Endpoint(
         CRITIC_STATUS,
         (TensorSpec("dummy_var", np.int64, (1,), meaning="any number (Triton needs an input)"),),
-        (
-            TensorSpec(
-                "actor_step",
-                np.int64,
-                (1,),
-                meaning="actor step of the last checkpoint; -1 unknown",
-            ),
-            TensorSpec(
-                "critic_step", np.int64, (1,), meaning="optimizer steps of the weights in memory"
-            ),
-            TensorSpec(
-                "saved_critic_step",
-                np.int64,
-                (1,),
-                meaning="optimizer steps of the last checkpoint",
-            ),
-            TensorSpec(
-                "checkpoints",
-                np.bytes_,
-                (1,),
-                meaning="JSON: folder of each checkpoint, by its actor step",
-            ),
-        ),
+        _STATUS,
         batching=False,
     )
 

@@ -57,6 +57,7 @@ ADDITIONS = (
     Addition("input", "request_id", "every update is sent once, and never again after a failure"),
     Addition("input", "piece", "an update of more than 2 GiB is refused"),
     Addition("input", "actor_step", "the checkpoint does not say which actor step it belongs to"),
+    Addition("endpoint", "critic_resume", "the critic does not go back to the actor's step"),
     Addition(
         "endpoint",
         "critic_status",

@@ -194,6 +194,13 @@ def main() -> None:
             if parallel_state.get_rank() == 0:
                 Path(settings["checkpoint"]).write_text(json.dumps(trainer_state))
 
+        def load_at(self, counter, count):
+            """The counters of a checkpoint without weights: these tests are about the server."""
+            state = json.loads(Path(settings["checkpoint"]).read_text())
+            if state[counter] != count:
+                raise ValueError(f"no checkpoint of {counter}={count}")
+            return state
+
         def saved_at(self, counter):
             file = Path(settings["checkpoint"])
             return {json.loads(file.read_text())[counter]: str(file)} if file.exists() else {}

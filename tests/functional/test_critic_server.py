@@ -505,6 +505,20 @@ def test_two_data_parallel_ranks_under_torchrun():
             raw("critic_train", **{name: tensor.numpy() for name, tensor in bad.items()})
         assert_serving(raw, model)
 
+        raw("critic_save", dummy_var=[0], actor_step=[3])
+        raw("critic_train", **TRAIN)
+        status = raw("critic_status", dummy_var=[0])
+        assert (status["critic_step"][0], status["saved_critic_step"][0]) == (4, 3)
+        with pytest.raises(Exception, match=r"(?s)\[rank 1\].*no checkpoint of actor_step=7"):
+            raw("critic_resume", actor_step=[7])
+        for _ in range(2):  # the second time it is there
+            status = raw("critic_resume", actor_step=[3])
+            assert {name: int(status[name][0]) for name in status if name != "checkpoints"} == {
+                "actor_step": 3,
+                "critic_step": 3,
+                "saved_critic_step": 3,
+            }
+
         slow = {**data, "tokens": torch.full_like(data["tokens"], SLEEP)}
         errors, thread = in_background(
             raw, endpoint="critic_train", **{k: v.numpy() for k, v in slow.items()}

@@ -316,6 +316,52 @@ def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, whole
         assert_ended_well(server, server.stop())
 
 
+KILLED_JOBS = Path(__file__).parent / "killed_jobs"
+
+
+def run_killed_pair(inputs, folder, monkeypatch, side, save):
+    """`run_pair` to step 4 with SIGKILL to one side in its save number `save`; the other ends by
+    itself or is stopped.
+    """
+    limits = ["trainer.ppo.max_steps=4", "trainer.ppo.val_check_interval=2", CONSTANT_RATE]
+    scripts = {"critic": "serve_ppo_critic.py", "actor": "train_gpt_ppo_actor.py"}
+    monkeypatch.setenv("KILL_IN_SAVE", str(save))
+    scripts[side] = str(KILLED_JOBS / scripts[side])
+    port = find_free_port()
+    with (
+        critic(
+            inputs, folder, port, 1, "python", CONSTANT_RATE, script=scripts["critic"]
+        ) as server,
+        actor(inputs, folder, port, 1, "python", *limits, script=scripts["actor"]) as job,
+    ):
+        code = job.wait(240)
+        assert code == (-9 if side == "actor" else 1), job.log[-3000:]
+        if side == "actor":
+            assert_ended_well(server, server.stop())
+        else:
+            assert server.wait(30) == -9, server.log[-3000:]
+
+
+def test_a_pair_killed_in_its_saves_continues_with_the_same_commands(
+    inputs, whole, tmp_path, monkeypatch
+):
+    """The actor dies in its first save, then the critic in the one of step 4: no argument is
+    changed, and every metric is the same to the bit.
+    """
+    folder = tmp_path / "killed"
+    run_killed_pair(inputs, folder, monkeypatch, "actor", 1)
+    assert not list((folder / "actor/checkpoints").glob("*/COMPLETE"))
+    # Of the critic's saves the first is that of its first weights.
+    run_killed_pair(inputs, folder, monkeypatch, "critic", 2)
+    assert len(list((folder / "actor/checkpoints").glob("*/COMPLETE"))) == 2
+    run_pair(inputs, folder, 4)
+    for side in ("actor", "critic"):
+        names = [name for name in metric_names(whole / side) if name != "train/step_time"]
+        assert names
+        for name in names:
+            assert read_metrics(folder / side, name) == read_metrics(whole / side, name), name
+
+
 @pytest.mark.full
 def test_a_pair_resumes_at_another_split(inputs, whole, half, tmp_path):
     """Two steps of one rank each, then the actor on TP2 and the critic on DP2: as four steps of

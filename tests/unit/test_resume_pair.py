@@ -12,7 +12,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from nemo_aligner.checkpoint.resume_pair import mismatch_remedy, resume_argument
+from nemo_aligner.checkpoint.resume_pair import (
+    mismatch_remedy,
+    resume_argument,
+    step_to_resume,
+)
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 ACTOR = {step: f"/a/megatron_gpt-step={step}-val_rewards=0.1" for step in (1, 2, 3)}
@@ -117,6 +121,27 @@ def test_only_checkpoints_that_match_are_named(
     assert {
         folder for folder in [*ACTOR.values(), *CRITIC.values()] if f'"{folder}"' in text
     } == used
+
+
+@pytest.mark.parametrize(
+    "actor, critic, expected",
+    [
+        ((), (0,), 0),
+        ((), (0, 2), 0),  # the actor died in its first save
+        ((2,), (0,), 0),  # the critic died in its first save
+        ((2,), (0, 2), 2),
+        ((2, 4), (2, 4, 6), 4),  # the actor died in a later save
+        ((2, 4), (0, 2), 2),  # the critic did
+        ((1, 2, 4), (1, 3), 1),
+        ((), (), None),
+        ((2, 4), (0,), None),  # a critic in another folder
+        ((), (0, 2, 4), None),  # an actor in another folder
+        ((2, 4), (6, 8), None),
+        ((2,), (-1,), None),
+    ],
+)
+def test_a_pair_resumes_from_the_newest_step_of_both(actor, critic, expected):
+    assert step_to_resume(actor, critic) == expected
 
 
 def test_incomplete_checkpoints_are_not_counted(tmp_path, monkeypatch):

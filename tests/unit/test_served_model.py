@@ -45,6 +45,7 @@ OURS = {
     "infer alone": schema.critic_infer_endpoint(False),
     "train": TRAIN,
     "save": SAVE,
+    "resume": schema.critic_resume_endpoint(),
     "status": schema.critic_status_endpoint(),
     "reward": REWARD,
 }

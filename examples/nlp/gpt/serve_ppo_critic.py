@@ -80,6 +80,7 @@ def serve(cfg: DictConfig) -> None:
     state = load_trainer_state(cfg, ckpt_callback)
     if state is not None:
         critic_trainer.load_state_dict(state)
+    critic_trainer.keep_first_weights()
     critic_trainer.run_server()
 
 

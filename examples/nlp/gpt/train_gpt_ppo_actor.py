@@ -48,7 +48,6 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
         from nemo_aligner.launch.experiment import (
             build_checkpoint_callback,
-            load_trainer_state,
             run_timer,
             start_job,
         )
@@ -56,6 +55,7 @@ def train(cfg: DictConfig) -> None:
             load_and_override_model_config,
             load_from_nemo,
         )
+        from nemo_aligner.launch.pair import load_state_of_pair
         from nemo_aligner.launch.prompts import build_prompt_datasets
         from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
@@ -143,7 +143,7 @@ def train(cfg: DictConfig) -> None:
             kl_loss_coef=ppo.kl_loss_coef,
             rollout_logprobs=ppo.rollout_logprobs,
         )
-        state = load_trainer_state(cfg, ckpt_callback)
+        state = load_state_of_pair(cfg, ckpt_callback, rm_critic)
         if state is not None:
             ppo_trainer.load_state_dict(state)
         ppo_trainer.fit()
