@@ -415,6 +415,23 @@ MUTANTS = [
         _unit("test_pair.py", "test_death_again_and_again_with_another_interval"),
     ),
     Mutant(
+        "a checkpoint is begun without a look at the free space",
+        "checkpoint/dist_ckpt.py",
+        "            check_space(folder, needed)\n",
+        "            folder.stat()\n",
+        _unit(
+            "test_checksums.py",
+            "test_a_checkpoint_that_does_not_fit_is_refused",
+        ),
+    ),
+    Mutant(
+        "only the metrics of the last run are kept",
+        "launch/experiment.py",
+        '    for run in sorted(runs, key=lambda run: int(run.name.removeprefix("run_"))):\n',
+        '    for run in sorted(runs, key=lambda run: int(run.name.removeprefix("run_")))[-1:]:\n',
+        _unit("test_launch_experiment.py", "test_metrics_are_whole_after_any_number_of_resumes"),
+    ),
+    Mutant(
         "the table of contents of a checkpoint may name anything",
         "checkpoint/data_only.py",
         "        if not known:",

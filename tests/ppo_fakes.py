@@ -283,6 +283,9 @@ class FakeCheckpoints:
     def __init__(self, events):
         self.events, self.saved = events, []
 
+    def finish_export(self):
+        self.events.append("finish_export")
+
     def saved_at(self, counter):
         return {state[counter]: f"step={state[counter]}" for _, _, state in self.saved}
 

@@ -204,7 +204,9 @@ class RolloutTrainer(ABC):
         self.run_timer.start_time()
         forget_token_counts()
         limits = f"trainer.{self.SECTION}.max_steps or max_epochs"
-        is_complete(self.step, self.max_steps, limits)
+        if is_complete(self.step, self.max_steps, limits):
+            with self.ready_to_save():
+                self.ckpt_callback.finish_export()
         if self.step == 0:
             self.before_first_step()
 

@@ -159,6 +159,7 @@ class SupervisedTrainer:
         if is_complete(
             self.step, self.max_steps, "max_steps or max_epochs (trainer.sft or trainer.rm)"
         ):
+            self.ckpt_callback.finish_export()
             return
         if self.run_init_validation and self.step == 0 and self.val_dataloaders:
             self.run_validation()

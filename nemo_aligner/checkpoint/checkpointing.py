@@ -44,6 +44,7 @@ from nemo_aligner.checkpoint.checksums import (
 from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
 from nemo_aligner.checkpoint.folders import (
     CHECKPOINTS,
+    EXPORTED,
     FORMER_SUFFIX,
     STATE_FILE,
     WRITING_SUFFIX,
@@ -157,6 +158,7 @@ class CheckpointCallback:
         # Number of the save that the weights in memory come from, as rank 0 knows it; None: not
         # known.
         self.save_number: int | None = None
+        self.folder: Path | None = None  # of that save
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -191,13 +193,31 @@ class CheckpointCallback:
         counters = trainer_state or {}
         folder = self.root / format_name(self.filename, {**counters, **metrics})
         self._write(folder, {"trainer": counters, "metrics": metrics})
+        self.folder = folder
+        self._export(folder, is_train_end)
+        return folder
+
+    def _export(self, folder: Path, is_train_end: bool) -> None:
+        """Write what is asked for beside the checkpoint `folder`, whose weights are in memory."""
         if self.always_save_nemo or (is_train_end and self.save_nemo_on_train_end):
             self.model.save_to(str(self.root / f"{self.name}.nemo"))
         if self.save_hf == EVERY_CHECKPOINT or (is_train_end and self.save_hf):
             self.model.save_hugging_face(
                 self.root / f"{self.name}-hf", folder / CHECKPOINT_WEIGHTS
             )
-        return folder
+        if is_train_end and parallel_state.get_rank() == 0:
+            (folder / EXPORTED).touch()
+
+    def finish_export(self) -> None:
+        """Write what a job writes at the end of its training, if it died between its last
+        checkpoint and that; all ranks call it, with the weights of that checkpoint in memory.
+        """
+        folder = self.folder
+        if not self.enabled or folder is None:
+            return
+        if not dist_ckpt.gathered((folder / EXPORTED).exists())[0]:
+            logging.info(f"the job died after {folder}: writing what comes at the end of training")
+            self._export(folder, is_train_end=True)
 
     def _write(self, folder: Path, state: dict[str, Any]) -> None:
         """Write `folder` with `state` in its `state.json`, and remove outdated checkpoints."""
@@ -411,7 +431,7 @@ class CheckpointCallback:
         self._load(folder)
         _restore_rng(folder)
         if folder.resolve().parent == self.root.resolve():
-            self.save_number = stored["save_number"]
+            self.save_number, self.folder = stored["save_number"], folder
         logging.info(f"resumed from {folder}")
         return stored["trainer"]
 

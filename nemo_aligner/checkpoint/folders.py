@@ -28,6 +28,8 @@ DAMAGED_SUFFIX = ".damaged"  # of what was set aside
 DAMAGED = "DAMAGED"  # in the place of the mark of such a folder: says what is wrong
 # In a checkpoint that a job has gone back behind: what was made since belongs to another one.
 ABANDONED = "ABANDONED"
+# In the last checkpoint of a job that has written its `.nemo` and whatever else it was asked for.
+EXPORTED = "EXPORTED"
 CHECKPOINTS = "checkpoints"  # in the folder of a job
 
 Checkpoint = tuple[Path, dict[str, Any]]  # a complete folder and the contents of its state.json

@@ -109,6 +109,11 @@ class CheckpointWriter(Protocol):
     ) -> Any:
         """Write a checkpoint with `trainer_state`, ranked by one of `monitor_candidates`."""
 
+    def finish_export(self) -> None:
+        """Write what the end of training writes beside its last checkpoint, which was loaded, if
+        that is still to be done; all ranks call it.
+        """
+
     def saved_at(self, counter: str) -> dict[int, str]:
         """Folder of each complete checkpoint, by the counter `counter` of its `trainer_state`."""
 

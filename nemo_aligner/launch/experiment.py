@@ -19,6 +19,7 @@ from nemo.utils.exp_manager import exp_manager as nemo_exp_manager
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.checksums import write_durably
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
 from nemo_aligner.core.errors import UserError
@@ -119,13 +120,27 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
 
 
 def _keep_json_lines(log_dir: Path) -> None:
-    """Move the JSON lines of a former run, which `exp_manager` has moved to `run_<n>`, back: a
-    resumed job continues them.
+    """Put the JSON lines of former runs, which `exp_manager` has moved to `run_<n>`, back: a
+    resumed job continues them. A run that died before it did so has left more than one part.
     """
-    runs = sorted(log_dir.glob("run_*"), key=lambda run: int(run.name.removeprefix("run_")))
-    for file in runs[-1].glob("*.jsonl") if runs else ():
-        if not (log_dir / file.name).exists():
-            file.rename(log_dir / file.name)
+    runs = [run for run in log_dir.glob("run_*") if run.name.removeprefix("run_").isdigit()]
+    parts: dict[str, list[Path]] = {}
+    for run in sorted(runs, key=lambda run: int(run.name.removeprefix("run_"))):
+        for file in sorted(run.glob("*.jsonl")):
+            parts.setdefault(file.name, []).append(file)
+    for name, files in parts.items():
+        target = log_dir / name
+        if target.exists():
+            files.append(target)
+        if len(files) > 1:
+            lines = (line for file in files for line in file.read_bytes().splitlines(True))
+            # The last line of a killed run may be torn.
+            write_durably(target, b"".join(line for line in lines if line.endswith(b"\n")))
+            for file in files:
+                if file != target:
+                    file.unlink()
+        else:
+            files[0].rename(target)
 
 
 def build_logger(trainer: Trainer, log_dir: Path | None) -> CustomLoggerWrapper:

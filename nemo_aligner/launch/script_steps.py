@@ -206,6 +206,9 @@ class FakeCheckpointCallback:
     def custom_save(self, *args: Any, **kwargs: Any) -> None:
         """Write nothing."""
 
+    def finish_export(self) -> None:
+        """Write nothing."""
+
     def saved_at(self, counter: str) -> dict[int, str]:
         """No checkpoint was written."""
         return {}

@@ -6,17 +6,22 @@
 "train/loss": 0.5, ...}`. `tables.jsonl`, beside it, has one line per table update, `{"key": ...,
 "step": ..., "time": ..., "rows": [{...}]}`, with the rows that are new since the last update. Both
 are appended to, so a resumed job continues the files of the first; where it repeats a step, the
-later line counts. NaN and infinities, which JSON does not have, are written as null.
+later line counts. NaN and infinities, which JSON does not have, are written as null. Lines that
+there is no space for wait in memory until there is.
 """
 
+import errno
 import json
 import math
 import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
+from nemo.utils import logging
+
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:
@@ -122,26 +127,61 @@ class CustomLoggerWrapper:
 
 
 class _JsonLines:
-    """A file of JSON lines, opened at the first write and flushed after each line."""
+    """A file of JSON lines, opened at the first write; each line is handed to the system at once.
+
+    While there is no space for them, lines wait in memory for the next write, and a warning says
+    so.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: TextIO | None = None
+        self._number: int | None = None  # of the open file
+        self._waiting = b""
+        self._warned = False
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line."""
-        if self._file is None:
+        if self._number is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(self.path)
-            self._file = open(self.path, "a", encoding="utf-8")
-        self._file.write(json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+            self._number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        line = json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n"
+        self._waiting += line.encode()
+        error = self._write_waiting(self._number)
+        if error is not None and not self._warned:
+            self._warned = True
+            logging.warning(
+                f"{self.path}: {error.strerror}; its lines wait in memory. Free some space before "
+                "the job ends."
+            )
+
+    def _write_waiting(self, number: int) -> OSError | None:
+        """Write what waits; returns the error if there is no space for all of it."""
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(number, self._waiting) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return error
+        return None
 
     def close(self) -> None:
-        """Close the file; the next write opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file; the next write opens it again.
+
+        Raises:
+            UserError: there is still no space for lines that wait.
+        """
+        if self._number is None:
+            return
+        number, self._number = self._number, None
+        error = self._write_waiting(number)
+        os.close(number)
+        lost, self._waiting = len(self._waiting), b""
+        if error is not None:
+            raise UserError(
+                f"{self.path}: {error.strerror}; its last {lost} bytes are lost. Free some space."
+            )
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -7,16 +7,18 @@ in each member, files that are missing or cut, and older ones that have no check
 import io
 import json
 import logging
+import os
 import re
 import tarfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nemo_aligner.checkpoint import nemo_archive, nemo_writing
+from nemo_aligner.checkpoint import checksums, nemo_archive, nemo_writing
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import file_checksum, warn_without
-from nemo_aligner.core.errors import DamagedFileError, UserError
+from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests.tiny_models import tiny_config
@@ -294,6 +296,58 @@ def test_death_at_any_point_of_a_save_leaves_a_whole_checkpoint(
     assert len(names) == 2 and "checkpoint-step=4" in names, names
     for name in names:
         assert resumed.is_sound(folder / "checkpoints" / name)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(saved, other_job, tmp_path, monkeypatch):
+    """There is room for three quarters of the weights, more than is ever written of them here."""
+    folder = copy_of(saved, tmp_path / "job")
+    weights = (folder / "checkpoints/checkpoint-step=2/weights/__0_0.distcp").stat().st_size
+    real = os.statvfs
+
+    def statvfs(path):
+        return SimpleNamespace(f_blocks=10**9, f_bavail=weights * 3 // 4, f_frsize=1)
+
+    begun = die_at(monkeypatch, "nemo_aligner.checkpoint.dist_ckpt._InProcessSave", 1)
+    monkeypatch.setattr(checksums.os, "statvfs", statvfs)
+    callback = CheckpointCallback(folder, *other_job, name="rm")
+    with pytest.raises(SaveError, match=r"no space left .* MB are needed, .* MB are free"):
+        callback.custom_save({"step": 3}, trainer_state={"step": 3})
+    assert not begun
+    assert folders_in(folder / "checkpoints") == ["checkpoint-step=1", "checkpoint-step=2"]
+    monkeypatch.setattr(checksums.os, "statvfs", real)
+    with pytest.raises(Death):  # so it is what would have come next
+        callback.custom_save({"step": 3}, trainer_state={"step": 3})
+
+
+def test_the_nemo_of_a_job_that_died_before_it_is_written_at_the_next_start(
+    tiny_tokenizer_dir, other_job, tmp_path, monkeypatch
+):
+    """The last checkpoint is whole, the `.nemo` is that of an earlier end or none."""
+
+    def callback():
+        return CheckpointCallback(tmp_path, *other_job, name="rm")
+
+    nemo_file = tmp_path / "checkpoints/rm.nemo"
+    for step in (1, 2):
+        with monkeypatch.context() as patch:
+            die_at(patch, "nemo_aligner.checkpoint.nemo_writing.write_manifest", 1)
+            with pytest.raises(Death):
+                callback().custom_save(
+                    {"step": step}, is_train_end=True, trainer_state={"step": step}
+                )
+        before = nemo_file.stat().st_mtime_ns if nemo_file.exists() else None
+        resumed = callback()
+        assert resumed.load_latest() == {"step": step}
+        resumed.finish_export()
+        written = nemo_file.stat().st_mtime_ns
+        assert written != before
+        resumed.finish_export()
+        again = callback()
+        again.finish_export()  # nothing was loaded
+        again.load_latest()
+        again.finish_export()
+        assert nemo_file.stat().st_mtime_ns == written
+    MegatronGPTRewardModel.restore_from(nemo_file)
 
 
 def test_the_mark_goes_first(saved, tmp_path, monkeypatch):

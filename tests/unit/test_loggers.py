@@ -2,14 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The logger in front of many: what reaches the loggers, and what the JSON lines hold."""
 
+import errno
 import json
+import logging
+import os
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel.environment import is_rank_zero
+from nemo_aligner.training import loggers
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 
 
@@ -90,6 +95,38 @@ def test_a_resumed_job_appends_and_a_torn_line_is_cut(tmp_path):
         file.write('{"step": 2, "a"')  # the job was killed here
     CustomLoggerWrapper([], path).log_metrics({"a": 2}, step=2)
     assert [(line["step"], line["a"]) for line in read(path)] == [(1, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_lines_wait_while_there_is_no_space(tmp_path, monkeypatch, caplog, freed):
+    """The system takes a line and a half, then nothing."""
+    path, real, room = tmp_path / "metrics.jsonl", os.write, [70]
+
+    def write(number, data):
+        taken = min(room[0], len(data))
+        if not taken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room[0] -= taken
+        return real(number, data[:taken])
+
+    monkeypatch.setattr(loggers.os, "write", write)
+    logger = CustomLoggerWrapper(None, path)
+    with caplog.at_level(logging.WARNING, logger="nemo_logger"):
+        for step in range(5):
+            logger.log_metrics({"a": step}, step=step)
+    assert path.stat().st_size == 70
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"{path}: No space left on device" in said
+    if freed:
+        room[0] = 10**6
+        logger.finalize()
+        assert [line["a"] for line in read(path)] == list(range(5))
+    else:
+        with pytest.raises(UserError, match="metrics.jsonl: No space left.* bytes are lost"):
+            logger.finalize()
+        room[0] = 10**6
+        logger.log_metrics({"a": 5}, step=5)  # the torn line goes
+        assert [line["a"] for line in read(path)] == [0, 5]
 
 
 def test_tables_hold_each_row_once(tmp_path):

@@ -228,13 +228,14 @@ def test_counters_beyond_float32_survive():
     assert trainer.state_dict()["ppo_optimization_step"] == 2**24 + 1
 
 
-def test_finished_run_does_nothing_and_says_so(monkeypatch):
+def test_finished_run_writes_only_what_is_missing_and_says_so(monkeypatch):
     lines = []
     monkeypatch.setattr(logging, "info", lambda message, *_args: lines.append(message))
     trainer = make_trainer()
     trainer.load_state_dict({"step": 3, "consumed_samples": 24, "ppo_optimization_step": 6})
     trainer.fit()
-    assert trainer.events == [] and trainer.logger.finalized == 1
+    assert trainer.events == ["prepare_for_training", "finish_export", "finish_training"]
+    assert trainer.logger.finalized == 1
     complete = (
         "training is already complete; raise trainer.ppo.max_steps or max_epochs to continue."
     )

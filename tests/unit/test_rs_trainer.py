@@ -310,13 +310,14 @@ def test_resume_continues_exactly():
             torch.testing.assert_close(resumed[key], value, rtol=0, atol=0)
 
 
-def test_finished_run_does_nothing_and_says_so(monkeypatch):
+def test_finished_run_writes_only_what_is_missing_and_says_so(monkeypatch):
     lines = []
     monkeypatch.setattr(logging, "info", lambda message, *_args: lines.append(message))
     trainer = make_rs_trainer()
     trainer.load_state_dict({"step": 3, "consumed_samples": 24, "rs_optimization_step": 12})
     trainer.fit()
-    assert trainer.events == [] and trainer.logger.finalized == 1
+    assert trainer.events == ["prepare_for_training", "finish_export", "finish_training"]
+    assert trainer.logger.finalized == 1
     complete = (
         "training is already complete; raise trainer.rs.max_steps or max_epochs to continue."
     )

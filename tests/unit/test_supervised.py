@@ -89,7 +89,10 @@ class FakeCheckpoints:
     """Keeps copies of everything that a checkpoint would hold."""
 
     def __init__(self, model, optimizer):
-        self.model, self.optimizer, self.saves = model, optimizer, []
+        self.model, self.optimizer, self.saves, self.finished = model, optimizer, [], 0
+
+    def finish_export(self):
+        self.finished += 1
 
     def custom_save(self, monitor_candidates, is_train_end, trainer_state):
         model = (self.model.weight, self.optimizer.param_groups[0]["lr"])
