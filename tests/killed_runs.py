@@ -1,11 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts of the project that are killed while they save a checkpoint.
+"""Scripts of the project that meet a fault while they save a checkpoint.
 
 `KILL_IN_SAVE` says in which of their saves (from 1) they get SIGKILL, when all is written but the
-mark of completeness.
+mark of completeness; `NO_SPACE_IN_SAVE` in which the disk is full when weights are written.
 """
 
+import errno
 import os
 import runpy
 import signal
@@ -16,15 +17,23 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "examples/nlp/gpt"
 
 def run_killed(path: str) -> None:
     """Run the script of the project that is called as the file `path` is."""
-    from nemo_aligner.checkpoint import checkpointing
+    from nemo_aligner.checkpoint import checkpointing, checksums
 
-    saves, mark = [], checkpointing.mark
+    saves, mark, write = [], checkpointing.mark, checksums._Stream.write
 
     def mark_or_die(*arguments):
         saves.append(arguments)
-        if len(saves) == int(os.environ["KILL_IN_SAVE"]):
+        if len(saves) == int(os.environ.get("KILL_IN_SAVE", 0)):
             os.kill(os.getpid(), signal.SIGKILL)
         mark(*arguments)
 
+    def write_or_fail(stream, data):
+        if len(saves) + 1 == int(os.environ.get("NO_SPACE_IN_SAVE", 0)):
+            saves.append("failed")
+            with stream._noting_errors():
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return write(stream, data)
+
     checkpointing.mark = mark_or_die
+    checksums._Stream.write = write_or_fail
     runpy.run_path(str(SCRIPTS / Path(path).name), run_name="__main__")

@@ -362,6 +362,34 @@ def test_a_pair_killed_in_its_saves_continues_with_the_same_commands(
             assert read_metrics(folder / side, name) == read_metrics(whole / side, name), name
 
 
+def test_a_critic_without_space_lives_and_goes_back(inputs, whole, tmp_path, monkeypatch):
+    """The disk is full when the critic saves step 2: the actor ends with one message, the critic
+    goes on serving. The actor's command again: both start at step 0, to the same bits.
+    """
+    limits = ["trainer.ppo.max_steps=4", "trainer.ppo.val_check_interval=2", CONSTANT_RATE]
+    port, script = find_free_port(), str(KILLED_JOBS / "serve_ppo_critic.py")
+    monkeypatch.setenv("NO_SPACE_IN_SAVE", "2")
+    with critic(inputs, tmp_path, port, 1, "python", CONSTANT_RATE, script=script) as server:
+        with actor(inputs, tmp_path, port, 1, "python", *limits) as job:
+            assert job.wait(240) == 1
+        message = job.log.split("ERROR: ")[-1]
+        assert "no space left (No space left on device) for " in message, job.log[-3000:]
+        assert f"{tmp_path}/critic/checkpoints" in message and " MB are needed, " in message
+        assert "unexpected pos" not in message
+        assert server.process.poll() is None and [
+            path.name for path in (tmp_path / "critic/checkpoints").iterdir()
+        ] == ["megatron_gpt-step=0"]
+        with actor(inputs, tmp_path, port, 1, "python", *limits) as job:
+            assert_ended_well(job, job.wait(240))
+        assert "went back to the checkpoint of actor step 0" in server.log
+        assert_ended_well(server, server.stop())
+    for side in ("actor", "critic"):
+        for name in metric_names(whole / side):
+            if name != "train/step_time":
+                expected = read_metrics(whole / side, name)
+                assert read_metrics(tmp_path / side, name) == expected, name
+
+
 @pytest.mark.full
 def test_a_pair_resumes_at_another_split(inputs, whole, half, tmp_path):
     """Two steps of one rank each, then the actor on TP2 and the critic on DP2: as four steps of
