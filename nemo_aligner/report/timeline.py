@@ -3,6 +3,7 @@
 """What the jobs of a run did at the same time, one lane per job, as SVG."""
 
 from html import escape
+from itertools import zip_longest
 
 from nemo_aligner.report.charts import format_number, ticks
 from nemo_aligner.report.reading import JobRecord, Phase
@@ -73,6 +74,6 @@ def _innermost(phases: list[Phase]) -> list[Phase]:
     ordered = sorted(phases, key=lambda phase: (phase.start, -phase.end))
     return [
         phase
-        for phase, following in zip(ordered, [*ordered[1:], None], strict=True)
+        for phase, following in zip_longest(ordered, ordered[1:])
         if following is None or following.end > phase.end or following.start >= phase.end
     ]

@@ -283,8 +283,11 @@ def test_ticks_are_round_numbers(low, high, expected):
 
 
 def test_what_the_jobs_did_at_the_same_time(tmp_path):
-    """Two lanes, of the last three steps; a phase that contains others is left out."""
+    """Two lanes, of the last three steps; a phase that contains others is left out, and a job that
+    has written none.
+    """
     write_job(tmp_path / "actor")
+    write_supervised(tmp_path / "sft", 900.0)
     write_supervised(tmp_path / "critic", 1000.0, value_clip_fraction=0.1)
     actor, critic = [], []
     for step in range(5):
