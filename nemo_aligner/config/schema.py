@@ -157,7 +157,10 @@ _ACTOR = (
         "reward_models",
     )
     | dotted("remote_critic_rm.reward_model", _REWARD_ADDRESS)
-    | dotted("remote_critic_rm.critic", "name.train name.infer name.save name.status ip port")
+    | dotted(
+        "remote_critic_rm.critic",
+        "name.train name.infer name.save name.status name.resume ip port",
+    )
     | dotted(
         "model.ppo",
         f"""{_POLICY} entropy_bonus ratio_eps dual_clip kl_loss_coef kl_loss_estimator
