@@ -43,8 +43,9 @@ INSTALL_REQUIRES = [
 
 EXTRAS_REQUIRE = {
     "gpu": [
-        # megatron-core 0.16 bounds it; with 0.19 NVIDIA's NeMo image of 26.08 has 2.17
+        # the range megatron-core 0.16 supports
         "transformer-engine[core_cu13,pytorch]>=2.9,<2.12; python_version < '3.12'",
+        # megatron-core 0.19 has no bound; NVIDIA's NeMo image 26.08 has 2.17 with it
         "transformer-engine[core_cu13,pytorch]>=2.9,<2.18; python_version >= '3.12'",
         "flash-attn>=2.7,<2.9",  # compiled on install: pip install --no-build-isolation
     ],

@@ -30,8 +30,6 @@ def undivided(config: TransformerConfig) -> TransformerConfig:
     config.virtual_pipeline_model_parallel_size = None
     config.num_layers_in_first_pipeline_stage = None
     config.num_layers_in_last_pipeline_stage = None
-    config.account_for_embedding_in_pipeline_split = False
-    config.account_for_loss_in_pipeline_split = False
     config.perform_initialization = False
     return config
 

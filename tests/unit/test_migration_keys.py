@@ -245,7 +245,7 @@ def test_keys_of_the_trainers_have_no_effect():
 
 # Keys without effect whose last name is also something else here: what that is.
 HOMONYMS = {
-    "batch_p2p_comm overlap_p2p_comm cpu_offloading variable_seq_lengths": (
+    "batch_p2p_comm overlap_p2p_comm cpu_offloading variable_seq_lengths perform_initialization": (
         "fields of TransformerConfig that are always set or asked for"
     ),
     "bias_dropout_fusion": "the same",
