@@ -101,7 +101,31 @@ MUTANTS = [
         "hidden |= places < self.positions - self._width",
         _unit("test_generation.py", "test_every_architecture_decodes_as_it_trains[window_size]"),
     ),
+    Mutant(
+        "ranks that divide samples put responses in each other's places",
+        "generation/engine.py",
+        "tensor_split(size)[rank]",
+        "tensor_split(size)[size - 1 - rank]",
+        (f"{DISTRIBUTED}test_gathered_stages.py::test_texts_are_those_of_the_pipeline",),
+    ),
+    Mutant(
+        "a packed weight loses its bias",
+        "parallel/cpu_products.py",
+        "product(x, packed, bias, *_NO_ACTIVATION)",
+        "product(x, packed, None, *_NO_ACTIVATION)",
+        _unit("test_cpu_products.py", "test_a_packed_weight_multiplies_as_the_weight"),
+    ),
     # --- rollouts: masks, rewards, advantages
+    Mutant(
+        "the first rollout is not compared with the reference",
+        "algorithms/ppo.py",
+        'return first or self.rollout_logprobs == "recompute"',
+        'return self.rollout_logprobs == "recompute"',
+        _unit(
+            "test_ppo_trainer.py",
+            "test_log_probs_of_the_sampler_save_a_pass_after_the_first_rollout",
+        ),
+    ),
     Mutant(
         "the mask of the response starts one column late",
         "core/masks.py",
