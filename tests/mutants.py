@@ -607,6 +607,20 @@ MUTANTS = [
         "if False:",
         _unit("test_front.py", "test_what_triton_must_not_see_is_refused"),
     ),
+    Mutant(
+        "the front lets requests without the token through",
+        "servers/front.py",
+        'return hmac.compare_digest((credentials or "").encode(), self._credentials.encode())',
+        "return True",
+        _unit("test_front.py", "test_requests_bring_the_token"),
+    ),
+    Mutant(
+        "a server listens on all interfaces without a token",
+        "config/access.py",
+        "if token is None and not is_loopback(host):",
+        "if False:",
+        _unit("test_access.py", "test_other_addresses_need_a_token"),
+    ),
 ]
 
 

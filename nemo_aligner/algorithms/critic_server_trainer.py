@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import Alarms
+from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import Logger
@@ -100,6 +101,7 @@ class CriticServerTrainer:
 
         self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
         self.host, self.port = cfg.host, int(cfg.port)
+        self._token = server_token(cfg.host, cfg.token_file, "trainer.ppo")
         self.gradient_clip_val = cfg.gradient_clip_val
         self.batcher = batcher_options(
             cfg.max_queue_delay_microseconds, cfg.inference_micro_batch_size
@@ -177,6 +179,7 @@ class CriticServerTrainer:
             after_failure=self._recover,
             batcher=self.batcher,
             control=self.control,
+            token=self._token,
             failure_grace_s=self.failure_grace_s,
         )
         self._loop.run()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_aligner.config.access import server_token
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.schema import Array, Arrays
@@ -49,6 +50,11 @@ class RewardModelServer:
             whole samples and do not need them.
         tokenizer: of the model or function; a request that names another one is refused. None
             refuses none.
+        token_file: of the token that clients must bring; None: that in the environment, if there
+            is one (config/access.py). Needed if other machines can reach `host`.
+
+    Raises:
+        ConfigError: there is no token although one is needed, or it cannot be read.
     """
 
     infer_fn: Callable[..., Tensor | Array]
@@ -59,14 +65,16 @@ class RewardModelServer:
     model_forward_micro_batch_size: int
     strip_sequence_length_to_multiple: int | None = None
     max_queue_delay_microseconds: float = 2000
-    host: str = "0.0.0.0"
+    host: str = "127.0.0.1"
     vocab_size: int | None = None
     max_length: int | None = None
     needs_prompt_lengths: bool = False
     tokenizer: Any = None
+    token_file: str | None = None
 
     def __post_init__(self) -> None:
         self._loop: ServerLoop | None = None
+        self._token = server_token(self.host, self.token_file, "inference")
         self._scorer = Scorer(
             self._score_rows,
             self.tokenize_func,
@@ -96,6 +104,7 @@ class RewardModelServer:
                 self.max_queue_delay_microseconds, self.inference_micro_batch_size
             ),
             control=self._scorer.control,
+            token=self._token,
         )
         self._loop.run()
 

@@ -154,7 +154,7 @@ _ACTOR = (
     | dotted(
         "remote_critic_rm",
         "pad_to_length combine_rm_and_critic_server init_timeout_s inference_timeout_s "
-        "reward_models",
+        "reward_models token_file",
     )
     | dotted("remote_critic_rm.reward_model", _REWARD_ADDRESS)
     | dotted(
@@ -176,20 +176,21 @@ _RS = (
         alarms.replica_check_interval""",
     )
     | dotted(
-        "remote_rm", "pad_to_length init_timeout_s inference_timeout_s host port reward_models"
+        "remote_rm",
+        "pad_to_length init_timeout_s inference_timeout_s host port reward_models token_file",
     )
     | dotted("remote_rm.reward_model", _REWARD_ADDRESS)
     | dotted("model.rs", f"{_POLICY} num_rollouts_per_prompt top_n_rollouts")
 )
 _REWARD_SERVER = {"rm_model_file"} | dotted(
     "inference",
-    """host port model_name max_queue_delay_microseconds inference_micro_batch_size
+    """host port token_file model_name max_queue_delay_microseconds inference_micro_batch_size
     micro_batch_size strip_sequence_length_to_multiple reward_fn reward_fn_workers
     reward_fn_timeout_s reward_fn_fallback""",
 )
 _CRITIC = dotted(
     "trainer.ppo",
-    """host port combine_rm_and_critic_server max_steps gradient_clip_val
+    """host port token_file combine_rm_and_critic_server max_steps gradient_clip_val
     max_queue_delay_microseconds strip_sequence_length_to_multiple inference_micro_batch_size
     alarms.replica_check_interval""",
 ) | dotted("model", "loss_clip_val loss_reduction offload_adam_states")

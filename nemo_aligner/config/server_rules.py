@@ -5,6 +5,7 @@
 import math
 from collections.abc import Mapping
 
+from nemo_aligner.config.access import server_token
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
@@ -138,6 +139,7 @@ def check_one_reward_per_sample(model: Mapping) -> None:
 def _check_serving(values: Values, section: str) -> None:
     """What the servers have in common; `section` holds their port."""
     values.port(f"{section}.port")
+    server_token(values.get(f"{section}.host"), values.get(f"{section}.token_file"), section)
     values.number(f"{section}.max_queue_delay_microseconds", 0)
     values.whole(f"{section}.strip_sequence_length_to_multiple", 1)
     check_reward_standardization(values.get("model"))

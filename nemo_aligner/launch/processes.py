@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Lightning trainer of a job, and the processes that it starts and joins."""
 
+import atexit
 import ctypes
 import os
 import signal
@@ -27,7 +28,10 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.endings import started_processes
 from nemo_aligner.parallel.device import get_backend
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
+from nemo_aligner.parallel.rendezvous import join_on_loopback
 from nemo_aligner.servers.ports import find_free_port
+
+TIMEOUT = timedelta(minutes=30)  # of collectives, and of the wait for all ranks at the start
 
 # What Lightning gets of the section `trainer`: it starts processes, but its loops are not used.
 LIGHTNING_OPTIONS = (
@@ -139,7 +143,7 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
         **options,
         plugins=environments,
         accelerator="gpu" if gpus and accelerator != "cpu" else "cpu",
-        strategy=DDPStrategy(process_group_backend=get_backend(), timeout=timedelta(minutes=30)),
+        strategy=DDPStrategy(process_group_backend=get_backend(), timeout=TIMEOUT),
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -169,7 +173,27 @@ def launch_processes(trainer: Trainer | None) -> None:
         started_processes.extend(getattr(strategy.launcher, "procs", []))
         if starts_processes and environment.local_rank() > 0:
             _end_with_parent()
-    strategy.setup_environment()
+    if isinstance(strategy, DDPStrategy):
+        _join_on_loopback(strategy)
+    strategy.setup_environment()  # joins the other ranks unless this process has
+
+
+def _join_on_loopback(strategy: DDPStrategy) -> None:
+    """Join the ranks of a job on one machine where no other machine can."""
+    strategy.set_world_ranks()
+    environment = strategy.cluster_environment
+    assert environment is not None
+    backend = strategy.process_group_backend or get_backend()
+    joined = join_on_loopback(
+        backend,
+        environment.global_rank(),
+        environment.world_size(),
+        environment.main_address,
+        environment.main_port,
+        TIMEOUT,
+    )
+    if joined and backend == "nccl":
+        atexit.register(torch.distributed.destroy_process_group)  # as Lightning does
 
 
 def init_distributed(ptl_trainer: Trainer, ptl_model: object = None, use_te: bool = False) -> None:

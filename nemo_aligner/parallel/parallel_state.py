@@ -19,6 +19,7 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel.cpu_products import take_products_from_mkl
 from nemo_aligner.parallel.device import get_backend, keep_freed_memory
 from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
+from nemo_aligner.parallel.rendezvous import join_on_loopback
 
 _replica_group: ProcessGroup | None = None  # TP x PP x CP, with context parallelism
 
@@ -84,16 +85,13 @@ def _join_world(timeout: timedelta) -> None:
     """Initialise `torch.distributed` unless it is."""
     if torch.distributed.is_initialized():
         return
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    env = os.environ
+    address, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", 0))
+    rank, world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+    if world_size == 1:
+        rank = 0  # a process of a larger job that is to be a world of its own
+    if not join_on_loopback(get_backend(), rank, world_size, address, port, timeout):
         torch.distributed.init_process_group(get_backend(), timeout=timeout)
-        return
-    torch.distributed.init_process_group(
-        get_backend(),
-        store=torch.distributed.HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=timeout,
-    )
 
 
 def _check_sizes(sizes: dict[str, int]) -> None:

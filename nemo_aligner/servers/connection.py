@@ -74,10 +74,18 @@ class ServerConnection:
         host, port: of the server.
         inference_timeout_s: how long one request may take once it is sent.
         setting: section of the configuration that holds `inference_timeout_s`, for messages.
+        token: that the server asks for, or None.
     """
 
-    def __init__(self, host: str, port: int, inference_timeout_s: float, setting: str):
-        self.host, self.port = host, port
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        inference_timeout_s: float,
+        setting: str,
+        token: str | None = None,
+    ):
+        self.host, self.port, self._token = host, port, token
         self.inference_timeout_s, self.setting = inference_timeout_s, setting
         self._waiting: deque[_Request] = deque()
         self._in_flight: set[_Request] = set()
@@ -121,7 +129,7 @@ class ServerConnection:
                 check(reply)
             return reply
 
-        request = _Request(parts, finish, alone, Exchange(self.host, self.port))
+        request = _Request(parts, finish, alone, Exchange(self.host, self.port, self._token))
         with self._lock:
             if self._closed:
                 raise ServerRequestError(f"{endpoint} at {self}: this client is closed")
@@ -236,4 +244,5 @@ class ServerConnection:
                 request.exchange.abort()
 
     def _is_alive(self) -> bool:
-        return http_status(self.host, self.port, "/v2/health/live", PROBE_TIMEOUT_S) == 200
+        path = "/v2/health/live"
+        return http_status(self.host, self.port, path, PROBE_TIMEOUT_S, self._token) == 200

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from nemo_aligner.config.access import TOKEN_VARIABLE
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers.schema import Arrays
 
@@ -98,9 +99,15 @@ class InferRequest:
 
 
 class Exchange:
-    """One sending of a request to one server. `run` blocks; any thread may call `abort`."""
+    """One sending of a request to one server. `run` blocks; any thread may call `abort`.
 
-    def __init__(self, host: str, port: int):
+    Args:
+        host, port: of the server.
+        token: that it asks for, or None.
+    """
+
+    def __init__(self, host: str, port: int, token: str | None = None):
+        self._token = token
         self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
         self._aborted = False
 
@@ -120,7 +127,8 @@ class Exchange:
             connected = True
             _watch_peer(self._connection.sock)
             self._connection.sock.settimeout(timeout_s)
-            self._connection.request("POST", request.path, request.body, request.headers)
+            headers = {**request.headers, **token_header(self._token)}
+            self._connection.request("POST", request.path, request.body, headers)
             response = self._connection.getresponse()
             if response.length is None and not response.chunked:
                 raise http.client.HTTPException("the reply was cut short within its headers")
@@ -159,11 +167,40 @@ def _raw_bytes(array: np.ndarray) -> bytes | memoryview:
     return bytes(texts.item()) if texts.size else b""
 
 
-def http_status(host: str, port: int, path: str, timeout_s: float) -> int | None:
+def token_header(token: str | None) -> dict[str, str]:
+    """Return the HTTP header that brings a token to a server; none without a token."""
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+def token_problem(token: str | None, setting: str) -> str:
+    """Return why a server replied with 401, and the remedy.
+
+    Args:
+        token: of the client.
+        setting: section of the configuration that holds the client's `token_file`.
+    """
+    have = "and this job has none" if token is None else "and that of this job is another one"
+    return (
+        f"the server asks for a token, {have}. Set {TOKEN_VARIABLE}, or {setting}.token_file, to "
+        "the token that the server was started with."
+    )
+
+
+def asks_for_no_token(where: str) -> str:
+    """Return the warning of a client with a token about the server at the address `where`."""
+    return (
+        f"the server at {where} takes requests without the token of this job: whoever reaches it "
+        "can use it. Start it with the token too, unless it is a server that knows none."
+    )
+
+
+def http_status(
+    host: str, port: int, path: str, timeout_s: float, token: str | None = None
+) -> int | None:
     """Return the HTTP status of a GET, or None when nothing replies."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=token_header(token))
         return connection.getresponse().status
     except (OSError, http.client.HTTPException):
         return None

@@ -63,7 +63,9 @@ from nemo_aligner.servers.exchange import (
     Exchange,
     NoReplyInTimeError,
     NotServingError,
+    asks_for_no_token,
     http_status,
+    token_problem,
     type_and_message,
 )
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
@@ -157,6 +159,7 @@ class Fleet:
         inference_timeout_s: how long one request may take on a server.
         first: number of the server that gets the first request; clients that start together begin
             at different ones.
+        token: that the servers ask for, or None.
     """
 
     def __init__(
@@ -166,9 +169,11 @@ class Fleet:
         init_timeout_s: float,
         inference_timeout_s: float,
         first: int = 0,
+        token: str | None = None,
     ):
         self.spec, self.endpoint = spec, endpoint
         self.init_timeout_s, self.inference_timeout_s = init_timeout_s, inference_timeout_s
+        self._token = token
         self.title = f"reward model '{spec.name}'" if spec.name else spec.endpoint
         count = len(spec.addresses)
         self.servers = [
@@ -290,7 +295,10 @@ class Fleet:
             server = min(free, key=lambda s: (len(s.in_flight), s.turn))
             assert server.served is not None  # it is available
             sending = _Sending(
-                self._waiting[0], server, server.served, Exchange(server.host, server.port)
+                self._waiting[0],
+                server,
+                server.served,
+                Exchange(server.host, server.port, self._token),
             )
             threading.Thread(
                 target=self._send, args=(sending,), daemon=True, name=f"request to {server}"
@@ -418,11 +426,17 @@ class Fleet:
                     server.port,
                     f"/v2/models/{self.spec.endpoint}/ready",
                     PROBE_TIMEOUT_S,
+                    self._token,
                 )
             except Exception as error:  # e.g. a host name that cannot be encoded
                 status, problem = None, repr(error)
             if status == 200 and not server.available:
                 self._read_description(server)
+            elif status == 401:
+                setting = self.spec.setting.partition(".")[0]
+                problem = token_problem(self._token, setting)
+                with self._lock:
+                    server.mismatch = f"{self._name(server)} cannot be used: {problem}"
             with self._lock:
                 self._note_probe(server, status, problem)
                 self._expire()
@@ -435,10 +449,15 @@ class Fleet:
         warnings: list[str] = []
         try:
             served = read_served_model(
-                server.host, server.port, self.spec.endpoint, PROBE_TIMEOUT_S
+                server.host, server.port, self.spec.endpoint, PROBE_TIMEOUT_S, self._token
             )
             check_served_model(served, self.endpoint, str(server))
             warnings = warnings_about(served, self.endpoint, str(server))
+            path = f"/v2/models/{self.spec.endpoint}/ready"
+            if self._token is not None and (
+                http_status(server.host, server.port, path, PROBE_TIMEOUT_S) == 200
+            ):
+                warnings.append(asks_for_no_token(str(server)))
         except DescriptionError as error:
             problem = str(error)
         except ServerMismatchError as error:

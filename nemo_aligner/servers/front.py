@@ -4,12 +4,13 @@
 
 Triton itself listens on a Unix socket that only this user can open (socket_triton.py). What
 reaches it has passed here: a GET of health, description and readiness, and a POST to an endpoint
-that is served, in one body of known and limited size, whose JSON can be read. Everything else of
-Triton's HTTP interface does not exist here: repositories of models, shared memory, logging,
-tracing, chunked bodies (one of many chunks ends this Triton).
+that is served, in one body of known and limited size, whose JSON can be read; with the token, if
+the server has one. Everything else of Triton's HTTP interface does not exist here: repositories of
+models, shared memory, logging, tracing, chunked bodies (one of many chunks ends this Triton).
 """
 
 import contextlib
+import hmac
 import http.client
 import json
 import re
@@ -24,6 +25,7 @@ from http.server import BaseHTTPRequestHandler
 
 from nemo.utils import logging
 
+from nemo_aligner.servers.exchange import token_header
 from nemo_aligner.servers.ports import check_port_is_free, port_error
 
 PART_BYTES = 2**20  # bodies are passed on in parts of this size
@@ -70,6 +72,7 @@ class Front(socketserver.ThreadingTCPServer):
         host, port: to listen on.
         socket_path: of Triton's Unix socket.
         largest_body: of a request, in bytes, by endpoint.
+        token: that every request must bring; None: none.
 
     Raises:
         UserError: it cannot listen there.
@@ -80,10 +83,18 @@ class Front(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     request_queue_size = 1024
 
-    def __init__(self, host: str, port: int, socket_path: str, largest_body: Mapping[str, int]):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        socket_path: str,
+        largest_body: Mapping[str, int],
+        token: str | None = None,
+    ):
         super().__init__((host, port), _Handler, bind_and_activate=False)
         self.address = host, port
         self.socket_path, self.largest_body = socket_path, largest_body
+        self._credentials = None if token is None else token_header(token)["Authorization"]
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._relaying = 0
         self._idle = threading.Condition()
@@ -106,6 +117,12 @@ class Front(socketserver.ThreadingTCPServer):
         if self._serving.is_alive():
             self.shutdown()
         self.server_close()
+
+    def admits(self, credentials: str | None) -> bool:
+        """Whether a request with this Authorization header may pass; takes as long for any."""
+        if self._credentials is None:
+            return True
+        return hmac.compare_digest((credentials or "").encode(), self._credentials.encode())
 
     def wait_for_replies(self, timeout_s: float) -> None:
         """Wait until the replies of Triton have been passed on, at most `timeout_s`."""
@@ -160,6 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         try:
+            if not self.server.admits(self.headers.get("Authorization")):
+                raise _RefusedError(401, "this server asks for a token")
             length = self._body_length()
             head = self._check(length)
         except _RefusedError as refusal:

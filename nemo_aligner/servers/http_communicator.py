@@ -12,12 +12,13 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.servers.connection import ServerConnection
-from nemo_aligner.servers.exchange import http_status
+from nemo_aligner.servers.exchange import asks_for_no_token, http_status, token_problem
 from nemo_aligner.servers.futures import PendingReply, SentRequest
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.served_model import (
     DescriptionError,
     ServedModel,
+    ServerMismatchError,
     check_served_model,
     read_served_model,
     warnings_about,
@@ -57,6 +58,7 @@ class HTTPCommunicator:
             critic update.
         progress_interval_s: time between two progress lines while waiting for a server.
         setting: section of the configuration named in error messages.
+        token: that the servers ask for, or None.
 
     Attributes:
         connections: the connection to each named server; names at one address share it.
@@ -69,11 +71,12 @@ class HTTPCommunicator:
         inference_timeout_s: float = 3600,
         progress_interval_s: float = 5.0,
         setting: str = "remote_critic_rm",
+        token: str | None = None,
     ):
         self.init_timeout_s = init_timeout_s
         self.inference_timeout_s = inference_timeout_s
         self.progress_interval_s = progress_interval_s
-        self.setting = setting
+        self.setting, self.token = setting, token
         self.connections: dict[str, ServerConnection] = {}
         self.served: dict[str, ServedModel] = {}
         self._endpoints: dict[str, Endpoint | None] = {}
@@ -117,7 +120,7 @@ class HTTPCommunicator:
 
         Raises:
             ServerUnreachableError: nothing serves it within `init_timeout_s`.
-            ServerMismatchError: it cannot be used with the schema.
+            ServerMismatchError: it cannot be used with the schema, or asks for another token.
         """
         port = int(port)
         served = self._wait_until_ready(server_name, ip, port, endpoint is not None)
@@ -130,7 +133,9 @@ class HTTPCommunicator:
             if (connection.host, connection.port) == (ip, port):
                 break
         else:
-            connection = ServerConnection(ip, port, self.inference_timeout_s, self.setting)
+            connection = ServerConnection(
+                ip, port, self.inference_timeout_s, self.setting, self.token
+            )
         self.connections[server_name] = connection
         self._endpoints[server_name] = endpoint
 
@@ -143,12 +148,13 @@ class HTTPCommunicator:
         pause = 0.1
         state = "no reply"
         while (waited := time.monotonic() - start) < self.init_timeout_s:
-            status = http_status(
-                host,
-                port,
-                f"/v2/models/{server_name}/ready",
-                timeout_s=min(5.0, self.init_timeout_s),
-            )
+            path, limit_s = f"/v2/models/{server_name}/ready", min(5.0, self.init_timeout_s)
+            status = http_status(host, port, path, limit_s, self.token)
+            if status == 401:
+                raise ServerMismatchError(
+                    f"'{server_name}' at {host}:{port} cannot be used: "
+                    + token_problem(self.token, self.setting)
+                )
             state = (
                 "no reply"
                 if status is None
@@ -156,7 +162,11 @@ class HTTPCommunicator:
             )
             if status == 200:
                 try:
-                    served = read_served_model(host, port, server_name, 5.0) if describe else None
+                    served = None
+                    if describe:
+                        served = read_served_model(host, port, server_name, 5.0, self.token)
+                    if self.token is not None and http_status(host, port, path, limit_s) == 200:
+                        logging.warning(asks_for_no_token(f"{host}:{port}"))
                     logging.info(f"connected to {server_name} at {host}:{port}")
                     return served
                 except DescriptionError as error:

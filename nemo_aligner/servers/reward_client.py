@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from nemo_aligner.config.access import read_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.reward_models import read_reward_models
 from nemo_aligner.core.errors import ServerRequestError
@@ -100,7 +101,7 @@ class RewardModels:
 
     Args:
         cfg: `remote_rm` or `remote_critic_rm` (see config/reward_models.py).
-        communicator: gives the time limits; closing it closes the connections.
+        communicator: gives the time limits and the token; closing it closes the connections.
         setting: name of the section.
 
     Raises:
@@ -120,6 +121,7 @@ class RewardModels:
                     communicator.init_timeout_s,
                     communicator.inference_timeout_s,
                     first=parallel_state.get_data_parallel_rank(),
+                    token=communicator.token,
                 )
                 for spec in specs
             }
@@ -221,5 +223,13 @@ def complete_section(cfg: DictConfig, setting: str) -> DictConfig:
 
 
 def make_communicator(cfg: DictConfig, setting: str) -> HTTPCommunicator:
-    """Return a communicator with the time limits of `cfg`, the section called `setting`."""
-    return HTTPCommunicator(cfg.init_timeout_s, cfg.inference_timeout_s, setting=setting)
+    """Return a communicator with the time limits and the token of `cfg`, the section called
+    `setting`.
+
+    Raises:
+        ConfigError: the token cannot be read.
+    """
+    token = read_token(cfg.token_file, setting)
+    return HTTPCommunicator(
+        cfg.init_timeout_s, cfg.inference_timeout_s, setting=setting, token=token
+    )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.servers.exchange import InferRequest
+from nemo_aligner.servers.exchange import InferRequest, token_header
 from nemo_aligner.servers.pieces import LARGEST_BODY, PIECE_BYTES, piece_rows
 from nemo_aligner.servers.schema import (
     Array,
@@ -107,7 +107,9 @@ class ServedModel:
 # ---- the description ----
 
 
-def read_served_model(host: str, port: int, name: str, timeout_s: float) -> ServedModel:
+def read_served_model(
+    host: str, port: int, name: str, timeout_s: float, token: str | None = None
+) -> ServedModel:
     """Return the description of the model `name` that is served at `host:port`.
 
     Raises:
@@ -116,7 +118,7 @@ def read_served_model(host: str, port: int, name: str, timeout_s: float) -> Serv
     path = f"/v2/models/{name}/config"
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers=token_header(token))
         response = connection.getresponse()
         body = response.read()
     except (OSError, http.client.HTTPException) as error:

@@ -83,6 +83,7 @@ class ServerLoop:
             alike.
         batcher: keyword arguments of PyTriton's DynamicBatcher.
         control: the group over which operations get their inputs.
+        token: that clients must bring; None: none.
         heartbeat_s: pause between two announcements when idle.
         stop_grace_s: how long an operation may run on after a stop request before the process
             ends without it.
@@ -100,6 +101,7 @@ class ServerLoop:
         after_failure: Callable[[ServerSignal], None],
         batcher: Mapping[str, Any],
         control: ControlGroup,
+        token: str | None = None,
         heartbeat_s: float = 1.0,
         stop_grace_s: float = 5.0,
         failure_grace_s: float = 30.0,
@@ -109,7 +111,7 @@ class ServerLoop:
         self.batcher, self.control, self.heartbeat_s = batcher, control, heartbeat_s
         self.stop_grace_s, self.failure_grace_s = stop_grace_s, failure_grace_s
         self.rank = control.rank
-        self._triton = TritonHost(host, port)
+        self._triton = TritonHost(host, port, token)
         self._store = JobStore(control.size, f"nemo_aligner/{name}/{port}")
         self._queue: queue.Queue[_Job] = queue.Queue()
         self._admission = threading.Lock()

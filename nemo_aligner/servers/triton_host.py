@@ -28,10 +28,15 @@ Handler = Callable[..., Arrays]
 
 
 class TritonHost:
-    """Triton with its workspace, and the removal of everything it leaves on the machine."""
+    """Triton with its workspace, and the removal of everything it leaves on the machine.
 
-    def __init__(self, host: str, port: int):
-        self.host, self.port = host, port
+    Args:
+        host, port: to listen on.
+        token: that clients must bring; None: none.
+    """
+
+    def __init__(self, host: str, port: int, token: str | None = None):
+        self.host, self.port, self._token = host, port, token
         self._triton: Any = None  # a `SocketTriton` while it runs
         self._front: Front | None = None
         self._directory: str | None = None
@@ -62,7 +67,7 @@ class TritonHost:
 
         triton = SocketTriton(self._directory)
         largest_body = {endpoint.name: LARGEST_BODY for endpoint, _function in endpoints}
-        self._front = Front(self.host, self.port, triton.socket_path, largest_body)
+        self._front = Front(self.host, self.port, triton.socket_path, largest_body, self._token)
         self._triton = triton
         try:
             for endpoint, function in endpoints:

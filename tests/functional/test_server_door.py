@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from nemo_aligner.servers.exchange import token_header
 from tests.functional.critic_job import CriticJob
 from tests.patience import patience
 
@@ -39,21 +40,29 @@ INFER = {
 }
 
 
+TOKEN = "0123456789abcdef"
+
+
 @pytest.fixture(scope="module")
-def job():
-    with CriticJob() as job:
+def job(tmp_path_factory):
+    """A server that asks for a token."""
+    token_file = tmp_path_factory.mktemp("secret") / "token"
+    token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
+    with CriticJob(token_file=str(token_file)) as job:
         yield job.wait_until_serving()
         job.signal_rank(0)
         job.must_exit_with(0)
         job.assert_nothing_left()
 
 
-def ask(port, method, path, body=None, headers=None, limit_s=20):
+def ask(port, method, path, body=None, headers=None, limit_s=20, token=TOKEN):
     """HTTP status and body of the reply; (0, b"") without a reply that is HTTP."""
+    headers = {**(headers or {}), **token_header(token)}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience(limit_s))
     with contextlib.closing(connection):
         try:
-            connection.request(method, path, body, headers or {})
+            connection.request(method, path, body, headers)
             reply = connection.getresponse()
             return reply.status, reply.read()
         except (ConnectionError, TimeoutError, http.client.HTTPException):
@@ -89,9 +98,12 @@ def http_ports(job):
 
 
 def test_another_user_cannot_have_triton_run_python(job, tmp_path):
-    """With what every user can read of the processes, on every port of the job."""
+    """Neither with what every user can read of the processes nor with the token, on every port of
+    the job.
+    """
     lines = [" ".join(process.cmdline()) for process in family(job)]
     assert any("tritonserver" in line for line in lines)
+    assert not any(TOKEN in line for line in lines)
     secrets = set(re.findall(r"[\w-]+=([\w-]{16,})", " ".join(lines)))
     marker = tmp_path / "marker"
     config = {"backend": "python", "max_batch_size": 0, "input": [], "output": []}
@@ -114,6 +126,18 @@ def test_another_user_cannot_have_triton_run_python(job, tmp_path):
                 status, reply = ask(port, "POST", path, body, headers)
                 assert status != 200, (path, headers, reply)
     assert not marker.exists()
+    assert_serving(job)
+
+
+def test_the_job_listens_on_loopback_alone(job):
+    assert {address for address, _port in listening_ports(job)} == {"127.0.0.1"}
+
+
+def test_requests_without_the_token_are_refused(job):
+    infer = ("POST", "/v2/models/critic_infer/infer", json.dumps(INFER))
+    for token in (None, TOKEN[:-1], TOKEN + "0"):
+        status, reply = ask(job.port, *infer, token=token)
+        assert status == 401 and TOKEN.encode() not in reply
     assert_serving(job)
 
 
@@ -181,13 +205,14 @@ def test_requests_that_never_reach_triton(job, method, path, body, headers, stat
 
 def test_a_client_keeps_its_connection(job):
     """As NeMo-Aligner's clients do."""
+    body, headers = json.dumps(INFER), token_header(TOKEN)
     connection = http.client.HTTPConnection("127.0.0.1", job.port, timeout=patience(20))
     with contextlib.closing(connection):
         for _ in range(3):
-            connection.request("GET", "/v2/models/critic_infer/versions/1/ready")
+            connection.request("GET", "/v2/models/critic_infer/versions/1/ready", headers=headers)
             reply = connection.getresponse()
             assert (reply.status, reply.read()) == (200, b"")
-            connection.request("POST", "/v2/models/critic_infer/infer", json.dumps(INFER))
+            connection.request("POST", "/v2/models/critic_infer/infer", body, headers)
             reply = connection.getresponse()
             outputs = {out["name"]: out["data"] for out in json.loads(reply.read())["outputs"]}
             assert reply.status == 200 and np.isfinite(outputs["values"]).all()

@@ -531,6 +531,11 @@ def test_accelerator():
             ["model.rs.sampling_params.use_greedy=True"],
             "4 responses to a prompt would be the same",
         ),
+        ("inference_rm", ["inference.host=0.0.0.0"], "host=0.0.0.0 .* needs a token"),
+        ("gpt_ppo_critic", ["trainer.ppo.host=10.0.0.1"], "host=10.0.0.1 .* needs a token"),
+        ("gpt_ppo_critic", ["trainer.ppo.token_file=/none"], "/none cannot be read"),
+        ("gpt_ppo_actor", ["remote_critic_rm.token_file=/none"], "/none cannot be read"),
+        ("gpt_rs_actor", ["remote_rm.token_file=/none"], "remote_rm.token_file=/none cannot be"),
         (
             "gpt_rs_actor",
             ["remote_rm.host=localhost:5555"],

@@ -9,12 +9,20 @@ import socketserver
 import threading
 from http.server import BaseHTTPRequestHandler
 
+import numpy as np
 import pytest
 
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.config.reward_models import RewardModelSpec
+from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import front as front_module
+from nemo_aligner.servers import http_communicator
+from nemo_aligner.servers.exchange import Exchange, InferRequest, http_status
+from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.front import Front
+from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.ports import find_free_port
+from nemo_aligner.servers.schema import reward_model_endpoint
+from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.patience import patience, wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -65,11 +73,15 @@ def triton(tmp_path):
 
 @pytest.fixture
 def front(triton):
+    with contextlib.closing(make_front(triton)) as server:
+        yield server
+
+
+def make_front(triton, token=None):
     limits = {"critic_infer": 3 * 2**20, "critic_save": 100}
-    server = Front("127.0.0.1", find_free_port(), triton.server_address, limits)
+    server = Front("127.0.0.1", find_free_port(), triton.server_address, limits, token)
     server.open()
-    yield server
-    server.close()
+    return server
 
 
 def ask(front, method, path, body=None, **headers):
@@ -147,8 +159,13 @@ def test_without_triton_the_server_is_not_ready(front, triton):
     assert status == 503 and "Server is not ready" in json.loads(reply)["error"]
 
 
-def test_too_many_connections_are_closed(front, triton, monkeypatch):
-    monkeypatch.setattr(front, "_free", threading.BoundedSemaphore(1))
+def test_too_many_connections_are_closed(triton, monkeypatch):
+    monkeypatch.setattr(front_module, "MOST_CONNECTIONS", 1)
+    with contextlib.closing(make_front(triton)) as front:
+        hold_the_only_place(front)
+
+
+def hold_the_only_place(front):
     held = http.client.HTTPConnection(*front.address, timeout=patience(20))
     with contextlib.closing(held):
         held.connect()
@@ -168,3 +185,55 @@ def test_a_taken_port_is_named(front):
     host, port = front.address
     with pytest.raises(UserError, match=f"{host}:{port}.*trainer.ppo.port"):
         Front(host, port, "unused", {})
+
+
+TOKEN = "0123456789abcdef"
+
+
+def test_requests_bring_the_token(triton):
+    with contextlib.closing(make_front(triton, TOKEN)) as front:
+        for path in ("/v2/health/live", "/v2/models/critic_save/ready", "/v2/nothing"):
+            for credentials in (
+                {},
+                {"Authorization": TOKEN},
+                {"Authorization": f"Bearer {TOKEN}0"},
+            ):
+                status, _headers, reply = ask(front, "GET", path, **credentials)
+                assert status == 401 and "token" in json.loads(reply)["error"]
+                assert TOKEN.encode() not in reply
+        for body in (b"{}", bytes(2**21), "ä".encode()):
+            assert ask(front, "POST", INFER, body, Authorization="Bearer \xff")[0] == 401
+        assert not triton.seen
+        assert ask(front, "POST", INFER, b"{}", Authorization=f"Bearer {TOKEN}")[0] == 200
+
+
+def test_clients_send_the_token_and_say_which_one_is_asked_for(triton):
+    """A request, a communicator and a fleet, with the right token and with others."""
+    with contextlib.closing(make_front(triton, TOKEN)) as front:
+        address = front.address
+        assert http_status(*address, "/v2", patience(20), TOKEN) == 200
+        assert http_status(*address, "/v2", patience(20)) == 401
+        request = InferRequest("critic_infer", {"x": np.zeros(1)})
+        with pytest.raises(ServerRequestError, match="asks for a token"):
+            Exchange(*address).run(request, patience(20))
+        for token, words in ((None, "this job has none"), ("x" * 16, "another one")):
+            expected = f"{words}.*NEMO_ALIGNER_TOKEN, or remote_critic_rm.token_file"
+            with HTTPCommunicator(token=token) as communicator:
+                with pytest.raises(ServerMismatchError, match=expected):
+                    communicator.add_server_by_name("critic_infer", *address)
+            spec = RewardModelSpec(None, "critic_infer", (address,), 1.0, "remote_rm.reward_model")
+            fleet = Fleet(spec, reward_model_endpoint(), 60.0, 60.0, token=token)
+            with contextlib.closing(fleet):
+                with pytest.raises(ServerMismatchError, match=f"{words}.*remote_rm.token_file"):
+                    while not fleet.wait_until_ready(1.0):
+                        pass
+        with HTTPCommunicator(token=TOKEN) as communicator:
+            communicator.add_server_by_name("critic_infer", *address)
+
+
+def test_a_client_warns_of_a_server_without_a_token(front, monkeypatch):
+    lines = []
+    monkeypatch.setattr(http_communicator.logging, "warning", lines.append)
+    with HTTPCommunicator(token=TOKEN) as communicator:
+        communicator.add_server_by_name("critic_infer", *front.address)
+    assert len(lines) == 1 and "without the token" in lines[0], lines

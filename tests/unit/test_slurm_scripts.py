@@ -28,7 +28,8 @@ PROGRAMS = {
     # The job that ends first ends the others, so each waits until all are there.
     "srun": (
         "import json, os, sys, time\n"
-        "call = {'words': sys.argv[1:], 'address': os.environ['MASTER_ADDR']}\n"
+        "call = {'words': sys.argv[1:], 'address': os.environ['MASTER_ADDR'],"
+        " 'token': os.environ['NEMO_ALIGNER_TOKEN']}\n"
         "with open(os.environ['CALLS'], 'a') as file:\n"
         "    file.write(json.dumps(call) + '\\n')\n"
         "while len(open(os.environ['CALLS']).readlines()) < int(os.environ['JOBS']):\n"
@@ -59,12 +60,18 @@ def submit(tmp_path, monkeypatch):
             env[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] = ",".join(nodes)
             env[f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}"] = str(len(nodes))
         subprocess.run(["bash", str(script)], env=env, cwd=tmp_path, check=True, timeout=60)
-        started = {}
+        started, tokens = {}, set()
         for line in calls.read_text().splitlines():
             call = json.loads(line)
             words = call["words"]
+            assert call["token"] not in " ".join(words)
+            tokens.add(call["token"])
             at = words.index("-u") + 1
             started[words[at].rpartition("/")[2]] = (words[at + 1 :], call["address"])
+        # The configuration is checked as in the jobs.
+        (token,) = tokens
+        monkeypatch.setenv("NEMO_ALIGNER_TOKEN", token)
+        assert len(token) == 64
         return started
 
     return run

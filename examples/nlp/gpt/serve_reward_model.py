@@ -120,6 +120,7 @@ def endpoint_options(inference_cfg: DictConfig) -> dict[str, object]:
     names = (
         "host",
         "port",
+        "token_file",
         "model_name",
         "max_queue_delay_microseconds",
         "strip_sequence_length_to_multiple",

@@ -21,6 +21,9 @@ DEVICES=${DEVICES:-1} NODES=${NODES:-1}
 LAUNCH=${LAUNCH:-}            # srun on a cluster
 HOST=${HOST:-$(if [ "$NODES" = 1 ]; then echo 127.0.0.1; else hostname; fi)}
 PORT=${PORT:-5555}
+# The reward server asks for it; other nodes may use a server only with a token.
+new_token=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
+export NEMO_ALIGNER_TOKEN=${NEMO_ALIGNER_TOKEN:-$new_token}
 PYTHON=${PYTHON:-python}
 ACCELERATOR=${ACCELERATOR:-gpu}
 
