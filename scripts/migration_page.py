@@ -342,7 +342,11 @@ def servers() -> str:
     ]
     return f"""## Servers
 
-NeMo-Aligner's clients work with these servers as they are: what it does not send is optional.
+NeMo-Aligner's clients work with these servers as they are: what it does not send is optional. They
+know no lease and cut no requests: a critic that they train and save has
+`trainer.ppo.require_lease=False`, and a larger `trainer.ppo.max_request_mb` if their updates have
+more than 64 MiB. They know no token either: they use a server on their own machine, or through a
+tunnel.
 
 {table(("Endpoint", "Inputs", "Outputs"), rows)}
 

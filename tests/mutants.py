@@ -621,6 +621,27 @@ MUTANTS = [
         "if False:",
         _unit("test_access.py", "test_other_addresses_need_a_token"),
     ),
+    Mutant(
+        "strangers may take the lease of an actor that works",
+        "servers/lease.py",
+        "if self._holder not in (None, lease) and (self._working or silent < LEASE_S):",
+        "if False:",
+        _unit("test_front.py", "test_only_the_holder_of_the_lease_changes_the_server"),
+    ),
+    Mutant(
+        "a server takes bodies of any size",
+        "servers/front.py",
+        "if length > largest:",
+        "if False:",
+        _unit("test_front.py", "test_what_triton_must_not_see_is_refused"),
+    ),
+    Mutant(
+        "the critic trains on any finite number",
+        "servers/validation.py",
+        "LARGEST_NUMBER = 1e6",
+        'LARGEST_NUMBER = float("inf")',
+        _unit("test_server_schema.py", "test_content_of_a_training_request"),
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 
+from nemo_aligner.servers.pieces import MOST_ROWS
 from nemo_aligner.servers.schema import Endpoint, reward_model_endpoint
 
 
@@ -29,7 +30,7 @@ def triton_config(endpoint: Endpoint, max_batch_size: int | None = None) -> dict
         return {"name": spec.name, "data_type": f"TYPE_{name}", "dims": list(spec.shape)}
 
     if max_batch_size is None:
-        max_batch_size = 9999999 if endpoint.batching else 0
+        max_batch_size = MOST_ROWS if endpoint.batching else 0
     return {
         "name": endpoint.name,
         "max_batch_size": max_batch_size,

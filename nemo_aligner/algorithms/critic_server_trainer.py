@@ -34,6 +34,7 @@ from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup
+from nemo_aligner.servers.front import Access
 from nemo_aligner.servers.pieces import PieceStore
 from nemo_aligner.servers.requests import pad_rows
 from nemo_aligner.servers.schema import Array, Arrays
@@ -45,7 +46,7 @@ from nemo_aligner.servers.scoring import (
     share_of_rank,
 )
 from nemo_aligner.servers.server_loop import ServerLoop
-from nemo_aligner.servers.validation import validate_training_inputs
+from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.timeline import logged_phase
 from nemo_aligner.training.token_counts import FORWARD, TRAIN, log_token_counts
@@ -101,7 +102,11 @@ class CriticServerTrainer:
 
         self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
         self.host, self.port = cfg.host, int(cfg.port)
-        self._token = server_token(cfg.host, cfg.token_file, "trainer.ppo")
+        self._access = Access(
+            server_token(cfg.host, cfg.token_file, "trainer.ppo"),
+            int(cfg.max_request_mb * 2**20),
+            cfg.require_lease,
+        )
         self.gradient_clip_val = cfg.gradient_clip_val
         self.batcher = batcher_options(
             cfg.max_queue_delay_microseconds, cfg.inference_micro_batch_size
@@ -179,7 +184,7 @@ class CriticServerTrainer:
             after_failure=self._recover,
             batcher=self.batcher,
             control=self.control,
-            token=self._token,
+            access=self._access,
             failure_grace_s=self.failure_grace_s,
         )
         self._loop.run()
@@ -197,9 +202,7 @@ class CriticServerTrainer:
         applied twice. Of a request in pieces the last one starts the update.
         """
         sent_id, piece = inputs.pop("request_id", None), inputs.pop("piece", None)
-        request_id = None
-        if sent_id is not None:
-            request_id = bytes(np.asarray(sent_id).reshape(-1)[0]).decode()
+        request_id = None if sent_id is None else read_request_id(sent_id)
         arrays = self._check_training(inputs)
         if request_id is not None and request_id in self._replies:
             logging.warning(

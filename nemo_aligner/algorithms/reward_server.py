@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_aligner.config.access import server_token
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.front import Access
 from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.scoring import Scorer, batcher_options
 from nemo_aligner.servers.server_loop import ServerLoop
@@ -52,6 +53,7 @@ class RewardModelServer:
             refuses none.
         token_file: of the token that clients must bring; None: that in the environment, if there
             is one (config/access.py). Needed if other machines can reach `host`.
+        max_request_mb: largest body of a request, in MiB.
 
     Raises:
         ConfigError: there is no token although one is needed, or it cannot be read.
@@ -71,10 +73,14 @@ class RewardModelServer:
     needs_prompt_lengths: bool = False
     tokenizer: Any = None
     token_file: str | None = None
+    max_request_mb: float = 64
 
     def __post_init__(self) -> None:
         self._loop: ServerLoop | None = None
-        self._token = server_token(self.host, self.token_file, "inference")
+        self._access = Access(
+            server_token(self.host, self.token_file, "inference"),
+            int(self.max_request_mb * 2**20),
+        )
         self._scorer = Scorer(
             self._score_rows,
             self.tokenize_func,
@@ -104,7 +110,7 @@ class RewardModelServer:
                 self.max_queue_delay_microseconds, self.inference_micro_batch_size
             ),
             control=self._scorer.control,
-            token=self._token,
+            access=self._access,
         )
         self._loop.run()
 

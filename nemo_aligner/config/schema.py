@@ -184,15 +184,15 @@ _RS = (
 )
 _REWARD_SERVER = {"rm_model_file"} | dotted(
     "inference",
-    """host port token_file model_name max_queue_delay_microseconds inference_micro_batch_size
-    micro_batch_size strip_sequence_length_to_multiple reward_fn reward_fn_workers
-    reward_fn_timeout_s reward_fn_fallback""",
+    """host port token_file max_request_mb model_name max_queue_delay_microseconds
+    inference_micro_batch_size micro_batch_size strip_sequence_length_to_multiple reward_fn
+    reward_fn_workers reward_fn_timeout_s reward_fn_fallback""",
 )
 _CRITIC = dotted(
     "trainer.ppo",
-    """host port token_file combine_rm_and_critic_server max_steps gradient_clip_val
-    max_queue_delay_microseconds strip_sequence_length_to_multiple inference_micro_batch_size
-    alarms.replica_check_interval""",
+    """host port token_file max_request_mb require_lease combine_rm_and_critic_server max_steps
+    gradient_clip_val max_queue_delay_microseconds strip_sequence_length_to_multiple
+    inference_micro_batch_size alarms.replica_check_interval""",
 ) | dotted("model", "loss_clip_val loss_reduction offload_adam_states")
 _RM = dotted(
     "trainer.rm",

@@ -139,6 +139,7 @@ def check_one_reward_per_sample(model: Mapping) -> None:
 def _check_serving(values: Values, section: str) -> None:
     """What the servers have in common; `section` holds their port."""
     values.port(f"{section}.port")
+    values.number(f"{section}.max_request_mb", 64, 2047)
     server_token(values.get(f"{section}.host"), values.get(f"{section}.token_file"), section)
     values.number(f"{section}.max_queue_delay_microseconds", 0)
     values.whole(f"{section}.strip_sequence_length_to_multiple", 1)

@@ -30,8 +30,10 @@ from nemo_aligner.servers.exchange import (
     NoReplyInTimeError,
     NotServingError,
     http_status,
+    token_header,
     type_and_message,
 )
+from nemo_aligner.servers.lease import LEASE_HEADER, Lease
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.served_model import ServedModel, fit_requests, merge_replies
 
@@ -87,6 +89,7 @@ class ServerConnection:
     ):
         self.host, self.port, self._token = host, port, token
         self.inference_timeout_s, self.setting = inference_timeout_s, setting
+        self._lease: Lease | None = None
         self._waiting: deque[_Request] = deque()
         self._in_flight: set[_Request] = set()
         self._lock = threading.Condition()
@@ -98,6 +101,19 @@ class ServerConnection:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+    def take_lease(self) -> None:
+        """Become the one client that may change the server; requests name the lease from now on.
+
+        Raises:
+            LeaseTakenError: another client is.
+        """
+        if self._lease is None:
+            self._lease = Lease(self.host, self.port, self._token)
+
+    def _headers(self) -> dict[str, str]:
+        lease = None if self._lease is None else self._lease.id
+        return token_header(self._token) | ({} if lease is None else {LEASE_HEADER: lease})
 
     def submit(
         self,
@@ -129,7 +145,7 @@ class ServerConnection:
                 check(reply)
             return reply
 
-        request = _Request(parts, finish, alone, Exchange(self.host, self.port, self._token))
+        request = _Request(parts, finish, alone, Exchange(self.host, self.port, self._headers()))
         with self._lock:
             if self._closed:
                 raise ServerRequestError(f"{endpoint} at {self}: this client is closed")
@@ -149,6 +165,8 @@ class ServerConnection:
                 self._fail(request, "this client was closed before the reply came")
                 request.exchange.abort()
         self._watcher.join(1.0)
+        if self._lease is not None:
+            self._lease.close()
 
     # ---- callers hold the lock ----
 

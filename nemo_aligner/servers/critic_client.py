@@ -114,7 +114,9 @@ class SaveFuture(RankZeroFuture[int]):
 
 
 class _NoStatus:
-    """In place of the reply of a server without `critic_status`, on rank 0."""
+    """In place of a reply, on rank 0: a server without `critic_status` gives none, nor does a
+    lease.
+    """
 
     def done(self, timeout_s: float) -> bool:
         return True
@@ -188,9 +190,15 @@ class RemoteGPTRMCriticClient:
             self.save_name: schema.critic_save_endpoint(),
         }
         servers = dict.fromkeys(endpoints, (self.cfg.critic.ip, self.cfg.critic.port))
+
+        def take_lease() -> _NoStatus:
+            self.communicator.connections[self.train_name].take_lease()
+            return _NoStatus()
+
         try:
             self.communicator.create_http_communicator_from_dict(servers, endpoints)
-        except (ServerUnreachableError, ServerMismatchError):
+            StatusFuture(_on_rank_zero(take_lease)).result()
+        except (ServerUnreachableError, ServerMismatchError, ServerRequestError):
             self.communicator.close()
             raise
         self.communicator.print_server_dict()

@@ -103,11 +103,11 @@ class Exchange:
 
     Args:
         host, port: of the server.
-        token: that it asks for, or None.
+        headers: of this client, beside those of the request.
     """
 
-    def __init__(self, host: str, port: int, token: str | None = None):
-        self._token = token
+    def __init__(self, host: str, port: int, headers: Mapping[str, str] | None = None):
+        self._headers = headers or {}
         self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
         self._aborted = False
 
@@ -127,7 +127,7 @@ class Exchange:
             connected = True
             _watch_peer(self._connection.sock)
             self._connection.sock.settimeout(timeout_s)
-            headers = {**request.headers, **token_header(self._token)}
+            headers = {**request.headers, **self._headers}
             self._connection.request("POST", request.path, request.body, headers)
             response = self._connection.getresponse()
             if response.length is None and not response.chunked:

@@ -65,6 +65,7 @@ from nemo_aligner.servers.exchange import (
     NotServingError,
     asks_for_no_token,
     http_status,
+    token_header,
     token_problem,
     type_and_message,
 )
@@ -298,7 +299,7 @@ class Fleet:
                 self._waiting[0],
                 server,
                 server.served,
-                Exchange(server.host, server.port, self._token),
+                Exchange(server.host, server.port, token_header(self._token)),
             )
             threading.Thread(
                 target=self._send, args=(sending,), daemon=True, name=f"request to {server}"

@@ -5,8 +5,9 @@
 Triton itself listens on a Unix socket that only this user can open (socket_triton.py). What
 reaches it has passed here: a GET of health, description and readiness, and a POST to an endpoint
 that is served, in one body of known and limited size, whose JSON can be read; with the token, if
-the server has one. Everything else of Triton's HTTP interface does not exist here: repositories of
-models, shared memory, logging, tracing, chunked bodies (one of many chunks ends this Triton).
+the server has one; and with the lease, if it changes the server (lease.py). Everything else of
+Triton's HTTP interface does not exist here: repositories of models, shared memory, logging,
+tracing, chunked bodies (one of many chunks ends this Triton).
 """
 
 import contextlib
@@ -20,15 +21,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 
 from nemo.utils import logging
 
 from nemo_aligner.servers.exchange import token_header
+from nemo_aligner.servers.lease import LEASE_HEADER, LEASE_PATH, LeaseBook
 from nemo_aligner.servers.ports import check_port_is_free, port_error
+from nemo_aligner.servers.schema import Endpoint
 
 PART_BYTES = 2**20  # bodies are passed on in parts of this size
+SMALL_BODY = 2**16  # of a request without samples
 LARGEST_HEAD = 2**20  # the JSON in front of the tensors, or a body that is all JSON
 MOST_CONNECTIONS = 512
 # A connection that has sent no request yet, one between two requests, one within a body.
@@ -65,14 +70,30 @@ class _RefusedError(Exception):
         self.status = status
 
 
+@dataclass(frozen=True)
+class Access:
+    """What a server asks of its clients.
+
+    Attributes:
+        token: that every request must bring; None: none.
+        largest_body: of a request with samples, in bytes.
+        lease_required: whether only the client that holds the lease may change the server, also
+            while nobody holds it.
+    """
+
+    token: str | None = None
+    largest_body: int = 2**26
+    lease_required: bool = True
+
+
 class Front(socketserver.ThreadingTCPServer):
     """The door of a server; each connection has a thread.
 
     Args:
         host, port: to listen on.
         socket_path: of Triton's Unix socket.
-        largest_body: of a request, in bytes, by endpoint.
-        token: that every request must bring; None: none.
+        endpoints: that are served.
+        access: what is asked of the clients.
 
     Raises:
         UserError: it cannot listen there.
@@ -88,13 +109,19 @@ class Front(socketserver.ThreadingTCPServer):
         host: str,
         port: int,
         socket_path: str,
-        largest_body: Mapping[str, int],
-        token: str | None = None,
+        endpoints: Sequence[Endpoint],
+        access: Access,
     ):
         super().__init__((host, port), _Handler, bind_and_activate=False)
         self.address = host, port
-        self.socket_path, self.largest_body = socket_path, largest_body
-        self._credentials = None if token is None else token_header(token)["Authorization"]
+        self.socket_path = socket_path
+        self.largest_body = {
+            endpoint.name: SMALL_BODY if endpoint.has_fixed_size else access.largest_body
+            for endpoint in endpoints
+        }
+        self.exclusive = {endpoint.name for endpoint in endpoints if endpoint.is_exclusive}
+        self.leases = LeaseBook(access.lease_required)
+        self._credentials = token_header(access.token).get("Authorization")
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._relaying = 0
         self._idle = threading.Condition()
@@ -172,6 +199,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._handle()
 
+    def do_DELETE(self) -> None:
+        self._handle()
+
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: clients probe every few seconds."""
 
@@ -180,13 +210,20 @@ class _Handler(BaseHTTPRequestHandler):
             if not self.server.admits(self.headers.get("Authorization")):
                 raise _RefusedError(401, "this server asks for a token")
             length = self._body_length()
+            if self.path == LEASE_PATH and self.server.exclusive:
+                self._lease(length)
+                return
             head = self._check(length)
         except _RefusedError as refusal:
             self._refuse(refusal)
             return
         self.connection.settimeout(BODY_S)
         connection = SocketConnection(self.server.socket_path, None)
-        with contextlib.closing(connection), self.server.relaying():
+        with (
+            contextlib.closing(connection),
+            self.server.relaying(),
+            self.server.leases.working_for(self.headers.get(LEASE_HEADER)),
+        ):
             try:
                 connection.connect()
             except OSError as error:
@@ -196,6 +233,19 @@ class _Handler(BaseHTTPRequestHandler):
             connection.request(self.command, self.path, self._body(head, length), headers)
             self._reply(connection.getresponse())
         self.connection.settimeout(NEXT_REQUEST_S)
+
+    def _lease(self, length: int) -> None:
+        """Give, renew or take back the lease of the actor that asks."""
+        lease, leases = self.headers.get(LEASE_HEADER), self.server.leases
+        if length or self.command == "GET":
+            raise _RefusedError(405, f"{LEASE_PATH} takes POST and DELETE, without a body")
+        if self.command == "DELETE":
+            leases.give_back(lease)
+        elif (problem := leases.renew(lease)) is not None:
+            raise _RefusedError(409, problem)
+        self.send_response_only(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     # ---- the request ----
 
@@ -220,15 +270,20 @@ class _Handler(BaseHTTPRequestHandler):
             if length:
                 raise _RefusedError(400, "a GET has no body")
             return b""
-        if self.command == "GET" or what != "infer":
+        if self.command != "POST" or what != "infer":
             raise _RefusedError(405, f"{self.path[:200]!r} does not take {self.command}")
         largest = self.server.largest_body[endpoint]
         if length > largest:
             raise _RefusedError(
                 413,
                 f"a request to {endpoint} has {length} bytes, but this server takes at most "
-                f"{largest}. Send fewer samples at once.",
+                f"{largest}. Send fewer samples at once, or raise max_request_mb of the server.",
             )
+        lease = self.headers.get(LEASE_HEADER)
+        if endpoint in self.server.exclusive and (
+            problem := self.server.leases.refusal(endpoint, lease)
+        ):
+            raise _RefusedError(403, problem)
         return self._head(length)
 
     def _head(self, length: int) -> bytes:

@@ -16,9 +16,11 @@ from nemo.utils import logging
 
 from nemo_aligner.servers.schema import Arrays, RequestError
 
-# Body of one piece. Triton takes no body above 2 GiB, and it, its stub and PyTriton each hold a
-# copy of the one they pass on, two of them in shared memory.
-PIECE_BYTES = 2**28
+# Body of one piece. Triton, its stub and PyTriton each hold a copy of the one they pass on, two of
+# them in shared memory, and keep that memory for the next.
+PIECE_BYTES = 2**25
+# Most samples of a scoring request: between two requests of a client others have their turn.
+MOST_ROWS = 512
 # Of a server that takes no pieces; the rest is left for the header of the body.
 LARGEST_BODY = 2**31 - 2**20
 # A client sends one piece after the other: without the next one for this long it is gone.

@@ -87,6 +87,16 @@ class Endpoint:
     outputs: tuple[TensorSpec, ...]
     batching: bool
 
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether its requests change the server's state: one client at a time may send them."""
+        return not self.batching and self.name != CRITIC_STATUS
+
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether its requests hold a few numbers, never samples."""
+        return not self.batching and not any(-1 in spec.shape for spec in self.inputs)
+
 
 _SCORING_INPUTS = (
     TensorSpec("sentences", np.bytes_, (-1,), True, "text, UTF-8; wins over `tokens`"),

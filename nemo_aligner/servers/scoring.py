@@ -22,6 +22,7 @@ from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+from nemo_aligner.servers.pieces import MOST_ROWS
 from nemo_aligner.servers.requests import (
     calculate_inference_batch_padding_multiple,
     pad_batch_and_strip_sequence,
@@ -83,7 +84,7 @@ def batcher_options(
     dp_size = parallel_state.get_data_parallel_world_size()
     return {
         "max_queue_delay_microseconds": int(max_queue_delay_microseconds),
-        "preferred_batch_size": [size * dp_size for size in sizes],
+        "preferred_batch_size": sorted({min(size * dp_size, MOST_ROWS) for size in sizes}),
     }
 
 

@@ -37,6 +37,7 @@ from nemo.utils import logging
 
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore
+from nemo_aligner.servers.front import Access
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.triton_host import Handler, TritonHost
 
@@ -83,7 +84,7 @@ class ServerLoop:
             alike.
         batcher: keyword arguments of PyTriton's DynamicBatcher.
         control: the group over which operations get their inputs.
-        token: that clients must bring; None: none.
+        access: what is asked of the clients.
         heartbeat_s: pause between two announcements when idle.
         stop_grace_s: how long an operation may run on after a stop request before the process
             ends without it.
@@ -101,7 +102,7 @@ class ServerLoop:
         after_failure: Callable[[ServerSignal], None],
         batcher: Mapping[str, Any],
         control: ControlGroup,
-        token: str | None = None,
+        access: Access,
         heartbeat_s: float = 1.0,
         stop_grace_s: float = 5.0,
         failure_grace_s: float = 30.0,
@@ -111,7 +112,7 @@ class ServerLoop:
         self.batcher, self.control, self.heartbeat_s = batcher, control, heartbeat_s
         self.stop_grace_s, self.failure_grace_s = stop_grace_s, failure_grace_s
         self.rank = control.rank
-        self._triton = TritonHost(host, port, token)
+        self._triton = TritonHost(host, port, access)
         self._store = JobStore(control.size, f"nemo_aligner/{name}/{port}")
         self._queue: queue.Queue[_Job] = queue.Queue()
         self._admission = threading.Lock()

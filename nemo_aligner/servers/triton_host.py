@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 from nemo.utils import logging
 
-from nemo_aligner.servers.front import Front, SocketConnection
+from nemo_aligner.servers.front import Access, Front, SocketConnection
 from nemo_aligner.servers.locks import lock_method
-from nemo_aligner.servers.pieces import LARGEST_BODY
+from nemo_aligner.servers.pieces import MOST_ROWS
 from nemo_aligner.servers.schema import Arrays, Endpoint, triton_tensors
 from nemo_aligner.servers.triton_environment import prepare_triton_environment
 
@@ -32,11 +32,11 @@ class TritonHost:
 
     Args:
         host, port: to listen on.
-        token: that clients must bring; None: none.
+        access: what is asked of the clients.
     """
 
-    def __init__(self, host: str, port: int, token: str | None = None):
-        self.host, self.port, self._token = host, port, token
+    def __init__(self, host: str, port: int, access: Access):
+        self.host, self.port, self._access = host, port, access
         self._triton: Any = None  # a `SocketTriton` while it runs
         self._front: Front | None = None
         self._directory: str | None = None
@@ -66,8 +66,8 @@ class TritonHost:
         from nemo_aligner.servers.socket_triton import SocketTriton
 
         triton = SocketTriton(self._directory)
-        largest_body = {endpoint.name: LARGEST_BODY for endpoint, _function in endpoints}
-        self._front = Front(self.host, self.port, triton.socket_path, largest_body, self._token)
+        served = [endpoint for endpoint, _function in endpoints]
+        self._front = Front(self.host, self.port, triton.socket_path, served, self._access)
         self._triton = triton
         try:
             for endpoint, function in endpoints:
@@ -96,7 +96,7 @@ class TritonHost:
 
         if endpoint.batching:
             config = ModelConfig(
-                batching=True, max_batch_size=9999999, batcher=DynamicBatcher(**batcher)
+                batching=True, max_batch_size=MOST_ROWS, batcher=DynamicBatcher(**batcher)
             )
         else:
             config = ModelConfig(batching=False, max_batch_size=0)

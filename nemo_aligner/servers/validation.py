@@ -20,6 +20,10 @@ from nemo_aligner.servers.schema import (
     TensorSpec,
 )
 
+# Returns and values beyond are nobody's; an update with them would destroy the critic.
+LARGEST_NUMBER = 1e6
+LONGEST_ID = 64
+
 _NOT_COMBINED = (
     "The critic server gives no rewards: its job has "
     "trainer.ppo.combine_rm_and_critic_server=False, this one "
@@ -117,7 +121,8 @@ def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
         return
     others = {bytes(fingerprint) for fingerprint in sent.reshape(-1)} - {own.encode()}
     if others:
-        theirs = "; ".join(sorted(fingerprint.decode(errors="replace") for fingerprint in others))
+        names = sorted(other[:80].decode(errors="replace") for other in others)[:3]
+        theirs = "; ".join(names)
         raise RequestError(
             f"the policy's tokenizer ({theirs}) is not this server's ({own}): token ids do not "
             "mean the same to both, and training on such scores would be nonsense. Serve a reward "
@@ -191,14 +196,30 @@ def validate_training_inputs(
             "else 0."
         )
     for name, array in (("returns", returns), ("prev_values", prev_values)):
-        bad = ~np.isfinite(array) & (mask > 0)
+        with np.errstate(invalid="ignore"):  # a comparison with NaN is False
+            bad = ~(np.abs(array) <= LARGEST_NUMBER) & (mask > 0)
         if bad.any():
             row, column = (int(i[0]) for i in np.nonzero(bad))
             raise RequestError(
                 f"'{name}' is {array[row, column]} in sample {row}, column {column}, where 'mask' "
-                "is 1: send finite numbers there (an update with this batch would destroy the "
-                "critic)."
+                f"is 1: send finite numbers there, at most {LARGEST_NUMBER:.0e} (an update with "
+                "this batch would destroy the critic). Scale rewards that are larger."
             )
+
+
+def read_request_id(sent: np.ndarray) -> str:
+    """Return the id of a train request, bytes [1].
+
+    Raises:
+        RequestError: it is longer than `LONGEST_ID` bytes, or no ASCII text.
+    """
+    request_id = bytes(np.asarray(sent).reshape(-1)[0])
+    if not 0 < len(request_id) <= LONGEST_ID or not request_id.isascii():
+        raise RequestError(
+            f"'request_id' has {len(request_id)} bytes and begins with {request_id[:16]!r}: send "
+            f"1 to {LONGEST_ID} ASCII characters."
+        )
+    return request_id.decode()
 
 
 # ---- replies ----

@@ -25,8 +25,9 @@ from tests.patience import Deadline, patience, wait_until
 from tests.warm_start import start_python
 
 VOCAB, WIDTH = 32, 8
-# Ids that make the model raise (ranks without it then wait in a collective), or sleep a minute.
-RAISE, SLEEP = 30, 28
+# Ids that make the model raise (ranks without it then wait in a collective), sleep a minute, or
+# half a second.
+RAISE, SLEEP, NAP = 30, 28, 29
 
 
 class TinyTokenizer:
@@ -69,6 +70,8 @@ def build_model():
             if (tokens == SLEEP).any():
                 print("the model met SLEEP", flush=True)
                 time.sleep(60)
+            if (tokens == NAP).any():
+                time.sleep(0.5)
             if (tokens == RAISE).any():
                 raise ArithmeticError("the model met a token it cannot stand")
             if torch.distributed.is_initialized():
@@ -258,6 +261,7 @@ class CriticJob:
                 "host": "127.0.0.1",
                 "port": self.port,
                 "combine_rm_and_critic_server": combined,
+                "require_lease": False,  # for clients without our checks
                 "inference_micro_batch_size": 2,
                 "gradient_clip_val": 1.0,
                 **cfg,

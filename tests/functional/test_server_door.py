@@ -12,14 +12,19 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
 import pytest
+import torch
+from omegaconf import OmegaConf
 
-from nemo_aligner.servers.exchange import token_header
-from tests.functional.critic_job import CriticJob
+from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
+from nemo_aligner.servers.exchange import Exchange, InferRequest, token_header
+from tests.functional.critic_job import NAP, CriticJob
 from tests.patience import patience
 
 pytestmark = pytest.mark.timeout(300)
@@ -49,7 +54,8 @@ def job(tmp_path_factory):
     token_file = tmp_path_factory.mktemp("secret") / "token"
     token_file.write_text(TOKEN)
     token_file.chmod(0o600)
-    with CriticJob(token_file=str(token_file)) as job:
+    with CriticJob(token_file=str(token_file), require_lease=True) as job:
+        job.token_file = str(token_file)
         yield job.wait_until_serving()
         job.signal_rank(0)
         job.must_exit_with(0)
@@ -91,10 +97,21 @@ def listening_ports(job):
 
 def http_ports(job):
     """The ports of `listening_ports` behind which is an HTTP server; others belong to gloo."""
-    ports = [port for _address, port in listening_ports(job)]
-    with ThreadPoolExecutor(len(ports)) as pool:
-        live = pool.map(lambda port: ask(port, "GET", "/v2/health/live", limit_s=5)[0], ports)
-        return [port for port, status in zip(ports, live) if status]
+    others = [port for _address, port in listening_ports(job) if port != job.port]
+
+    def replies(port):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+        with (
+            contextlib.closing(connection),
+            contextlib.suppress(OSError, http.client.HTTPException),
+        ):
+            connection.request("GET", "/v2/health/live")
+            return connection.getresponse().status
+        return None
+
+    with ThreadPoolExecutor(len(others)) as pool:
+        live = pool.map(replies, others)
+        return [job.port, *(port for port, status in zip(others, live) if status)]
 
 
 def test_another_user_cannot_have_triton_run_python(job, tmp_path):
@@ -111,9 +128,7 @@ def test_another_user_cannot_have_triton_run_python(job, tmp_path):
     hostile = HOSTILE.format(marker=str(marker)).encode()
     files = {"file:1/model.py": base64.b64encode(hostile).decode()}
     load = json.dumps({"parameters": {"config": json.dumps(config), **files}})
-    ports = http_ports(job)
-    assert job.port in ports
-    for port in ports:
+    for port in http_ports(job):
         for headers in [{}, *({"triton-access-token": secret} for secret in secrets)]:
             for path, body in (
                 ("/v2/repository/models/evil/load", load),
@@ -183,7 +198,7 @@ socket.socket(socket.AF_UNIX).connect(sys.argv[1])
         ("GET", "/v2/models/critic_infer/infer", None, {}, 405),
         ("POST", "/v2/models/critic_infer/config", "{}", {}, 405),
         ("POST", "/v2/models/critic_infer/generate", "{}", {}, 404),
-        ("DELETE", "/v2/models/critic_infer", None, {}, 501),
+        ("DELETE", "/v2/models/critic_infer", None, {}, 405),
         ("POST", "/v2/models/critic_infer/infer", DEEP, {}, 400),
         ("POST", "/v2/models/critic_infer/infer", b"[1]", {}, 400),
         ("POST", "/v2/models/critic_infer/infer", b"x", {"Content-Encoding": "gzip"}, 411),
@@ -217,3 +232,122 @@ def test_a_client_keeps_its_connection(job):
             outputs = {out["name"]: out["data"] for out in json.loads(reply.read())["outputs"]}
             assert reply.status == 200 and np.isfinite(outputs["values"]).all()
         assert connection.sock is not None
+
+
+# ---- limits ----
+
+
+def held(job):
+    """Bytes of shared memory of the job, and of memory of its processes."""
+    job.look_around()
+    shared = sum(os.stat(path).st_size for path in job._shared_memory if os.path.exists(path))
+    return shared, sum(process.memory_info().rss for process in family(job))
+
+
+def infer_request(rows, token=1):
+    tokens = np.full((rows, 8), token)
+    return InferRequest(
+        "critic_infer", {"tokens": tokens, "sequence_lengths": np.full((rows, 1), 8)}
+    )
+
+
+def send(job, request, limit_s=60):
+    return Exchange("127.0.0.1", job.port, token_header(TOKEN)).run(request, patience(limit_s))
+
+
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_a_refused_request_costs_no_memory(job, token):
+    assert_serving(job)
+    shared, memory = held(job)
+    for path in ("critic_infer", "critic_train"):
+        sent = {"Inference-Header-Content-Length": "2"}
+        body = b"{}" + bytes(200 * 10**6)
+        status, reply = ask(
+            job.port, "POST", f"/v2/models/{path}/infer", body, sent, token=token, limit_s=60
+        )
+        assert status == (413 if token else 401) and (not token or b"67108864" in reply)
+    now_shared, now_memory = held(job)
+    assert now_shared == shared and now_memory - memory < 50e6
+    assert_serving(job)
+
+
+def test_a_request_of_too_many_samples_is_refused_at_once(job):
+    before = time.monotonic()
+    with pytest.raises(ServerRequestError, match="must be <= 512"):
+        send(job, infer_request(20_000))
+    assert time.monotonic() - before < patience(5)
+    assert_serving(job)
+
+
+def actor(job):
+    """The client of an actor."""
+    section = {"critic": {"ip": "127.0.0.1", "port": job.port}, "init_timeout_s": patience(20)}
+    section |= {"token_file": job.token_file, "combine_rm_and_critic_server": True}
+    return RemoteGPTRMCriticClient(OmegaConf.create(section))
+
+
+def test_others_have_their_turn_while_many_samples_are_scored(job):
+    """Six requests of half a second each, of which the client makes one; a second client need not
+    wait for all.
+    """
+    client = actor(job)
+    tokens = torch.full((6 * 512, 8), NAP)
+    lengths = torch.full((6 * 512,), 8)
+    began = time.monotonic()
+    many = client.infer_rm_critic({"response_tokens": tokens, "response_lengths": lengths})
+    time.sleep(0.5)
+    send(job, infer_request(1))
+    waited = time.monotonic() - began
+    rewards, values = many.result()
+    assert len(rewards) == len(values) == 6 * 512
+    assert time.monotonic() - began - waited > 1.0
+    client.close()
+
+
+# ---- the lease ----
+
+
+def train_request(request_id=b"update", returns=1.0):
+    numbers = {name: np.ones((2, 4), np.float32) for name in ("prev_values", "mask")}
+    numbers["returns"] = np.full((2, 4), returns, np.float32)
+    tokens = {"tokens": np.ones((2, 5), np.int64), "request_id": np.array([request_id])}
+    return InferRequest("critic_train", {**tokens, **numbers})
+
+
+SAVE = InferRequest(
+    "critic_save", {"dummy_var": np.zeros(1, np.int64), "actor_step": np.array([99])}
+)
+
+
+def test_strangers_neither_train_nor_save(job):
+    """They have the token, and no lease; not before the actor comes, beside it, or after it."""
+    checkpoint = job.directory / "checkpoint.json"
+
+    def refused():
+        for request in (SAVE, train_request()):
+            with pytest.raises(ServerRequestError, match="for the actor that holds the lease"):
+                send(job, request)
+        return True
+
+    assert refused() and not checkpoint.exists()
+    client = actor(job)
+    assert refused()
+    assert client.save(actor_step=7).result() == 0
+    with pytest.raises(ServerRequestError, match="another actor holds the lease"):
+        actor(job)
+    assert refused()
+    client.close()
+    assert refused()
+    assert json.loads(checkpoint.read_text())["actor_step"] == 7
+    client = actor(job)  # the next one need not wait
+    assert client.status()["actor_step"] == 7
+    lease = {"NeMo-Aligner-Lease": client.communicator.connections["critic_train"]._lease.id}
+    holder = Exchange("127.0.0.1", job.port, {**token_header(TOKEN), **lease})
+    for request, words in (
+        (train_request(b"x" * 10**6), "65536|64 ASCII"),
+        (train_request(returns=1e18), "'returns' is 9.99.*e\\+17"),
+    ):
+        with pytest.raises(ServerRequestError, match=words):
+            holder.run(request, patience(30))
+    assert client.status()["critic_step"] == 0
+    client.close()

@@ -20,6 +20,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "benchmarks/README.md",
     ROOT / "examples/quickstart/README.md",
     *sorted((ROOT / "docs").glob("*.md")),

@@ -7,6 +7,7 @@ import http.client
 import json
 import socketserver
 import threading
+import time
 from http.server import BaseHTTPRequestHandler
 
 import numpy as np
@@ -16,12 +17,19 @@ from nemo_aligner.config.reward_models import RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import front as front_module
 from nemo_aligner.servers import http_communicator
+from nemo_aligner.servers import lease as lease_module
+from nemo_aligner.servers.connection import ServerConnection
 from nemo_aligner.servers.exchange import Exchange, InferRequest, http_status
 from nemo_aligner.servers.fleet import Fleet
-from nemo_aligner.servers.front import Front
+from nemo_aligner.servers.front import Access, Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
+from nemo_aligner.servers.lease import LeaseTakenError
 from nemo_aligner.servers.ports import find_free_port
-from nemo_aligner.servers.schema import reward_model_endpoint
+from nemo_aligner.servers.schema import (
+    critic_infer_endpoint,
+    critic_save_endpoint,
+    reward_model_endpoint,
+)
 from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.patience import patience, wait_until
 
@@ -77,9 +85,10 @@ def front(triton):
         yield server
 
 
-def make_front(triton, token=None):
-    limits = {"critic_infer": 3 * 2**20, "critic_save": 100}
-    server = Front("127.0.0.1", find_free_port(), triton.server_address, limits, token)
+def make_front(triton, token=None, lease_required=True):
+    endpoints = [critic_infer_endpoint(True), critic_save_endpoint()]
+    access = Access(token, 3 * 2**20, lease_required)
+    server = Front("127.0.0.1", find_free_port(), triton.server_address, endpoints, access)
     server.open()
     return server
 
@@ -136,7 +145,7 @@ def test_a_request_and_its_reply_pass_unchanged(front, triton):
         ("POST", INFER, b"{}", {"Content_Length": "-1"}, 400, "'-1'"),
         ("POST", INFER, b"{}", {"Inference_Header_Content_Length": "3"}, 413, "3 bytes"),
         ("POST", INFER, b" " * (2**20 + 1), {}, 413, "1048576"),
-        ("POST", SAVE, b"{}" + b" " * 99, {}, 413, "101 bytes, but this server takes at most 100"),
+        ("POST", SAVE, b"{}" + b" " * 2**16, {}, 413, "this server takes at most 65536"),
         ("POST", INFER, bytes(2**23), {}, 413, "8388608"),
     ],
 )  # fmt: skip
@@ -184,7 +193,7 @@ def test_a_connection_without_a_request_is_closed(front, monkeypatch):
 def test_a_taken_port_is_named(front):
     host, port = front.address
     with pytest.raises(UserError, match=f"{host}:{port}.*trainer.ppo.port"):
-        Front(host, port, "unused", {})
+        Front(host, port, "unused", [], Access())
 
 
 TOKEN = "0123456789abcdef"
@@ -237,3 +246,80 @@ def test_a_client_warns_of_a_server_without_a_token(front, monkeypatch):
     with HTTPCommunicator(token=TOKEN) as communicator:
         communicator.add_server_by_name("critic_infer", *front.address)
     assert len(lines) == 1 and "without the token" in lines[0], lines
+
+
+# ---- the lease ----
+
+A, B = "a" * 32, "b" * 32
+
+
+def lease(front, method, holder):
+    return ask(front, method, lease_module.LEASE_PATH, NeMo_Aligner_Lease=holder)[0]
+
+
+def save(front, holder=None):
+    headers = {} if holder is None else {"NeMo_Aligner_Lease": holder}
+    status, _headers, reply = ask(front, "POST", SAVE, b"{}", **headers)
+    return status, json.loads(reply).get("error", "")
+
+
+def test_only_the_holder_of_the_lease_changes_the_server(front, triton):
+    for holder in (None, A):  # nobody holds it yet
+        status, error = save(front, holder)
+        assert status == 403 and "critic_save is for the actor that holds the lease" in error
+    assert "trainer.ppo.require_lease=False" in save(front)[1]
+    assert lease(front, "POST", A) == 200
+    assert lease(front, "POST", B) == 409
+    assert save(front, B)[0] == save(front)[0] == 403
+    assert not triton.seen
+    assert save(front, A) == (200, "")
+    assert ask(front, "POST", INFER, b"{}")[0] == 200  # scoring changes nothing
+    assert lease(front, "DELETE", B) == 200 and save(front, A)[0] == 200  # not B's to give
+    assert lease(front, "DELETE", A) == 200 and save(front, A)[0] == 403
+    assert lease(front, "POST", B) == 200 and save(front, B)[0] == 200
+
+
+@pytest.mark.parametrize("holder", ["short", "x" * 65, "with a space, and long"])
+def test_an_id_of_a_lease_has_a_limit(front, holder):
+    assert lease(front, "POST", holder) == 409
+
+
+def test_a_silent_holder_loses_the_lease_to_the_next_one_only(front, monkeypatch):
+    assert lease(front, "POST", A) == 200
+    monkeypatch.setattr(lease_module, "LEASE_S", 0.0)
+    assert save(front, A)[0] == 200  # nobody else has asked
+    assert lease(front, "POST", B) == 200
+    assert save(front, A)[0] == 403 and "Restart this actor" in save(front, A)[1]
+
+
+def test_a_holder_whose_request_is_worked_on_keeps_the_lease(front, monkeypatch):
+    monkeypatch.setattr(lease_module, "LEASE_S", 0.0)
+    assert lease(front, "POST", A) == 200
+    with front.leases.working_for(A):
+        assert lease(front, "POST", B) == 409
+    assert lease(front, "POST", B) == 200
+
+
+def test_clients_without_a_lease_where_they_are_welcome(triton):
+    with contextlib.closing(make_front(triton, lease_required=False)) as front:
+        assert save(front)[0] == 200
+        assert lease(front, "POST", A) == 200
+        assert save(front)[0] == save(front, B)[0] == 403
+        assert save(front, A)[0] == 200
+
+
+def test_a_client_takes_renews_and_gives_back_its_lease(front, monkeypatch):
+    monkeypatch.setattr(lease_module, "RENEWAL_S", 0.05)
+    monkeypatch.setattr(lease_module, "LEASE_S", 3.0)
+    connections = [ServerConnection(*front.address, patience(20), "x") for _ in range(2)]
+    first, second = connections
+    first.take_lease()
+    time.sleep(3.5)
+    assert save(front, first._headers()["NeMo-Aligner-Lease"])[0] == 200
+    with pytest.raises(LeaseTakenError, match="another actor holds the lease"):
+        second.take_lease()
+    first.close()
+    second.take_lease()
+    assert save(front, second._headers()["NeMo-Aligner-Lease"])[0] == 200
+    second.close()
+    assert lease(front, "POST", A) == 200

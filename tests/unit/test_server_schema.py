@@ -160,6 +160,9 @@ def test_rows_of_a_scoring_request_must_agree():
             {"returns": np.array([[0, 0, 0, 0], [0, np.nan, 0, 0]], np.float32)},
             ["'returns' is nan", "sample 1, column 1"],
         ),
+        ({"returns": np.full((2, 4), 1e18, np.float32)}, ["'returns' is 9.99", "at most 1e+06"]),
+        ({"prev_values": np.full((2, 4), -2e6, np.float32)}, ["'prev_values' is -2000000.0"]),
+        ({"returns": np.full((2, 4), np.inf, np.float32)}, ["'returns' is inf"]),
     ],
 )
 def test_content_of_a_training_request(change, words):
@@ -169,6 +172,22 @@ def test_content_of_a_training_request(change, words):
         )
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sent, words",
+    [
+        (b"x" * 65, "has 65 bytes"),
+        (b"x" * 10**6, "has 1000000 bytes and begins with b'xxxxxxxxxxxxxxxx'"),
+        (b"", "has 0 bytes"),
+        ("ä".encode(), "ASCII"),
+    ],
+)
+def test_ids_have_a_limit(sent, words):
+    assert validation.read_request_id(np.array([b"x" * 64])) == "x" * 64
+    with pytest.raises(UserError, match=words) as caught:
+        validation.read_request_id(np.array([sent], dtype=object))
+    assert len(str(caught.value)) < 200
 
 
 def test_nan_is_allowed_where_the_mask_is_zero():

@@ -121,6 +121,7 @@ def endpoint_options(inference_cfg: DictConfig) -> dict[str, object]:
         "host",
         "port",
         "token_file",
+        "max_request_mb",
         "model_name",
         "max_queue_delay_microseconds",
         "strip_sequence_length_to_multiple",
