@@ -173,17 +173,18 @@ def save_error(path: Path, error: OSError, needed: int | None = None) -> SaveErr
     if error.errno not in _NO_SPACE:
         return SaveError(f"{path} cannot be written: {error}.")
     size = "" if needed is None else f"{_megabytes(needed)} are needed, "
-    try:
-        filesystem = os.statvfs(path if path.exists() else path.parent)
-        free = _megabytes(filesystem.f_bavail * filesystem.f_frsize)
-    except OSError as other:
-        free = f"what is free is not known ({other.strerror})"
-    else:
-        free += " are free"
     return SaveError(
-        f"no space left ({error.strerror}) for {path}: {size}{free}. Free some, or raise the "
-        "quota; the checkpoints that were complete before still are."
+        f"no space left ({error.strerror}) for {path}: {size}{_free_space(path)}. Free some, or "
+        "raise the quota; the checkpoints that were complete before still are."
     )
+
+
+def _free_space(path: Path) -> str:
+    try:
+        filesystem = os.statvfs(path)
+    except FileNotFoundError:  # not there yet, or another rank has removed the half already
+        filesystem = os.statvfs(path.parent)
+    return f"{_megabytes(filesystem.f_bavail * filesystem.f_frsize)} are free"
 
 
 def check_space(folder: Path, needed: int) -> None:

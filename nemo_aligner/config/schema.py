@@ -306,7 +306,7 @@ FLAGS = (
         "trainer.ppo",
         """run_init_validation use_absolute_kl normalize_advantages whiten_rewards
         adaptive_kl.enable batch_iterator.use_flask trt_llm.enable trt_llm.reshard
-        combine_rm_and_critic_server""",
+        combine_rm_and_critic_server require_lease""",
     )
     | dotted("trainer", "rs.run_init_validation rm.train_random_sampler rm.val_random_sampler")
     | {"remote_critic_rm.combine_rm_and_critic_server"}
