@@ -5,7 +5,7 @@
 # make rs           the same with rejection sampling against a served reward model
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make test-fast    unit tests of the mathematics, the configuration and the trainers (two minutes)
-# make test         all tests that run without a GPU, but for those marked full (20 minutes)
+# make test         all tests that run without a GPU, but for those marked full (15 minutes)
 # make test-full    the same, and those marked full: every split, the long jobs
 # make bench        benchmarks against Hugging Face and TRL (25 minutes); writes benchmarks/results/*.json
 #                   and the tables of docs/performance.md
