@@ -67,7 +67,8 @@ def serve_critic(port: int) -> None:
         prepare_for_inference = finish_inference = prepare_for_training = finish_training = (
             _nothing
         )
-        prepare_for_training_step = finish_training_step = zero_grad = log_metrics = _nothing
+        prepare_for_training_step = finish_training_step = zero_grad = _nothing
+        log_metrics = log_samples = _nothing
 
     nothing: Any = Nothing()
     CriticServerTrainer(
