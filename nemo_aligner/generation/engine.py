@@ -6,6 +6,7 @@ Shapes: b samples, W width of the prompts, P prompt length, R total length (prom
 vocabulary.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -111,36 +112,39 @@ class MegatronGenerator(TextGenerator):
                 all.
         """
         inputs = prompts, prompt_lengths, sample_seeds
-        return self._generate(self._chunks(), inputs, params, slots or len(prompts), on_tokens)
+        with self._decoding_model() as model:
+            return self._generate(model, inputs, params, slots or len(prompts), on_tokens)
 
     def _generate(
         self,
-        chunks: list[Any],
+        model: DecodingModel,
         inputs: Prompts,
         params: GenerationParams,
         slots: int,
         on_tokens: OnTokens | None = None,
     ) -> GenerationOutput:
-        """`generate` with the model's `chunks`."""
+        """`generate` with `model`."""
         self._check(*inputs[:2])
         groups = self._dividing_groups()
         own_slots = math.ceil(slots / self._dividing_ranks())
 
         def decode(prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
             batches = iter([(prompts, lengths, seeds)])
-            samples = self._decode(chunks, batches, params, own_slots, on_tokens)
+            samples = self._decode(model, batches, params, own_slots, on_tokens)
             return self._joined(sorted(samples, key=lambda sample: sample.number))
 
         for group in groups:
             decode = partial(_divide, decode, group, self.tokenizer.eos_id)
         return decode(*inputs)
 
-    def _chunks(self) -> list[Any]:
-        """The bare chunks to generate with."""
+    @contextlib.contextmanager
+    def _decoding_model(self) -> Iterator[DecodingModel]:
+        """The weights to generate with, gathered and packed once; the model generates inside."""
         chunks = unwrap_model(self.model)
-        if self.build_undivided is None:
-            return chunks
-        return [gather_stages(chunks, self.build_undivided)]
+        if self.build_undivided is not None:
+            chunks = [gather_stages(chunks, self.build_undivided)]
+        with decoding_mode(chunks):
+            yield DecodingModel(chunks, self.vocab_size)
 
     def _dividing_groups(self) -> list[Any]:
         """Groups whose ranks divide the samples among each other."""
@@ -160,29 +164,39 @@ class MegatronGenerator(TextGenerator):
 
         Where ranks divide the samples, they take some batches at a time and exchange the results.
         """
-        chunks = self._chunks()
-        if self._dividing_groups():
-            number = 0
-            for inputs in _drawn(iter(batches), DRAWN_AHEAD * slots):
-                output = self._generate(chunks, inputs, params, slots)
-                for places in torch.arange(len(inputs[1])).split(slots):
-                    yield (places + number).tolist(), output.at(places)
-                number += len(inputs[1])
-            return
+        with self._decoding_model() as model:
+            if self._dividing_groups():
+                yield from self._stream_divided(model, iter(batches), params, slots)
+                return
 
-        def checked() -> Iterator[Prompts]:
-            for prompts, lengths, seeds in batches:
-                self._check(prompts, lengths)
-                yield prompts, lengths, seeds
+            def checked() -> Iterator[Prompts]:
+                for prompts, lengths, seeds in batches:
+                    self._check(prompts, lengths)
+                    yield prompts, lengths, seeds
 
-        ready: list[FinishedSample] = []
-        for sample in self._decode(chunks, checked(), params, slots):
-            ready.append(sample)
-            if len(ready) == slots:
+            ready: list[FinishedSample] = []
+            for sample in self._decode(model, checked(), params, slots):
+                ready.append(sample)
+                if len(ready) == slots:
+                    yield [each.number for each in ready], self._joined(ready)
+                    ready = []
+            if ready:
                 yield [each.number for each in ready], self._joined(ready)
-                ready = []
-        if ready:
-            yield [each.number for each in ready], self._joined(ready)
+
+    def _stream_divided(
+        self,
+        model: DecodingModel,
+        batches: Iterator[Prompts],
+        params: GenerationParams,
+        slots: int,
+    ) -> Iterator[tuple[list[int], GenerationOutput]]:
+        """`stream` where ranks divide the samples."""
+        number = 0
+        for inputs in _drawn(batches, DRAWN_AHEAD * slots):
+            output = self._generate(model, inputs, params, slots)
+            for places in torch.arange(len(inputs[1])).split(slots):
+                yield (places + number).tolist(), output.at(places)
+            number += len(inputs[1])
 
     def _dividing_ranks(self) -> int:
         """Number of ranks that divide the samples."""
@@ -214,33 +228,31 @@ class MegatronGenerator(TextGenerator):
 
     def _decode(
         self,
-        chunks: list[Any],
+        model: DecodingModel,
         prompts: Iterator[Prompts],
         params: GenerationParams,
         slots: int,
         on_tokens: OnTokens | None = None,
     ) -> Iterator[FinishedSample]:
         """The samples as they end; all ranks of a TP x PP group iterate to the end."""
-        with decoding_mode(chunks):
-            model = DecodingModel(chunks, self.vocab_size)
-            cache = model.new_cache(slots)
-            batch = DecodingBatch(
-                slots, params, self._end_conditions_of(params), self.vocab_size, get_device()
-            )
-            queue = self._numbered(prompts, params)
-            try:
-                self._refill(model, cache, batch, queue, [])
-                while batch.active:
-                    finished, done = self._step(model, cache, batch, on_tokens)
-                    yield from finished
-                    self._refill(model, cache, batch, queue, done)
-            except _FailedElsewhere:
-                raise
-            except Exception as error:
-                _on_all_expert_ranks(done=False, failure=error)
-                raise
-            while not _on_all_expert_ranks(done=True):
-                self._dummy_pass(model)
+        cache = model.new_cache(slots)
+        batch = DecodingBatch(
+            slots, params, self._end_conditions_of(params), self.vocab_size, get_device()
+        )
+        queue = self._numbered(prompts, params)
+        try:
+            self._refill(model, cache, batch, queue, [])
+            while batch.active:
+                finished, done = self._step(model, cache, batch, on_tokens)
+                yield from finished
+                self._refill(model, cache, batch, queue, done)
+        except _FailedElsewhere:
+            raise
+        except Exception as error:
+            _on_all_expert_ranks(done=False, failure=error)
+            raise
+        while not _on_all_expert_ranks(done=True):
+            self._dummy_pass(model)
 
     def _refill(
         self,

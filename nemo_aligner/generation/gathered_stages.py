@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.replicas import checksum
 
 _LAYERS = "decoder.layers."
 
@@ -66,7 +67,7 @@ def gather_stages(chunks: Sequence[Any], build: Callable[[], Any]) -> Any:
         else:
             tensor.data = torch.empty(shape, dtype=dtype, device=get_device())
         torch.distributed.broadcast(tensor.data, src=ranks[stage], group=group)
-        sums.append(_checksum(tensor.data))
+        sums.append(checksum(tensor))
     _check_equal(torch.stack(sums), group)
     return model
 
@@ -84,12 +85,6 @@ def _global_weights(chunks: Sequence[Any]) -> list[tuple[str, Tensor]]:
                 name = f"{_LAYERS}{numbers[int(local)]}.{rest}"
             weights.append((name, tensor.detach()))
     return weights
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """int64 `[]`, the sum of the bits of `tensor` in words of their size."""
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.contiguous().view(words).sum(dtype=torch.int64)
 
 
 def _check_equal(sums: Tensor, group: Any) -> None:
