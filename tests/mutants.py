@@ -642,6 +642,20 @@ MUTANTS = [
         'LARGEST_NUMBER = float("inf")',
         _unit("test_server_schema.py", "test_content_of_a_training_request"),
     ),
+    Mutant(
+        "a checkpoint's configuration may call resolvers",
+        "checkpoint/file_references.py",
+        'if "${" in _REFERENCE.sub("", text):',
+        "if False:",
+        _unit("test_hostile_files.py", "test_a_configuration_calls_no_resolver"),
+    ),
+    Mutant(
+        "files outside a checkpoint are copied into the next",
+        "checkpoint/file_references.py",
+        "OmegaConf.update(config, key, OUTSIDE + value)",
+        "pass",
+        _unit("test_hostile_files.py", "test_a_file_outside_is_not_copied"),
+    ),
 ]
 
 

@@ -17,6 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint import dist_ckpt
+from nemo_aligner.checkpoint.file_references import unmarked
 
 COLUMN = ("word_embeddings.weight", "output_layer.weight")
 COLUMN += ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
@@ -92,6 +93,12 @@ def write_config(model, folder: Path, **changes) -> None:
     """`model_config.yaml` with the keys that NeMo wrote; the tokenizer is named by its path."""
     config = OmegaConf.create(OmegaConf.to_container(model.cfg) | changes)
     OmegaConf.save(config, folder / "model_config.yaml")
+
+
+def with_own_tokenizer(config):
+    """`config` as a user's who names the tokenizer of the file, which does not hold it."""
+    config.tokenizer.type = unmarked(config.tokenizer.type)
+    return config
 
 
 def write_zarr(model, folder: Path, chunk_rows: int = 3, dtype="<f4", **array) -> Path:

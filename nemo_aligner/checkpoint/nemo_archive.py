@@ -47,6 +47,13 @@ from nemo_aligner.checkpoint.checksums import (
     read_manifest,
 )
 from nemo_aligner.checkpoint.dist_ckpt import barrier
+from nemo_aligner.checkpoint.file_references import (
+    ARTIFACT_KEYS,
+    TOKENIZER_TYPE,
+    leads_out,
+    mark_outside,
+    refuse_resolvers,
+)
 from nemo_aligner.checkpoint.forms import (
     CHECKPOINT_WEIGHTS,
     CONFIG_FILE,
@@ -66,12 +73,6 @@ from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
 from nemo_aligner.core.errors import DamagedFileError, UserError
 
 ARTIFACT_PREFIX = "nemo:"
-# Configuration keys whose value may name a file that belongs in the archive. NeMo reads the same.
-ARTIFACT_KEYS = (
-    "tokenizer.model",
-    "tokenizer.vocab_file",
-    "tokenizer.merge_file",
-)
 REMOTE_CODE = "tokenizer.trust_remote_code"
 TOKENIZER_FOLDER = "tokenizer.folder"  # our copy of a Hugging Face tokenizer
 
@@ -194,15 +195,16 @@ def read_config(path: str | Path, base: Path | None = None) -> DictConfig:
     """The model configuration in a `.nemo` or a folder of NeMo 2.0; the files in it that it refers
     to get absolute paths.
 
-    That of adapters describes the model with all weights that they make with their base.
+    That of adapters describes the model with all weights that they make with their base. Files
+    that it names and does not hold stand behind `file_references.OUTSIDE`.
 
     Args:
         path: of the file or folder.
         base: where the base of adapters lies; None: where they say.
 
     Raises:
-        UserError: a reference leads out of the archive, or NeMo 2.0 built a model that is not
-            supported.
+        UserError: a reference leads out of the archive, a value calls a resolver, or NeMo 2.0
+            built a model that is not supported.
     """
     config = read_stored_config(path, None if base is None else read_config(base))
     return config if adapters.base_in(config) is None else adapters.without_adapter_keys(config)
@@ -219,23 +221,33 @@ def read_stored_config(path: str | Path, model: DictConfig | None = None) -> Dic
     path = Path(path).resolve()
     if peft_config.is_folder(path):
         base = read_config(peft_reading.base_path(path)) if model is None else model
-        return peft_reading.adapter_section(path, base)
-    if nemo2.is_folder(path):
-        return nemo2.read_config(path)
-    if hugging_face.is_folder(path):
-        return hugging_face.model_section(path)
+        config = peft_reading.adapter_section(path, base)
+        refuse_resolvers(config, path)
+        return config  # the tokenizer is that of the base
+    if nemo2.is_folder(path) or hugging_face.is_folder(path):
+        nemo_2 = nemo2.is_folder(path)
+        config = nemo2.read_config(path) if nemo_2 else hugging_face.model_section(path)
+        refuse_resolvers(config, path)
+        mark_outside(config, path)
+        return config
+    return _read_archive(path)
+
+
+def _read_archive(path: Path) -> DictConfig:
+    """`read_stored_config` of a `.nemo` or a checkpoint of a job."""
     folder = _unpack_small_members(path)
     try:
         config = OmegaConf.load(folder / CONFIG_FILE)
     except YAMLError as error:
         raise UserError(f"{CONFIG_FILE} in {path} is damaged ({error}); copy it again.") from error
     assert isinstance(config, DictConfig)
+    refuse_resolvers(config, path)
     _set_nemo_gelu(config)
-    for key in (*ARTIFACT_KEYS, "tokenizer.type", TOKENIZER_FOLDER):
+    for key in (*ARTIFACT_KEYS, TOKENIZER_TYPE, TOKENIZER_FOLDER):
         value = OmegaConf.select(config, key, throw_on_missing=False)
         if isinstance(value, str) and value.startswith(ARTIFACT_PREFIX):
             OmegaConf.update(config, key, _inside(folder, value, path))
-        elif key in ARTIFACT_KEYS and isinstance(value, str) and not os.path.exists(value):
+        elif key in ARTIFACT_KEYS and isinstance(value, str) and value:
             # In old archives the path is the one of the machine that wrote them.
             beside = folder / Path(value).name
             if beside.is_file():
@@ -250,14 +262,15 @@ def read_stored_config(path: str | Path, model: DictConfig | None = None) -> Dic
     if own_copy is not None:
         config.tokenizer.type = own_copy
         del config.tokenizer[TOKENIZER_FOLDER.split(".")[1]]
+    mark_outside(config, folder)
     return config
 
 
 def _inside(folder: Path, reference: str, path: Path) -> str:
     """The path of what `nemo:<name>` means in the archive at `path`, unpacked in `folder`."""
-    # By name, not resolved: in a folder, files may be links (the Hugging Face hub's cache).
-    file = Path(os.path.normpath(folder / reference.removeprefix(ARTIFACT_PREFIX)))
-    if not file.is_relative_to(folder):
+    name = Path(reference.removeprefix(ARTIFACT_PREFIX))
+    file = folder / name
+    if name.is_absolute() or ".." in name.parts or leads_out(file, folder):
         raise UserError(f"{path}: {reference} leads out of the archive; do not use this file.")
     return str(file)
 

@@ -24,9 +24,10 @@ from torch import Tensor
 from nemo_aligner.checkpoint import dist_ckpt, torch_dist_stream
 from nemo_aligner.checkpoint.checksums import Checksums, check_space, sync_folder, write_manifest
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
+from nemo_aligner.checkpoint.file_references import ARTIFACT_KEYS, TOKENIZER_TYPE, unmarked
 from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
-from nemo_aligner.checkpoint.nemo_archive import ARTIFACT_KEYS, ARTIFACT_PREFIX, TOKENIZER_FOLDER
+from nemo_aligner.checkpoint.nemo_archive import ARTIFACT_PREFIX, TOKENIZER_FOLDER
 from nemo_aligner.checkpoint.torch_dist_stream import Chunk
 from nemo_aligner.core.errors import SaveError
 from nemo_aligner.parallel import parallel_state
@@ -67,12 +68,16 @@ def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
             name = _archive_name(value)
             shutil.copyfile(value, folder / name)
             OmegaConf.update(config, key, ARTIFACT_PREFIX + name)
-    source = OmegaConf.select(config, "tokenizer.type")
+    source = OmegaConf.select(config, TOKENIZER_TYPE)
     if isinstance(source, str) and os.path.isdir(source):
         name = _archive_name(source)
         shutil.copytree(source, folder / name, ignore=_all_but_small_files, dirs_exist_ok=True)
         OmegaConf.update(config, TOKENIZER_FOLDER, ARTIFACT_PREFIX + name, force_add=True)
-        OmegaConf.update(config, "tokenizer.type", _first_name(Path(source)))
+        OmegaConf.update(config, TOKENIZER_TYPE, _first_name(Path(source)))
+    for key in (*ARTIFACT_KEYS, TOKENIZER_TYPE):  # a file outside is named as before, not copied
+        value = OmegaConf.select(config, key)
+        if value != unmarked(value):
+            OmegaConf.update(config, key, unmarked(value))
     return config
 
 
@@ -97,9 +102,12 @@ def _first_name(tokenizer: Path) -> str:
     """
     config_file = tokenizer.parent / CONFIG_FILE
     if config_file.is_file():
-        config = OmegaConf.load(config_file)
-        if OmegaConf.select(config, TOKENIZER_FOLDER) == ARTIFACT_PREFIX + tokenizer.name:
-            return str(OmegaConf.select(config, "tokenizer.type"))
+        config: Any = OmegaConf.to_container(OmegaConf.load(config_file), resolve=False)
+        section = config.get("tokenizer") if isinstance(config, dict) else None
+        noted = section if isinstance(section, dict) else {}
+        name = str(noted.get("type"))
+        if noted.get("folder") == ARTIFACT_PREFIX + tokenizer.name and "${" not in name:
+            return name
     return str(tokenizer.absolute())
 
 

@@ -25,7 +25,8 @@ def differences(trusted: str, others: list[str], **split) -> dict[str, list[str]
 
     def loaded(path: str, seed: int) -> dict[str, torch.Tensor]:
         own = {**split, "seed": seed}
-        cfg = OmegaConf.merge(nemo_archive.read_config(path), own)
+        cfg = nemo_files.with_own_tokenizer(nemo_archive.read_config(path))
+        cfg = OmegaConf.merge(cfg, own)
         model = MegatronGPTModel.restore_from(path, override_config_path=cfg)
         return {name: weight.detach().clone() for name, weight in model._named_weights()}
 

@@ -1,7 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """No file of a `.nemo` or of a checkpoint runs code: each member that is a pickle is replaced by
-one that touches a marker, or has such a call beside what it should hold.
+one that touches a marker, or has such a call beside what it should hold. Its configuration reads
+nothing of the machine: no variable of the environment and no file outside.
 """
 
 import io
@@ -11,14 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from nemo_aligner.checkpoint import dist_ckpt, nemo_archive
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_manifest
 from nemo_aligner.checkpoint.data_only import read_metadata
+from nemo_aligner.checkpoint.file_references import OUTSIDE, mark_outside
 from nemo_aligner.checkpoint.folders import mark
+from nemo_aligner.checkpoint.nemo_writing import write_config
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.model_loading import load_and_override_model_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel import parallel_state
@@ -181,3 +186,133 @@ def test_a_damaged_table_of_contents_is_named(content, tmp_path):
 def test_a_table_of_contents_is_read():
     table = Metadata({"a": BytesStorageMetadata()}, storage_data={})
     assert read_metadata(io.BytesIO(pickle.dumps(table)), Path("x")) == table
+
+
+# ---- what a configuration in a checkpoint refers to ----
+
+
+def edited(folder: Path, **changes) -> Path:
+    """`folder`, with keys of its configuration changed."""
+    config = OmegaConf.load(folder / "model_config.yaml")
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value)
+    OmegaConf.save(config, folder / "model_config.yaml")
+    disguise(folder)
+    return folder
+
+
+def written_of(path: Path, target: Path, **given) -> str:
+    """All small files of the `.nemo` that a job saves which starts from `path`."""
+    cfg = load_and_override_model_config(path, OmegaConf.create({"tokenizer": given}))
+    MegatronGPTModel(cfg).save_to(f"{target}/")
+    files = [f for f in target.rglob("*") if f.is_file() and "model_weights" not in f.parts]
+    return "".join(f.read_text(errors="replace") for f in files)
+
+
+@pytest.fixture
+def secret(tmp_path, monkeypatch):
+    """A file that no checkpoint may copy, and a variable of the same content."""
+    monkeypatch.setenv("ROW_NINE", "sesame-open")
+    (tmp_path / "secret").write_text("sesame-open")
+    return tmp_path / "secret"
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("position_embedding_type", "${oc.env:ROW_NINE}"),
+        ("tokenizer__type", "${oc.env:ROW_NINE,gpt2}"),
+        ("a_note", "x ${.hidden_size} ${${.resolver}:ROW_NINE}"),
+        ("a_note", r"\${oc.env:ROW_NINE}"),  # escaped: it would come alive when it is copied
+        ("a_list", [{"deep": "${oc.decode:1}"}]),
+    ],
+)
+def test_a_configuration_calls_no_resolver(nemo_folder, tmp_path, secret, key, value):
+    edited(nemo_folder, resolver="oc.env", **{key: value})
+    name = key.replace("__", ".") + (r"\[0\].deep" if key == "a_list" else "")
+    with pytest.raises(UserError, match=f"(?s){nemo_folder}: {name}=.*environment.*unpack it"):
+        written_of(nemo_folder, tmp_path / "next")
+    assert not (tmp_path / "next").exists()
+
+
+def test_a_configuration_may_refer_to_its_own_keys(nemo_folder):
+    edited(nemo_folder, note="${.hidden_size} of ${tokenizer.library}")
+    note = nemo_archive.read_config(nemo_folder).note
+    assert note == f"{tiny_config('').hidden_size} of huggingface"
+
+
+def test_json_of_others_calls_no_resolver(tmp_path, monkeypatch):
+    found = OmegaConf.create({"hidden_act": "${oc.env:ROW_NINE}"})
+    monkeypatch.setattr(nemo_archive.hugging_face, "is_folder", lambda path: True)
+    monkeypatch.setattr(nemo_archive.hugging_face, "model_section", lambda path: found)
+    with pytest.raises(UserError, match=f"{tmp_path}: hidden_act="):
+        nemo_archive.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["{secret}", "/not/on/this/machine"])
+@pytest.mark.parametrize("key", ["vocab_file", "merge_file", "model"])
+def test_a_file_outside_is_not_copied(nemo_folder, tmp_path, secret, key, value):
+    """Hugging Face's library does not read these keys, but each would be copied."""
+    value = value.format(secret=secret)
+    edited(nemo_folder, **{f"tokenizer__{key}": value})
+    cfg = nemo_archive.read_config(nemo_folder)
+    folder = tmp_path / "next"
+    folder.mkdir()
+    write_config(folder, cfg)
+    texts = [f.read_text(errors="replace") for f in folder.rglob("*") if f.is_file()]
+    assert len(texts) > 2 and "sesame-open" not in "".join(texts)
+    assert OmegaConf.load(folder / "model_config.yaml").tokenizer[key] == value
+
+
+def test_a_file_outside_is_read_only_where_the_user_names_it(
+    nemo_folder, tmp_path, tiny_sentencepiece_model
+):
+    section = {"library": "sentencepiece", "model": tiny_sentencepiece_model}
+    edited(nemo_folder, tokenizer=section, override_vocab_size=None)
+    message = rf"tokenizer.model={tiny_sentencepiece_model} stands in.*tokenizer.model=PATH"
+    with pytest.raises(UserError, match=message):
+        MegatronGPTModel(nemo_archive.read_config(nemo_folder))
+    written_of(nemo_folder, tmp_path / "next", model=tiny_sentencepiece_model)
+    written = OmegaConf.load(tmp_path / "next/model_config.yaml").tokenizer.model
+    copy = tmp_path / "next" / written.removeprefix("nemo:")
+    assert copy.read_bytes() == Path(tiny_sentencepiece_model).read_bytes()
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_folder_of_a_tokenizer_outside_is_not_opened(
+    nemo_folder, tmp_path, tiny_tokenizer_dir, monkeypatch, relative
+):
+    outside = Path(tiny_tokenizer_dir)
+    monkeypatch.chdir(outside.parent)
+    value = outside.name if relative else str(outside)
+    edited(nemo_folder, tokenizer={"library": "huggingface", "type": value, "folder": None})
+    with pytest.raises(UserError, match=f"tokenizer.type={value} stands in the checkpoint"):
+        MegatronGPTModel(nemo_archive.read_config(nemo_folder))
+    assert "eos_token" in written_of(nemo_folder, tmp_path / "next", type=value)
+
+
+def test_names_of_the_hub_and_paths_of_data_stay(nemo_folder):
+    tokenizer = {"library": "huggingface", "type": "meta-llama/Llama-2-7b", "folder": None}
+    data = {"data_prefix": ["/lustre/of/the/writer"], "index_mapping_dir": "/etc"}
+    edited(nemo_folder, tokenizer=tokenizer, data=data)
+    cfg = nemo_archive.read_config(nemo_folder)
+    assert cfg.tokenizer.type == "meta-llama/Llama-2-7b" and cfg.data == data
+
+
+@pytest.mark.parametrize("name", ["../secret", "a/../../secret", "{secret}", "link", "linked"])
+def test_a_member_lies_in_the_archive(nemo_folder, secret, name):
+    (nemo_folder / "link").symlink_to(secret)
+    (nemo_folder / "linked").mkdir()
+    (nemo_folder / "linked/tokenizer.json").symlink_to(secret)
+    key = "tokenizer__folder" if name == "linked" else "tokenizer__merge_file"
+    edited(nemo_folder, **{key: "nemo:" + name.format(secret=secret)})
+    with pytest.raises(UserError, match="leads out of the archive; do not use this file"):
+        nemo_archive.read_config(nemo_folder)
+
+
+def test_nemo2_names_no_file_outside(tmp_path, secret):
+    (tmp_path / "m/context").mkdir(parents=True)
+    keys = {"library": "megatron", "vocab_file": str(secret), "merge_file": str(secret)}
+    config = OmegaConf.create({"tokenizer": keys})
+    mark_outside(config, tmp_path / "m")
+    assert config.tokenizer.vocab_file == config.tokenizer.merge_file == f"{OUTSIDE}{secret}"

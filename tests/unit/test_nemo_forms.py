@@ -40,6 +40,7 @@ def source(request, tiny_tokenizer_dir):
 def restored(path):
     """The model in a checkpoint, whose initial weights differ from those in it."""
     cfg = nemo_archive.read_config(nemo_archive.check_restore_path(path))
+    cfg = nemo_files.with_own_tokenizer(cfg)
     own = {"seed": 99, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     return MegatronGPTModel.restore_from(path, override_config_path=OmegaConf.merge(cfg, own))
 
@@ -320,7 +321,7 @@ def test_nemo2_tokenizers(tmp_path):
     assert keys["type"] == "meta-llama/Llama-2"
     assert keys["special_tokens"] == {"eos_token": "</s>"}
     outside = TOKENIZER | {"pretrained_model_name": "../../etc"}
-    assert nemo2._tokenizer_keys(outside, file)["type"] == "../../etc"
+    assert nemo2._tokenizer_keys(outside, file)["type"] == "../../etc"  # refused where it is used
     with pytest.raises(UserError, match="has a tokenizer NullTokenizer; those that load"):
         nemo2._tokenizer_keys({"_target_": "nemo.NullTokenizer"}, file)
 

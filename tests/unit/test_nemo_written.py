@@ -272,7 +272,11 @@ def test_an_archive_cannot_name_files_outside_or_run_code(nemo_folder, tmp_path)
 
 
 def test_files_of_a_folder_may_be_links(tiny_sentencepiece_model, nemo_folder, tmp_path):
+    """In the cache of the Hugging Face hub: they lead to `blobs` beside the folder."""
     tokenizer = {"library": "sentencepiece", "model": "nemo:spm.model"}
-    path = edited(nemo_folder, tmp_path / "m", tokenizer=tokenizer)
-    (path / "spm.model").symlink_to(tiny_sentencepiece_model)
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "blobs").mkdir()
+    path = edited(nemo_folder, tmp_path / "snapshots/0123", tokenizer=tokenizer)
+    shutil.copyfile(tiny_sentencepiece_model, tmp_path / "blobs/4567")
+    (path / "spm.model").symlink_to("../../blobs/4567")
     assert nemo_archive.read_config(path).tokenizer.model == str(path / "spm.model")

@@ -22,6 +22,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 from transformers import GPT2Tokenizer
 
+from nemo_aligner.checkpoint.file_references import check_not_outside, unmarked
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError, UserError
 
@@ -130,13 +131,14 @@ def _hugging_face(cfg: DictConfig) -> AutoTokenizer:
     for key in ("vocab_file", "merge_file"):
         if cfg.get(key):
             raise ConfigError(
-                f"model.tokenizer.{key}={cfg[key]} is not read with "
+                f"model.tokenizer.{key}={unmarked(cfg[key])} is not read with "
                 "model.tokenizer.library=huggingface; leave it out (a checkpoint's with "
                 "++model.overwrite_base_config.tokenizer=True) and give the folder of the "
                 "tokenizer as model.tokenizer.type. For GPT-2's BPE use library=megatron and "
                 f"type={GPT2_BPE[0]}."
             )
     name = cfg.type
+    check_not_outside("model.tokenizer.type", name)
     if not name or (str(name).startswith(("/", ".")) and not Path(name).is_dir()):
         raise UserError(
             f"model.tokenizer.type={name} does not exist; give the folder of a Hugging Face "
@@ -273,6 +275,7 @@ def _as_list(text: Any) -> list[Any]:
 def _check_file(cfg: DictConfig, key: str, what: str) -> None:
     """Raise `UserError` unless the key names a file."""
     path = cfg.get(key)
+    check_not_outside(f"model.tokenizer.{key}", path)
     if not path or not Path(path).is_file():
         raise UserError(f"model.tokenizer.{key}={path} does not exist; give the path of {what}.")
 

@@ -1,0 +1,101 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the configuration in a checkpoint may refer to. A checkpoint is data that others may have
+written: it names files of its own, or models of the Hugging Face hub, and nothing of the machine
+that reads it: no environment variable, no other file. What the user's YAML and command line say is
+not checked here.
+
+A file outside is no error until something would open it, for files of NeMo hold paths of the
+machine that wrote them. It stands in the configuration behind `OUTSIDE`, so that nothing opens or
+copies it by mistake, and `build_tokenizer` refuses it unless the user gives the key.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_aligner.core.errors import UserError
+
+# Keys whose value may name a file that belongs in the archive. NeMo reads the same.
+ARTIFACT_KEYS = (
+    "tokenizer.model",
+    "tokenizer.vocab_file",
+    "tokenizer.merge_file",
+)
+TOKENIZER_TYPE = "tokenizer.type"  # a name, or the folder of a Hugging Face tokenizer
+OUTSIDE = "outside the checkpoint: "
+
+_REFERENCE = re.compile(r"(?<!\\)\$\{[\w.\[\]-]+\}")  # to another key, such as ${.hidden_size}
+
+
+def refuse_resolvers(config: DictConfig, path: Path) -> None:
+    """Refuse interpolations other than references to keys: a resolver can read the environment.
+
+    Raises:
+        UserError: naming the key, the file `path` and the remedy.
+    """
+    for key, text in _texts(OmegaConf.to_container(config, resolve=False)):
+        if "${" in _REFERENCE.sub("", text):
+            raise UserError(
+                f"{path}: {key}={text[:200]!r} is more than a reference to another key: it could "
+                "read the environment of this machine, and a checkpoint may not. If you trust the "
+                "file, unpack it, write the value itself in its configuration, and give the "
+                "folder."
+            )
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The texts at any depth of a container, with their dotted keys."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, child in value.items():
+            yield from _texts(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from _texts(child, f"{key}[{index}]")
+
+
+def leads_out(file: Path, folder: Path) -> bool:
+    """Whether `file`, or anything in it, lies outside `folder` once links are followed. Files of
+    the Hugging Face hub's cache are links from `snapshots/<revision>/` to `blobs/` beside it.
+    """
+    roots = [folder.resolve()]
+    roots += [p.parent / "blobs" for p in roots[0].parents if p.name == "snapshots"]
+    found = [file, *file.rglob("*")] if file.is_dir() else [file]
+    return not all(any(f.resolve().is_relative_to(root) for root in roots) for f in found)
+
+
+def mark_outside(config: DictConfig, folder: Path) -> None:
+    """Put `OUTSIDE` before the tokenizer's files that do not lie in `folder`."""
+    for key in (*ARTIFACT_KEYS, TOKENIZER_TYPE):
+        value = OmegaConf.select(config, key, throw_on_missing=False)
+        if not isinstance(value, str) or not value:
+            continue
+        # Other types are names: of the hub, or of a kind of tokenizer.
+        is_path = key != TOKENIZER_TYPE or value[0] in "/.~" or os.path.exists(value)
+        if is_path and leads_out(Path(value).absolute(), folder):
+            OmegaConf.update(config, key, OUTSIDE + value)
+
+
+def unmarked(value: Any) -> Any:
+    """`value` as it stands in the checkpoint."""
+    return value.removeprefix(OUTSIDE) if isinstance(value, str) else value
+
+
+def check_not_outside(key: str, value: Any) -> None:
+    """Refuse to open a file that only a checkpoint names.
+
+    Raises:
+        UserError: `value` is marked; the message names the dotted `key` and the remedy.
+    """
+    if isinstance(value, str) and value.startswith(OUTSIDE):
+        raise UserError(
+            f"{key}={unmarked(value)} stands in the checkpoint, but the file is no part of it; "
+            "only files in the checkpoint, and those that you name yourself, are read. Give "
+            f"{key}=PATH on the command line."
+        )
