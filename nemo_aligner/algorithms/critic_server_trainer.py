@@ -133,6 +133,7 @@ class CriticServerTrainer:
         self.step = 0  # optimizer steps of the weights in memory
         self.saved_step = 0  # optimizer steps of the last checkpoint written or loaded
         self.actor_step = 0  # actor step of that checkpoint
+        self._written: tuple[int, int] | None = None  # both, of what is on the disk for certain
         # Ends what the model was last prepared for, if that was interrupted.
         self._finish: Callable[[], None] | None = None
         self._replies: collections.OrderedDict[str, Arrays | Exception] = collections.OrderedDict()
@@ -149,6 +150,7 @@ class CriticServerTrainer:
         """Continue from the counters of a checkpoint."""
         self.step = self.saved_step = int(state_dict["step"])
         self.actor_step = int(state_dict.get("actor_step", schema.UNKNOWN_STEP))
+        self._written = self.step, self.actor_step
 
     def keep_first_weights(self) -> None:
         """Save the weights of a new job as those of actor step 0: where the actor starts again if
@@ -411,8 +413,10 @@ class CriticServerTrainer:
     def _save(self, **inputs: Array) -> Arrays:
         """Run `ServerSignal.SAVE`."""
         actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
-        with logged_phase(self.logger, self.step, "save"):
-            self.save(actor_step=actor_step)
+        # The same request again, whose first reply was lost, finds its checkpoint written.
+        if actor_step == schema.UNKNOWN_STEP or self._written != (self.step, actor_step):
+            with logged_phase(self.logger, self.step, "save"):
+                self.save(actor_step=actor_step)
         return {"status": np.zeros(1, dtype=np.int64)}
 
     def _resume(self, **inputs: Array) -> Arrays:
@@ -451,3 +455,4 @@ class CriticServerTrainer:
             self.actor_step = previous
             raise
         self.saved_step = self.step
+        self._written = self.step, actor_step

@@ -1,28 +1,37 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a server that has a state, the critic: each is sent once, to this server only.
+"""Requests to a server that has a state, the critic: each goes to this server only.
 
 A critic that was restarted has the weights of its last checkpoint, and it is unknown how much of a
-train request it had applied. So a request that fails is an error; the remedy is to resume both
-jobs.
+train request it had applied. So every request names the start of the server that the client
+connected to, and a request that another one gets is an error; the remedy is to resume both jobs.
 (Scoring by a reward model changes nothing; fleet.py sends those requests again elsewhere.)
 
-* The server ends in the middle of a request: the connection breaks, or Triton says that it lost
-  the process behind it. Both fail the request at once.
+* The connection is refused: the server has ended. This fails the request at once.
+* The connection breaks, or its server gives no more signs of life, or the reply is cut short: the
+  request is sent again over a new connection, after each of RETRY_PAUSES_S. The server does
+  nothing twice: scoring changes nothing, an update has its `request_id`, and a checkpoint that was
+  written is not written again. A server that is not of this package cannot promise that: there,
+  this too fails the request at once.
+* The server ends in the middle of a request: the connection breaks, and the next one is refused,
+  or Triton says that it lost the process behind it, which fails the request.
 * The server falls silent: after MAX_MISSED_PROBES unanswered probes its requests fail.
 * The server answers probes but not the request: only `inference_timeout_s` ends that.
 """
 
 import concurrent.futures
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from nemo.utils import logging
 
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers.exchange import (
+    INSTANCE_HEADER,
     MAX_MISSED_PROBES,
     ConnectionLostError,
     Exchange,
@@ -41,6 +50,7 @@ MAX_IN_FLIGHT = 128
 PROBE_INTERVAL_S = 10.0
 PROBE_TIMEOUT_S = 10.0
 CLOSING_GRACE_S = 5.0
+RETRY_PAUSES_S = (0.2, 1.0, 3.0, 10.0)
 
 RESTART_REMEDY = (
     "Look into the server job's log and restart both jobs with the same commands: they resume "
@@ -56,11 +66,13 @@ class _Request:
         parts: sent one after another: several if the server takes few samples at once.
         finish: makes the reply from those of the parts, and checks it.
         alone: nothing else is in flight beside it.
+        repeatable: the server does nothing twice if it gets a part twice.
     """
 
     parts: list[InferRequest]
     finish: Callable[[list[Arrays]], Arrays]
     alone: bool
+    repeatable: bool
     exchange: Exchange
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
 
@@ -111,9 +123,14 @@ class ServerConnection:
         if self._lease is None:
             self._lease = Lease(self.host, self.port, self._token)
 
-    def _headers(self) -> dict[str, str]:
-        lease = None if self._lease is None else self._lease.id
-        return token_header(self._token) | ({} if lease is None else {LEASE_HEADER: lease})
+    def _exchange(self, instance: str | None) -> Exchange:
+        """An exchange with this start of the server; None: a server that does not name it."""
+        headers = token_header(self._token)
+        if self._lease is not None and self._lease.id is not None:
+            headers[LEASE_HEADER] = self._lease.id
+        if instance is not None:
+            headers[INSTANCE_HEADER] = instance
+        return Exchange(self.host, self.port, headers, heartbeat=instance is not None)
 
     def submit(
         self,
@@ -134,10 +151,15 @@ class ServerConnection:
         Raises:
             RequestError: the server's description leaves no way to send `data`.
         """
+        instance, repeatable = None, False
         if forms is None:
             parts = [InferRequest(endpoint, data)]
         else:
-            parts = fit_requests(forms[1], forms[0], dict(data))
+            served = forms[1]
+            parts = fit_requests(served, forms[0], dict(data))
+            instance = served.instance
+            known = "request_id" in data or not served.lists("request_id")
+            repeatable = instance is not None and known
 
         def finish(replies: list[Arrays]) -> Arrays:
             reply = replies[0] if forms is None else merge_replies(forms[0], replies)
@@ -145,7 +167,7 @@ class ServerConnection:
                 check(reply)
             return reply
 
-        request = _Request(parts, finish, alone, Exchange(self.host, self.port, self._headers()))
+        request = _Request(parts, finish, alone, repeatable, self._exchange(instance))
         with self._lock:
             if self._closed:
                 raise ServerRequestError(f"{endpoint} at {self}: this client is closed")
@@ -202,9 +224,7 @@ class ServerConnection:
     def _send(self, request: _Request) -> None:
         """Thread of one request."""
         try:
-            reply = request.finish(
-                [request.exchange.run(part, self.inference_timeout_s) for part in request.parts]
-            )
+            reply = request.finish([self._run(request, part) for part in request.parts])
         except Exception as error:
             why = self._explain(error)  # asks the server, so before the lock is taken
             with self._lock:
@@ -217,6 +237,19 @@ class ServerConnection:
             self._in_flight.discard(request)
             self._dispatch()
             self._lock.notify_all()
+
+    def _run(self, request: _Request, part: InferRequest) -> Arrays:
+        """Return the reply to a part of a request; send it again where that is safe."""
+        for pause in RETRY_PAUSES_S:
+            try:
+                return request.exchange.run(part, self.inference_timeout_s)
+            except ConnectionLostError as error:
+                refused = isinstance(error.__cause__, ConnectionRefusedError)
+                if refused or not request.repeatable or request.future.done():
+                    raise
+                logging.warning(f"{part.endpoint} at {self}: {error}. Sending it again.")
+            time.sleep(pause)
+        return request.exchange.run(part, self.inference_timeout_s)
 
     def _explain(self, error: Exception) -> str:
         """What went wrong, and the remedy where the server has ended."""

@@ -7,6 +7,11 @@ connection says something about the server now, not about a connection that was 
 The transport is plain `http.client`, whose socket another thread can shut down to give up a
 request to a server that has fallen silent. It sends large arrays from where they lie: copies of a
 body of many megabytes take longer than sending it. Triton's library decodes the replies.
+
+A server of this package says every HEARTBEAT_S that it still works on a request ("100 Continue",
+which HTTP allows any number of times before the reply). So a connection that is dead although
+nobody has closed it, as behind a router that has forgotten it, is noticed in SILENCE_S, however
+long the request may take.
 """
 
 import errno
@@ -14,6 +19,7 @@ import http.client
 import json
 import re
 import socket
+import threading
 from collections.abc import Mapping
 
 import numpy as np
@@ -25,6 +31,13 @@ from nemo_aligner.servers.schema import Arrays
 CONNECT_TIMEOUT_S = 10.0
 # A smaller body is sent as one part: to copy it costs less than a call of the system per tensor.
 ONE_PART_BYTES = 2**20
+# A larger array is sent in parts of this size, each within SILENCE_S.
+PART_BYTES = 2**22
+# A client that sends this header gets a sign of life every HEARTBEAT_S until the reply.
+HEARTBEAT_HEADER = "NeMo-Aligner-Heartbeat"
+HEARTBEAT_S, SILENCE_S = 10.0, 45.0
+# Names one start of a server. It is in every reply; a request that names another one is refused.
+INSTANCE_HEADER = "NeMo-Aligner-Server"
 # Unanswered probes in a row after which a server counts as dead.
 MAX_MISSED_PROBES = 3
 
@@ -88,7 +101,10 @@ class InferRequest:
         size = len(head) + sum(map(len, buffers))
         self.endpoint = endpoint
         self.path = f"/v2/models/{endpoint}/infer"
-        self.body: list[bytes | memoryview] = [head, *buffers]
+        self.body: list[bytes | memoryview] = [head]
+        for buffer in buffers:
+            parts = range(0, len(buffer), PART_BYTES)
+            self.body += [buffer[first : first + PART_BYTES] for first in parts]
         if size <= ONE_PART_BYTES:
             self.body = [b"".join(self.body)]
         self.headers = {
@@ -104,12 +120,22 @@ class Exchange:
     Args:
         host, port: of the server.
         headers: of this client, beside those of the request.
+        heartbeat: the server is one of this package, which gives signs of life.
     """
 
-    def __init__(self, host: str, port: int, headers: Mapping[str, str] | None = None):
-        self._headers = headers or {}
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        headers: Mapping[str, str] | None = None,
+        heartbeat: bool = False,
+    ):
+        self._headers = dict(headers or {})
+        if heartbeat:
+            self._headers[HEARTBEAT_HEADER] = "1"
+        self._heartbeat = heartbeat
         self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
-        self._aborted = False
+        self._aborted = self._timed_out = False
 
     def run(self, request: InferRequest, timeout_s: float) -> Arrays:
         """Send the request and return the arrays of the reply, by wire name.
@@ -120,13 +146,18 @@ class Exchange:
             ServerRequestError: the server's own error, or a reply that cannot be read.
         """
         connected = False
+        # Each sign of life starts the time limit of the socket anew, so this one is apart.
+        limit = threading.Timer(timeout_s, self._time_out)
+        limit.daemon = True
         try:
             if self._aborted:  # between two parts of a request
                 raise ConnectionAbortedError("the request was given up")
             self._connection.connect()
             connected = True
             _watch_peer(self._connection.sock)
-            self._connection.sock.settimeout(timeout_s)
+            self._connection.sock.settimeout(SILENCE_S if self._heartbeat else timeout_s)
+            if self._heartbeat:
+                limit.start()
             headers = {**request.headers, **self._headers}
             self._connection.request("POST", request.path, request.body, headers)
             response = self._connection.getresponse()
@@ -135,12 +166,15 @@ class Exchange:
             body = response.read()  # raises if there is less than announced
         except (OSError, http.client.HTTPException) as error:
             # A peer that the kernel reports as lost is a TimeoutError too, but has a number.
-            if connected and isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
+            silent = isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT
+            if self._timed_out or (connected and silent and not self._heartbeat):
                 raise NoReplyInTimeError(f"no reply within {timeout_s:.0f} s") from error
-            raise ConnectionLostError(
-                f"{type(error).__name__}: {error}", sent=connected
-            ) from error
+            what = f"{type(error).__name__}: {error}"
+            if connected and silent:
+                what = f"no sign of life from the server for {SILENCE_S:.0f} s"
+            raise ConnectionLostError(what, sent=connected) from error
         finally:
+            limit.cancel()
             self._connection.close()
         if response.status != 200:
             raise _server_error(response.status, body)
@@ -149,6 +183,14 @@ class Exchange:
     def abort(self) -> None:
         """Make `run` raise ConnectionLostError, now if it waits for the reply, and from now on."""
         self._aborted = True
+        self._break()
+
+    def _time_out(self) -> None:
+        """Timer thread: make `run` raise NoReplyInTimeError."""
+        self._timed_out = True
+        self._break()
+
+    def _break(self) -> None:
         sock = self._connection.sock
         if sock is not None:
             try:

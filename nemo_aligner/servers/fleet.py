@@ -24,7 +24,8 @@ What happens when a server dies, by moment:
   request may be what ends the servers.
 * During a request, silence: (a) The machine is gone, or Triton holds the connection although the
   process behind it is dead, which it does for ten seconds and more: after MAX_MISSED_PROBES
-  unanswered probes the requests in flight there are taken back and sent elsewhere. (b) Triton
+  unanswered probes the requests in flight there are taken back and sent elsewhere. If only this
+  connection is dead, no sign of life comes (exchange.py): the same as reset. (b) Triton
   answers probes, but the model behind it hangs: only `inference_timeout_s` ends that. The request
   gets a second chance on another server; the one that hung is taken back only after it was down,
   that is, after it was restarted. A second time-out is an error.
@@ -299,7 +300,12 @@ class Fleet:
                 self._waiting[0],
                 server,
                 server.served,
-                Exchange(server.host, server.port, token_header(self._token)),
+                Exchange(
+                    server.host,
+                    server.port,
+                    token_header(self._token),
+                    heartbeat=server.served.instance is not None,
+                ),
             )
             threading.Thread(
                 target=self._send, args=(sending,), daemon=True, name=f"request to {server}"

@@ -5,7 +5,9 @@
 Triton itself listens on a Unix socket that only this user can open (socket_triton.py). What
 reaches it has passed here: a GET of health, description and readiness, and a POST to an endpoint
 that is served, in one body of known and limited size, whose JSON can be read; with the token, if
-the server has one; and with the lease, if it changes the server (lease.py). Everything else of
+the server has one; and with the lease, if it changes the server (lease.py). A request for an
+earlier start of this server is refused: its client does not know that the weights went back to
+the last checkpoint. Everything else of
 Triton's HTTP interface does not exist here: repositories of models, shared memory, logging,
 tracing, chunked bodies (one of many chunks ends this Triton).
 """
@@ -15,19 +17,26 @@ import hmac
 import http.client
 import json
 import re
+import select
 import socket
 import socketserver
 import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 
 from nemo.utils import logging
 
-from nemo_aligner.servers.exchange import token_header
+from nemo_aligner.servers.exchange import (
+    HEARTBEAT_HEADER,
+    HEARTBEAT_S,
+    INSTANCE_HEADER,
+    token_header,
+)
 from nemo_aligner.servers.lease import LEASE_HEADER, LEASE_PATH, LeaseBook
 from nemo_aligner.servers.ports import check_port_is_free, port_error
 from nemo_aligner.servers.schema import Endpoint
@@ -121,6 +130,7 @@ class Front(socketserver.ThreadingTCPServer):
         }
         self.exclusive = {endpoint.name for endpoint in endpoints if endpoint.is_exclusive}
         self.leases = LeaseBook(access.lease_required)
+        self.instance = uuid.uuid4().hex
         self._credentials = token_header(access.token).get("Authorization")
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._relaying = 0
@@ -209,6 +219,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if not self.server.admits(self.headers.get("Authorization")):
                 raise _RefusedError(401, "this server asks for a token")
+            if self.headers.get(INSTANCE_HEADER, self.server.instance) != self.server.instance:
+                raise _RefusedError(503, "the server was started anew since this client connected")
             length = self._body_length()
             if self.path == LEASE_PATH and self.server.exclusive:
                 self._lease(length)
@@ -231,6 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             headers = {name: self.headers[name] for name in _SENT_ON if name in self.headers}
             connection.request(self.command, self.path, self._body(head, length), headers)
+            self._give_signs_of_life(connection.sock)
             self._reply(connection.getresponse())
         self.connection.settimeout(NEXT_REQUEST_S)
 
@@ -327,11 +340,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ---- the reply ----
 
+    def _give_signs_of_life(self, triton: socket.socket) -> None:
+        """Return once Triton replies; until then tell the client that its request is alive."""
+        if HEARTBEAT_HEADER not in self.headers:
+            return
+        waiting = select.poll()
+        waiting.register(triton, select.POLLIN)
+        while not waiting.poll(1000 * HEARTBEAT_S):
+            self.send_response_only(100)
+            self.end_headers()
+
     def _reply(self, response: http.client.HTTPResponse) -> None:
         """Pass on what Triton replies; an incomplete reply ends the connection."""
         if response.length is None:
             raise ConnectionError("Triton's reply was cut short within its headers")
         self.send_response_only(response.status)
+        self.send_header(INSTANCE_HEADER, self.server.instance)
         for name in _SENT_ON:
             if (value := response.getheader(name)) is not None:
                 self.send_header(name, value)

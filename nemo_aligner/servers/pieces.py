@@ -52,7 +52,8 @@ class PieceStore:
     def add(self, request_id: str, first: int, rows: int, arrays: Arrays) -> Arrays | None:
         """Keep a piece; returns the arrays of the whole request with the last one, else None.
 
-        Pieces come in order; the first one starts the request anew.
+        Pieces come in order; the first one starts the request anew. The last one that came may
+        come again, if its sender did not get the reply.
 
         Args:
             first: row of the whole request that this piece begins with.
@@ -66,9 +67,12 @@ class PieceStore:
         count = len(next(iter(arrays.values())))
         with self._lock:
             self._stop_timer()
+            again = request_id == self._request_id and 0 < first + count == self._rows
             try:
                 if first == 0:
                     self._start(request_id, rows, arrays)
+                elif again:
+                    self._rows = first
                 self._check(request_id, first, count, rows, arrays)
             except RequestError:
                 self._forget()

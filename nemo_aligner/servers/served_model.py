@@ -12,12 +12,12 @@ dtypes and shapes that are listed there. N is the number of samples, S the padde
 import http.client
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.servers.exchange import InferRequest, token_header
+from nemo_aligner.servers.exchange import INSTANCE_HEADER, InferRequest, token_header
 from nemo_aligner.servers.pieces import LARGEST_BODY, PIECE_BYTES, piece_rows
 from nemo_aligner.servers.schema import (
     Array,
@@ -87,12 +87,14 @@ class ServedModel:
         inputs: their shapes do not hold the batch dimension.
         outputs: names.
         max_batch_size: most samples of one request; 0 if its tensors have no batch dimension.
+        instance: name of this start of the server; None for one that is not of this package.
     """
 
     name: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...]
     max_batch_size: int
+    instance: str | None = field(default=None, compare=False)
 
     def lists(self, name: str) -> bool:
         """Whether the model has an input of this name."""
@@ -128,7 +130,7 @@ def read_served_model(
     if response.status != 200:
         raise DescriptionError(f"GET {path} gave HTTP {response.status}")
     try:
-        return _parse(json.loads(body))
+        return replace(_parse(json.loads(body)), instance=response.getheader(INSTANCE_HEADER))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DescriptionError(f"the reply to GET {path} cannot be read ({error!r})") from error
 

@@ -315,11 +315,11 @@ def test_a_client_takes_renews_and_gives_back_its_lease(front, monkeypatch):
     first, second = connections
     first.take_lease()
     time.sleep(3.5)
-    assert save(front, first._headers()["NeMo-Aligner-Lease"])[0] == 200
+    assert save(front, first._lease.id)[0] == 200
     with pytest.raises(LeaseTakenError, match="another actor holds the lease"):
         second.take_lease()
     first.close()
     second.take_lease()
-    assert save(front, second._headers()["NeMo-Aligner-Lease"])[0] == 200
+    assert save(front, second._lease.id)[0] == 200
     second.close()
     assert lease(front, "POST", A) == 200

@@ -1,0 +1,197 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to the critic over a network that loses them: each has one reply, and is done once.
+
+The front of the server is the real one; Triton is a script that counts.
+"""
+
+import contextlib
+import json
+import socketserver
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+
+import numpy as np
+import pytest
+
+from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers import connection as connection_module
+from nemo_aligner.servers import exchange, front
+from nemo_aligner.servers.connection import RESTART_REMEDY
+from nemo_aligner.servers.front import Access, Front
+from nemo_aligner.servers.http_communicator import HTTPCommunicator
+from nemo_aligner.servers.ports import find_free_port
+from nemo_aligner.servers.schema import critic_infer_endpoint, critic_train_endpoint
+from tests.faulty_network import FAULTS, FaultyNetwork
+from tests.patience import patience
+from tests.scripted_server import triton_config
+
+pytestmark = pytest.mark.timeout(120)
+ENDPOINTS = {endpoint.name: endpoint for endpoint in (critic_infer_endpoint(True),)}
+ENDPOINTS["critic_train"] = critic_train_endpoint()
+
+
+class Triton(socketserver.ThreadingUnixStreamServer):
+    """Describes the endpoints and replies to each request with how many it has got.
+
+    Attributes:
+        got: endpoint of each request that came whole.
+        works_s: how long it takes for one.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, path):
+        super().__init__(str(path), _Model)
+        self.got, self.works_s = [], 0.0
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+
+class _Model(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        name = self.path.split("/")[3] if "/models/" in self.path else ""
+        self._send(triton_config(ENDPOINTS[name]) if self.path.endswith("config") else {})
+
+    def do_POST(self):
+        size = int(self.headers["Content-Length"])
+        if len(self.rfile.read(size)) < size:
+            return
+        name = self.path.split("/")[3]
+        self.server.got.append(name)
+        time.sleep(self.server.works_s)
+        output = {"name": "count", "datatype": "INT64", "shape": [1]}
+        self._send({"outputs": [{**output, "data": [len(self.server.got)]}]})
+
+    def _send(self, content):
+        body = json.dumps(content).encode()
+        self.send_response_only(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def triton(tmp_path):
+    with Triton(tmp_path / "http") as server:
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Silence is noticed in tenths of seconds."""
+    monkeypatch.setattr(connection_module, "RETRY_PAUSES_S", (0.05, 0.05, 0.05))
+    monkeypatch.setattr(exchange, "SILENCE_S", patience(0.6))
+    monkeypatch.setattr(front, "HEARTBEAT_S", 0.1)
+
+
+@contextlib.contextmanager
+def serve(triton, port=0):
+    port = port or find_free_port()
+    server = Front("127.0.0.1", port, triton.server_address, list(ENDPOINTS.values()), Access())
+    server.open()
+    with contextlib.closing(server):
+        yield server
+
+
+class Client:
+    """A client of both endpoints that holds the lease."""
+
+    def __init__(self, port, inference_timeout_s=100.0):
+        self.communicator = HTTPCommunicator(patience(20), patience(inference_timeout_s))
+        servers = dict.fromkeys(ENDPOINTS, ("127.0.0.1", port))
+        self.communicator.create_http_communicator_from_dict(servers, ENDPOINTS)
+        self.communicator.connections["critic_train"].take_lease()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.communicator.close()
+
+    def send(self, name, **more):
+        """The reply to a request, as the number of requests that Triton had got."""
+        data = {"tokens": np.ones((1, 3), np.int64)}
+        if name == "critic_infer":
+            data["sequence_lengths"] = np.full((1, 1), 3, np.int64)
+        else:
+            keys = ("returns", "prev_values", "mask")
+            data |= {key: np.ones((1, 2), np.float32) for key in keys} | more
+        reply = self.communicator.send_data_to_server(name, data, name == "critic_infer")
+        return reply.result()["count"].item()
+
+
+UPDATE = {"request_id": np.array([b"an-update"])}
+
+
+@pytest.mark.parametrize("name", list(ENDPOINTS))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_fault_costs_a_repetition(triton, fault, name):
+    with (
+        serve(triton) as server,
+        FaultyNetwork(server.address, lambda number, path: None if number else fault) as network,
+        Client(network.port) as client,
+    ):
+        assert client.send(name, **UPDATE) >= 1
+        assert network.happened == [(f"/v2/models/{name}/infer", fault)]
+    assert set(triton.got) == {name} and len(triton.got) <= 2
+
+
+def test_a_network_that_always_fails_is_one_error_after_a_few_tries(triton):
+    with (
+        serve(triton) as server,
+        FaultyNetwork(server.address, lambda number, path: "lost reply") as network,
+        Client(network.port) as client,
+        pytest.raises(ServerRequestError, match="critic_train .*failed: Conn") as caught,
+    ):
+        client.send("critic_train", **UPDATE)
+    assert RESTART_REMEDY in str(caught.value)
+    assert len(triton.got) == 1 + len(connection_module.RETRY_PAUSES_S)
+
+
+def test_an_update_without_an_id_is_not_sent_again(triton):
+    """Nobody could tell whether it had been made."""
+    with (
+        serve(triton) as server,
+        FaultyNetwork(server.address, lambda number, path: "lost reply") as network,
+        Client(network.port) as client,
+        pytest.raises(ServerRequestError, match="failed: Conn"),
+    ):
+        client.send("critic_train")
+    assert triton.got == ["critic_train"]
+
+
+def test_a_long_request_is_not_taken_for_a_dead_connection(triton):
+    triton.works_s = 3 * exchange.SILENCE_S
+    with serve(triton) as server, Client(server.address[1]) as client:
+        assert client.send("critic_train", **UPDATE) == 1
+    assert triton.got == ["critic_train"]
+
+
+def test_signs_of_life_do_not_stretch_the_time_limit(triton):
+    triton.works_s = patience(8)
+    with serve(triton) as server, Client(server.address[1], 1.5) as client:
+        start = time.monotonic()
+        with pytest.raises(ServerRequestError, match="although the server is up"):
+            client.send("critic_train", **UPDATE)
+        assert time.monotonic() - start < patience(6)
+
+
+@pytest.mark.parametrize("name", list(ENDPOINTS))
+def test_a_server_that_was_started_anew_refuses_the_clients_of_before(triton, name):
+    with serve(triton) as before, Client(before.address[1]) as client:
+        assert client.send(name, **UPDATE) == 1
+        before.close()
+        with (
+            serve(triton, before.address[1]),
+            pytest.raises(ServerRequestError, match="started anew") as caught,
+        ):
+            client.send(name, **UPDATE)
+        assert RESTART_REMEDY in str(caught.value)
+    assert triton.got == [name]
