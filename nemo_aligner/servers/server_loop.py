@@ -41,6 +41,8 @@ from nemo_aligner.servers.front import Access
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.triton_host import Handler, TritonHost
 
+CHECK_INTERVAL_S = 5.0  # between two looks at the processes of Triton
+
 
 class OperationFailedError(RuntimeError):
     """An operation raised; the message holds the tracebacks of the ranks."""
@@ -206,18 +208,19 @@ class ServerLoop:
             logging.info(f"{self.name}: serving {names} at {where}")
 
     def _serve(self) -> None:
-        next_check = time.monotonic() + 10
+        next_check = time.monotonic() + CHECK_INTERVAL_S
         while True:
             job = None
             if self.rank == 0:
                 with contextlib.suppress(queue.Empty):
                     job = self._current = self._queue.get(timeout=self.heartbeat_s)
                 if job is None and time.monotonic() >= next_check:
-                    next_check = time.monotonic() + 10
-                    if not self._triton.is_alive() and self._stop_reason is None:
+                    next_check = time.monotonic() + CHECK_INTERVAL_S
+                    ended = self._triton.what_has_ended()
+                    if ended is not None and self._stop_reason is None:
                         raise ServerJobError(
-                            "Triton ended by itself; its host may be out of memory or shared "
-                            "memory"
+                            f"{ended} ended by itself; its host may be out of memory or shared "
+                            "memory. The same command resumes from the last checkpoint."
                         )
             announced = (job.signal if job else ServerSignal.HEARTBEAT) if self.rank == 0 else None
             signal_ = self.control.exchange(announced, stop=self._stop_reason is not None)

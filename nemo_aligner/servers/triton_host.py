@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -41,6 +42,7 @@ class TritonHost:
         self._front: Front | None = None
         self._directory: str | None = None
         self._lock = threading.Lock()
+        self._stubs: dict[str, psutil.Process] = {}  # by endpoint: Triton's own processes
 
     def start(
         self,
@@ -121,6 +123,7 @@ class TritonHost:
         # Triton lets every user read the shared memory in which it hands requests on.
         for path in self._shared_memory():
             os.chmod(path, 0o600)
+        self._stubs = self._find_stubs()
         self._triton.connect()
         assert self._front is not None
         self._front.open()
@@ -133,9 +136,29 @@ class TritonHost:
             return connection.getresponse().status == 200
         return False
 
-    def is_alive(self) -> bool:
-        """Whether Triton runs."""
-        return self._triton is not None and self._triton.is_alive()
+    def _find_stubs(self) -> dict[str, psutil.Process]:
+        """The processes that hand the requests of the endpoints to this one."""
+        found = {}
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended since it was listed
+                words = process.cmdline()
+                if "triton_python_backend_stub" in words[0]:
+                    found[Path(words[1]).parts[-3]] = process  # ENDPOINT/1/model.py
+        return found
+
+    def what_has_ended(self) -> str | None:
+        """Return which part of Triton has ended, None while all of it runs.
+
+        Triton stays up, and says that it is ready, when one of its own processes has been killed.
+        """
+        if self._triton is None or not self._triton.is_alive():
+            return "Triton"
+        for endpoint, process in self._stubs.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            return f"Triton's process for {endpoint}"
+        return None
 
     @lock_method("self._lock")
     def stop(self) -> None:

@@ -611,6 +611,22 @@ def test_a_triton_that_ends_while_it_starts_fails_the_job_on_every_rank():
         job.assert_nothing_left()
 
 
+@pytest.mark.parametrize(
+    "process, named",
+    [("triton_python", "Triton's process for critic_"), ("tritonserver", "Triton ended")],
+)
+def test_a_job_whose_triton_is_killed_ends_with_one_message(process, named):
+    """A Triton that has lost one of its own processes says that it is ready."""
+    with CriticJob() as job:
+        job.wait_until_serving()
+        job.look_around()
+        job.children_named(process)[0].kill()
+        codes = job.wait_for_exit(30)
+        assert codes == [1], codes
+        assert f"{named}" in job.log() and "ended by itself" in job.log()
+        job.assert_nothing_left()
+
+
 def test_a_taken_port_is_refused_at_start():
     import socket
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.servers.ports import find_free_port
+from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.functional.jobs import ScriptJob, assert_ended_well, metric_names, read_metrics
 from tests.patience import patience
 from tests.tiny_models import tiny_config
@@ -212,6 +213,30 @@ def test_any_split_gives_the_same_numbers(inputs, single, critic_split, actor_sp
         for run in (single, folder)
     ]
     assert samples[0] == samples[1]
+
+
+def test_a_network_that_loses_things_changes_no_number(inputs, single):
+    """Every second sending of a request meets a fault, of each kind that does not take minutes."""
+    folder, port = inputs / "network", find_free_port()
+    faults = [fault for fault in FAULTS if not fault.startswith("silent")]
+
+    def fault(number: int, path: str) -> str | None:
+        return None if number % 2 else faults[number // 2 % len(faults)]
+
+    with (
+        FaultyNetwork(("127.0.0.1", port), fault) as network,
+        critic(inputs, folder, port) as server,
+        actor(inputs, folder, network.port) as job,
+    ):
+        assert_ended_well(job, job.wait())
+        assert_ended_well(server, server.stop())
+    assert {fault for _, fault in network.happened} == {*faults}
+    assert {path.split("/")[3] for path, _ in network.happened} >= {"critic_infer", "critic_train"}
+    for side in ("actor", "critic"):
+        names = [name for name in metric_names(single / side) if not name.endswith("_time")]
+        assert "train_optim/loss" in names or "train/loss" in names
+        for key in names:
+            assert read_metrics(folder / side, key) == read_metrics(single / side, key), key
 
 
 PADDED_JOBS = Path(__file__).parent / "padded_jobs"
