@@ -31,7 +31,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Mapping, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 # By the process whose forks the ranks and jobs are.
@@ -58,6 +58,11 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     """The context whose processes are forks of one that has done the imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    pid = forkserver._forkserver._forkserver_pid
+    ended = pid and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended:  # Python starts another one without a word, but all forks of this one have ended
+        how = "exit code" if ended.si_code == os.CLD_EXITED else "signal"
+        warnings.warn(f"the fork server has died: {how} {ended.si_status}", stacklevel=2)
     return context
 
 

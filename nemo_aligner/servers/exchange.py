@@ -35,7 +35,8 @@ ONE_PART_BYTES = 2**20
 PART_BYTES = 2**22
 # A client that sends this header gets a sign of life every HEARTBEAT_S until the reply.
 HEARTBEAT_HEADER = "NeMo-Aligner-Heartbeat"
-HEARTBEAT_S, SILENCE_S = 10.0, 45.0
+HEARTBEAT_S = 10.0
+SILENCE_S = 45.0
 # Names one start of a server. It is in every reply; a request that names another one is refused.
 INSTANCE_HEADER = "NeMo-Aligner-Server"
 # Unanswered probes in a row after which a server counts as dead.

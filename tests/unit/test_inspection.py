@@ -37,12 +37,11 @@ def log_level():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     """An unpacked .nemo without weights, which nothing here reads: its tokenizer is Qwen's."""
-    root = tmp_path_factory.mktemp("inspection")
-    tokenizer = write_tokenizer(root / "tokenizer", FAMILIES["qwen2_5"])
-    folder = root / "model.nemo"
+    folder = tmp_path_factory.mktemp("inspection") / "model.nemo"
     folder.mkdir()
+    write_tokenizer(folder / "tokenizer", FAMILIES["qwen2_5"])
     cfg = {
-        "tokenizer": {"library": "huggingface", "type": tokenizer},
+        "tokenizer": {"library": "huggingface", "type": "nemo:tokenizer"},
         "num_layers": 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
@@ -203,7 +202,8 @@ def test_limit_and_histogram(model, write):
 
 
 def test_pieces_join_to_the_text_of_all_tokens(model):
-    job_tokenizer = build_tokenizer(OmegaConf.load(Path(model) / "model_config.yaml").tokenizer)
+    cfg = {"library": "huggingface", "type": str(Path(model) / "tokenizer")}
+    job_tokenizer = build_tokenizer(OmegaConf.create(cfg))
     text = "<|im_start|>user\na dull  plot<|im_end|> the film"
     tokens = job_tokenizer.text_to_ids(text)
     marked = [number % 5 < 2 for number in range(len(tokens))]
