@@ -169,7 +169,13 @@ def metric_names(folder: Path) -> list[str]:
 
 
 def reward_server(
-    rm_file, folder: Path, port: int, ranks=1, launcher="python", *extra: str
+    rm_file,
+    folder: Path,
+    port: int,
+    ranks=1,
+    launcher="python",
+    *extra: str,
+    script: str = "serve_reward_model.py",
 ) -> ScriptJob:
     """serve_reward_model.py with the reward model of `rm_file`; it logs to `folder`/reward.log."""
     folder.mkdir(exist_ok=True)
@@ -181,9 +187,7 @@ def reward_server(
         f"inference.port={port}",
         "model.forward_micro_batch_size=2",
     ]
-    return ScriptJob(
-        "serve_reward_model.py", folder / "reward.log", [*overrides, *extra], ranks, launcher
-    )
+    return ScriptJob(script, folder / "reward.log", [*overrides, *extra], ranks, launcher)
 
 
 def wait_until_serving(job: ScriptJob, timeout_s: float = 120.0) -> None:

@@ -41,11 +41,19 @@ COMPARED = [
 ]
 
 
-def actor(inputs, folder, port, ranks=1, launcher="python", *extra):  # noqa: F811
+def actor(
+    inputs,  # noqa: F811
+    folder,
+    port,
+    ranks=1,
+    launcher="python",
+    *extra,
+    script="train_gpt_rs_actor.py",
+):
     folder.mkdir(exist_ok=True)
     prompts = f"[{inputs}/prompts.jsonl]"
     return ScriptJob(
-        "train_gpt_rs_actor.py",
+        script,
         folder / "actor.log",
         [
             "trainer.accelerator=cpu",

@@ -1,0 +1,223 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""An actor and its server, real processes, that are started again with the same commands whenever
+one has ended, as a scheduler does.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from nemo_aligner.servers.ports import find_free_port
+from tests.chaos import phases
+from tests.functional import test_ppo_job, test_rs_job
+from tests.functional.jobs import ScriptJob, metric_names, read_metrics, reward_server
+from tests.patience import Deadline
+
+MAX_STARTS = 4  # of the actor: after the fault, and after the ends that follow from it
+END_S = 120.0  # a run of three steps takes 15 s; a lost peer is noticed within 60 s
+STEPS = 3
+
+# The reward of rejection sampling; its worker says that it is at work, and waits, when told to.
+REWARD_FUNCTION = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, {root!r})
+    from tests.chaos.phases import pause
+    FOLDER = Path({folder!r})
+
+    def score(prompts, responses, lengths):
+        if (FOLDER / "worker").exists() and not (FOLDER / "reached").exists():
+            pause(FOLDER)
+        return [p.count("a") + 0.5 * len(r) for p, r in zip(prompts, responses)]
+"""
+
+
+@dataclass
+class Ending:
+    """How a job of the pair ended."""
+
+    side: str
+    code: int
+    log: str
+
+
+@dataclass
+class Pair:
+    """A job of `kind` ("ppo" or "rs") in `folder`, and how its processes ended."""
+
+    kind: str
+    inputs: Path
+    folder: Path
+    tokenizer: str  # its folder
+    ranks: int = 2
+    network_port: int | None = None  # of a relay that the actor goes through
+    port: int = field(default_factory=find_free_port)
+    endings: list[Ending] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        phases.write_scripts(self.folder)
+        self.actor: ScriptJob | None = None
+        self.server: ScriptJob | None = None
+
+    @property
+    def server_side(self) -> str:
+        return "critic" if self.kind == "ppo" else "reward server"
+
+    def start_server(self) -> ScriptJob:
+        if self.kind == "ppo":
+            script = str(self.folder / "serve_ppo_critic.py")
+            return test_ppo_job.critic(
+                self.inputs,
+                self.folder,
+                self.port,
+                self.ranks,
+                "python",
+                test_ppo_job.CONSTANT_RATE,
+                script=script,
+            )
+        code = REWARD_FUNCTION.format(root=str(phases.ROOT), folder=str(self.folder))
+        (self.folder / "reward.py").write_text(textwrap.dedent(code))
+        extra = [
+            "inference.reward_fn=reward.py:score",
+            "model.tokenizer.library=huggingface",
+            f"model.tokenizer.type={self.tokenizer}",
+        ]
+        return reward_server(
+            "null",
+            self.folder,
+            self.port,
+            1,
+            "python",
+            *extra,
+            script=str(self.folder / "serve_reward_model.py"),
+        )
+
+    def start_actor(self) -> ScriptJob:
+        section = "ppo" if self.kind == "ppo" else "rs"
+        job = test_ppo_job if self.kind == "ppo" else test_rs_job
+        extra = [
+            f"trainer.{section}.max_steps={STEPS}",
+            f"trainer.{section}.val_check_interval=1",
+            f"trainer.{section}.save_interval=1",
+            f"model.{section}.rollout_micro_batch_size=2",
+            test_ppo_job.CONSTANT_RATE,
+        ]
+        return job.actor(
+            self.inputs,
+            self.folder,
+            self.network_port or self.port,
+            self.ranks,
+            "python",
+            *extra,
+            script=str(self.folder / f"train_gpt_{section}_actor.py"),
+        )
+
+    def run(self, happen: Callable[["Pair"], None] | None = None) -> None:
+        """Run to the end of training, and let the fault `happen` in the first start. Whatever ends
+        before is started again; nothing is left.
+
+        Raises:
+            AssertionError: no end within `END_S` after the fault or a start, or too many starts.
+        """
+        with contextlib.ExitStack() as jobs:
+            self.server = jobs.enter_context(self.start_server())
+            self.actor = jobs.enter_context(self.start_actor())
+            if happen is not None:
+                happen(self)
+            os.environ.pop("CHAOS", None)  # what is started from here on meets nothing
+            starts, deadline = 1, Deadline(END_S)
+            while (code := self.actor.process.poll()) != 0:
+                assert not deadline.passed(), self.story("no end in time")
+                if code is not None:
+                    self.note_end("actor", self.actor)
+                    assert starts < MAX_STARTS, self.story("too many starts")
+                    self.actor = jobs.enter_context(self.start_actor())
+                    starts, deadline = starts + 1, Deadline(END_S)
+                if self.server.process.poll() is not None:
+                    self.note_end(self.server_side, self.server)
+                    self.server = jobs.enter_context(self.start_server())
+                self.actor._note_processes()
+                self.server._note_processes()
+                time.sleep(0.2)
+            assert not self.actor.leftovers(), self.story("the actor left processes")
+            self.server.stop()
+            assert not self.server.leftovers(), self.story("the server left processes")
+
+    def note_end(self, side: str, job: ScriptJob) -> None:
+        self.endings.append(Ending(side, job.process.returncode, job.log))
+        assert not job.leftovers(), self.story(f"{side}: processes are left")
+        job.__exit__()
+
+    def story(self, what: str) -> str:
+        """`what`, with the ends of all logs."""
+        logs = [f"--- {e.side} ended with {e.code}:\n{e.log[-3000:]}" for e in self.endings]
+        logs += [
+            f"--- {job.log_path.name} now:\n{job.log[-3000:]}"
+            for job in (self.server, self.actor)
+            if job is not None
+        ]
+        return "\n".join([what, *logs])
+
+    # ---- where and whom a fault meets ----
+
+    def wait_until_reached(self) -> int:
+        """Process id of whoever reached the place of the fault."""
+        deadline = Deadline(END_S)
+        while not (self.folder / "reached").exists():
+            assert not deadline.passed(), self.story("the place of the fault is not reached")
+            assert self.actor.process.poll() is None, self.story("the actor ended before")
+            self.actor._note_processes()
+            self.server._note_processes()
+            time.sleep(0.05)
+        return int((self.folder / "reached").read_text())
+
+    def send(self, process: psutil.Process, number: int, stopped_s: float = 3.0) -> None:
+        """Send a signal; what was stopped goes on after `stopped_s`."""
+        process.send_signal(number)
+        (self.folder / "go").touch()
+        if number == signal.SIGSTOP:
+            time.sleep(stopped_s)
+            process.send_signal(signal.SIGCONT)
+
+    def of_triton(self, name: str) -> psutil.Process:
+        """The process of Triton's that is called `name`, of the server."""
+        found = [
+            process
+            for process in psutil.Process(self.server.process.pid).children(recursive=True)
+            if name in process.name()
+        ]
+        assert found, self.story(f"no process {name}")
+        return found[0]
+
+    # ---- what came of it ----
+
+    def metrics(self) -> dict[str, list[float]]:
+        """All metrics of both jobs that are not times."""
+        sides = ("actor", "critic") if self.kind == "ppo" else ("actor",)
+        return {
+            f"{side} {name}": read_metrics(self.folder / side, name)
+            for side in sides
+            for name in metric_names(self.folder / side)
+            if not name.endswith("_time")
+        }
+
+
+@contextlib.contextmanager
+def chaos(pair: Pair, side: str, rank: int, phase: str, fault: str, **more) -> Iterator[None]:
+    """Inside, processes that are started meet the fault (tests/chaos/phases.py)."""
+    settings = {"side": side, "rank": rank, "phase": phase, "fault": fault}
+    os.environ["CHAOS"] = json.dumps({**settings, "folder": str(pair.folder), **more})
+    try:
+        yield
+    finally:
+        os.environ.pop("CHAOS", None)

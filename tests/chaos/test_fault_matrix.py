@@ -1,0 +1,336 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every fault, to every process of a pair, in every phase of a step: both jobs end or go on within
+a bounded time, the logs name the culprit, and with the same commands the run finishes with the
+numbers of an undisturbed one, to the bit.
+
+`make chaos` runs all cells, `make test` those of `SELECTED`. With CHAOS_REPORT=FILE each cell adds
+a line to FILE, from which scripts/fault_table.py makes the table of docs/reliability.md.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from tests.chaos.pair import STEPS, Pair, chaos
+from tests.faulty_network import FAULTS, FaultyNetwork
+from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
+
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
+FROM_WITHIN = ("exception", "full disk", "clock jump")
+INSTANTS = int(os.environ.get("CHAOS_INSTANTS", 20))  # 200 in a long run
+CLOCK_JUMP_S = 86400.0
+
+
+class Cell(NamedTuple):
+    """A fault of the matrix."""
+
+    kind: str  # "ppo", "rs"
+    role: str  # "actor 0", "critic 1", "triton", "stub", "reward server", "reward worker"
+    phase: str
+    fault: str
+
+    @property
+    def name(self) -> str:
+        return "-".join(self).replace(" ", "_")
+
+
+ACTOR_PHASES = ("start", "generate", "score", "log-probs", "train", "critic train", "save")
+RS_ACTOR_PHASES = ("generate", "score", "train", "save")
+CRITIC_PHASES = ("start", "score", "train", "save")
+CELLS = [
+    *(
+        Cell("ppo", f"{side} {rank}", phase, fault)
+        for side, phases in (("actor", ACTOR_PHASES), ("critic", CRITIC_PHASES))
+        for phase in (*phases, "resume")
+        for rank in (0, 1)
+        for fault in SIGNALS
+    ),
+    *(
+        Cell("ppo", f"{side} {rank}", phase, "exception")
+        for side, phases in (("actor", ACTOR_PHASES), ("critic", CRITIC_PHASES))
+        for phase in (*phases, "resume")
+        for rank in (0, 1)
+    ),
+    *(
+        Cell("ppo", f"{side} {rank}", "save", "full disk")
+        for side in ("actor", "critic")
+        for rank in (0, 1)
+    ),
+    *(
+        Cell("ppo", f"{side} 0", phase, f"clock jump {sign}")
+        for side in ("actor", "critic")
+        for phase in ("score", "train")
+        for sign in ("forward", "back")
+    ),
+    *(
+        Cell("ppo", role, phase, fault)
+        for role in ("triton", "stub")
+        for phase in ("score", "train", "save")
+        for fault in SIGNALS
+    ),
+    *(
+        Cell("rs", "actor 0", phase, fault)
+        for phase in (*RS_ACTOR_PHASES, "resume")
+        for fault in SIGNALS
+    ),
+    *(
+        Cell("rs", role, phase, fault)
+        for role, phases in (
+            ("reward server", ("start", "score")),
+            ("triton", ("score",)),
+            ("stub", ("score",)),
+            ("reward worker", ("score",)),
+        )
+        for phase in phases
+        for fault in SIGNALS
+    ),
+    *(
+        Cell("ppo", "network", endpoint, fault)
+        for endpoint in ("score", "train", "save")
+        for fault in FAULTS
+    ),
+    *(Cell("rs", "network", "score", fault) for fault in FAULTS),
+    *(
+        Cell("ppo", f"{side} files", "resume", damage)
+        for side in ("actor", "critic")
+        for damage in ("flipped bit", "torn file", "empty state")
+    ),
+    *(Cell("ppo", "drawn", "any", f"seed {seed}") for seed in range(INSTANTS)),
+]
+# One of each kind, for `make test`.
+SELECTED = {
+    Cell("ppo", "actor 1", "train", "SIGKILL"),
+    Cell("ppo", "critic 0", "save", "SIGKILL"),
+    Cell("ppo", "stub", "score", "SIGKILL"),
+    Cell("rs", "reward worker", "score", "SIGSTOP"),
+    Cell("ppo", "critic files", "resume", "flipped bit"),
+}
+# Endpoints of the phases in which the network loses things.
+ENDPOINTS = {
+    "score": ("critic_infer", "reward_model"),
+    "train": ("critic_train",),
+    "save": ("critic_save",),
+}
+
+
+def marks(cell: Cell) -> list:
+    return [] if cell in SELECTED else [pytest.mark.chaos]
+
+
+@pytest.fixture(scope="module")
+def new_pair(inputs, tiny_tokenizer_dir, tmp_path_factory):  # noqa: F811
+    def make(kind: str, folder: Path, **settings) -> Pair:
+        return Pair(kind, inputs, folder, tiny_tokenizer_dir, **settings)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(new_pair, tmp_path_factory):
+    """`undisturbed(kind) -> metrics` of a run without any fault; made once."""
+    found: dict[str, dict] = {}
+
+    def metrics(kind: str) -> dict:
+        if kind not in found:
+            pair = new_pair(kind, tmp_path_factory.mktemp(f"undisturbed-{kind}"))
+            pair.run()
+            assert not pair.endings, pair.story("a run without a fault did not end at once")
+            found[kind] = pair.metrics()
+            assert len(found[kind]["actor train_optim/loss"]) == 2 * STEPS
+        return found[kind]
+
+    return metrics
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cell", [pytest.param(c, id=c.name, marks=marks(c)) for c in CELLS])
+def test_a_fault_changes_no_number(cell, new_pair, undisturbed, tmp_path):
+    expected, began = undisturbed(cell.kind), time.monotonic()
+    pair = happens(cell, new_pair, tmp_path)
+    found = pair.metrics()
+    assert found.keys() == expected.keys()
+    differing = [name for name in expected if found[name] != expected[name]]
+    assert not differing, pair.story(f"other numbers than without the fault: {differing}")
+    check_endings(cell, pair)
+    report(cell, pair, time.monotonic() - began)
+
+
+def happens(cell: Cell, new_pair, folder: Path) -> Pair:
+    """Run a pair to the end with the fault in it."""
+    if cell.role == "network":
+        return network_fault(cell, new_pair, folder)
+    pair = new_pair(cell.kind, folder)
+    if cell.role.endswith("files"):
+        damage(cell, pair)
+    elif cell.role == "drawn":
+        drawn(cell, pair)
+    elif cell.fault in SIGNALS:
+        signal_in_phase(cell, pair)
+    else:
+        from_within(cell, pair)
+    return pair
+
+
+# ---- what happens ----
+
+
+def signal_in_phase(cell: Cell, pair: Pair) -> None:
+    number = getattr(signal, cell.fault)
+    if cell.phase == "resume":
+        stop_early(pair)
+    if cell.role == "reward worker":
+        (pair.folder / "worker").touch()
+        pair.run(lambda pair: pair.send(psutil.Process(pair.wait_until_reached()), number))
+        return
+
+    def happen(pair: Pair) -> None:
+        pid = pair.wait_until_reached()
+        within = {"triton": "tritonserver", "stub": "triton_python_"}.get(cell.role)
+        pair.send(pair.of_triton(within) if within else psutil.Process(pid), number)
+
+    side, rank = place(cell, pair)
+    with chaos(pair, side, rank, cell.phase, cell.fault):
+        pair.run(happen)
+
+
+def from_within(cell: Cell, pair: Pair) -> None:
+    if cell.phase == "resume":
+        stop_early(pair)
+    side, rank = place(cell, pair)
+    fault, seconds = cell.fault, CLOCK_JUMP_S
+    if fault.startswith("clock jump"):
+        seconds *= 1 if fault.endswith("forward") else -1
+        fault = "clock jump"
+    with chaos(pair, side, rank, cell.phase, fault, seconds=seconds):
+        pair.run(lambda pair: pair.wait_until_reached())
+
+
+def place(cell: Cell, pair: Pair) -> tuple[str, int]:
+    """The side and rank whose phase the fault meets; that of a child of the server is its."""
+    if cell.role in ("triton", "stub", "reward server"):
+        return pair.server_side, 0
+    side, rank = cell.role.rsplit(" ", 1)
+    return side, int(rank)
+
+
+def stop_early(pair: Pair) -> None:
+    """Kill both jobs in the second step, so that the next start of both resumes."""
+    with chaos(pair, "actor", 0, "train", "SIGKILL"), pair.start_server() as server:
+        with pair.start_actor() as actor:
+            pair.server, pair.actor = server, actor
+            pair.wait_until_reached()
+    (pair.folder / "reached").unlink()
+
+
+def damage(cell: Cell, pair: Pair) -> None:
+    """Damage the newest checkpoint of one job while both are down."""
+    stop_early(pair)
+    folders = (pair.folder / cell.role.split()[0] / "checkpoints").glob("*/COMPLETE")
+    newest = max((mark.parent for mark in folders), key=saved_at)
+    if cell.fault == "empty state":
+        (newest / "state.json").write_bytes(b"")
+    else:
+        weights = max((newest / "weights").rglob("*.distcp"), key=lambda file: file.stat().st_size)
+        content = bytearray(weights.read_bytes())
+        if cell.fault == "torn file":
+            del content[len(content) // 2 :]
+        else:
+            content[len(content) // 2] ^= 4
+        weights.write_bytes(content)
+    pair.run()
+    assert "damaged" in "".join(e.log for e in pair.endings) + pair.server.log + pair.actor.log
+
+
+def saved_at(checkpoint: Path) -> int:
+    return json.loads((checkpoint / "state.json").read_text())["save_number"]
+
+
+def network_fault(cell: Cell, new_pair, folder: Path) -> Pair:
+    """Each second sending of a request of this phase meets the fault; of those that take until
+    the client notices a silence, only the first one.
+    """
+    asked = [0]
+    silent = cell.fault.startswith("silent")
+
+    def fault(_number: int, path: str) -> str | None:
+        if path.split("/")[3] not in ENDPOINTS[cell.phase]:
+            return None
+        asked[0] += 1
+        return cell.fault if asked[0] == 3 or (asked[0] % 2 and not silent) else None
+
+    pair = new_pair(cell.kind, folder)
+    with FaultyNetwork(("127.0.0.1", pair.port), fault) as network:
+        pair.network_port = network.port
+        pair.run()
+    assert network.happened and {what for _, what in network.happened} == {cell.fault}
+    return pair
+
+
+def drawn(cell: Cell, pair: Pair) -> None:
+    """A signal to a drawn process of the pair at a drawn instant."""
+    draw = random.Random(cell.fault)
+    delay_s, stopped_s = draw.uniform(0.0, 20.0), draw.uniform(0.5, 5.0)
+    number = getattr(signal, draw.choice(SIGNALS))
+    place = draw.random()
+
+    def happen(pair: Pair) -> None:
+        end = time.monotonic() + delay_s
+        while time.monotonic() < end and pair.actor.process.poll() is None:
+            pair.actor._note_processes()
+            pair.server._note_processes()
+            time.sleep(0.1)
+        family = []
+        for job in (pair.actor, pair.server):
+            if job.process.poll() is None:
+                process = psutil.Process(job.process.pid)
+                family += [process, *process.children(recursive=True)]
+        try:
+            pair.send(family[int(place * len(family))], number, stopped_s)
+        except psutil.NoSuchProcess:  # it has just ended by itself
+            pair.folder.joinpath("missed").touch()
+
+    pair.run(happen)
+
+
+# ---- how the jobs may end ----
+
+
+def check_endings(cell: Cell, pair: Pair) -> None:
+    """A stop that ends, and all that comes through the network, ends no job; of what a fault ends,
+    the log or the exit code names the culprit.
+    """
+    logs = "".join(ending.log for ending in pair.endings)
+    codes = [ending.code for ending in pair.endings]
+    harmless = ("SIGSTOP", "clock jump forward", "clock jump back", *FAULTS)
+    if cell.fault in harmless or cell.role.endswith("files"):
+        assert not pair.endings, pair.story("a job ended")
+    elif cell.fault == "exception":
+        assert f"a fault of the test in {cell.phase}" in logs, pair.story("no culprit")
+    elif cell.fault == "full disk":
+        assert "no space left" in logs.lower(), pair.story("no culprit")
+    elif cell.role in ("triton", "stub") and cell.fault == "SIGKILL" and pair.endings:
+        assert re.search("triton.* ended by itself", logs), pair.story("no culprit")
+    elif cell.role != "drawn" and cell.fault == "SIGKILL":
+        killed = re.search(r"code -9|signal 9|SIGKILL|killed", logs)
+        assert -signal.SIGKILL in codes or killed, pair.story("no culprit")
+    for ending in pair.endings:
+        assert ending.log.count("ERROR: ") <= 1, pair.story("more than one message")
+
+
+def report(cell: Cell, pair: Pair, seconds: float) -> None:
+    if file := os.environ.get("CHAOS_REPORT"):
+        ends = [(ending.side, ending.code) for ending in pair.endings]
+        with open(file, "a") as out:
+            out.write(
+                json.dumps({**cell._asdict(), "seconds": round(seconds, 1), "ends": ends}) + "\n"
+            )
