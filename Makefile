@@ -7,6 +7,7 @@
 # make test-fast    unit tests of the mathematics, the configuration and the trainers (two minutes)
 # make test         all tests that run without a GPU, but for those marked full (15 minutes)
 # make test-full    the same, and those marked full: every split, the long jobs
+# make chaos        faults in every phase of a job, and what came of them (an hour)
 # make bench        benchmarks against Hugging Face and TRL (25 minutes); writes benchmarks/results/*.json
 #                   and the tables of docs/performance.md
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
@@ -50,7 +51,7 @@ LOCKS := $(wildcard requirements/*.lock)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs arithmetic test-fast test test-full test-gpu bench mutants lint \
+.PHONY: help install quickstart rs arithmetic test-fast test test-full chaos test-gpu bench mutants lint \
   format docs test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
@@ -102,16 +103,20 @@ arithmetic: install
 # Files with servers and ranks go first and in this order: the short ones keep the workers busy to
 # the end. Two workers: with three on two cores, processes of Triton failed now and then.
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-ALL_TESTS := tests/functional tests/distributed tests/unit
+ALL_TESTS := tests/functional tests/chaos tests/distributed tests/unit
 
 test-fast: $(VENV)/.installed-test
 	$(RUN) -m pytest $(BY_FILE) -m "not slow and not full" tests/unit $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(RUN) -m pytest $(BY_FILE) -m "not full" $(ALL_TESTS) $(ARGS)
+	$(RUN) -m pytest $(BY_FILE) -m "not full and not chaos" $(ALL_TESTS) $(ARGS)
 
 test-full: $(VENV)/.installed-test
-	$(RUN) -m pytest $(BY_FILE) $(ALL_TESTS) $(ARGS)
+	$(RUN) -m pytest $(BY_FILE) -m "not chaos" $(ALL_TESTS) $(ARGS)
+
+# With CHAOS_REPORT=FILE the figures for scripts/fault_table.py go to FILE.
+chaos: $(VENV)/.installed-test
+	$(RUN) -m pytest -n $(WORKERS) tests/chaos $(ARGS)
 
 # TRL goes without its requirements into a folder of its own: the tests compare with another release of it.
 $(VENV)/.installed-peers: $(VENV)/.installed-test benchmarks/peers.txt
