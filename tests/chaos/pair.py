@@ -58,7 +58,7 @@ class Pair:
     inputs: Path
     folder: Path
     tokenizer: str  # its folder
-    ranks: int = 2
+    ranks: int = 1  # of each job; a reward server has one
     network_port: int | None = None  # of a relay that the actor goes through
     port: int = field(default_factory=find_free_port)
     endings: list[Ending] = field(default_factory=list)

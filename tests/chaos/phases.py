@@ -12,8 +12,8 @@ import functools
 import importlib
 import json
 import os
+import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,12 +35,18 @@ def call(number: int) -> Callable[[int, tuple], bool]:
     return lambda count, _arguments: count == number
 
 
-def at_step(step: int) -> Callable[[int, tuple], bool]:
-    """Of methods whose object counts steps; not in a validation between two of them."""
+def at_step(step: int, method: str | None = None) -> Callable[[int, tuple], bool]:
+    """Of methods whose object counts steps, or of what such a `method` calls; not in a validation
+    between two of them.
+    """
 
     def is_it(_count: int, arguments: tuple) -> bool:
-        callers = {frame.name for frame in traceback.extract_stack()}
-        return arguments[0].step == step and "run_validation" not in callers
+        callers = {}
+        frame = sys._getframe()
+        while frame := frame.f_back:
+            callers[frame.f_code.co_name] = frame
+        counting = arguments[0] if method is None else callers[method].f_locals["self"]
+        return counting.step == step and "run_validation" not in callers
 
     return is_it
 
@@ -53,7 +59,9 @@ CHECKPOINTS = "nemo_aligner.checkpoint.checkpointing"
 # Of the job and phase. An actor makes two updates per step, a critic counts updates.
 PLACES = {
     ("actor", "start"): Place(TRAINER, "__init__", call(1)),
-    ("actor", "generate"): Place(TRAINER, "score", at_step(1)),  # others are still generated
+    ("actor", "generate"): Place(
+        "nemo_aligner.algorithms.rollout_trainer", "with_prompt_columns", at_step(1, "collect")
+    ),  # one micro-batch has ended, others are still generated
     ("actor", "score"): Place(TRAINER, "wait_for_scores", at_step(1)),
     ("actor", "log-probs"): Place(PPO, "_with_logprobs", at_step(1)),
     ("actor", "train"): Place(
