@@ -59,6 +59,8 @@ class Pair:
     folder: Path
     tokenizer: str  # its folder
     ranks: int = 1  # of each job; a reward server has one
+    steps: int = STEPS
+    interval: int = 1  # of validations and checkpoints
     network_port: int | None = None  # of a relay that the actor goes through
     port: int = field(default_factory=find_free_port)
     endings: list[Ending] = field(default_factory=list)
@@ -106,9 +108,9 @@ class Pair:
         section = "ppo" if self.kind == "ppo" else "rs"
         job = test_ppo_job if self.kind == "ppo" else test_rs_job
         extra = [
-            f"trainer.{section}.max_steps={STEPS}",
-            f"trainer.{section}.val_check_interval=1",
-            f"trainer.{section}.save_interval=1",
+            f"trainer.{section}.max_steps={self.steps}",
+            f"trainer.{section}.val_check_interval={self.interval}",
+            f"trainer.{section}.save_interval={self.interval}",
             f"model.{section}.rollout_micro_batch_size=2",
             test_ppo_job.CONSTANT_RATE,
         ]
