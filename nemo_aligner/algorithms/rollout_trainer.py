@@ -33,6 +33,7 @@ from nemo_aligner.algorithms.rollouts import (
     with_prompt_columns,
 )
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
@@ -54,6 +55,7 @@ from nemo_aligner.training.schedule import (
     compute_num_steps_per_epoch,
     is_complete,
 )
+from nemo_aligner.training.stop_requests import stop_requests
 from nemo_aligner.training.timeline import log_phase
 from nemo_aligner.training.timers import ScopedTimer
 from nemo_aligner.training.token_counts import (
@@ -196,10 +198,13 @@ class RolloutTrainer(ABC):
     # ----------------------------------------------------------------------------------- the loop
 
     def fit(self) -> None:
-        """Train until the last step or the end of the time limit; all ranks call it.
+        """Train until the last step, or until the job is asked to end; all ranks call it.
 
         After each step: validate and save if their intervals say so, at the end, and when the time
-        is over.
+        is over; save also if a signal asks the job to end.
+
+        Raises:
+            JobStopped: after the save, at the time limit or a signal.
         """
         self.run_timer.start_time()
         forget_token_counts()
@@ -210,22 +215,26 @@ class RolloutTrainer(ABC):
         if self.step == 0:
             self.before_first_step()
 
-        with rollout_log.progress_bar(
-            f"{self.NAME} Global Step", self.step, self.max_steps
-        ) as progress:
-            run_time_exceeded = False
-            while self.step < self.max_steps and not run_time_exceeded:
+        stop: JobStopped | None = None
+        with (
+            rollout_log.progress_bar(
+                f"{self.NAME} Global Step", self.step, self.max_steps
+            ) as progress,
+            stop_requests.in_loop(self.step, self.max_steps, self.cfg.save_interval > 0),
+        ):
+            while self.step < self.max_steps and stop is None:
                 train_metrics = self.run_step()
                 self.step += 1
 
-                run_time_exceeded = self.run_timer.is_finished()
+                stop = stop_requests.after_step(self.step, self.run_timer)
                 run_val, save_model, is_train_end = check_progress(
                     self.step,
                     self.max_steps,
                     self.cfg.val_check_interval,
                     self.cfg.save_interval,
                     limit_val_batches=1.0,
-                    run_time_exceeded=run_time_exceeded,
+                    run_time_exceeded=stop is not None and stop.code == ExitCode.TIME,
+                    must_save=stop is not None,
                 )
                 val_metrics = self.validate() if run_val else {}
                 candidates = rollout_log.show_progress(
@@ -233,8 +242,11 @@ class RolloutTrainer(ABC):
                 )
                 if save_model:
                     self.save(candidates, is_train_end=is_train_end)
+                    stop = stop or stop_requests.signalled()
 
         self.logger.finalize()
+        if stop is not None:
+            stop_requests.leave(stop)
 
     def before_first_step(self) -> None:
         """What a fresh run does before its first step."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -20,6 +19,7 @@ from tqdm import tqdm
 
 from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
@@ -40,6 +40,7 @@ from nemo_aligner.training.schedule import (
     is_complete,
     supervised_max_steps,
 )
+from nemo_aligner.training.stop_requests import stop_requests
 from nemo_aligner.training.timers import ScopedTimer
 from nemo_aligner.training.token_counts import TRAIN, forget_token_counts, log_token_counts
 from nemo_aligner.training.update import train_on_batch
@@ -128,7 +129,7 @@ class SupervisedTrainer:
             )
         self.save_interval = cfg.save_interval
         self.set_max_steps()
-        self._check_progress(run_time_exceeded=False)  # refuses intervals that do not fit
+        self._check_progress(None)  # refuses intervals that do not fit
         self._check_epochs()
 
     def _check_epochs(self) -> None:
@@ -153,7 +154,11 @@ class SupervisedTrainer:
     # ----------------------------------------------------------------------------------- the loop
 
     def fit(self) -> None:
-        """Train until `max_steps` or until the time is over; all ranks call it together."""
+        """Train until `max_steps`, or until the job is asked to end; all ranks call it together.
+
+        Raises:
+            JobStopped: after a save, at the time limit or a signal.
+        """
         self.run_timer.start_time()
         forget_token_counts()
         if is_complete(
@@ -166,16 +171,20 @@ class SupervisedTrainer:
 
         batches = endless_batches(self.train_dataloader, self)
         val_metrics: dict[str, float] = {}
-        with self._progress_bar() as progress:
-            while self.step < self.max_steps:
+        stop: JobStopped | None = None
+        with (
+            self._progress_bar() as progress,
+            stop_requests.in_loop(self.step, self.max_steps, self.save_interval > 0),
+        ):
+            while self.step < self.max_steps and stop is None:
                 train_metrics = self.train_single_step(next(batches))
                 self.logger.log_metrics(train_metrics, step=self.step, prefix="train/")
                 log_token_counts(self.logger, self.step, {TRAIN: "train"})
                 self.alarms.check_replicas(self.model, self.step)
                 self.step += 1
 
-                run_time_exceeded = self.run_timer.is_finished()
-                run_val, save_model, is_train_end = self._check_progress(run_time_exceeded)
+                stop = stop_requests.after_step(self.step, self.run_timer)
+                run_val, save_model, is_train_end = self._check_progress(stop)
                 if run_val:
                     val_metrics = self.run_validation()
                 candidates = _prefixed("train_", train_metrics) | _prefixed("val_", val_metrics)
@@ -185,16 +194,12 @@ class SupervisedTrainer:
                 progress.update()
                 if save_model:
                     self.save(candidates, is_train_end=is_train_end)
-                if run_time_exceeded:
-                    logging.info(
-                        f"time limit reached at step {self.step} of {self.max_steps}; run it "
-                        "again to continue."
-                    )
-                    break
-            else:
-                if self.test_dataloader is not None:
-                    self._score("test", self.test_dataloader, limit_batches=None)
+                    stop = stop or stop_requests.signalled()
+            if stop is None and self.test_dataloader is not None:
+                self._score("test", self.test_dataloader, limit_batches=None)
         self.logger.finalize()
+        if stop is not None:
+            stop_requests.leave(stop)
 
     def train_single_step(self, batch: Any) -> dict[str, float]:
         """One optimizer update on this rank's share of a global batch; returns its metrics."""
@@ -272,10 +277,15 @@ class SupervisedTrainer:
         generative: Any = self.model
         return generative.infer({"text": batch["contexts"], "length": batch["context_lengths"]})
 
-    def _check_progress(self, run_time_exceeded: bool) -> tuple[bool, bool, bool]:
+    def _check_progress(self, stop: JobStopped | None) -> tuple[bool, bool, bool]:
         intervals = self.val_check_interval, self.save_interval
         return check_progress(
-            self.step, self.max_steps, *intervals, self.limit_val_batches, run_time_exceeded
+            self.step,
+            self.max_steps,
+            *intervals,
+            self.limit_val_batches,
+            run_time_exceeded=stop is not None and stop.code == ExitCode.TIME,
+            must_save=stop is not None,
         )
 
     def _progress_bar(self) -> tqdm:

@@ -27,6 +27,14 @@ class ServerRequestError(RuntimeError):
     """
 
 
+class LostPeerError(ServerRequestError):
+    """A process that this job needs has ended, or does not return in the configured time."""
+
+
+class ServerJobError(RuntimeError):
+    """A server job cannot continue: a rank failed alone."""
+
+
 class AlarmError(RuntimeError):
     """An alarm ends the run; raised by all ranks together."""
 

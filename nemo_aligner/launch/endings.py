@@ -14,15 +14,26 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from nemo_aligner.core.errors import AlarmError, ServerRequestError, UserError
+from nemo_aligner.core.endings import ExitCode, JobStopped, note_ending
+from nemo_aligner.core.errors import (
+    AlarmError,
+    LostPeerError,
+    ServerJobError,
+    ServerRequestError,
+    UserError,
+)
 from nemo_aligner.launch.versions import warn_of_unsupported_versions
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
+from nemo_aligner.training.stop_requests import stop_requests
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # Processes of this node that were started from this one (`processes.launch_processes`).
 started_processes: list[subprocess.Popen] = []
+# This process was started in that way. Lightning's launcher kills the whole job when such a
+# process ends with another code than 0.
+was_started = False
 
 # After an error: how long another process may take to fail for the same reason.
 _FAILURE_GRACE_S = 5.0
@@ -34,33 +45,58 @@ _EXIT_GRACE_S = 60.0
 
 def user_errors_end_the_job(main: Callable[P, R]) -> Callable[P, R]:
     """Decorator of a script's `main`: every process of the job ends with it, in success and in
-    failure.
+    failure, with a code of `ExitCode`.
 
     An error whose message says what to do (of a user, a server or an alarm) is printed as one
-    message, by rank 0 if all ranks have it, without a traceback; the exit code is 1. Any other
-    error keeps its traceback. Either way the processes that `launch_processes` started end too.
+    message, by rank 0 if all ranks have it, without a traceback. Any other error keeps its
+    traceback. Either way the processes that `launch_processes` started end too. SIGTERM and
+    SIGUSR1 are requests to end (training/stop_requests.py).
     """
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            adopt_mpi_ranks(os.environ)  # here, so that its error is one message too
-            warn_of_unsupported_versions()
-            result = main(*args, **kwargs)
-        except (UserError, ServerRequestError, AlarmError) as error:
-            if not is_rank_zero():
-                time.sleep(_RANK_ZERO_FIRST_S)  # rank 0 ends this process if it has failed too
-            print(f"\nERROR: {error}", file=sys.stderr, flush=True)
-            _end_started_processes(0.0)
-            raise SystemExit(1) from None
-        except BaseException:
-            _end_started_processes(_FAILURE_GRACE_S)
-            raise
-        if not _end_started_processes(_EXIT_GRACE_S):
-            raise SystemExit(1)
-        return result
+        with stop_requests.watching(lambda: _end_started_processes(0.0)):
+            return _run(main, *args, **kwargs)
 
     return run
+
+
+def _run(main: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    try:
+        adopt_mpi_ranks(os.environ)  # here, so that its error is one message too
+        warn_of_unsupported_versions()
+        result = main(*args, **kwargs)
+    except (UserError, ServerRequestError, ServerJobError, AlarmError) as error:
+        if not is_rank_zero():
+            time.sleep(_RANK_ZERO_FIRST_S)  # rank 0 ends this process if it has failed too
+        print(f"\nERROR: {error}", file=sys.stderr, flush=True)
+        code = _exit_code(error)
+        note_ending(code, str(error), stop_requests.step)
+        _end_started_processes(0.0)
+        raise SystemExit(code) from None
+    except JobStopped:
+        _end_started_processes(_EXIT_GRACE_S)
+        if was_started:
+            raise SystemExit(ExitCode.FINISHED) from None
+        raise
+    except BaseException as error:
+        note_ending(ExitCode.FAILED, f"{type(error).__name__}: {error}", stop_requests.step)
+        _end_started_processes(_FAILURE_GRACE_S)
+        raise
+    if not _end_started_processes(_EXIT_GRACE_S):
+        note_ending(ExitCode.FAILED, "another process of the job failed", stop_requests.step)
+        raise SystemExit(ExitCode.FAILED)
+    note_ending(ExitCode.FINISHED, "finished", stop_requests.step)
+    return result
+
+
+def _exit_code(error: Exception) -> ExitCode:
+    if isinstance(error, UserError):
+        return ExitCode.USER_ERROR
+    if isinstance(error, LostPeerError):
+        # A scheduler asks all jobs of a pair at once, and the peer was faster.
+        return ExitCode.PRE_EMPTED if stop_requests.received else ExitCode.LOST_PEER
+    return ExitCode.FAILED
 
 
 def _end_started_processes(grace_s: float) -> bool:

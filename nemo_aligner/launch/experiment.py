@@ -22,6 +22,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_durably
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
+from nemo_aligner.core.endings import keep_ending_in
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.processes import (
     init_distributed,
@@ -116,6 +117,7 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
         ) from error
     if is_rank_zero():
         _keep_json_lines(log_dir)
+        keep_ending_in(log_dir)
     return log_dir
 
 

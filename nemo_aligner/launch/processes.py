@@ -25,7 +25,7 @@ from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch.endings import started_processes
+from nemo_aligner.launch import endings
 from nemo_aligner.parallel.device import get_backend
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
 from nemo_aligner.parallel.rendezvous import join_on_loopback
@@ -170,8 +170,9 @@ def launch_processes(trainer: Trainer | None) -> None:
         os.environ.setdefault("MASTER_PORT", str(find_free_port()))
     if strategy.launcher is not None:
         strategy.launcher.launch(lambda: None, trainer=trainer)
-        started_processes.extend(getattr(strategy.launcher, "procs", []))
+        endings.started_processes.extend(getattr(strategy.launcher, "procs", []))
         if starts_processes and environment.local_rank() > 0:
+            endings.was_started = True
             _end_with_parent()
     if isinstance(strategy, DDPStrategy):
         _join_on_loopback(strategy)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from nemo.utils import logging
 
-from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.core.errors import LostPeerError, ServerRequestError
 from nemo_aligner.servers.exchange import (
     INSTANCE_HEADER,
     MAX_MISSED_PROBES,
@@ -212,10 +212,16 @@ class ServerConnection:
             self._in_flight.add(request)
             self._lock.notify_all()
 
-    def _fail(self, request: _Request, why: str, cause: Exception | None = None) -> None:
+    def _fail(
+        self,
+        request: _Request,
+        why: str,
+        cause: Exception | None = None,
+        kind: type[ServerRequestError] = ServerRequestError,
+    ) -> None:
         """Give the request an error, unless it has its outcome already."""
         if not request.future.done():
-            error = ServerRequestError(f"request to {request.parts[0].endpoint} at {self} {why}")
+            error = kind(f"request to {request.parts[0].endpoint} at {self} {why}")
             error.__cause__ = cause
             request.future.set_exception(error)
 
@@ -226,9 +232,9 @@ class ServerConnection:
         try:
             reply = request.finish([self._run(request, part) for part in request.parts])
         except Exception as error:
-            why = self._explain(error)  # asks the server, so before the lock is taken
+            why, kind = self._explain(error)  # asks the server, so before the lock is taken
             with self._lock:
-                self._fail(request, why, error)
+                self._fail(request, why, error, kind)
         else:
             with self._lock:
                 if not request.future.done():
@@ -251,20 +257,20 @@ class ServerConnection:
             time.sleep(pause)
         return request.exchange.run(part, self.inference_timeout_s)
 
-    def _explain(self, error: Exception) -> str:
-        """What went wrong, and the remedy where the server has ended."""
+    def _explain(self, error: Exception) -> tuple[str, type[ServerRequestError]]:
+        """What went wrong, and the remedy where the server has ended; and the kind of error."""
         if isinstance(error, NoReplyInTimeError) and self._is_alive():
             return (
                 f"got {error} ({self.setting}.inference_timeout_s), although the server is up. "
                 f"Raise {self.setting}.inference_timeout_s if the server needs longer, else look "
                 "into the server's log: it hangs."
-            )
+            ), LostPeerError
         why = f"failed: {type_and_message(error)}"
         if not self._is_alive():
-            return f"{why}. The server is gone. {RESTART_REMEDY}"
+            return f"{why}. The server is gone. {RESTART_REMEDY}", LostPeerError
         if isinstance(error, ConnectionLostError | NotServingError):
-            return f"{why}. {RESTART_REMEDY}"
-        return why
+            return f"{why}. {RESTART_REMEDY}", LostPeerError
+        return why, ServerRequestError
 
     def _watch(self) -> None:
         """Thread: probe the server while requests are in flight; fail them when it is silent."""
@@ -291,6 +297,7 @@ class ServerConnection:
                     request,
                     f"failed: the server no longer replies ({missed} probes in a row). "
                     f"{RESTART_REMEDY}",
+                    kind=LostPeerError,
                 )
                 request.exchange.abort()
 

@@ -56,7 +56,7 @@ import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.config.reward_models import RewardModelSpec
-from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.core.errors import LostPeerError, ServerRequestError
 from nemo_aligner.servers.connection import RESTART_REMEDY
 from nemo_aligner.servers.exchange import (
     MAX_MISSED_PROBES,
@@ -366,7 +366,7 @@ class Fleet:
             return
         section = self.spec.setting.partition(".")[0]
         request.future.set_exception(
-            ServerRequestError(
+            LostPeerError(
                 f"{self._name(server)} gave {error} ({section}.inference_timeout_s) to a request "
                 f"of {request.samples} sample(s), although it replies to probes. Raise "
                 f"{section}.inference_timeout_s if the model needs longer, else look into the "
@@ -519,7 +519,7 @@ class Fleet:
                 self._waiting.remove(request)
                 section = self.spec.setting.partition(".")[0]
                 request.future.set_exception(
-                    ServerRequestError(
+                    LostPeerError(
                         f"{self.title}: no server has replied for {seconds:.0f} s "
                         f"({section}.init_timeout_s): {_list(self.servers)}. {RESTART_REMEDY}"
                     )

@@ -15,6 +15,10 @@ Who does what:
 A request that fails in the same way on every rank is answered with the traceback, and the server
 goes on. If only some ranks fail, the process groups cannot be trusted any more: the client gets
 the traceback, and the job ends with an error.
+
+A stop request ends the job with exit code 0. A running save is waited for up to SAVE_GRACE_S; if
+it is abandoned then, the code is another one. Other operations get `stop_grace_s`: what they
+change is repeated from the last checkpoint.
 """
 
 import concurrent.futures
@@ -35,6 +39,8 @@ from typing import Any
 import torch.distributed as dist
 from nemo.utils import logging
 
+from nemo_aligner.core.endings import ExitCode, note_ending
+from nemo_aligner.core.errors import LostPeerError, ServerJobError
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore
 from nemo_aligner.servers.front import Access
@@ -42,6 +48,7 @@ from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.triton_host import Handler, TritonHost
 
 CHECK_INTERVAL_S = 5.0  # between two looks at the processes of Triton
+SAVE_GRACE_S = 600.0  # how long a save may run on after a stop request
 
 
 class OperationFailedError(RuntimeError):
@@ -50,10 +57,6 @@ class OperationFailedError(RuntimeError):
 
 class ServerStoppingError(RuntimeError):
     """The request came too late: the server job is ending."""
-
-
-class ServerJobError(RuntimeError):
-    """The job cannot continue: a rank failed alone or is lost."""
 
 
 @dataclass
@@ -88,8 +91,8 @@ class ServerLoop:
         control: the group over which operations get their inputs.
         access: what is asked of the clients.
         heartbeat_s: pause between two announcements when idle.
-        stop_grace_s: how long an operation may run on after a stop request before the process
-            ends without it.
+        stop_grace_s: how long an operation that is no save may run on after a stop request before
+            the process ends without it.
         failure_grace_s: how long a failed rank waits for the others to fail too before the job is
             given up.
     """
@@ -120,8 +123,9 @@ class ServerLoop:
         self._admission = threading.Lock()
         self._closed = False
         self._current: _Job | None = None  # the job that the main thread works on
+        self._operating: ServerSignal | None = None  # what this rank works on
         self._stop_reason: str | None = None
-        self._stop_deadline: float | None = None
+        self._stopped_at: float | None = None
         self._failure_deadline: float | None = None
         self._watching = threading.Event()
 
@@ -144,9 +148,12 @@ class ServerLoop:
     def stop(self, reason: str = "stop() was called") -> None:
         """Ask the whole job to end."""
         if self._stop_reason is None:
-            self._stop_deadline = time.monotonic() + self.stop_grace_s
+            self._stopped_at = time.monotonic()
             self._stop_reason = reason
-            logging.info(f"{self.name}, rank {self.rank}: {reason}; ending the job")
+            when = ""
+            if self._operating == ServerSignal.SAVE:
+                when = f" after the running save, which has {SAVE_GRACE_S:.0f} s"
+            logging.info(f"{self.name}, rank {self.rank}: {reason}; ending the job{when}")
             with contextlib.suppress(Exception):
                 self._store.put("stop", reason)
 
@@ -157,6 +164,7 @@ class ServerLoop:
 
         Raises:
             ServerJobError: the job could not continue; the other ranks end as well.
+            LostPeerError: the same, as a rank or Triton has ended.
         """
         try:
             with self._watcher():
@@ -165,11 +173,11 @@ class ServerLoop:
         except BaseException as error:
             with contextlib.suppress(Exception):  # the store may be gone, too
                 self._read_stop_request()  # the watcher thread may not have read it yet
-            if self._stop_reason is None:
+            if self._stop_reason is None or self._operating == ServerSignal.SAVE:
                 self._fail_all(ServerJobError(f"{self.name} failed: {error}"))
                 self._close(failed=True)
                 if isinstance(error, dist.DistBackendError) or "closed by peer" in str(error):
-                    raise ServerJobError(
+                    raise LostPeerError(
                         f"{self.name}, rank {self.rank}: another rank of this job has ended; look "
                         "for the first error in its log (killed for memory?). The same command "
                         "resumes from the last checkpoint."
@@ -180,6 +188,7 @@ class ServerLoop:
                 f"{self.name}, rank {self.rank}: interrupted by the stop request ({error})"
             )
         self._close(failed=False)
+        note_ending(ExitCode.FINISHED, self._stop_reason or "stopped")
 
     def _start(self) -> None:
         """Start Triton on rank 0; the other ranks learn how it went.
@@ -218,7 +227,7 @@ class ServerLoop:
                     next_check = time.monotonic() + CHECK_INTERVAL_S
                     ended = self._triton.what_has_ended()
                     if ended is not None and self._stop_reason is None:
-                        raise ServerJobError(
+                        raise LostPeerError(
                             f"{ended} ended by itself; its host may be out of memory or shared "
                             "memory. The same command resumes from the last checkpoint."
                         )
@@ -236,6 +245,7 @@ class ServerLoop:
         """Run one operation on this rank, then compare its outcome on all ranks."""
         result: Arrays = {}
         kind = text = None
+        self._operating = signal_
         try:
             if signal_ not in self.operations:
                 raise RuntimeError(f"{self.name} cannot handle the signal {signal_!r}")
@@ -247,7 +257,9 @@ class ServerLoop:
             with contextlib.suppress(Exception):
                 self._store.put("failure", text)  # for a rank that never reaches the next line
         outcomes = self.control.gather_objects((kind, text))
-        self._failure_deadline = None
+        if self._stopped_at is not None:
+            self._stopped_at = time.monotonic()  # now for the reply and the other ranks
+        self._failure_deadline = self._operating = None
         if {kind for kind, _text in outcomes} == {None}:
             if job:
                 job.finish(result)
@@ -340,6 +352,8 @@ class ServerLoop:
             previous = {
                 s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)
             }
+            # SIGUSR1 asks the actor. Ignored, not handled: processes that start here inherit that.
+            previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=self._forget_signals)
         self._watching.set()
@@ -353,8 +367,9 @@ class ServerLoop:
             self._watching.clear()
             thread.join()
             if previous:
-                signal.set_wakeup_fd(old_fd)
+                signal.set_wakeup_fd(-1)
                 if self._stop_reason is None:
+                    signal.set_wakeup_fd(old_fd)
                     for number, handler in previous.items():
                         signal.signal(number, handler)
             os.close(read_end)
@@ -390,35 +405,46 @@ class ServerLoop:
                 self._failure_deadline = now + self.failure_grace_s
             elif not failure and store_errors == 0:
                 self._failure_deadline = None
-            if self._stop_deadline is not None and now > self._stop_deadline:
-                self._abandon(
-                    0,
-                    f"{self._stop_reason}; the running operation did not end in "
-                    f"{self.stop_grace_s:.0f} s",
-                )
+            self._check_stop_deadline(now)
             if store_errors >= 10:
+                is_safe = self._stop_reason and self._operating != ServerSignal.SAVE
                 self._abandon(
-                    0 if self._stop_reason else 1,
+                    ExitCode.FINISHED if is_safe else ExitCode.LOST_PEER,
                     "the job's store is gone: rank 0 or the launcher has ended",
                 )
             if self._failure_deadline is not None and now > self._failure_deadline:
                 self._abandon(
-                    1, f"a rank failed and the others cannot continue without it:\n{failure}"
+                    ExitCode.FAILED,
+                    f"a rank failed and the others cannot continue without it:\n{failure}",
                 )
+
+    def _check_stop_deadline(self, now: float) -> None:
+        """End the process if what runs since before the stop request takes too long."""
+        if self._stopped_at is None:
+            return
+        is_save = self._operating == ServerSignal.SAVE
+        grace = SAVE_GRACE_S if is_save else self.stop_grace_s
+        if now > self._stopped_at + grace:
+            self._abandon(
+                ExitCode.PRE_EMPTED if is_save else ExitCode.FINISHED,
+                f"{self._stop_reason}; the running {'save' if is_save else 'operation'} did not "
+                f"end in {grace:.0f} s",
+            )
 
     def _read_stop_request(self) -> None:
         """Stop if another rank has noted a stop request."""
         if self._stop_reason is None and (reason := self._store.get("stop")):
             self.stop(f"another rank ends the job ({reason})")
 
-    def _abandon(self, code: int, why: str) -> None:
+    def _abandon(self, code: ExitCode, why: str) -> None:
         """End this process although its main thread is still busy."""
         self._log_error(why)
         if self.rank == 0:
-            error = ServerStoppingError(why) if code == 0 else OperationFailedError(why)
+            error = (ServerStoppingError if self._stop_reason else OperationFailedError)(why)
             self._fail_all(error)
             time.sleep(0.5)  # for Triton to deliver the replies
         self._close(failed=bool(code))
+        note_ending(code, why)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.futures import FutureResult, PendingReply
@@ -53,6 +53,7 @@ def await_on_source(
     """
     alone = group is None or dist.get_world_size(group) == 1
     is_source = alone or dist.get_rank() == src
+    result: Any
     while True:
         state, result = _poll(pending, HEARTBEAT_S) if is_source else ("pending", None)
         if not alone:
@@ -62,11 +63,11 @@ def await_on_source(
         if state == "done":
             return result
         if state == "failed":
-            raise ServerRequestError(result)
+            raise result
 
 
 def _poll(pending: Awaitable | Exception | None, timeout_s: float) -> tuple[str, Any]:
-    """Return ("done", result), ("failed", message) or, after `timeout_s`, ("pending", None)."""
+    """Return ("done", result), ("failed", error) or, after `timeout_s`, ("pending", None)."""
     try:
         if pending is None:
             raise RuntimeError("nothing was sent on the rank that sends")
@@ -74,7 +75,13 @@ def _poll(pending: Awaitable | Exception | None, timeout_s: float) -> tuple[str,
             raise pending
         return ("done", pending.result()) if pending.done(timeout_s) else ("pending", None)
     except Exception as error:  # of any kind: the other ranks must not wait forever
-        return "failed", str(readable_error(error))
+        return "failed", _error_for_all_ranks(error)
+
+
+def _error_for_all_ranks(error: Exception) -> ServerRequestError:
+    """`error` as every rank raises it: it can be sent, and its kind is that of the request."""
+    kind = LostPeerError if isinstance(error, LostPeerError) else ServerRequestError
+    return kind(str(readable_error(error)))
 
 
 def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
@@ -105,9 +112,9 @@ def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             outcomes = [None] * dist.get_world_size()
             dist.all_gather_object(outcomes, (failure, not left))
-        for message, _ in outcomes:
-            if message is not None:
-                raise ServerRequestError(message)
+        for error, _ in outcomes:
+            if error is not None:
+                raise error
         if all(finished for _, finished in outcomes):
             return
 

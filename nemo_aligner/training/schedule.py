@@ -136,12 +136,13 @@ def check_progress(
     save_interval: int,
     limit_val_batches: int | float | None,
     run_time_exceeded: bool = False,
+    must_save: bool = False,
 ) -> tuple[bool, bool, bool]:
     """Decide what to do after `step` finished steps.
 
     Validation is on if there are batches for it and its interval is positive; saving if its
     interval is positive. Each happens at the multiples of its interval, at the end, and when the
-    time is over.
+    time is over; a save also when the job must end (`must_save`).
 
     Returns:
         (run validation, save a checkpoint, training is at its end).
@@ -156,7 +157,7 @@ def check_progress(
     is_train_end = step == max_steps
     last = is_train_end or run_time_exceeded
     run_val = validation_enabled and (last or step % val_check_interval == 0)
-    save_model = save_enabled and (last or step % save_interval == 0)
+    save_model = save_enabled and (last or must_save or step % save_interval == 0)
     return run_val, save_model, is_train_end
 
 

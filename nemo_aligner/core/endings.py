@@ -1,0 +1,82 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How a job has ended: its exit code, and `ending.json` in the folder of its run. Imports nothing
+heavy.
+"""
+
+import contextlib
+import json
+import os
+from datetime import datetime, timezone
+from enum import IntEnum
+from pathlib import Path
+
+ENDING_FILE = "ending.json"
+
+_folder: Path | None = None  # where the ending of this process is still to be written
+
+
+class ExitCode(IntEnum):
+    """Exit codes of all scripts and commands; docs/operations.md says what to do about each.
+
+    After those of `RUN_AGAIN` the same command continues the work.
+    """
+
+    FINISHED = 0
+    FAILED = 1  # an error, an alarm, or what a server reported
+    USER_ERROR = 2  # a key, a file or an address to correct; the disk is full
+    TIME = 75  # the time limit is over
+    PRE_EMPTED = 76  # SIGTERM or SIGUSR1
+    LOST_PEER = 77  # a process that the job needs has ended, or hangs
+
+
+RUN_AGAIN = (ExitCode.TIME, ExitCode.PRE_EMPTED, ExitCode.LOST_PEER)
+
+
+class JobStopped(SystemExit):
+    """The job ends before its last step, as it was asked to.
+
+    Attributes:
+        code: the exit code.
+        reason: who asked.
+    """
+
+    code: ExitCode
+
+    def __init__(self, code: ExitCode, reason: str):
+        super().__init__(code)
+        self.code, self.reason = code, reason
+
+
+def keep_ending_in(folder: Path) -> None:
+    """Have `note_ending` write into `folder`, and remove what a former run has left there; rank 0
+    of a job calls it.
+    """
+    global _folder
+    _folder = folder
+    (folder / ENDING_FILE).unlink(missing_ok=True)
+
+
+def note_ending(code: ExitCode, reason: str, step: int | None = None) -> None:
+    """Write `ending.json`, if this process keeps one. The first ending counts: what breaks later
+    follows from it.
+
+    Args:
+        reason: one line.
+        step: finished steps, if the job counts them.
+    """
+    global _folder
+    folder, _folder = _folder, None
+    if folder is None:
+        return
+    ending = {
+        "code": int(code),
+        "name": code.name,
+        "reason": reason,
+        "step": step,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    with contextlib.suppress(OSError):  # a full disk must not hide why the job ends
+        part = folder / f"{ENDING_FILE}.part"
+        part.write_text(json.dumps(ending) + "\n")
+        os.replace(part, folder / ENDING_FILE)

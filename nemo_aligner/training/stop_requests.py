@@ -1,0 +1,221 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to end a job before its last step: SIGTERM, SIGUSR1 (pre-emption) and the time limit.
+
+A request that comes in a step waits for its end, where all ranks agree on it, save and leave. One
+that comes before the first step, and a second SIGTERM, end the process at once. Servers have their
+own way to end (`servers/server_loop.py`). Imports nothing heavy.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from nemo_aligner.core.endings import ExitCode, JobStopped, note_ending
+from nemo_aligner.parallel.environment import is_rank_zero
+
+if TYPE_CHECKING:
+    from nemo_aligner.core.interfaces import RunTimer
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# One request may arrive twice: a launcher hands on what the process got with its group already.
+REPEATED_S = 1.0
+AGAIN = "The same command continues."
+
+
+class StopRequests:
+    """The requests to this process; there is one, `stop_requests`.
+
+    Attributes:
+        received: the first signal, None before one.
+        step: finished steps, None before the loop.
+        max_steps: steps of the whole job.
+    """
+
+    received: signal.Signals | None
+    step: int | None
+
+    def __init__(self) -> None:
+        self._watching = self._in_loop = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.received = self.step = None
+        self.max_steps = 0
+        self._saves = True
+        self._has_left = False
+        self._first_term: float | None = None
+        self._last_boundary = 0.0
+        self._step_s: float | None = None  # of the step before
+        self._before_exit: Callable[[], object] = lambda: None
+
+    # ---- signals ----
+
+    @contextlib.contextmanager
+    def watching(self, before_exit: Callable[[], object]) -> Iterator[None]:
+        """Inside, SIGTERM and SIGUSR1 are requests. A thread sees them: the main thread may be in
+        a collective that never ends.
+
+        Args:
+            before_exit: called before the process ends at once.
+        """
+        if self._watching or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._clear()
+        self._before_exit, self._watching = before_exit, True
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._forget)
+        thread = threading.Thread(
+            target=self._watch, args=(read_end,), daemon=True, name="stop requests"
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            self._watching = False
+            thread.join()
+            signal.set_wakeup_fd(old_fd)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            os.close(read_end)
+            os.close(write_end)
+
+    def _forget(self) -> None:
+        """In a forked child: signals are no longer of this process. One to the whole process group
+        asks the job, so SIGUSR1 means nothing to a child.
+        """
+        if self._watching:
+            self._watching = False
+            with contextlib.suppress(ValueError):  # forked by another thread
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    def _watch(self, read_end: int) -> None:
+        """Thread: take the signals."""
+        while self._watching:
+            if select.select([read_end], [], [], 0.3)[0]:
+                for number in os.read(read_end, 64):
+                    if number in SIGNALS:
+                        self._take(signal.Signals(number))
+
+    def _take(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._has_left:
+            return
+        if not self._in_loop:
+            when = "before the first step" if self.step is None else "at the end of the job"
+            self._end_at_once(f"{number.name} {when}")
+        if number == signal.SIGTERM:
+            if self._first_term is None:
+                self._first_term = now
+            elif now > self._first_term + REPEATED_S:
+                self._end_at_once("a second SIGTERM")
+        if self.received is None:
+            self.received = number
+            if is_rank_zero():
+                _say(self._announcement(number.name, now))
+
+    def _announcement(self, name: str, now: float) -> str:
+        """What a request leads to, and when."""
+        if self.step == self.max_steps:
+            return f"{name}: the job has made its last step and ends by itself."
+        what = "saves" if self._saves else "does not save (save_interval)"
+        text = f"{name}: the job {what} and ends after the running step"
+        if self._step_s is not None:
+            left = max(self._last_boundary + self._step_s - now, 0.0)
+            text += f", in about {left:.0f} s by the step before"
+        return f"{text}. A second SIGTERM ends it at once."
+
+    def _end_at_once(self, reason: str) -> None:
+        if is_rank_zero():
+            _say(f"{reason}: the job ends at once, without saving. {AGAIN}")
+        note_ending(ExitCode.PRE_EMPTED, reason, self.step)
+        self._before_exit()
+        sys.stdout.flush()
+        os._exit(ExitCode.PRE_EMPTED)
+
+    # ---- the loop over the steps; every rank calls these ----
+
+    @contextlib.contextmanager
+    def in_loop(self, step: int, max_steps: int, saves: bool) -> Iterator[None]:
+        """Inside, a request waits for the end of the running step.
+
+        Args:
+            step: finished steps.
+            max_steps: after which the job has finished.
+            saves: it writes checkpoints.
+        """
+        self.step, self.max_steps, self._saves = step, max_steps, saves
+        self._step_s, self._last_boundary = None, time.monotonic()
+        self._in_loop = True
+        try:
+            yield
+        finally:
+            self._in_loop = False
+
+    def after_step(self, step: int, run_timer: "RunTimer") -> JobStopped | None:
+        """Why the job ends after `step` finished steps, the same on every rank; None: it goes on,
+        or has finished.
+        """
+        now = time.monotonic()
+        self.step, self._step_s, self._last_boundary = step, now - self._last_boundary, now
+        time_is_over = run_timer.is_finished()
+        stop = self.signalled()
+        if stop is None and time_is_over and step < self.max_steps:
+            stop = JobStopped(ExitCode.TIME, "time limit (max_time_per_run)")
+        return stop
+
+    def signalled(self) -> JobStopped | None:
+        """As `after_step`, without the time limit: for after a save, which may take long."""
+        number = _largest_of_ranks(self.received or 0)
+        if not number or self.step == self.max_steps:
+            return None
+        return JobStopped(ExitCode.PRE_EMPTED, signal.Signals(number).name)
+
+    def leave(self, stop: JobStopped) -> None:
+        """End the job, which has saved; `ending.json` is there before any rank has left.
+
+        Raises:
+            JobStopped: `stop`.
+        """
+        self._has_left = True  # launchers repeat signals while the ranks leave one by one
+        note_ending(stop.code, stop.reason, self.step)
+        if is_rank_zero():
+            _say(
+                f"{stop.reason}: the job ends after step {self.step} of {self.max_steps}, with "
+                f"exit code {stop.code:d} ({stop.code.name}). {AGAIN}"
+            )
+        _largest_of_ranks(0)
+        raise stop
+
+
+def _largest_of_ranks(number: int) -> int:
+    """The largest `number` of all ranks, which all call it."""
+    import torch  # by now it is imported
+
+    from nemo_aligner.parallel import parallel_state
+    from nemo_aligner.parallel.device import get_device
+
+    if parallel_state.get_world_size() == 1:
+        return number
+    largest = torch.tensor([number], device=get_device())
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return int(largest)
+
+
+def _say(text: str) -> None:
+    print(f"\n{text}", file=sys.stderr, flush=True)
+
+
+stop_requests = StopRequests()
