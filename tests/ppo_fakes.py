@@ -11,10 +11,12 @@ calls.
 import functools
 from types import SimpleNamespace
 
+import pytest
 import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.ppo import PPOTrainer
+from nemo_aligner.core.endings import JobStopped
 from nemo_aligner.core.types import Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
@@ -292,6 +294,13 @@ class FakeCheckpoints:
     def custom_save(self, monitor_candidates, is_train_end=False, trainer_state=None):
         self.events.append("actor_save")
         self.saved.append((monitor_candidates, is_train_end, trainer_state))
+
+
+def fit_until_stopped(trainer) -> JobStopped:
+    """Train until the trainer leaves before its last step; why it does."""
+    with pytest.raises(JobStopped) as stopped:
+        trainer.fit()
+    return stopped.value
 
 
 class FakeRunTimer:

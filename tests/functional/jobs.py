@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
 from tests.patience import Deadline, wait_until
 from tests.warm_start import start_python
@@ -140,9 +141,9 @@ def must_succeed(job: ScriptJob) -> None:
 
 
 def must_fail_with(job: ScriptJob, *words: str) -> None:
-    """Exit code 1, no traceback, and one message at the end of the log that holds `words`."""
+    """The exit code of a user's error, no traceback, and one message at the end of the log that holds `words`."""
     with job:
-        assert job.wait(120) == 1, job.log[-4000:]
+        assert job.wait(120) == ExitCode.USER_ERROR, job.log[-4000:]
         assert not job.leftovers()
         assert "Traceback" not in job.log, job.log[-4000:]
         assert job.log.count("ERROR: ") == 1, job.log[-4000:]

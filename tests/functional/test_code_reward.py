@@ -17,6 +17,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import (
@@ -333,7 +334,7 @@ def test_bad_input_ends_the_server_with_one_message(tmp_path, tiny_tokenizer_dir
     with code_reward_server(
         tmp_path / "s", find_free_port(), tiny_tokenizer_dir, "reward.py:score", "null", override
     ) as job:
-        assert_ended_well(job, 0 if job.wait(90) == 1 else 1)
+        assert_ended_well(job, 0 if job.wait(90) == ExitCode.USER_ERROR else 1)
         assert all(word in job.log for word in words) and "Traceback" not in job.log, job.log[
             -3000:
         ]

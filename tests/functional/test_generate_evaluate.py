@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
 from tests.patience import patience
 from tests.tiny_models import tiny_config
@@ -127,6 +128,6 @@ def test_a_mistake_ends_all_ranks_with_one_message(folder, tmp_path):
         "trainer.devices=2",
         *CPU,
     )
-    assert ended.returncode == 1
+    assert ended.returncode == ExitCode.USER_ERROR
     assert ended.stderr.count("ERROR: ") == 1 and "has no bos token" in ended.stderr
     assert "Traceback" not in ended.stderr

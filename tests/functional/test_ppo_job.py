@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
 from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.functional.jobs import ScriptJob, assert_ended_well, metric_names, read_metrics
@@ -334,7 +335,7 @@ def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, whole
     port = find_free_port()
     with critic(inputs, tmp_path / "fresh", port) as server:
         with actor(inputs, parts, port, 1, "python", "trainer.ppo.max_steps=6") as job:
-            assert job.wait() == 1
+            assert job.wait() == ExitCode.USER_ERROR
             assert "actor and critic do not match: this actor is at step 4" in job.log, (
                 job.log[-2000:] + server.log[-3000:]
             )
@@ -360,7 +361,7 @@ def run_killed_pair(inputs, folder, monkeypatch, side, save):
         actor(inputs, folder, port, 1, "python", *limits, script=scripts["actor"]) as job,
     ):
         code = job.wait(240)
-        assert code == (-9 if side == "actor" else 1), job.log[-3000:]
+        assert code == (-9 if side == "actor" else ExitCode.LOST_PEER), job.log[-3000:]
         if side == "actor":
             assert_ended_well(server, server.stop())
         else:
@@ -435,7 +436,7 @@ def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):
     with actor(
         inputs, tmp_path / "run", port, 1, "python", "remote_critic_rm.init_timeout_s=3"
     ) as job:
-        assert job.wait(90) == 1
+        assert job.wait(90) == ExitCode.USER_ERROR
         assert (
             f"127.0.0.1:{port}" in job.log
             and "init_timeout_s" in job.log
@@ -481,6 +482,6 @@ def test_bad_input_ends_the_actor_with_one_message(inputs, tmp_path, override, w
     if "batchsize" in key:
         override = "+" + override
     with actor(inputs, tmp_path, find_free_port(), 1, "python", override) as job:
-        assert job.wait(60) == 1
+        assert job.wait(60) == ExitCode.USER_ERROR
         assert all(word in job.log for word in words), job.log[-2000:]
         assert "Traceback" not in job.log

@@ -15,6 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.ports import find_free_port
@@ -408,7 +409,7 @@ def test_what_cannot_be_served_is_one_clear_error(
         )
         jobs.append((job, ["attribute_weights=[2.0]", "model.regression.merge_attributes=True"]))
         for job, words in jobs:
-            assert job.wait(150) == 1
+            assert job.wait(150) == ExitCode.USER_ERROR
             message = job.log.split("ERROR: ")[-1]
             assert all(word in message for word in words), job.log[-2000:]
             assert "Traceback" not in job.log

@@ -4,6 +4,7 @@
 
 import pytest
 
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import (
     assert_ended_well,
@@ -76,7 +77,7 @@ def test_the_reward_models_port_counts(inputs, tmp_path):  # noqa: F811
         wait_until_serving(critic_job)
         timeout = "remote_critic_rm.init_timeout_s=5"
         with actor(inputs, tmp_path, ports[0], 1, "python", *separate(ports[1]), timeout) as job:
-            assert job.wait(120) == 1
+            assert job.wait(120) == ExitCode.USER_ERROR
             assert f"127.0.0.1:{ports[1]}" in job.log and "Traceback" not in job.log, job.log[
                 -3000:
             ]

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import CONF
 from nemo_aligner.config.schema import LIVE
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.evaluate import table
 from nemo_aligner.evaluate.__main__ import main
 from nemo_aligner.evaluate.measures import Bootstrap, Number, Scored, measure
@@ -177,7 +178,7 @@ def test_mistakes_are_one_message_each(folder, tmp_path, capsys):
     ):
         with pytest.raises(SystemExit) as ended:
             main([*words, "--out", str(tmp_path / "out")])
-        assert ended.value.code == 1, words
+        assert ended.value.code == ExitCode.USER_ERROR, words
         assert message in capsys.readouterr().err.split("ERROR: ")[-1], words
     assert not (tmp_path / "out").exists()
 

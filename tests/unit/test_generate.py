@@ -19,6 +19,7 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
@@ -94,7 +95,7 @@ def error_of(capsys, *words) -> str:
     """The message with which the command ends."""
     with pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
-    assert ended.value.code == 1
+    assert ended.value.code == ExitCode.USER_ERROR
     return capsys.readouterr().err.split("ERROR: ")[-1]
 
 

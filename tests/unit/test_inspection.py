@@ -14,6 +14,7 @@ import pytest
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.generate.settings import is_setting
 from nemo_aligner.inspection.command import main
 from nemo_aligner.inspection.findings import histogram, look
@@ -63,7 +64,7 @@ def shown(capsys, *words) -> str:
 def error_of(capsys, *words) -> str:
     with pytest.raises(SystemExit) as ended:
         main(list(words))
-    assert ended.value.code == 1
+    assert ended.value.code == ExitCode.USER_ERROR
     return capsys.readouterr().err.split("ERROR: ")[-1]
 
 

@@ -18,6 +18,7 @@ from nemo.utils.exp_manager import exp_manager
 from omegaconf import OmegaConf
 
 from nemo_aligner.compat import stand_ins
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.retired import NOT_HERE, RETIRED
 from nemo_aligner.models.alignable_interface import (
@@ -161,7 +162,7 @@ def test_a_script_without_the_decorator_ends_with_a_traceback(tmp_path):
         command = [sys.executable, str(tmp_path / f"{name}.py")]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         ended = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert ended.returncode == 1
+        assert ended.returncode == (1 if name == "plain" else ExitCode.USER_ERROR)
         ends[name] = ended.stderr
     assert "Traceback" in ends["plain"] and "Traceback" not in ends["own"]
     assert "ERROR: x" in ends["own"]

@@ -13,7 +13,7 @@ from nemo_aligner.algorithms import ppo
 from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
 from nemo_aligner.algorithms.rollouts import repeat_prompts
 from nemo_aligner.core.errors import ConfigError
-from tests.ppo_fakes import make_trainer
+from tests.ppo_fakes import fit_until_stopped, make_trainer
 
 NAN = float("nan")
 WIDTH = 9  # S - 1
@@ -403,7 +403,7 @@ def test_without_a_critic_a_run_has_no_values_and_resumes_exactly(estimator):
     assert kl[0] == 0.0 and kl[2] > 0
 
     first = make_trainer(time_limit=1, **settings)
-    first.fit()
+    fit_until_stopped(first)
     second = make_trainer(**settings)
     second.model.weight = first.model.weight
     second.load_state_dict(first.ckpt_callback.saved[-1][2])
@@ -438,7 +438,7 @@ def test_adaptive_penalty_follows_the_kl_and_is_resumed():
     assert whole.state_dict()["kl_coef"] == pytest.approx(expected[3], rel=1e-12)
 
     first = make_trainer(critic_warmup_steps=2, time_limit=1, **settings)
-    first.fit()
+    fit_until_stopped(first)
     second = make_trainer(critic_warmup_steps=2, **settings)
     second.model.weight = first.model.weight
     second.load_state_dict(first.ckpt_callback.saved[-1][2])

@@ -14,11 +14,12 @@ from nemo.utils import logging
 from nemo_aligner.algorithms import ppo
 from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_rollout_metrics, deal
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.types import Scores
 from nemo_aligner.training.schedule import compute_max_steps
 from tests import ppo_fakes
-from tests.ppo_fakes import NUM_PROMPTS, make_trainer
+from tests.ppo_fakes import NUM_PROMPTS, fit_until_stopped, make_trainer
 
 NAN = float("nan")
 
@@ -200,7 +201,7 @@ def test_resume_continues_exactly(tmp_path):
     whole.fit()
 
     first = make_trainer(val_check_interval=1, save_interval=1, time_limit=1)
-    first.fit()
+    fit_until_stopped(first)
     candidates, is_train_end, state = first.ckpt_callback.saved[-1]
     assert state["step"] == 1 and not is_train_end and len(first.ckpt_callback.saved) == 1
 
@@ -352,7 +353,7 @@ def test_save_hands_over_counters_and_monitors():
 
 def test_time_limit_saves_and_stops():
     trainer = make_trainer(val_check_interval=10, save_interval=10, time_limit=2)
-    trainer.fit()
+    assert fit_until_stopped(trainer).code == ExitCode.TIME
     assert (
         trainer.step == 2
         and len(trainer.ckpt_callback.saved) == 1

@@ -8,10 +8,19 @@ import torch
 from nemo.utils import logging
 
 from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, NonFiniteError, UserError
 from nemo_aligner.core.rewards import select_topk
 from nemo_aligner.core.seeds import sample_seeds
-from tests.ppo_fakes import EOS, MAX_NEW_TOKENS, NUM_PROMPTS, FakeFuture, Prompts, collate
+from tests.ppo_fakes import (
+    EOS,
+    MAX_NEW_TOKENS,
+    NUM_PROMPTS,
+    FakeFuture,
+    Prompts,
+    collate,
+    fit_until_stopped,
+)
 from tests.rs_fakes import FakeRSPolicy, make_rs_trainer
 
 SEED = 1234  # of the fake policy
@@ -285,7 +294,7 @@ def test_resume_continues_exactly():
     whole.fit()
 
     first = make_rs_trainer(time_limit=2, **settings)
-    first.fit()
+    fit_until_stopped(first)
     _, is_train_end, state = first.ckpt_callback.saved[-1]
     assert not is_train_end
     assert state == {
@@ -419,7 +428,7 @@ def test_counters_beyond_float32_survive():
 
 def test_time_limit_saves_and_stops():
     trainer = make_rs_trainer(val_check_interval=10, save_interval=10, time_limit=2)
-    trainer.fit()
+    assert fit_until_stopped(trainer).code == ExitCode.TIME
     assert (
         trainer.step == 2
         and len(trainer.ckpt_callback.saved) == 1

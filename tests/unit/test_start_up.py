@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.core.endings import ExitCode
+from nemo_aligner.core.errors import (
+    AlarmError,
+    LostPeerError,
+    ServerJobError,
+    ServerRequestError,
+    UserError,
+)
 from nemo_aligner.launch import endings, start_up
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -47,7 +54,7 @@ def test_help_shows_the_configuration_and_imports_nothing_heavy(script):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_an_unknown_key_is_one_message_and_imports_nothing_heavy(script):
     ended = run(script, "++trainer.devises=2")
-    assert ended.returncode == 1
+    assert ended.returncode == ExitCode.USER_ERROR
     assert "ERROR: Unknown configuration key" in ended.stderr
     assert "trainer.devises (did you mean trainer.devices?)" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -102,15 +109,24 @@ def test_main_can_be_called_with_a_configuration():
     assert seen == [{"a": 1}]
 
 
-@pytest.mark.parametrize("error", [UserError("give b"), ServerRequestError("give b")])
-def test_an_error_with_a_remedy_is_one_message(error, capsys):
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError, ExitCode.USER_ERROR),
+        (ServerRequestError, ExitCode.FAILED),
+        (ServerJobError, ExitCode.FAILED),
+        (AlarmError, ExitCode.FAILED),
+        (LostPeerError, ExitCode.LOST_PEER),
+    ],
+)
+def test_an_error_with_a_remedy_is_one_message(error, code, capsys):
     @user_errors_end_the_job
     def main():
-        raise error
+        raise error("give b")
 
     with pytest.raises(SystemExit) as caught:
         main()
-    assert caught.value.code == 1
+    assert caught.value.code == code
     assert capsys.readouterr().err == "\nERROR: give b\n"
 
 

@@ -11,8 +11,10 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.builders import build_dataloader
+from tests.ppo_fakes import fit_until_stopped
 
 GBS = 4
 
@@ -297,7 +299,7 @@ def test_resume_equals_the_uninterrupted_run(workers):
 
 def test_time_limit_saves_and_stops_without_the_end(monkeypatch):
     trainer = make(timer=FakeTimer(checks=3), val=dataloader(4, random=False))
-    trainer.fit()
+    assert fit_until_stopped(trainer).code == ExitCode.TIME
     (save,) = trainer.ckpt_callback.saves
     assert trainer.step == 3 and not save.end and "val_loss" in save.candidates
     trainer = make()
