@@ -141,7 +141,9 @@ def must_succeed(job: ScriptJob) -> None:
 
 
 def must_fail_with(job: ScriptJob, *words: str) -> None:
-    """The exit code of a user's error, no traceback, and one message at the end of the log that holds `words`."""
+    """The exit code of a user's error, no traceback, and one message at the end of the log that
+    holds `words`.
+    """
     with job:
         assert job.wait(120) == ExitCode.USER_ERROR, job.log[-4000:]
         assert not job.leftovers()
