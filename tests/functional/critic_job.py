@@ -175,6 +175,7 @@ def main() -> None:
     parallel_state.initialize(tensor_model_parallel_size=settings["tp"])
 
     from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+    from nemo_aligner.servers import server_loop
 
     class Logger:
         def log_metrics(self, metrics, step, prefix):
@@ -197,6 +198,8 @@ def main() -> None:
             writer.terminate()
             writer.join(patience(10))
             assert writer.exitcode == -signal.SIGTERM, writer.exitcode
+            print("the checkpoint is being written", flush=True)
+            time.sleep(settings["save_s"])
             if parallel_state.get_rank() == 0:
                 Path(settings["checkpoint"]).write_text(json.dumps(trainer_state))
 
@@ -232,6 +235,7 @@ def main() -> None:
     if os.path.exists(settings["checkpoint"]):
         trainer.load_state_dict(json.loads(Path(settings["checkpoint"]).read_text()))
     trainer.failure_grace_s = patience(3.0)
+    server_loop.SAVE_GRACE_S = settings["save_grace_s"]
     trainer.run_server()
     parallel_state.destroy()
 
@@ -245,9 +249,21 @@ class CriticJob:
         launcher: "torchrun", or "direct" for processes that only share environment variables, as
             SLURM starts them.
         combined: the server also gives rewards.
+        save_s: how long a save takes.
+        save_grace_s: how long it may take after SIGTERM.
     """
 
-    def __init__(self, ranks=1, tp=1, launcher="direct", combined=True, gbs=4, **cfg):
+    def __init__(
+        self,
+        ranks=1,
+        tp=1,
+        launcher="direct",
+        combined=True,
+        gbs=4,
+        save_s=0.0,
+        save_grace_s=60.0,
+        **cfg,
+    ):
         self.directory = Path(tempfile.mkdtemp(prefix="cj_", dir="/tmp"))
         (self.directory / "t").mkdir()
         self.port = find_free_port()
@@ -255,6 +271,8 @@ class CriticJob:
         settings = {
             "tp": tp,
             "gbs": gbs,
+            "save_s": save_s,
+            "save_grace_s": save_grace_s,
             "metrics": str(self.directory / "metrics.jsonl"),
             "checkpoint": str(self.directory / "checkpoint.json"),
             "cfg": {

@@ -19,6 +19,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import exchange
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
@@ -530,6 +531,39 @@ def test_two_data_parallel_ranks_under_torchrun():
         thread.join(patience(10))
         assert errors and "did not end" in str(errors[0])
         job.assert_nothing_left()
+
+
+def test_sigterm_waits_for_a_save():
+    """Longer than for other operations; and the client gets its reply."""
+    with CriticJob(ranks=2, save_s=7.0) as job:
+        errors, thread = save_in_background(job)
+        job.signal_rank(1)
+        wait_until(lambda: "ending the job after the running save" in job.log(), 10, job.log)
+        job.must_exit_with(0, 0, limit_s=30)
+        thread.join(patience(10))
+        assert not errors and json.loads((job.directory / "checkpoint.json").read_text())
+        job.assert_nothing_left()
+
+
+def test_a_save_that_is_abandoned_is_no_success():
+    with CriticJob(save_s=60.0, save_grace_s=1.0) as job:
+        errors, thread = save_in_background(job)
+        job.signal_rank(0)
+        job.must_exit_with(ExitCode.PRE_EMPTED)
+        thread.join(patience(10))
+        assert errors and "the running save did not end in 1 s" in str(errors[0])
+        job.assert_nothing_left()
+
+
+def save_in_background(job):
+    """Start a save and return when it runs on all ranks: what `in_background` returns."""
+    started = in_background(
+        Raw(job.wait_until_serving()), endpoint="critic_save", dummy_var=[0], actor_step=[1]
+    )
+    being_written = "the checkpoint is being written"
+    wait_until(lambda: job.log().count(being_written) == job.ranks, 60, job.log)
+    job.look_around()
+    return started
 
 
 def test_two_tensor_parallel_ranks_with_a_separate_reward_model():

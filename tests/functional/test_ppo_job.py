@@ -7,6 +7,7 @@ processes, at several splits.
 import json
 import re
 import shutil
+import signal
 import string
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
 from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.functional.jobs import ScriptJob, assert_ended_well, metric_names, read_metrics
-from tests.patience import patience
+from tests.patience import patience, wait_until
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
@@ -386,6 +387,38 @@ def test_a_pair_killed_in_its_saves_continues_with_the_same_commands(
         assert names
         for name in names:
             assert read_metrics(folder / side, name) == read_metrics(whole / side, name), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_an_actor_that_is_stopped_in_a_step_saves_and_continues(inputs, whole, tmp_path, number):
+    """With the same command, beside the same critic, to the same bits."""
+    limits = ["trainer.ppo.max_steps=4", "trainer.ppo.val_check_interval=2", CONSTANT_RATE]
+    port, metrics = find_free_port(), tmp_path / "actor/metrics.jsonl"
+    with critic(inputs, tmp_path, port, 1, "python", CONSTANT_RATE) as server:
+        with actor(inputs, tmp_path, port, 1, "python", *limits) as job:
+            wait_until(
+                lambda: metrics.exists() and "train_rollouts/" in metrics.read_text(),
+                patience(120),
+                lambda: job.log[-3000:],
+            )
+            job.process.send_signal(number)
+            assert job.wait(60) == ExitCode.PRE_EMPTED, job.log[-3000:]
+            assert not job.leftovers()
+        assert f"{number.name}: the job saves and ends after the running step" in job.log
+        ending = json.loads((tmp_path / "actor/ending.json").read_text())
+        assert (ending["name"], ending["reason"]) == ("PRE_EMPTED", number.name)
+        assert 1 <= ending["step"] < 4
+        for side in ("actor", "critic"):
+            assert len(list((tmp_path / side / "checkpoints").glob("*/COMPLETE"))) >= 1
+        with actor(inputs, tmp_path, port, 1, "python", *limits) as job:
+            assert_ended_well(job, job.wait(240))
+        assert_ended_well(server, server.stop())
+    assert json.loads((tmp_path / "critic/ending.json").read_text())["code"] == 0
+    for side in ("actor", "critic"):
+        for name in metric_names(whole / side):
+            if name != "train/step_time":
+                expected = read_metrics(whole / side, name)
+                assert read_metrics(tmp_path / side, name) == expected, name
 
 
 def test_a_critic_without_space_lives_and_goes_back(inputs, whole, tmp_path, monkeypatch):

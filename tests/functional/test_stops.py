@@ -1,0 +1,90 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs that are asked to end: by signals to one of their processes or to all, and by their time
+limit. (An actor with its critic: test_ppo_job.py; a critic in its save: test_critic_server.py.)
+"""
+
+import json
+import signal
+
+import psutil
+import pytest
+
+from nemo_aligner.core.endings import ExitCode
+from tests.functional.jobs import must_succeed, read_metrics, wait_for_log
+from tests.functional.test_sft_rm_scripts import data, sft  # noqa: F401  (a fixture)
+from tests.patience import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+STEPS = 80
+LONG = [
+    "trainer.sft.max_epochs=1000",
+    "trainer.sft.val_check_interval=40",
+    "trainer.sft.save_interval=40",
+    "model.hidden_dropout=0.1",  # a resumed job must draw the same numbers
+]
+
+
+def ending(folder):
+    return json.loads((folder / "ending.json").read_text())
+
+
+def steps_of(folder):
+    file = folder / "metrics.jsonl"
+    return len(read_metrics(folder, "train/loss")) if file.exists() else 0
+
+
+def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
+    data,  # noqa: F811
+    tiny_tokenizer_dir,
+    tmp_path,
+):
+    limits = [*LONG, f"trainer.sft.max_steps={STEPS}"]
+    must_succeed(sft(data, tiny_tokenizer_dir, tmp_path / "whole", *limits, ranks=2))
+    folder, done = tmp_path / "stopped", 0
+    for launcher, number, rank in [
+        ("python", signal.SIGTERM, 0),  # the process that the user started
+        ("python", signal.SIGUSR1, 1),
+        ("torchrun", signal.SIGTERM, None),  # torchrun hands it on
+    ]:
+        with sft(data, tiny_tokenizer_dir, folder, *limits, ranks=2, launcher=launcher) as job:
+            wait_until(lambda: steps_of(folder) > done + 3, 120, lambda: job.log[-3000:])  # noqa: B023
+            process = psutil.Process(job.process.pid)
+            if rank == 1:
+                started = process.children()
+                process = min(started, key=lambda child: (child.create_time(), child.pid))
+            process.send_signal(number)
+            code = job.wait(60)
+            assert code == (1 if launcher == "torchrun" else ExitCode.PRE_EMPTED), job.log[-3000:]
+            assert not job.leftovers()
+        assert "Traceback" not in job.log or launcher == "torchrun", job.log[-3000:]
+        assert f"{number.name}: the job ends after step" in job.log
+        if rank != 1:
+            assert f"{number.name}: the job saves and ends after the running step" in job.log
+        found = ending(folder)
+        assert (found["code"], found["reason"]) == (ExitCode.PRE_EMPTED, number.name)
+        assert done < found["step"] < STEPS
+        done = found["step"]
+        assert (folder / f"checkpoints/step-step={done}/COMPLETE").exists()
+    must_succeed(sft(data, tiny_tokenizer_dir, folder, *limits, ranks=2))
+    assert ending(folder)["name"] == "FINISHED" and ending(folder)["step"] == STEPS
+    for key in ("train/loss", "train/grad_norm", "validation/loss"):
+        assert read_metrics(folder, key) == read_metrics(tmp_path / "whole", key), key
+
+
+def test_the_time_limit_has_a_code_of_its_own(data, tiny_tokenizer_dir, tmp_path):  # noqa: F811
+    limits = [*LONG, "trainer.sft.max_steps=5000", "exp_manager.max_time_per_run=00:00:00:01"]
+    with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *limits, ranks=2) as job:
+        assert job.wait(120) == ExitCode.TIME, job.log[-3000:]
+        assert not job.leftovers()
+    found = ending(tmp_path / "sft")
+    assert found["name"] == "TIME" and "max_time_per_run" in found["reason"]
+    assert (tmp_path / f"sft/checkpoints/step-step={found['step']}/COMPLETE").exists()
+
+
+def test_a_job_that_has_not_begun_ends_at_once(data, tiny_tokenizer_dir, tmp_path):  # noqa: F811
+    with sft(data, tiny_tokenizer_dir, tmp_path / "sft", ranks=2) as job:
+        wait_for_log(job, "*** configuration ***")
+        assert job.stop(10) == ExitCode.PRE_EMPTED, job.log[-3000:]
+        assert not job.leftovers()
+    assert "SIGTERM before the first step: the job ends at once" in job.log
