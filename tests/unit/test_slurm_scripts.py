@@ -18,13 +18,20 @@ from hydra import compose, initialize_config_dir
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import CONF
+from nemo_aligner.core.endings import RUN_AGAIN, ExitCode
 from tests.functional.jobs import ROOT
 
 SCRIPTS = ROOT / "scripts" / "slurm"
 RECIPE = ROOT / "examples" / "recipes" / "ultrafeedback" / "run.sh"
 NODES = {"0": ["node1", "node2"], "1": ["node3", "node4"]}
 PROGRAMS = {
-    "scontrol": "import sys; print(*sys.argv[-1].split(','), sep='\\n')",
+    "scontrol": (
+        "import os, sys\n"
+        "if sys.argv[1] == 'requeue':\n"
+        "    open(os.environ['CALLS'] + '.requeued', 'a').write(sys.argv[2])\n"
+        "else:\n"
+        "    print(*sys.argv[-1].split(','), sep='\\n')\n"
+    ),
     # The job that ends first ends the others, so each waits until all are there.
     "srun": (
         "import json, os, sys, time\n"
@@ -34,6 +41,9 @@ PROGRAMS = {
         "    file.write(json.dumps(call) + '\\n')\n"
         "while len(open(os.environ['CALLS']).readlines()) < int(os.environ['JOBS']):\n"
         "    time.sleep(0.01)\n"
+        "if 'train_gpt_' in ' '.join(sys.argv):\n"
+        "    sys.exit(int(os.environ.get('ACTOR_CODE', 0)))\n"
+        "time.sleep(60 * ('ACTOR_CODE' in os.environ))\n"  # a server serves until SIGTERM
     ),
     # The script is run in the place of its submission.
     "sbatch": "import os, sys; os.execvp('bash', ['bash', sys.argv[-1]])",
@@ -124,6 +134,35 @@ def test_rejection_sampling(submit):
     assert (address, actor.model.seed, server.model.forward_micro_batch_size) == ("node3", 7, 3)
     assert list(actor.remote_rm.reward_model.ip) == ["node1", "node2"]
     assert actor.remote_rm.reward_model.port == server.inference.port
+
+
+@pytest.mark.parametrize("script, jobs", [("ppo.sbatch", 2), ("rs.sbatch", 3)])
+def test_a_job_that_can_continue_is_queued_again(submit, tmp_path, script, jobs):
+    """Ten minutes before its end, or when it is pre-empted, the actor saves; then the script asks
+    for another turn, but not for ever.
+    """
+    lines = (SCRIPTS / script).read_text().splitlines()
+    assert lines.count("#SBATCH --signal=USR1@600 --requeue") == 2  # of both sets of nodes
+    requeued = tmp_path / "calls.jsonl.requeued"
+    variables = {**GIVEN, "SLURM_JOB_ID": "7"}
+    for code, restarts, again in [
+        *((code, "1", True) for code in RUN_AGAIN),
+        (ExitCode.FAILED, "1", False),
+        (ExitCode.USER_ERROR, "1", False),
+        (ExitCode.TIME, "10", False),
+    ]:
+        (tmp_path / "calls.jsonl").unlink(missing_ok=True)
+        requeued.unlink(missing_ok=True)
+        with pytest.raises(subprocess.CalledProcessError) as ended:
+            submit(
+                SCRIPTS / script,
+                jobs,
+                **variables,
+                ACTOR_CODE=str(int(code)),
+                SLURM_RESTART_COUNT=restarts,
+            )
+        assert ended.value.returncode == code
+        assert (requeued.read_text() if requeued.exists() else None) == ("7" if again else None)
 
 
 def test_a_variable_that_is_missing_is_named(submit, capfd):

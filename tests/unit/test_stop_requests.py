@@ -15,7 +15,6 @@ import time
 
 import pytest
 
-from nemo_aligner.core import endings
 from nemo_aligner.core.endings import ExitCode, JobStopped, keep_ending_in, note_ending
 from nemo_aligner.training.stop_requests import stop_requests
 from tests.patience import patience, wait_until
@@ -163,7 +162,3 @@ def test_the_first_ending_counts_and_a_new_run_removes_it(tmp_path):
     assert not (tmp_path / "ending.json").exists()
     note_ending(ExitCode.FINISHED, "finished")
     assert json.loads((tmp_path / "ending.json").read_text())["code"] == 0
-
-
-def test_codes_to_run_again_are_those_of_the_slurm_scripts():
-    assert sorted(endings.RUN_AGAIN) == [75, 76, 77]
