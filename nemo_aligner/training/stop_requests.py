@@ -200,6 +200,14 @@ class StopRequests:
         raise stop
 
 
+def ignore_signals(_worker: int = 0) -> None:
+    """In a worker process that a job needs until its end: signals to the whole process group are
+    for the job, which ends its workers by other means.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _largest_of_ranks(number: int) -> int:
     """The largest `number` of all ranks, which all call it."""
     import torch  # by now it is imported

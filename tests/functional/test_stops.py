@@ -5,6 +5,7 @@ limit. (An actor with its critic: test_ppo_job.py; a critic in its save: test_cr
 """
 
 import json
+import os
 import signal
 
 import psutil
@@ -21,6 +22,7 @@ LONG = [
     "trainer.sft.max_epochs=1000",
     "trainer.sft.val_check_interval=40",
     "trainer.sft.save_interval=40",
+    "model.data.num_workers=1",
     "model.hidden_dropout=0.1",  # a resumed job must draw the same numbers
 ]
 
@@ -43,7 +45,7 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
     must_succeed(sft(data, tiny_tokenizer_dir, tmp_path / "whole", *limits, ranks=2))
     folder, done = tmp_path / "stopped", 0
     for launcher, number, rank in [
-        ("python", signal.SIGTERM, 0),  # the process that the user started
+        ("python", signal.SIGTERM, "all"),  # the process group, with the workers that read data
         ("python", signal.SIGUSR1, 1),
         ("torchrun", signal.SIGTERM, None),  # torchrun hands it on
     ]:
@@ -53,7 +55,10 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
             if rank == 1:
                 started = process.children()
                 process = min(started, key=lambda child: (child.create_time(), child.pid))
-            process.send_signal(number)
+            if rank == "all":
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
             code = job.wait(60)
             assert code == (1 if launcher == "torchrun" else ExitCode.PRE_EMPTED), job.log[-3000:]
             assert not job.leftovers()

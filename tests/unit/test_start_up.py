@@ -4,6 +4,7 @@
 
 import gc
 import io
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from nemo_aligner.core.errors import (
 from nemo_aligner.launch import endings, start_up
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.training.stop_requests import stop_requests
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "examples/nlp/gpt").glob("*.py"))
 HEAVY = ("torch", "nemo", "lightning", "megatron", "transformers", "pandas")
@@ -128,6 +130,18 @@ def test_an_error_with_a_remedy_is_one_message(error, code, capsys):
         main()
     assert caught.value.code == code
     assert capsys.readouterr().err == "\nERROR: give b\n"
+
+
+def test_a_job_whose_peer_was_asked_to_end_too_was_pre_empted(capsys):
+    @user_errors_end_the_job
+    def main():
+        stop_requests.received = signal.SIGTERM
+        raise LostPeerError("the critic is gone")
+
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == ExitCode.PRE_EMPTED
+    assert capsys.readouterr().err == "\nERROR: the critic is gone\n"
 
 
 def test_any_other_error_keeps_its_traceback():

@@ -49,6 +49,7 @@ from nemo_aligner.data.nlp.samplers import (
 from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
 from nemo_aligner.data.nlp.sft_examples import SFTDataset
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.training.stop_requests import ignore_signals
 
 __all__ = [
     "build_dataloader",
@@ -491,6 +492,7 @@ def build_dataloader(
         num_workers=cfg.model.data.num_workers,
         pin_memory=torch.cuda.is_available(),
         collate_fn=collate_fn,
+        worker_init_fn=ignore_signals,
         # Each new iterator of a loader draws a seed: from this generator, not from the global one,
         # on which the training depends.
         generator=torch.Generator().manual_seed(cfg.model.seed),
