@@ -26,7 +26,7 @@ from torch import Tensor
 from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.errors import ConfigError, cause_of
 from nemo_aligner.core.interfaces import Logger
 from nemo_aligner.models.alignable_interface import CriticModelInterface
 from nemo_aligner.parallel import parallel_state
@@ -45,7 +45,7 @@ from nemo_aligner.servers.scoring import (
     model_limits,
     share_of_rank,
 )
-from nemo_aligner.servers.server_loop import ServerLoop
+from nemo_aligner.servers.server_loop import OperationFailedError, ServerLoop
 from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.timeline import logged_phase
@@ -224,8 +224,8 @@ class CriticServerTrainer:
         """Return the reply to a request whose update has been made, or raise its error."""
         reply = self._replies[request_id]
         if isinstance(reply, Exception):
-            raise RuntimeError(
-                f"critic_train: request {request_id} failed halfway; it is not repeated"
+            raise OperationFailedError(
+                f"request {request_id} failed halfway and is not repeated: {cause_of(reply)}"
             ) from reply
         return reply
 

@@ -1,8 +1,20 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Errors that end a job with one message and no traceback: those that a user caused (the message
-names the value and the remedy), those that came from a server, and those of alarms.
+names the value and the remedy), those that came from a server, and those of alarms. And how any
+error becomes one line, for a reader in another process; the traceback stays in the log of its own.
 """
+
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+LONGEST_LINE = 2000  # characters of an error in one line
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = ("<", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 class UserError(ValueError):
@@ -22,8 +34,9 @@ class SaveError(UserError):
 
 
 class ServerRequestError(RuntimeError):
-    """A request failed on the server, or no response arrived; the message carries the remote
-    traceback.
+    """A request failed on the server, or no response arrived. The message is one line: the model,
+    the server's address and the cause. The traceback is in the log of the server; of a server that
+    sends it (PyTriton's own do), in the log of the client.
     """
 
 
@@ -31,7 +44,11 @@ class LostPeerError(ServerRequestError):
     """A process that this job needs has ended, or does not return in the configured time."""
 
 
-class ServerJobError(RuntimeError):
+class ServerEndingError(RuntimeError):
+    """The server job ends; it did not finish the request."""
+
+
+class ServerJobError(ServerEndingError):
     """A server job cannot continue: a rank failed alone."""
 
 
@@ -49,3 +66,43 @@ class ReplicaError(AlarmError):
 
 class PolicyReferenceError(AlarmError):
     """Policy and reference differ before the first update."""
+
+
+# ---- in one line ----
+
+
+def one_line(text: str) -> str:
+    """Return `text` without its line breaks, and without the end of a very long one."""
+    line = " ".join(part.strip() for part in text.splitlines() if part.strip())
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}[...]"
+
+
+def cause_of(error: BaseException) -> str:
+    """Return `error` in one line: "TypeError: why (file.py:12 in function)".
+
+    The place is the innermost one that is not in a library. A message of ours that says what to do
+    stands alone.
+    """
+    if isinstance(error, (UserError, ServerRequestError)):
+        return one_line(str(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_own(frame.filename)] or frames
+    place = [f"({Path(f.filename).name}:{f.lineno} in {f.name})" for f in own[-1:]]
+    why = one_line(str(error))
+    return " ".join([type(error).__name__ + (why and f": {why}"), *place])
+
+
+def _is_own(file: str) -> bool:
+    return file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES)
+
+
+def cause_in(text: str) -> str:
+    """Return the error that `text`, which may hold tracebacks, is about: in one line, with its
+    place, as `cause_of` does.
+    """
+    _before, found, last = text.rpartition(_TRACEBACK)
+    lines = [line for line in last.splitlines() if line.strip() and not line[0].isspace()]
+    if not found or not lines:
+        return one_line(text)
+    places = [f"({Path(file).name}:{line} in {name})" for file, line, name in _FRAME.findall(last)]
+    return " ".join([one_line(lines[0]), *places[-1:]])

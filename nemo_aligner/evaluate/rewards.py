@@ -39,7 +39,7 @@ def function_rewards(
         UserError: the function cannot be loaded, or it failed on a sample and there is no
             fallback.
     """
-    from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
+    from nemo_aligner.servers.reward_function import RewardFunction
 
     with RewardFunction(
         reward,
@@ -48,14 +48,11 @@ def function_rewards(
         timeout_s=options.reward_fn_timeout_s,
         fallback=options.reward_fn_fallback,
     ) as function:
-        try:
-            scores = function.score(
-                [response.prompt for response in responses],
-                [response.response for response in responses],
-                [response.length or 0 for response in responses],
-            )
-        except RewardFunctionError as error:
-            raise UserError(str(error)) from error
+        scores = function.score(
+            [response.prompt for response in responses],
+            [response.response for response in responses],
+            [response.length or 0 for response in responses],
+        )
     return [float(score) for score in scores]
 
 

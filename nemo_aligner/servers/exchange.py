@@ -20,12 +20,14 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Mapping
 
 import numpy as np
+from nemo.utils import logging
 
 from nemo_aligner.config.access import TOKEN_VARIABLE
-from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.core.errors import ServerRequestError, UserError, cause_in, one_line
 from nemo_aligner.servers.schema import Arrays
 
 CONNECT_TIMEOUT_S = 10.0
@@ -39,6 +41,8 @@ HEARTBEAT_S = 10.0
 SILENCE_S = 45.0
 # Names one start of a server. It is in every reply; a request that names another one is refused.
 INSTANCE_HEADER = "NeMo-Aligner-Server"
+# For so long a server of others may be ready without a model that it will serve.
+UNKNOWN_MODEL_S = 20.0
 # Unanswered probes in a row after which a server counts as dead.
 MAX_MISSED_PROBES = 3
 
@@ -241,20 +245,76 @@ def http_status(
     host: str, port: int, path: str, timeout_s: float, token: str | None = None
 ) -> int | None:
     """Return the HTTP status of a GET, or None when nothing replies."""
+    reply = _get(host, port, path, timeout_s, token)
+    return None if reply is None else reply[0].status
+
+
+def _get(
+    host: str, port: int, path: str, timeout_s: float, token: str | None
+) -> tuple[http.client.HTTPResponse, bytes] | None:
+    """Return the reply to a GET and its body, or None when nothing replies."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", path, headers=token_header(token))
-        return connection.getresponse().status
+        response = connection.getresponse()
+        return response, response.read()
     except (OSError, http.client.HTTPException):
         return None
     finally:
         connection.close()
 
 
+class ModelProbe:
+    """Asks a server again and again whether it serves a model, until it does.
+
+    Args:
+        host, port: of the server.
+        name: of the model.
+        name_key: where the configuration has that name, for the message.
+        token: that the server asks for, or None.
+
+    Attributes:
+        unknown: why this server will never serve a model of this name; None as long as it may.
+    """
+
+    def __init__(self, host: str, port: int, name: str, name_key: str, token: str | None):
+        self.host, self.port, self.name, self._key, self._token = host, port, name, name_key, token
+        self.unknown: str | None = None
+        self._up_since: float | None = None  # since when the server is ready without the model
+
+    def status(self, timeout_s: float) -> int | None:
+        """Return the HTTP status for the model, 200 once it is served; None without a reply."""
+        where = self.host, self.port
+        reply = _get(*where, f"/v2/models/{self.name}/ready", timeout_s, self._token)
+        status = None if reply is None else reply[0].status
+        self.unknown = has = None
+        # A server of this package opens its port when it serves all it will ever serve, and says
+        # what that is. Another one may be loading its models.
+        if reply is not None and status == 404 and reply[0].getheader(INSTANCE_HEADER):
+            has = _error_text(404, reply[1]).rpartition("; ")[2]
+        elif (
+            reply is not None
+            and status in (400, 404)
+            and http_status(*where, "/v2/health/ready", timeout_s, self._token) == 200
+        ):
+            self._up_since = self._up_since or time.monotonic()
+            waited = time.monotonic() - self._up_since
+            if waited >= UNKNOWN_MODEL_S:
+                has = f"it has been ready without one for {waited:.0f} s"
+        else:
+            self._up_since = None
+        if has is not None:
+            self.unknown = (
+                f"the server at {self.host}:{self.port} serves no model '{self.name}'; {has}. "
+                f"Correct {self._key}, or the server's own setting."
+            )
+        return status
+
+
 def type_and_message(error: Exception) -> str:
-    """Return the message, preceded by the error's type unless the error is one of ours."""
+    """Return the message in one line, preceded by the error's type unless it is one of ours."""
     ours = (ServerRequestError, UserError, ConnectionLostError, NotServingError)
-    return str(error) if isinstance(error, ours) else f"{type(error).__name__}: {error}"
+    return one_line(str(error) if isinstance(error, ours) else f"{type(error).__name__}: {error}")
 
 
 def _watch_peer(sock: socket.socket) -> None:
@@ -271,15 +331,27 @@ def _watch_peer(sock: socket.socket) -> None:
 
 def _server_error(status: int, body: bytes) -> Exception:
     """The exception for a reply whose status is not 200."""
-    text = body.decode("utf-8", errors="replace")
-    try:
-        text = str(json.loads(text)["error"])
-    except (ValueError, KeyError, TypeError):
-        text = f"HTTP {status}: {text[:2000]}"
+    text = _error_text(status, body)
     lines = [line.strip() for line in text.splitlines() if _NOT_SERVING.search(line)]
     if lines or status == 503:
         return NotServingError(lines[-1] if lines else text)
-    return ServerRequestError(text)
+    line = cause_in(text)
+    if "\n" in text.strip():  # a server of this package sends no tracebacks
+        logging.error(f"the whole error of the server: {text}")
+    return ServerRequestError(line)
+
+
+def _error_text(status: int, body: bytes) -> str:
+    """The error in a reply whose status is not 200, or what came in its place."""
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return f"HTTP {status} with {_what_came(body)} in place of an error"
+
+
+def _what_came(body: bytes) -> str:
+    """A body that cannot be read, for a message."""
+    return f"{len(body)} bytes, {body[:100]!r}," if body else "an empty body"
 
 
 def _read_reply(response: http.client.HTTPResponse, body: bytes) -> Arrays:
@@ -294,5 +366,5 @@ def _read_reply(response: http.client.HTTPResponse, body: bytes) -> Arrays:
         return {name: result.as_numpy(name) for name in names}
     except Exception as error:
         raise ServerRequestError(
-            f"the reply cannot be read ({type(error).__name__}: {error})"
+            f"the reply cannot be read ({type_and_message(error)}): {_what_came(body)} came"
         ) from error

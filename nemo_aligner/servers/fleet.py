@@ -62,6 +62,7 @@ from nemo_aligner.servers.exchange import (
     MAX_MISSED_PROBES,
     ConnectionLostError,
     Exchange,
+    ModelProbe,
     NoReplyInTimeError,
     NotServingError,
     asks_for_no_token,
@@ -419,6 +420,8 @@ class Fleet:
 
     def _monitor(self, server: _Server) -> None:
         """Thread of one server: probe it until the fleet is closed."""
+        setting, endpoint = self.spec.setting, self.spec.endpoint
+        probe = ModelProbe(server.host, server.port, endpoint, f"{setting}.name", self._token)
         while True:
             with self._lock:
                 well = server.available and not server.missed
@@ -428,22 +431,18 @@ class Fleet:
                 return
             problem = "no reply"
             try:
-                status = http_status(
-                    server.host,
-                    server.port,
-                    f"/v2/models/{self.spec.endpoint}/ready",
-                    PROBE_TIMEOUT_S,
-                    self._token,
-                )
+                status = probe.status(PROBE_TIMEOUT_S)
             except Exception as error:  # e.g. a host name that cannot be encoded
                 status, problem = None, repr(error)
             if status == 200 and not server.available:
                 self._read_description(server)
             elif status == 401:
-                setting = self.spec.setting.partition(".")[0]
-                problem = token_problem(self._token, setting)
+                problem = token_problem(self._token, setting.partition(".")[0])
                 with self._lock:
                     server.mismatch = f"{self._name(server)} cannot be used: {problem}"
+            elif probe.unknown is not None:
+                with self._lock:
+                    server.mismatch = probe.unknown
             with self._lock:
                 self._note_probe(server, status, problem)
                 self._expire()

@@ -7,9 +7,14 @@ reaches it has passed here: a GET of health, description and readiness, and a PO
 that is served, in one body of known and limited size, whose JSON can be read; with the token, if
 the server has one; and with the lease, if it changes the server (lease.py). A request for an
 earlier start of this server is refused: its client does not know that the weights went back to
-the last checkpoint. Everything else of
+the last checkpoint. A tensor without elements is refused: in PyTriton it would fail every request
+that Triton hands over with it. Everything else of
 Triton's HTTP interface does not exist here: repositories of models, shared memory, logging,
 tracing, chunked bodies (one of many chunks ends this Triton).
+
+Each error goes to its client in one line. Triton knows only errors of all requests that it has
+handed over together; so each request that is passed on has a name (REQUEST_PARAMETER), under which
+the server's own error comes here by `Front.fail`.
 """
 
 import contextlib
@@ -28,9 +33,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 from nemo.utils import logging
 
+from nemo_aligner.core.errors import cause_in, one_line
 from nemo_aligner.servers.exchange import (
     HEARTBEAT_HEADER,
     HEARTBEAT_S,
@@ -50,7 +57,10 @@ FIRST_REQUEST_S, NEXT_REQUEST_S, BODY_S = 10.0, 3600.0, 60.0
 
 _GENERAL = re.compile(r"/v2(/health/(live|ready))?/?")
 _MODEL = re.compile(r"/v2/models/([\w.-]+)(?:/versions/1)?(?:/(ready|config|infer))?/?")
-_SENT_ON = ("Content-Type", "Content-Length", "Inference-Header-Content-Length")
+_HEAD_LENGTH = "Inference-Header-Content-Length"
+_SENT_ON = ("Content-Type", "Content-Length", _HEAD_LENGTH)
+# Parameter of a request that holds its name.
+REQUEST_PARAMETER = "nemo_aligner_request"
 
 
 class SocketConnection(http.client.HTTPConnection):
@@ -75,7 +85,7 @@ class _RefusedError(Exception):
     """A request that is not passed on: HTTP status and reason."""
 
     def __init__(self, status: int, reason: str):
-        super().__init__(reason)
+        super().__init__(one_line(reason))
         self.status = status
 
 
@@ -134,6 +144,7 @@ class Front(socketserver.ThreadingTCPServer):
         self._credentials = token_header(access.token).get("Authorization")
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._relaying = 0
+        self._failures: dict[object, tuple[int, str] | None] = {}
         self._idle = threading.Condition()
         self._serving = threading.Thread(
             target=self.serve_forever, args=(0.1,), daemon=True, name="front"
@@ -167,16 +178,34 @@ class Front(socketserver.ThreadingTCPServer):
             self._idle.wait_for(lambda: not self._relaying, timeout_s)
 
     @contextlib.contextmanager
-    def relaying(self) -> Iterator[None]:
-        """Count a request that Triton has."""
+    def relaying(self, name: str) -> Iterator[None]:
+        """Count a request that Triton has; until the end it may `fail`."""
         with self._idle:
             self._relaying += 1
+            self._failures[name] = None
         try:
             yield
         finally:
             with self._idle:
                 self._relaying -= 1
+                del self._failures[name]
                 self._idle.notify_all()
+
+    def fail(self, name: object, status: int, line: str) -> bool:
+        """Have the request of this name get an error in place of Triton's reply.
+
+        Returns:
+            Whether Triton has such a request.
+        """
+        with self._idle:
+            if name in self._failures:
+                self._failures[name] = status, line
+            return name in self._failures
+
+    def failure_of(self, name: str) -> tuple[int, str] | None:
+        """Return HTTP status and error of a request that Triton has; None if it did not fail."""
+        with self._idle:
+            return self._failures[name]
 
     def verify_request(self, request: object, client_address: object) -> bool:
         """Close a connection at once while there are too many."""
@@ -215,6 +244,12 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: clients probe every few seconds."""
 
+    def send_error(
+        self, code: int, message: str | None = None, explain: str | None = None
+    ) -> None:
+        """Refuse what the base class refuses, such as a method, in the form of all errors."""
+        self._refuse(_RefusedError(code, message or self.responses[code][0]))
+
     def _handle(self) -> None:
         try:
             if not self.server.admits(self.headers.get("Authorization")):
@@ -225,15 +260,20 @@ class _Handler(BaseHTTPRequestHandler):
             if self.path == LEASE_PATH and self.server.exclusive:
                 self._lease(length)
                 return
-            head = self._check(length)
+            name = uuid.uuid4().hex
+            head, rest = self._check(length, name)
         except _RefusedError as refusal:
             self._refuse(refusal)
             return
         self.connection.settimeout(BODY_S)
         connection = SocketConnection(self.server.socket_path, None)
+        headers = {key: self.headers[key] for key in _SENT_ON if key in self.headers}
+        headers["Content-Length"] = str(len(head) + rest)
+        if _HEAD_LENGTH in headers:
+            headers[_HEAD_LENGTH] = str(len(head))
         with (
             contextlib.closing(connection),
-            self.server.relaying(),
+            self.server.relaying(name),
             self.server.leases.working_for(self.headers.get(LEASE_HEADER)),
         ):
             try:
@@ -241,10 +281,9 @@ class _Handler(BaseHTTPRequestHandler):
             except OSError as error:
                 self._refuse(_RefusedError(503, f"Server is not ready: {error}"))
                 return
-            headers = {name: self.headers[name] for name in _SENT_ON if name in self.headers}
-            connection.request(self.command, self.path, self._body(head, length), headers)
+            connection.request(self.command, self.path, self._body(head, rest), headers)
             self._give_signs_of_life(connection.sock)
-            self._reply(connection.getresponse())
+            self._reply(connection.getresponse(), self.server.failure_of(name))
         self.connection.settimeout(NEXT_REQUEST_S)
 
     def _lease(self, length: int) -> None:
@@ -270,19 +309,22 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(400, f"Content-Length is {length[:40]!r}; send a number of bytes")
         return int(length)
 
-    def _check(self, length: int) -> bytes:
-        """Return the head of the body, once the request has been found to be one to pass on."""
+    def _check(self, length: int, name: str) -> tuple[bytes, int]:
+        """Return the head of the body, with the request's name, and the number of bytes after it,
+        once the request has been found to be one to pass on.
+        """
         match = _MODEL.fullmatch(self.path)
         endpoint, what = match.groups() if match else ("", None)
         if endpoint not in self.server.largest_body and not _GENERAL.fullmatch(self.path):
             served = ", ".join(self.server.largest_body)
             raise _RefusedError(
-                404, f"Request for unknown model: nothing is at {self.path[:200]!r}; {served} are"
+                404,
+                f"Request for unknown model: nothing at {self.path[:200]!r}; it serves {served}",
             )
         if self.command == "GET" and what != "infer":
             if length:
                 raise _RefusedError(400, "a GET has no body")
-            return b""
+            return b"", 0
         if self.command != "POST" or what != "infer":
             raise _RefusedError(405, f"{self.path[:200]!r} does not take {self.command}")
         largest = self.server.largest_body[endpoint]
@@ -297,11 +339,11 @@ class _Handler(BaseHTTPRequestHandler):
             problem := self.server.leases.refusal(endpoint, lease)
         ):
             raise _RefusedError(403, problem)
-        return self._head(length)
+        return self._head(length, name)
 
-    def _head(self, length: int) -> bytes:
+    def _head(self, length: int, name: str) -> tuple[bytes, int]:
         """Read the JSON of the body. Triton would end on one that is nested too deeply."""
-        size = self.headers.get("Inference-Header-Content-Length", str(length))
+        size = self.headers.get(_HEAD_LENGTH, str(length))
         if not (size.isascii() and size.isdigit() and int(size) <= min(length, LARGEST_HEAD)):
             raise _RefusedError(
                 413,
@@ -309,24 +351,25 @@ class _Handler(BaseHTTPRequestHandler):
                 f"{LARGEST_HEAD}. Send tensors as binary data.",
             )
         self.connection.settimeout(BODY_S)
-        head = self._read(int(size))
+        data = self._read(int(size))
         try:
-            if isinstance(json.loads(head), dict):
-                return head
-            problem = "it is no object"
+            head = json.loads(data)
+            problem = _problem_of(head)
+            if problem is None:
+                # Others mean nothing here, and Triton hands them on.
+                binary = head.get("parameters", {}).get("binary_data_output", False)
+                head["parameters"] = {"binary_data_output": binary, REQUEST_PARAMETER: name}
+                return json.dumps(head).encode(), length - int(size)
         except (ValueError, RecursionError) as error:
-            problem = str(error)
-        raise _RefusedError(400, f"the JSON of the request cannot be read: {problem[:200]}")
+            problem = f"its JSON cannot be read: {error}"
+        raise _RefusedError(400, f"the request is refused: {problem[:400]}")
 
-    def _body(self, head: bytes, length: int) -> bytes | Iterator[bytes]:
+    def _body(self, head: bytes, rest: int) -> bytes | Iterator[bytes]:
         """Return the whole body if it is small, else its parts."""
-        if length > PART_BYTES:
-            return self._parts(head, length)
-        return head + self._read(length - len(head))
+        return self._parts(head, rest) if rest > PART_BYTES else head + self._read(rest)
 
-    def _parts(self, head: bytes, length: int) -> Iterator[bytes]:
+    def _parts(self, head: bytes, left: int) -> Iterator[bytes]:
         yield head
-        left = length - len(head)
         while left:
             part = self._read(min(left, PART_BYTES))
             left -= len(part)
@@ -350,10 +393,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response_only(100)
             self.end_headers()
 
-    def _reply(self, response: http.client.HTTPResponse) -> None:
-        """Pass on what Triton replies; an incomplete reply ends the connection."""
+    def _reply(self, response: http.client.HTTPResponse, failure: tuple[int, str] | None) -> None:
+        """Pass on what Triton replies, or the error of the request; an incomplete reply ends the
+        connection.
+        """
         if response.length is None:
             raise ConnectionError("Triton's reply was cut short within its headers")
+        if failure is None and response.status != 200 and response.length:
+            failure = response.status, self._read_error(response)
+        if failure is not None:
+            self._send_error_line(*failure)
+            return
         self.send_response_only(response.status)
         self.send_header(INSTANCE_HEADER, self.server.instance)
         for name in _SENT_ON:
@@ -368,19 +418,51 @@ class _Handler(BaseHTTPRequestHandler):
             left -= len(part)
             self.wfile.write(part)
 
-    def _refuse(self, refusal: _RefusedError) -> None:
-        """Reply with an error and close the connection, whose body was not read."""
-        body = json.dumps({"error": str(refusal)}).encode()
-        self.close_connection = True
-        self.send_response_only(refusal.status)
+    def _read_error(self, response: http.client.HTTPResponse) -> str:
+        """Return an error of Triton's or PyTriton's own in one line; the log gets all of it."""
+        body = response.read()
+        try:
+            text = str(json.loads(body)["error"])
+        except (ValueError, KeyError, TypeError):
+            text = body.decode(errors="replace")
+        line = cause_in(text)
+        if line != text:
+            logging.error(f"{self.path}: {text}")
+        return line
+
+    def _send_error_line(self, status: int, line: str) -> None:
+        body = json.dumps({"error": line}).encode()
+        self.send_response_only(status)
+        self.send_header(INSTANCE_HEADER, self.server.instance)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
+
+    def _refuse(self, refusal: _RefusedError) -> None:
+        """Reply with an error and close the connection, whose body was not read."""
+        self.close_connection = True
+        self._send_error_line(refusal.status, str(refusal))
         # A client that still sends would get a reset instead of the reply.
         self.connection.shutdown(socket.SHUT_WR)
         self.connection.settimeout(1.0)
         deadline = time.monotonic() + BODY_S
         while time.monotonic() < deadline and self.rfile.read1(PART_BYTES):
             pass
+
+
+def _problem_of(head: Any) -> str | None:
+    """Return why the JSON of a request is refused; None if it may pass."""
+    if not isinstance(head, dict) or not isinstance(head.get("parameters", {}), dict):
+        return "its JSON is no object, or its parameters are none"
+    inputs = head.get("inputs")
+    for tensor in inputs if isinstance(inputs, list) else []:
+        shape = tensor.get("shape") if isinstance(tensor, dict) else None
+        if isinstance(shape, list) and 0 in shape:
+            return (
+                f"its input tensor {tensor.get('name')!r} has shape {shape}; send at least one "
+                "row and one column"
+            )
+    return None

@@ -12,7 +12,12 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.servers.connection import ServerConnection
-from nemo_aligner.servers.exchange import asks_for_no_token, http_status, token_problem
+from nemo_aligner.servers.exchange import (
+    ModelProbe,
+    asks_for_no_token,
+    http_status,
+    token_problem,
+)
 from nemo_aligner.servers.futures import PendingReply, SentRequest
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.served_model import (
@@ -147,9 +152,13 @@ class HTTPCommunicator:
         next_line = start + min(2.0, self.progress_interval_s)
         pause = 0.1
         state = "no reply"
+        # Reward models have clients of their own, so this is about the critic.
+        probe = ModelProbe(host, port, server_name, f"{self.setting}.critic.name", self.token)
         while (waited := time.monotonic() - start) < self.init_timeout_s:
             path, limit_s = f"/v2/models/{server_name}/ready", min(5.0, self.init_timeout_s)
-            status = http_status(host, port, path, limit_s, self.token)
+            status = probe.status(limit_s)
+            if probe.unknown is not None:
+                raise ServerMismatchError(probe.unknown)
             if status == 401:
                 raise ServerMismatchError(
                     f"'{server_name}' at {host}:{port} cannot be used: "

@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_aligner.core.types import PPOTrainBatch, Rollout
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.servers.schema import Arrays
+from nemo_aligner.servers.schema import Arrays, RequestError
 
 
 def request_width(longest: int, pad_to_length: int | None, max_length: int | None) -> int:
@@ -49,9 +49,16 @@ def scoring_payload(
         rollout_batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
         pad_to_length, max_length: see `request_width`; further columns hold 0.
         fingerprint: of the policy's tokenizer, for the server to compare; None leaves it out.
+
+    Raises:
+        RequestError: there is no sample, or none has a token.
     """
     tokens = rollout_batch["response_tokens"].cpu()
     lengths = rollout_batch["response_lengths"].cpu().long()
+    if not tokens.numel():
+        raise RequestError(
+            f"the samples to score have shape {list(tokens.shape)}: there are none."
+        )
     columns = request_width(int(lengths.max()), pad_to_length, max_length)
     # Cuts off columns where it is negative.
     tokens = torch.nn.functional.pad(tokens, (0, columns - tokens.shape[1]))

@@ -28,7 +28,7 @@ import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.config.server_rules import check_reward_function_options
-from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.errors import ConfigError, UserError, cause_in
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.servers.schema import RequestError
 from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
@@ -44,8 +44,8 @@ LOAD_TIMEOUT_S = 120.0
 SHOWN_CHARACTERS = 200
 
 
-class RewardFunctionError(RuntimeError):
-    """The function gave no usable score; the message has the sample and the traceback."""
+class RewardFunctionError(UserError):
+    """The function gave no usable score; the message has the sample and the cause."""
 
 
 class RewardFunction:
@@ -351,7 +351,7 @@ class _Request:
         if kind == "error" and fallback is None:
             self.fail(
                 RewardFunctionError(
-                    f"{self._describe(index, value)}\nCorrect the function, or set "
+                    f"{self._describe(index, value)}. Correct the function, or set "
                     "inference.reward_fn_fallback to the score that such a sample gets."
                 )
             )
@@ -378,11 +378,17 @@ class _Request:
             )
 
     def _describe(self, index: int, why: str) -> str:
+        """Return in one line why a sample has no score; a traceback goes to the log."""
         prompt, response, length = self.samples[index]
-        return (
+        failed = (
             f"the reward function {self.owner.spec} failed on sample {index} of "
-            f"{len(self.samples)} (prompt {_shown(prompt)}, response {_shown(response)}, length "
-            f"{length}): {why}"
+            f"{len(self.samples)}"
+        )
+        if "\n" in why:
+            logging.error(f"{failed}: {why}")
+        return (
+            f"{failed}: {cause_in(why)}; prompt {_shown(prompt)}, response {_shown(response)}, "
+            f"length {length}"
         )
 
 

@@ -32,7 +32,7 @@ from typing import Any, TextIO
 
 # Output of a function goes to the server's log, this many bytes per worker.
 PRINTED_BYTES = 20_000
-# Longest error text; of a longer one the end, which names the error, is kept.
+# Longest traceback; of a longer one the end, which names the error, is kept.
 ERROR_CHARACTERS = 4000
 LARGEST_FLOAT32 = 3.4028234663852886e38
 
@@ -169,11 +169,10 @@ def _traceback(error: BaseException, path: str) -> str:
     frames: TracebackType | None = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != path:
         frames = frames.tb_next
-    return _shorten("".join(traceback.format_exception(type(error), error, frames)).rstrip())
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= ERROR_CHARACTERS else "[...]" + text[-ERROR_CHARACTERS:]
+    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    if len(text) > ERROR_CHARACTERS:
+        text = f"Traceback (most recent call last):\n  [...]{text[-ERROR_CHARACTERS:]}"
+    return text
 
 
 # ---- scoring ----

@@ -97,6 +97,14 @@ class Endpoint:
         """Whether its requests hold a few numbers, never samples."""
         return not self.batching and not any(-1 in spec.shape for spec in self.inputs)
 
+    def empty_reply(self, rows: int) -> Arrays:
+        """Return zeros in the form of the reply to a request of `rows` samples."""
+        first = (rows,) if self.batching else ()
+        return {
+            spec.name: np.zeros((*first, *(max(size, 1) for size in spec.shape)), spec.dtype)
+            for spec in self.outputs
+        }
+
 
 _SCORING_INPUTS = (
     TensorSpec("sentences", np.bytes_, (-1,), True, "text, UTF-8; wins over `tokens`"),

@@ -12,9 +12,9 @@ Who does what:
 * A watcher thread on every rank sees signals even while the main thread is in a collective, passes
   them on through the job's store, and ends the process when the main thread cannot.
 
-A request that fails in the same way on every rank is answered with the traceback, and the server
-goes on. If only some ranks fail, the process groups cannot be trusted any more: the client gets
-the traceback, and the job ends with an error.
+An operation that raises the same type of error on every rank fails its request alone, and the
+server goes on. If only some ranks fail, the process groups cannot be trusted any more, and the job
+ends with an error. Either way the client gets the cause in one line; each rank logs its traceback.
 
 A stop request ends the job with exit code 0. A running save is waited for up to SAVE_GRACE_S; if
 it is abandoned then, the code is another one. Other operations get `stop_grace_s`: what they
@@ -40,7 +40,13 @@ import torch.distributed as dist
 from nemo.utils import logging
 
 from nemo_aligner.core.endings import ExitCode, note_ending
-from nemo_aligner.core.errors import LostPeerError, ServerJobError
+from nemo_aligner.core.errors import (
+    LostPeerError,
+    ServerEndingError,
+    ServerJobError,
+    ServerRequestError,
+    cause_of,
+)
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore
 from nemo_aligner.servers.front import Access
@@ -51,11 +57,11 @@ CHECK_INTERVAL_S = 5.0  # between two looks at the processes of Triton
 SAVE_GRACE_S = 600.0  # how long a save may run on after a stop request
 
 
-class OperationFailedError(RuntimeError):
-    """An operation raised; the message holds the tracebacks of the ranks."""
+class OperationFailedError(ServerRequestError):
+    """An operation raised; the message holds the cause, and the ranks if there are several."""
 
 
-class ServerStoppingError(RuntimeError):
+class ServerStoppingError(ServerEndingError):
     """The request came too late: the server job is ending."""
 
 
@@ -135,7 +141,7 @@ class ServerLoop:
         """Have all ranks run an operation and return rank 0's result; Triton's threads call it.
 
         Raises:
-            OperationFailedError: with the tracebacks.
+            OperationFailedError: an operation raised.
             ServerStoppingError: the job is ending.
         """
         job = _Job(signal_, inputs)
@@ -244,7 +250,7 @@ class ServerLoop:
     def _operate(self, signal_: ServerSignal, job: _Job | None) -> None:
         """Run one operation on this rank, then compare its outcome on all ranks."""
         result: Arrays = {}
-        kind = text = None
+        kind = cause = None
         self._operating = signal_
         try:
             if signal_ not in self.operations:
@@ -252,15 +258,15 @@ class ServerLoop:
             result = self.operations[signal_](**(job.inputs if job else {}))
         except Exception as error:
             kind = type(error).__name__
-            text = f"[rank {self.rank}] {traceback.format_exc()}"
-            self._log_error(f"{signal_.name} failed:\n{text}")
-            with contextlib.suppress(Exception):
-                self._store.put("failure", text)  # for a rank that never reaches the next line
-        outcomes = self.control.gather_objects((kind, text))
+            cause = cause_of(error)
+            self._log_error(f"{signal_.name} failed:\n{traceback.format_exc()}")
+            with contextlib.suppress(Exception):  # for a rank that never reaches the next line
+                self._store.put("failure", f"on rank {self.rank}: {cause}")
+        outcomes = self.control.gather_objects((kind, cause))
         if self._stopped_at is not None:
             self._stopped_at = time.monotonic()  # now for the reply and the other ranks
         self._failure_deadline = self._operating = None
-        if {kind for kind, _text in outcomes} == {None}:
+        if {kind for kind, _cause in outcomes} == {None}:
             if job:
                 job.finish(result)
             return
@@ -272,16 +278,20 @@ class ServerLoop:
         """Answer a failed operation; end the job unless all ranks failed alike.
 
         Args:
-            outcomes: of each rank the type of its error and the traceback; None where it had none.
+            outcomes: of each rank the type of its error and the cause; None where it had none.
         """
-        texts = "\n".join(dict.fromkeys(text for _kind, text in outcomes if text))
-        error = OperationFailedError(f"{signal_.name} failed on the server:\n{texts}")
-        if len({kind for kind, _text in outcomes}) > 1:
+        causes = "; ".join(
+            f"on rank {', '.join(str(rank) for rank, (_, c) in enumerate(outcomes) if c == cause)}"
+            f": {cause}"
+            for cause in dict.fromkeys(cause for _kind, cause in outcomes if cause)
+        )
+        error = OperationFailedError(causes if len(outcomes) > 1 else outcomes[0][1])
+        if len({kind for kind, _cause in outcomes}) > 1:
             if job:
                 job.fail(error)
             raise ServerJobError(
                 f"{signal_.name} failed on some ranks only; the process groups cannot be trusted "
-                f"any more:\n{texts}"
+                f"any more: {causes}"
             )
         if self.rank == 0:
             self._store.delete("failure")
@@ -415,7 +425,7 @@ class ServerLoop:
             if self._failure_deadline is not None and now > self._failure_deadline:
                 self._abandon(
                     ExitCode.FAILED,
-                    f"a rank failed and the others cannot continue without it:\n{failure}",
+                    f"a rank failed and the others cannot continue without it: {failure}",
                 )
 
     def _check_stop_deadline(self, now: float) -> None:

@@ -18,7 +18,13 @@ from typing import Any
 import psutil
 from nemo.utils import logging
 
-from nemo_aligner.servers.front import Access, Front, SocketConnection
+from nemo_aligner.core.errors import (
+    ServerEndingError,
+    ServerRequestError,
+    UserError,
+    cause_of,
+)
+from nemo_aligner.servers.front import REQUEST_PARAMETER, Access, Front, SocketConnection
 from nemo_aligner.servers.locks import lock_method
 from nemo_aligner.servers.pieces import MOST_ROWS
 from nemo_aligner.servers.schema import Arrays, Endpoint, triton_tensors
@@ -89,12 +95,12 @@ class TritonHost:
         def call(**arrays: Any) -> Arrays:
             return function(**arrays)
 
-        batched = batch(call)
+        answer = batch(call) if endpoint.batching else sample(call)
 
         def one_by_one(requests: list[Any]) -> list[Any]:
             # Triton hands over together what arrives together. Computed as one batch, the last
             # bits of a score would depend on that, and a bad request would fail good ones.
-            return [reply for request in requests for reply in batched([request])]
+            return [self._reply_to(endpoint, answer, request) for request in requests]
 
         if endpoint.batching:
             config = ModelConfig(
@@ -104,12 +110,37 @@ class TritonHost:
             config = ModelConfig(batching=False, max_batch_size=0)
         self._triton.bind(
             model_name=endpoint.name,
-            infer_func=one_by_one if endpoint.batching else sample(call),
+            infer_func=one_by_one,
             inputs=triton_tensors(endpoint.inputs),
             outputs=triton_tensors(endpoint.outputs),
             config=config,
             strict=True,
         )
+
+    def _reply_to(
+        self, endpoint: Endpoint, answer: Callable[[list[Any]], list[Arrays]], request: Any
+    ) -> Arrays:
+        """Reply to one of the requests that Triton has handed over together.
+
+        PyTriton knows only errors of all of them. So the error of one goes to the front, which
+        sends it in place of an empty reply.
+        """
+        try:
+            (reply,) = answer([request])
+            return reply
+        except Exception as error:
+            status = 500
+            if isinstance(error, UserError):
+                status = 400
+                logging.warning(f"{endpoint.name} refuses a request: {cause_of(error)}")
+            elif isinstance(error, ServerEndingError):
+                status = 503
+            elif not isinstance(error, ServerRequestError):  # logged where it was raised
+                logging.error(f"{endpoint.name} failed:\n{traceback.format_exc()}")
+            front, name = self._front, (request.parameters or {}).get(REQUEST_PARAMETER)
+            if front is None or not front.fail(name, status, cause_of(error)):
+                raise  # it did not come through the front
+            return endpoint.empty_reply(len(next(iter(request.values()))))
 
     def _run(self, should_stop: Callable[[], bool]) -> None:
         """Run Triton until it is ready, then open the port."""

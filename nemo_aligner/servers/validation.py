@@ -82,6 +82,11 @@ def _validate_tensor(spec: TensorSpec, array: object, batching: bool, remedy: st
             f"input tensor '{spec.name}' has shape {list(array.shape)}; send "
             f"{spec.describe(batching)}. {remedy}"
         )
+    if array.size == 0:
+        raise RequestError(
+            f"input tensor '{spec.name}' has shape {list(array.shape)}: send at least one row and "
+            "one column."
+        )
 
 
 def _validate_tokens(tokens: np.ndarray, vocab_size: int | None, max_length: int | None) -> None:
