@@ -346,12 +346,8 @@ def _error_text(status: int, body: bytes) -> str:
     try:
         return str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        return f"HTTP {status} with {_what_came(body)} in place of an error"
-
-
-def _what_came(body: bytes) -> str:
-    """A body that cannot be read, for a message."""
-    return f"{len(body)} bytes, {body[:100]!r}," if body else "an empty body"
+        text = body[:200].decode("utf-8", errors="replace")
+        return f"HTTP {status}: {one_line(text) or 'an empty body'}"
 
 
 def _read_reply(response: http.client.HTTPResponse, body: bytes) -> Arrays:
@@ -366,5 +362,6 @@ def _read_reply(response: http.client.HTTPResponse, body: bytes) -> Arrays:
         return {name: result.as_numpy(name) for name in names}
     except Exception as error:
         raise ServerRequestError(
-            f"the reply cannot be read ({type_and_message(error)}): {_what_came(body)} came"
+            f"the reply cannot be read ({type_and_message(error)}): its {len(body)} bytes begin "
+            f"with {body[:100]!r}"
         ) from error

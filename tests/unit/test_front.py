@@ -9,6 +9,7 @@ import socketserver
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from nemo_aligner.servers import lease as lease_module
 from nemo_aligner.servers.connection import ServerConnection
 from nemo_aligner.servers.exchange import Exchange, InferRequest, http_status
 from nemo_aligner.servers.fleet import Fleet
-from nemo_aligner.servers.front import Access, Front
+from nemo_aligner.servers.front import REQUEST_PARAMETER, Access, Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.lease import LeaseTakenError
 from nemo_aligner.servers.ports import find_free_port
@@ -107,14 +108,20 @@ def ask(front, method, path, body=None, **headers):
 
 
 def test_a_request_and_its_reply_pass_unchanged(front, triton):
-    head = b'{"inputs": []}'
+    head = b'{"inputs": [], "id": "7", "parameters": {"binary_data_output": true, "x": "y"}}'
     for size in (0, 10, 2 * 2**20 + 3):  # in one part, and in several
         body = head + bytes(range(256)) * (size // 256) + b"x" * (size % 256)
         status, headers, reply = ask(
             front, "POST", INFER, body, Inference_Header_Content_Length=str(len(head))
         )
-        assert (status, reply) == (200, body)
-        assert headers["Inference-Header-Content-Length"] == str(len(head))
+        passed_on = int(headers["Inference-Header-Content-Length"])
+        assert (status, reply[passed_on:]) == (200, body[len(head) :])
+        passed = json.loads(reply[:passed_on])
+        assert passed.pop("parameters") == {
+            "binary_data_output": True,
+            REQUEST_PARAMETER: ANY,
+        }
+        assert passed == {"inputs": [], "id": "7"}
     for path in (
         "/v2",
         "/v2/health/ready",
@@ -139,6 +146,9 @@ def test_a_request_and_its_reply_pass_unchanged(front, triton):
         ("GET", INFER, None, {}, 405, "GET"),
         ("POST", INFER, b"[" * 500_000, {}, 400, "JSON"),
         ("POST", INFER, b"[1]", {}, 400, "no object"),
+        ("POST", INFER, b'{"parameters": 1}', {}, 400, "parameters"),
+        ("POST", INFER, b'{"inputs": [{"name": "tokens", "shape": [2, 0]}]}', {}, 400, "[2, 0]"),
+        ("PUT", INFER, b"{}", {}, 501, "'PUT'"),
         ("POST", INFER, b"\xff", {}, 400, "JSON"),
         ("POST", INFER, iter([b"{}"] * 3), {}, 411, "Content-Length"),
         ("POST", INFER, b"{}", {"Content_Encoding": "gzip"}, 411, "as it is"),

@@ -20,7 +20,7 @@ from nemo_aligner.servers.futures import PendingReply, SentRequest
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.validation import validate_reply
 from tests.patience import patience, wait_until
-from tests.scripted_server import ScriptedServer, answer, failure, slowly
+from tests.scripted_server import ScriptedServer, answer, failure, http, slowly
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 HANG_S = 100.0  # longer than anything here takes
@@ -126,16 +126,22 @@ def test_no_more_requests_at_once_than_allowed(monkeypatch):
     [
         (lambda index, rewards: b"", ["RemoteDisconnected", RESTART_REMEDY]),
         (lambda index, rewards: answer(rewards)[:-9], ["IncompleteRead", RESTART_REMEDY]),
+        (lambda index, rewards: http({"what": 1}, 500), ['failed: HTTP 500: {"what": 1}']),
+        (lambda index, rewards: http({}, 200)[:-2] + b"[]", ["reply cannot be read", "b'[]'"]),
+        (lambda index, rewards: b"HTTP/1.1 502 X\r\nContent-Length: 0\r\n\r\n", ["empty body"]),
         (
             failure("Stub process 'critic_train_0' is not healthy."),
             ["Stub process 'critic_train_0' is not healthy", RESTART_REMEDY],
         ),
         (
-            failure("Traceback (most recent call last):\n  ...\nArithmeticError: no"),
-            ["Traceback (most recent call last):\n  ...\nArithmeticError: no"],
+            failure(
+                "Failed to process the request(s), message: Traceback (most recent call last):\n"
+                '  File "/a/model.py", line 7, in score\n    ...\nArithmeticError: no\n\nAt:\n  x'
+            ),
+            ["failed: ArithmeticError: no (model.py:7 in score)"],
         ),
     ],
-    ids=["closed", "cut-short", "process-lost", "model-error"],
+    ids=["closed", "cut-short", "other-json", "other-reply", "empty", "process-lost", "model"],
 )
 def test_a_failed_request_is_one_error_with_its_cause(script, words):
     with ScriptedServer(script) as server, Client(server) as client:
@@ -144,6 +150,7 @@ def test_a_failed_request_is_one_error_with_its_cause(script, words):
             future.result(HANG_S)
         message = str(caught.value)
         assert message.startswith(f"request to critic_infer at 127.0.0.1:{server.port} failed: ")
+        assert "\n" not in message
         for word in words:
             assert word in message
         assert (RESTART_REMEDY in message) == (RESTART_REMEDY in words)

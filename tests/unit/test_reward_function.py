@@ -277,8 +277,10 @@ def test_numbers_of_any_kind_are_scores(naughty, word, score):
     ],
 )
 def test_a_sample_without_a_score_is_one_clear_error_and_the_next_request_is_served(
-    naughty, word, why
+    naughty, word, why, monkeypatch
 ):
+    logged = []
+    monkeypatch.setattr(reward_function.logging, "error", logged.append)
     start = time.monotonic()
     with pytest.raises(RewardFunctionError) as caught:
         score_words(naughty, ["1", "2", word, "3"])
@@ -286,10 +288,14 @@ def test_a_sample_without_a_score_is_one_clear_error_and_the_next_request_is_ser
     message = str(caught.value)
     assert (
         why.replace("{}", f"{SAMPLE_S:g}") in message
-        and f"sample 2 of 4 (prompt 'p', response '{word}', length 1)" in message
+        and "failed on sample 2 of 4: " in message
+        and f"; prompt 'p', response '{word}', length 1. " in message
     ), message
     assert "inference.reward_fn_fallback" in message and "reward_worker.py" not in message
-    assert ('raise KeyError("no such key")' in message) == (word == "raise")
+    assert "\n" not in message
+    # The place, and in the log the traceback.
+    assert ("(reward.py:8 in score)" in message) == (word == "raise"), message
+    assert any('raise KeyError("no such key")' in line for line in logged) == (word == "raise")
     assert score_words(naughty, ["1", "2"]) == [1, 2]
     assert len(family()) <= 2
 
