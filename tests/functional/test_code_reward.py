@@ -4,6 +4,7 @@
 against it.
 """
 
+import concurrent.futures
 import importlib.util
 import json
 import signal
@@ -54,6 +55,8 @@ FUNCTION = """
             os._exit(3)
         if response == "nothing":
             return None
+        if response == "nan":
+            return [float("nan")]
         return [score_of(prompt, response) + 1000 * length]
 
     def score_of(prompt, response):
@@ -211,12 +214,13 @@ def test_many_clients_at_once_get_their_own_scores(port, tiny_tokenizer):
     [
         (
             "raise",
-            ["LookupError: nothing to see", 'raise LookupError("nothing to see")', "reward.py"],
+            ["1 of 3: LookupError: nothing to see (reward.py:7 in score); prompt"],
         ),
         ("slow", [f"took longer than {SAMPLE_S} s", "inference.reward_fn_timeout_s"]),
         ("deaf", [f"took longer than {SAMPLE_S} s"]),
         ("die", ["exit code 3"]),
         ("nothing", ["returned None"]),
+        ("nan", ["1 of 3: it returned [nan], which is not a finite number"]),
     ],
 )
 def test_a_sample_that_fails_is_one_clear_error_and_the_server_goes_on(
@@ -228,9 +232,36 @@ def test_a_sample_that_fails_is_one_clear_error_and_the_server_goes_on(
         ask(port, rollout(tiny_tokenizer, pairs))
     assert time.monotonic() - start < 55  # it sleeps for a minute
     message = str(caught.value)
-    sample = f"sample 1 of 3 (prompt 'the prompt', response '{response}'"
+    sample = f"prompt 'the prompt', response '{response}', length "
     assert all(word in message for word in [sample, "reward_fn_fallback", *words]), message
+    failed = (
+        f"request to reward_model at 127.0.0.1:{port} failed: the reward function reward.py:score"
+    )
+    assert message.startswith(f"{failed} failed on sample 1 of 3: ") and "\n" not in message
     assert ask(port, rollout(tiny_tokenizer, PAIRS)) == expected(tiny_tokenizer, PAIRS)
+
+
+def test_a_bad_sample_fails_its_own_request_alone(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
+    """Although Triton hands over all requests together."""
+    port = find_free_port()
+    extra = ["inference.max_queue_delay_microseconds=500000", "inference.micro_batch_size=32"]
+    with code_reward_server(
+        tmp_path / "s", port, tiny_tokenizer_dir, "reward.py:score", "null", *extra
+    ) as job:
+        wait_until_serving(job)
+
+        def one(number):
+            pairs = [("p", "fine"), ("a", "raise" if number == 3 else "fine")]
+            try:
+                return ask(port, rollout(tiny_tokenizer, pairs))
+            except ServerRequestError as error:
+                return str(error)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            replies = list(pool.map(one, range(8)))
+        assert "sample 1 of 2: LookupError" in replies.pop(3)
+        assert replies == [expected(tiny_tokenizer, [("p", "fine"), ("a", "fine")])] * 7
+        assert job.log.count('raise LookupError("nothing to see")') >= 1  # the traceback
 
 
 def test_requests_that_do_not_say_where_the_answer_begins_are_refused(port, tiny_tokenizer):

@@ -17,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers import exchange
 from nemo_aligner.servers import fleet as fleet_module
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
@@ -276,7 +277,7 @@ def test_a_model_that_hangs_behind_a_living_triton(pair, lines):
 @pytest.mark.parametrize(
     "first, words",
     [
-        (RAISE, r"(?s)Traceback.*toy_reward_server.py.*the toy met a token it cannot stand"),
+        (RAISE, r"failed: ArithmeticError: the toy met .* \(toy_reward_server.py:\d+ in infer\)$"),
         (NAN, "'rewards' is nan in sample .*weights of the served model"),
         (WRONG_SHAPE, r"'rewards' has shape \[2, 2\] for 2 sample.*one reward per sample"),
     ],
@@ -288,6 +289,7 @@ def test_answers_that_cannot_be_used_are_raised_at_once(pair, first, words, line
         calls = len(a.rows()) + len(b.rows())
         with pytest.raises(ServerRequestError, match=words) as caught:
             client.infer_rm(rollout(1, first=first)).result()
+        assert "\n" not in str(caught.value)
         assert any(server.address in str(caught.value) for server in pair)
         assert len(a.rows()) + len(b.rows()) <= calls + 1  # not sent again
         batch = rollout(2)
@@ -295,6 +297,19 @@ def test_answers_that_cannot_be_used_are_raised_at_once(pair, first, words, line
         assert not any("left out" in line for line in lines)
     finally:
         client.close()
+
+
+def test_a_name_that_a_server_does_not_serve_is_named_early(pair, monkeypatch):
+    """By a server that does not say what it serves, and may be loading."""
+    monkeypatch.setattr(exchange, "UNKNOWN_MODEL_S", 2.0)
+    cfg = section(pair[0], init_timeout_s=600)
+    cfg.reward_model.name = "helpfulness"
+    start = time.monotonic()
+    with pytest.raises(ServerUnreachableError) as caught:
+        RemoteGPTRMClient(cfg)
+    assert time.monotonic() - start < patience(20)
+    for words in ("serves no model 'helpfulness'", pair[0].address, "remote_rm.reward_model.name"):
+        assert words in str(caught.value)
 
 
 def test_an_ensemble_adds_weighted_rewards_and_tells_the_parts(pair):
