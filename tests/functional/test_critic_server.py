@@ -581,9 +581,13 @@ def test_two_data_parallel_ranks_under_torchrun():
 
 
 def test_sigterm_waits_for_a_save():
-    """Longer than for other operations; and the client gets its reply."""
+    """Longer than for other operations; and the client gets its reply. SIGUSR1 to the server and
+    all of its processes, as a scheduler sends it to actor and critic, changes nothing.
+    """
     with CriticJob(ranks=2, save_s=7.0) as job:
         errors, thread = save_in_background(job)
+        for pid in job.rank_pids():
+            os.killpg(pid, signal.SIGUSR1)
         job.signal_rank(1)
         wait_until(lambda: "ending the job after the running save" in job.log(), 10, job.log)
         job.must_exit_with(0, 0, limit_s=30)

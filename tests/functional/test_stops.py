@@ -50,7 +50,12 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
         ("torchrun", signal.SIGTERM, None),  # torchrun hands it on
     ]:
         with sft(data, tiny_tokenizer_dir, folder, *limits, ranks=2, launcher=launcher) as job:
-            wait_until(lambda: steps_of(folder) > done + 3, 120, lambda: job.log[-3000:])  # noqa: B023
+            wait_until(
+                lambda: steps_of(folder) > done + 3 or job.process.poll() is not None,  # noqa: B023
+                120,
+                lambda: job.log[-3000:],  # noqa: B023
+            )
+            assert job.process.poll() is None, job.log[-3000:]
             process = psutil.Process(job.process.pid)
             if rank == 1:
                 started = process.children()
