@@ -17,11 +17,11 @@ from tests.functional.test_sft_rm_scripts import data, sft  # noqa: F401  (a fix
 from tests.patience import wait_until
 
 pytestmark = pytest.mark.timeout(300)
-STEPS = 80
+STEPS = 60
 LONG = [
     "trainer.sft.max_epochs=1000",
-    "trainer.sft.val_check_interval=40",
-    "trainer.sft.save_interval=40",
+    "trainer.sft.val_check_interval=30",
+    "trainer.sft.save_interval=30",
     "model.data.num_workers=1",
     "model.hidden_dropout=0.1",  # a resumed job must draw the same numbers
 ]
