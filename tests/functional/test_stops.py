@@ -22,7 +22,6 @@ LONG = [
     "trainer.sft.max_epochs=1000",
     "trainer.sft.val_check_interval=30",
     "trainer.sft.save_interval=30",
-    "model.data.num_workers=1",
     "model.hidden_dropout=0.1",  # a resumed job must draw the same numbers
 ]
 
@@ -45,7 +44,7 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
     must_succeed(sft(data, tiny_tokenizer_dir, tmp_path / "whole", *limits, ranks=2))
     folder, done = tmp_path / "stopped", 0
     for launcher, number, rank in [
-        ("python", signal.SIGTERM, "all"),  # the process group, with the workers that read data
+        ("python", signal.SIGTERM, "all"),  # the process group
         ("python", signal.SIGUSR1, 1),
         ("torchrun", signal.SIGTERM, None),  # torchrun hands it on
     ]:
