@@ -44,6 +44,7 @@ class ScriptedServer:
 
     Attributes:
         ready: reply to probes: an HTTP status, or None for silence.
+        replies: whole replies to the probes of some paths, in place of `ready`.
         script: function(index of the request, its rewards) -> bytes to send before the connection
             is closed, or None to keep it open and send nothing. The reward of a request is its
             first token.
@@ -57,7 +58,7 @@ class ScriptedServer:
         self.script, self.ready = script or (lambda index, rewards: answer(rewards)), ready
         self.config = triton_config(reward_model_endpoint())
         self.probes = self.requests = self.open = self.at_once = 0
-        self.inputs = []
+        self.inputs, self.replies = [], {}
         self._lock = threading.Lock()
         self._hold = threading.Event()
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -99,7 +100,9 @@ class ScriptedServer:
                 return
             if head.startswith(b"GET"):
                 self.probes += 1
-                if self.ready is None:
+                if (reply := self.replies.get(head.split()[1])) is not None:
+                    connection.sendall(reply)
+                elif self.ready is None:
                     self._hold.wait()
                 else:
                     connection.sendall(

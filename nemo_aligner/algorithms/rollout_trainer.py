@@ -366,7 +366,7 @@ class RolloutTrainer(ABC):
         """The scores of all samples of the rollout, in its order, on every rank; all call it.
 
         Raises:
-            ServerRequestError: a request failed; carries the remote traceback.
+            ServerRequestError: a request failed; the message has the cause.
             NonFiniteError: a reward is NaN or infinite; names the sample.
         """
         with self.timer(self.WAIT_TIMER):

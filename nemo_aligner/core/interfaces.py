@@ -24,7 +24,7 @@ class Pending(Protocol[T_co]):
         """Wait for the outcome and return it on every rank.
 
         Raises:
-            ServerRequestError: on every rank: the request failed; carries the remote traceback.
+            ServerRequestError: on every rank: the request failed; the message has the cause.
         """
 
 

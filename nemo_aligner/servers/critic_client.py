@@ -5,7 +5,7 @@
 Every rank of the actor constructs a client and calls the same methods. Only the rank that owns the
 data talks to the server: the source rank of each model-parallel group for scoring, global rank 0
 for training and saving. Every call returns a future whose `result()` every rank calls: it brings
-the outcome to all ranks that need it, and a failure, with the remote traceback, to all of them.
+the outcome to all ranks that need it, and a failure, with its cause, to all of them.
 """
 
 import functools
@@ -158,8 +158,8 @@ class RemoteGPTRMCriticClient:
     Raises:
         ConfigError: the section cannot work.
         ServerUnreachableError: no server within `init_timeout_s`; progress is logged meanwhile.
-        ServerMismatchError: an endpoint is not one of a critic, or gives no rewards although
-            `combine_rm_and_critic_server` is set.
+        ServerMismatchError: there is no endpoint of a name, it is not one of a critic, or gives no
+            rewards although `combine_rm_and_critic_server` is set.
     """
 
     SETTING = "remote_critic_rm"

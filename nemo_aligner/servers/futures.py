@@ -63,7 +63,7 @@ class PendingReply:
         """Wait for the reply and return its arrays by name; a line is logged every `heartbeat_s`.
 
         Raises:
-            ServerRequestError: with the remote traceback, or saying why the reply cannot be used.
+            ServerRequestError: with the cause, or saying why the reply cannot be used.
         """
         while not self.done(heartbeat_s):
             pass

@@ -57,8 +57,8 @@ class RMFutureResult(FutureResult[Scores]):
         """Wait for the scores; without values, on every rank of the model-parallel group.
 
         Raises:
-            ServerRequestError: on every rank: an error of the model (with the remote traceback),
-                an unusable reply, or no server left.
+            ServerRequestError: on every rank: an error of the model, an unusable reply, or no
+                server left.
         """
         reply = await_on_source(
             self.rm_future,

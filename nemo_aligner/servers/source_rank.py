@@ -49,7 +49,7 @@ def await_on_source(
         group: process group; None without one (a single process).
 
     Raises:
-        ServerRequestError: on every rank, with the remote traceback.
+        ServerRequestError: on every rank, with the cause.
     """
     alone = group is None or dist.get_world_size(group) == 1
     is_source = alone or dist.get_rank() == src
