@@ -11,7 +11,8 @@ also after its predecessor was killed. Lines of JSON go through the two pipes:
     server -> worker    [[prompt, response, length], ...]
     worker -> server    ["score", number] or ["error", text] for each sample, in order, at once
 
-The server sets the time limits, and kills the worker that exceeds one.
+The server sets the time limits, and kills the worker that exceeds one. Its parent is a keeper
+(`worker_keeper.py`), which bounds what it prints and kills what it has started.
 """
 
 import contextlib
@@ -30,8 +31,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO
 
-# Output of a function goes to the server's log, this many bytes per worker.
-PRINTED_BYTES = 20_000
 # Longest traceback; of a longer one the end, which names the error, is kept.
 ERROR_CHARACTERS = 4000
 LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -49,7 +48,9 @@ def main() -> None:
     _prefer_for_out_of_memory_kill()
     for number in (requests_fd, replies_fd):
         os.set_inheritable(number, False)  # not for processes that the function starts
-    _bound_output()
+    for stream in (sys.stdout, sys.stderr):  # what was printed is not lost with the process
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     requests = os.fdopen(requests_fd, "r", encoding="ascii")
     replies = os.fdopen(replies_fd, "w", encoding="ascii")
     try:
@@ -83,39 +84,6 @@ def _prefer_for_out_of_memory_kill() -> None:
     """Have the kernel kill this process when memory runs out, not the server or a training job."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-
-
-class _BoundedOutput(io.RawIOBase):
-    """A file descriptor that takes a number of bytes and drops the rest."""
-
-    def __init__(self, number: int, budget: int):
-        self._number, self._left = number, budget
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._number
-
-    def write(self, data: Any) -> int:
-        data = bytes(data)
-        shown = data[: self._left]
-        if shown and len(data) >= self._left:
-            shown += b"\n[further output of this worker's reward function is left out]\n"
-        self._left = max(self._left - len(data), 0)
-        with contextlib.suppress(OSError):  # a closed log must not fail a sample
-            while shown:
-                shown = shown[os.write(self._number, shown) :]
-        return len(data)
-
-
-def _bound_output() -> None:
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        raw = io.BufferedWriter(_BoundedOutput(number, PRINTED_BYTES))
-        stream = io.TextIOWrapper(
-            raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
-        )
-        setattr(sys, name, stream)
 
 
 # ---- loading ----

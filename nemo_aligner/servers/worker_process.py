@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from nemo_aligner.servers import reward_worker
+from nemo_aligner.servers import reward_worker, worker_keeper
 
 # A worker that has died without closing its pipe (a process that it started may hold it, too) is
 # noticed this fast.
@@ -26,17 +26,20 @@ class WorkerEndedError(Exception):
 class WorkerProcess:
     """A worker process and the two pipes to it. One thread uses it; any thread may kill it.
 
-    It has a process group of its own: what the function starts is killed with it, and a Ctrl-C on
-    the server's terminal does not reach it.
+    Attributes:
+        process: its keeper (`worker_keeper.py`), which ends as the worker does and takes with it
+            what the function has started. A Ctrl-C on the server's terminal does not reach them.
     """
 
     def __init__(self, path: str, name: str):
         requests_end, self._requests = os.pipe()
         self._replies, replies_end = os.pipe()
-        command = [sys.executable, "-X", "faulthandler", reward_worker.__file__, path, name]
+        numbers = [str(number) for number in (os.getpid(), requests_end, replies_end)]
+        keeper = [sys.executable, "-I", "-S", worker_keeper.__file__, *numbers]
+        worker = [sys.executable, "-X", "faulthandler", reward_worker.__file__, path, name]
         try:
             self.process = subprocess.Popen(
-                command + [str(number) for number in (requests_end, replies_end, os.getpid())],
+                keeper + worker,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests_end, replies_end),
                 start_new_session=True,
@@ -104,7 +107,7 @@ class WorkerProcess:
 
     def _how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):  # it may have closed its pipe only
-            self.process.wait(1.0)
+            self.process.wait(3.0)
         code = self.process.poll()
         if code is None:
             return "it closed its pipe"
@@ -115,11 +118,11 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        # The kernel may not let it go: then it is left behind.
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        self.process.terminate()
+        try:
             self.process.wait(5.0)
+        except subprocess.TimeoutExpired:  # the kernel may not let them go: they are left behind
+            self.process.kill()
 
     def release(self) -> None:
         """Close the pipes; only the thread that uses them calls it."""

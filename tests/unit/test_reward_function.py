@@ -5,6 +5,7 @@ should not.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def family() -> set[psutil.Process]:
-    """Workers of this process, and what they have started, that are alive.
+    """Keepers and workers of this process, and what they have started, that are alive.
 
     The servers of Python's own multiprocessing, which other tests leave running, are none of them.
     """
@@ -297,7 +298,7 @@ def test_a_sample_without_a_score_is_one_clear_error_and_the_next_request_is_ser
     assert ("(reward.py:8 in score)" in message) == (word == "raise"), message
     assert any('raise KeyError("no such key")' in line for line in logged) == (word == "raise")
     assert score_words(naughty, ["1", "2"]) == [1, 2]
-    assert len(family()) <= 2
+    assert len(family()) <= 4  # two keepers, two workers
 
 
 def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
@@ -353,6 +354,53 @@ with RewardFunction("{tmp_path}/reward.py:score", None, workers=1) as function:
     assert len(done.stdout) < 25_000 and "\u2192".encode() in done.stderr
 
 
+@pytest.mark.parametrize("read", [True, False], ids=["read", "stuck"])
+def test_megabytes_written_past_python_do_not_reach_the_log(tmp_path, read):
+    """By the function and by what it starts; also where nobody reads the server's output."""
+    text = """
+        import os, subprocess
+        def score(prompts, responses, lengths):
+            for number in (1, 2):
+                for _ in range(30):
+                    os.write(number, b"x" * 1_000_000)
+            subprocess.run("head -c 10000000 /dev/zero", shell=True, check=True)
+            return [float(responses[0])]
+    """
+    program = f"""
+import pathlib
+from nemo_aligner.servers.reward_function import RewardFunction
+with RewardFunction({write(tmp_path, text)!r}, None, workers=1, timeout_s=60) as function:
+    scores = function.score(["p"] * 3, ["1", "2", "3"], [1] * 3).tolist()
+pathlib.Path("{tmp_path}/scores").write_text(str(scores))
+"""
+    server = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    try:
+        if not read:  # a pipe with no room: the logger of this process writes to the other one
+            fill(server.stdout.fileno(), f"/proc/{server.pid}/fd/1")
+            server.wait(patience(60))
+        out, err = server.communicate(timeout=patience(60))
+    finally:
+        server.kill()
+    assert (tmp_path / "scores").read_text() == "[1.0, 2.0, 3.0]", err[-2000:]
+    if read:
+        assert b"bytes of a reward function's output are left out" in out and b"xxx" in out
+        (dropped,) = re.findall(rb"\[(\d+) bytes of a reward", out)
+        assert out.count(b"x") + out.count(b"\0") + int(dropped) == 3 * 40_000_000
+        assert len(out) < 25_000 and err.count(b"x") < 25_000
+
+
+def fill(reader: int, path: str) -> None:
+    """Write to the pipe at `path` until it takes no more."""
+    writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            os.write(writer, b"-")
+    except BlockingIOError:
+        os.close(writer)
+
+
 def test_requests_of_several_threads_do_not_mix(forgiving):
     results = {}
 
@@ -390,7 +438,7 @@ def test_closing_fails_what_is_in_progress_at_once_and_leaves_nothing(tmp_path):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert wait_until(lambda: len(family() - before) == 4)  # both workers have started their sleep
+    assert wait_until(lambda: len(family() - before) == 6)  # both workers have started their sleep
     processes = family() - before
     start = time.monotonic()
     function.close()
@@ -417,8 +465,8 @@ function.score(["p"], ["deaf"], [1])
         while b"ready" not in (line := parent.stdout.readline()):
             assert line, "the program ended"
         time.sleep(patience(0.3))
-        workers = psutil.Process(parent.pid).children()
-        assert len(workers) == 2
+        workers = psutil.Process(parent.pid).children(recursive=True)
+        assert len(workers) == 4  # and their keepers
         parent.send_signal(signal.SIGKILL)
         parent.wait(patience(10))
         assert wait_until(lambda: not any(map(alive, workers)), 5)
@@ -426,6 +474,76 @@ function.score(["p"], ["deaf"], [1])
         parent.kill()
         parent.wait(10)
         parent.stdout.close()
+
+
+ESCAPED = """
+    import os, pathlib, signal, time
+    def score(prompts, responses, lengths):
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork():
+                os._exit(0)  # the next one is an orphan, in a session of its own
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in range(3):
+                os.close(number)
+            if os.fork() == 0:
+                os.setsid()
+            file = pathlib.Path(__file__).parent / str(os.getpid())
+            file.touch()
+            time.sleep(100)
+        os.wait()
+        if responses[0] == "stay":
+            return [1.0]
+        if responses[0] == "die":
+            os._exit(3)
+        time.sleep(100)
+"""
+
+
+def escaped(folder: Path) -> list[psutil.Process]:
+    """The processes that `ESCAPED` has started, once there are two."""
+    pids = lambda: [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
+    assert wait_until(lambda: len(pids()) == 2)
+    return [psutil.Process(pid) for pid in pids()]
+
+
+@pytest.mark.parametrize("how", ["stay", "sleep"])
+def test_processes_in_sessions_of_their_own_end_with_the_worker(tmp_path, how):
+    """Stay: the server closes it later. Sleep: it is killed for its time limit."""
+    spec = write(tmp_path, ESCAPED)
+    with RewardFunction(
+        spec, None, workers=1, timeout_s=patience(1.5), fallback=-1.0
+    ) as function:
+        assert score_words(function, [how]) == [1.0 if how == "stay" else -1.0]
+        started = escaped(tmp_path) if how == "stay" else []
+        assert all(map(alive, started))
+    pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
+
+
+def test_processes_in_sessions_of_their_own_end_with_a_worker_that_ends_itself(tmp_path):
+    with RewardFunction(
+        write(tmp_path, ESCAPED), None, workers=1, timeout_s=50, fallback=-1.0
+    ) as function:
+        assert score_words(function, ["die"]) == [-1.0]
+        pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+        assert wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_processes_in_sessions_of_their_own_end_with_a_server_that_is_killed(tmp_path):
+    program = f"""
+from nemo_aligner.servers.reward_function import RewardFunction
+function = RewardFunction({write(tmp_path, ESCAPED)!r}, None, workers=1, timeout_s=90)
+function.score(["p"], ["sleep"], [1])
+"""
+    server = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        assert wait_until(lambda: len([p for p in tmp_path.iterdir() if p.name.isdigit()]) == 2, 60)
+        started = escaped(tmp_path) + psutil.Process(server.pid).children(recursive=True)
+    finally:
+        server.kill()
+        server.wait(10)
+    assert len(started) >= 4 and wait_until(lambda: not any(map(alive, started)), 5)
 
 
 def test_descriptors_do_not_leak(forgiving):
