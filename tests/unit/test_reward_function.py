@@ -367,19 +367,30 @@ def test_megabytes_written_past_python_do_not_reach_the_log(tmp_path, read):
             return [float(responses[0])]
     """
     program = f"""
-import pathlib
+import pathlib, sys
 from nemo_aligner.servers.reward_function import RewardFunction
 with RewardFunction({write(tmp_path, text)!r}, None, workers=1, timeout_s=60) as function:
+    print("ready", flush=True)
+    sys.stdin.readline()
     scores = function.score(["p"] * 3, ["1", "2", "3"], [1] * 3).tolist()
 pathlib.Path("{tmp_path}/scores").write_text(str(scores))
 """
     server = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        bufsize=0,
     )
     try:
-        if not read:  # a pipe with no room: the logger of this process writes to the other one
-            fill(server.stdout.fileno(), f"/proc/{server.pid}/fd/1")
-            server.wait(patience(60))
+        while b"ready" not in (line := server.stdout.readline()):
+            assert line, "the program ended"
+        if not read:
+            fill(f"/proc/{server.pid}/fd/1")
+        server.stdin.write(b"\n")
+        if not read:
+            server.wait(min(patience(60), 100))
         out, err = server.communicate(timeout=patience(60))
     finally:
         server.kill()
@@ -391,7 +402,7 @@ pathlib.Path("{tmp_path}/scores").write_text(str(scores))
         assert len(out) < 25_000 and err.count(b"x") < 25_000
 
 
-def fill(reader: int, path: str) -> None:
+def fill(path: str) -> None:
     """Write to the pipe at `path` until it takes no more."""
     writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     try:
