@@ -27,8 +27,9 @@ What happens when a server dies, by moment:
   unanswered probes the requests in flight there are taken back and sent elsewhere. If only this
   connection is dead, no sign of life comes (exchange.py): the same as reset. (b) Triton
   answers probes, but the model behind it hangs: only `inference_timeout_s` ends that. The request
-  gets a second chance on another server; the one that hung is taken back only after it was down,
-  that is, after it was restarted. A second time-out is an error.
+  gets a second chance on another server; the one that hung is asked for the score of one sample
+  that another request had. It is taken back when it gives one (it was stopped and continued), or
+  after it was down (it was restarted). A second time-out is an error.
 * During an orderly end (SIGTERM): what it still replies counts; "is shutting down" or "not ready"
   means: left out, and that request goes elsewhere.
 * After its reply: the reply is complete (its length is checked) and counts. Cut short, it counts
@@ -141,7 +142,8 @@ class _Server:
         self.served: ServedModel | None = None  # as it described itself; None while left out
         self.mismatch: str | None = None  # why its model cannot be used
         self.missed = 0
-        self.hung = False  # wait until it was restarted
+        self.hung = False  # wait for a score, or until it was restarted
+        self.trial: Exchange | None = None  # asks one that hung for a score
         self.pause = FIRST_PAUSE_S  # how long it is left out at least, the next time
         self.out_until = 0.0
         self.in_flight: set[_Sending] = set()
@@ -186,6 +188,7 @@ class Fleet:
         self._turn = count
         self._waiting: deque[_Request] = deque()
         self._warned: set[str] = set()
+        self._sample: Arrays | None = None  # one row of a request that has its reply
         self._lock = threading.Condition()
         self._closed = False
         self._born = time.monotonic()
@@ -279,6 +282,8 @@ class Fleet:
             for server in self.servers:
                 for sending in self._take_back(server):
                     sending.request.future.set_exception(error)
+                if server.trial is not None:
+                    server.trial.abort()
                 server.wake.set()
             while self._waiting:
                 self._waiting.popleft().future.set_exception(error)
@@ -297,17 +302,8 @@ class Fleet:
                 return
             server = min(free, key=lambda s: (len(s.in_flight), s.turn))
             assert server.served is not None  # it is available
-            sending = _Sending(
-                self._waiting[0],
-                server,
-                server.served,
-                Exchange(
-                    server.host,
-                    server.port,
-                    token_header(self._token),
-                    heartbeat=server.served.instance is not None,
-                ),
-            )
+            exchange = self._exchange(server, server.served)
+            sending = _Sending(self._waiting[0], server, server.served, exchange)
             threading.Thread(
                 target=self._send, args=(sending,), daemon=True, name=f"request to {server}"
             ).start()
@@ -316,18 +312,29 @@ class Fleet:
             server.turn = self._turn
             self._turn += 1
 
+    def _exchange(self, server: _Server, served: ServedModel) -> Exchange:
+        return Exchange(
+            server.host,
+            server.port,
+            token_header(self._token),
+            heartbeat=served.instance is not None,
+        )
+
+    def _ask(self, exchange: Exchange, served: ServedModel, data: Arrays) -> Arrays | Exception:
+        """Return the reply, or why there is none."""
+        try:
+            parts = fit_requests(served, self.endpoint, data)
+            reply = merge_replies(
+                self.endpoint, [exchange.run(part, self.inference_timeout_s) for part in parts]
+            )
+            validate_reply(self.endpoint, reply, len(next(iter(data.values()))))
+            return reply
+        except Exception as error:
+            return error
+
     def _send(self, sending: _Sending) -> None:
         """Thread of one sending."""
-        outcome: Arrays | Exception
-        try:
-            parts = fit_requests(sending.served, self.endpoint, sending.request.data)
-            outcome = merge_replies(
-                self.endpoint,
-                [sending.exchange.run(part, self.inference_timeout_s) for part in parts],
-            )
-            validate_reply(self.endpoint, outcome, sending.request.samples)
-        except Exception as error:
-            outcome = error
+        outcome = self._ask(sending.exchange, sending.served, sending.request.data)
         with self._lock:
             sending.server.in_flight.discard(sending)
             if not sending.given_up:
@@ -339,6 +346,8 @@ class Fleet:
         request, server = sending.request, sending.server
         if not isinstance(outcome, Exception):
             server.pause = FIRST_PAUSE_S
+            if self._sample is None:
+                self._sample = {name: array[:1] for name, array in request.data.items()}
             request.future.set_result(outcome)
         elif isinstance(outcome, ConnectionLostError):
             self._leave_out(server, str(outcome))
@@ -359,7 +368,7 @@ class Fleet:
         if len(self.servers) > 1:
             server.hung = True
             self._leave_out(
-                server, f"{error}, although it replies to probes; it must be restarted"
+                server, f"{error}, although it replies to probes; it hangs, or was stopped"
             )
         if len(self.servers) > 1 and not request.timed_out:
             request.timed_out = True
@@ -436,6 +445,8 @@ class Fleet:
                 status, problem = None, repr(error)
             if status == 200 and not server.available:
                 self._read_description(server)
+                if server.hung:
+                    self._try(server)
             elif status == 401:
                 problem = token_problem(self._token, setting.partition(".")[0])
                 with self._lock:
@@ -477,6 +488,24 @@ class Fleet:
                 if warning not in self._warned:
                     self._warned.add(warning)
                     logging.warning(warning)
+
+    def _try(self, server: _Server) -> None:
+        """Ask a server that hung for the score of a sample, unless it is being asked."""
+        with self._lock:
+            sample, served = self._sample, server.served
+            if server.trial is not None or sample is None or served is None:
+                return
+            trial = server.trial = self._exchange(server, served)
+
+        def ask() -> None:
+            reply = self._ask(trial, served, sample)
+            with self._lock:
+                server.trial = None
+                if not isinstance(reply, Exception):
+                    server.hung = False
+                    server.wake.set()
+
+        threading.Thread(target=ask, daemon=True, name=f"trial of {server}").start()
 
     def _note_probe(self, server: _Server, status: int | None, problem: str) -> None:
         """Change the state of `server` after a probe: HTTP status, None without a reply."""

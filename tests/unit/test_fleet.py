@@ -222,7 +222,8 @@ def test_a_request_that_ends_every_server_is_given_up():
         assert a.requests + b.requests == 5
 
 
-def test_a_hanging_model_is_given_up_and_its_server_waits_for_a_restart(lines):
+@pytest.mark.parametrize("how", ["restarted", "continued"])
+def test_a_hanging_model_is_given_up_until_it_gives_a_score_or_is_restarted(lines, how):
     hang, limit_s = threading.Event(), patience(0.5)
     hang.set()
 
@@ -234,17 +235,35 @@ def test_a_hanging_model_is_given_up_and_its_server_waits_for_a_restart(lines):
         ScriptedServer() as b,
         Running(a, b, inference_timeout_s=limit_s) as running,
     ):
-        assert running.ready().ask(3) == 3.0
-        hang.clear()
-        time.sleep(0.5)  # several probes say that it is ready
-        assert not running.fleet.servers[0].available and a.requests == 1
+        server = running.ready().fleet.servers[0]
+        assert running.ask(3) == 3.0
+        running.wait_for(lambda: a.requests > 3)  # it is asked again and again, one at a time
+        assert not server.available and b.requests == 1
         assert f"no reply within {limit_s:.0f} s, although it replies to probes" in "\n".join(
             lines
         )
-        a.ready, probes = 503, a.probes  # it is down for a moment
-        running.wait_for(lambda: a.probes > probes + 1)
-        a.ready = 200
-        running.wait_for(lambda: running.fleet.servers[0].available)
+        if how == "continued":
+            hang.clear()
+        else:
+            a.ready, probes = 503, a.probes  # it is down for a moment
+            running.wait_for(lambda: a.probes > probes + 1)
+            a.ready = 200
+        running.wait_for(lambda: server.available)
+        hang.clear()
+        taken, had = a.requests, b.requests
+        assert [running.ask(value) for value in range(6)] == list(range(6))
+        assert a.requests > taken and b.requests > had
+        assert len([line for line in lines if line.startswith("back: ")]) == 1
+
+
+def test_a_hanging_model_is_not_asked_with_the_request_that_it_may_hang_on():
+    with ScriptedServer(lambda *_: None) as a, ScriptedServer(lambda *_: None) as b:
+        with Running(a, b, inference_timeout_s=patience(0.4)) as running:
+            with pytest.raises(ServerRequestError, match="inference_timeout_s"):
+                running.ready().ask(3)
+            probes = a.probes
+            running.wait_for(lambda: a.probes > probes + 3)
+            assert (a.requests, b.requests) == (1, 1)
 
 
 def test_a_second_time_out_is_an_error():
