@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 TABLE_COLUMNS = ["step", "prompt", "response", "reward"]
 TRAIN_TABLE_ROWS, VAL_TABLE_ROWS = 1, 5
+# Loggers such as W&B upload the whole table each time: in a long run a table of all rows would
+# cost more with every step. tables.jsonl has all of them.
+KEPT_ROWS = 200
 
 
 def consume_timings(*timers: ScopedTimer) -> dict[str, float]:
@@ -38,7 +41,7 @@ def log_rollouts(
     """Log what `generate_rollouts` measured; its samples leave `metrics`.
 
     Returns:
-        `table`, the samples of all rollouts so far, with the new ones.
+        `table`, the newest samples of the rollouts so far, with the new ones.
     """
     table = _append_rows(table, step, metrics.pop("table"))
     logger.log_metrics(metrics | {"epoch": epoch}, step=step, prefix="train_rollouts/")
@@ -59,7 +62,7 @@ def log_validation(
         timings: `validation_time` and its parts.
 
     Returns:
-        `table`, samples of all validations so far, with the new ones.
+        `table`, the newest samples of the validations so far, with the new ones.
     """
     samples = metrics.pop("table")
     logger.log_samples("val_samples", samples, step=step)
@@ -76,14 +79,17 @@ def empty_table() -> pd.DataFrame:
     """The table of samples before the first one."""
     import pandas as pd  # takes a second to import
 
-    return pd.DataFrame(columns=TABLE_COLUMNS)
+    return pd.DataFrame(columns=TABLE_COLUMNS, index=pd.RangeIndex(0))
 
 
 def _append_rows(table: pd.DataFrame, step: int, rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The newest `KEPT_ROWS` rows, with the numbers that they have in the table of all rows."""
     import pandas as pd
 
     new = pd.DataFrame([{"step": step} | row for row in rows], columns=TABLE_COLUMNS)
-    return pd.concat([table, new], ignore_index=True) if len(table) else new
+    new.index = pd.RangeIndex(table.index.stop, table.index.stop + len(new))
+    # An empty table has columns of no type, which must not decide those of the result.
+    return pd.concat([table, new]).tail(KEPT_ROWS) if len(table) else new.tail(KEPT_ROWS)
 
 
 def progress_bar(name: str, step: int, max_steps: int) -> tqdm:

@@ -93,8 +93,8 @@ class RolloutTrainer(ABC):
         step: finished steps (one rollout and what is learned from it).
         consumed_samples: prompts that rollouts have used.
         optimization_step: finished optimizer updates.
-        train_df, val_df: tables of samples: of all rollouts since the start of this process, and
-            of all validations.
+        train_df, val_df: tables of the newest samples: of the rollouts since the start of this
+            process, and of the validations.
     """
 
     SECTION: ClassVar[str]  # name of the algorithm's sections: trainer.<name> and model.<name>

@@ -74,13 +74,19 @@ class CustomLoggerWrapper:
         self._write("metrics", {"step": step, "time": time.time(), **named})
 
     def log_table(self, key: str, dataframe: "pandas.DataFrame", step: int | None = None) -> None:
-        """Log a table that grows from call to call; the file gets the rows added since then."""
+        """Log a table that grows from call to call; the file gets the rows added since then.
+
+        Args:
+            dataframe: all rows, or the newest of them with the numbers that they have among all:
+                `index=pandas.RangeIndex(number of the first, ...)`.
+        """
         self._call("log_table", key=key, dataframe=dataframe, step=step)
         if "tables" not in self._files:
             return
-        seen = self._rows_written.get(key, 0)
-        new = dataframe.iloc[seen if seen <= len(dataframe) else 0 :]
-        self._rows_written[key] = len(dataframe)
+        dropped = getattr(dataframe.index, "start", 0)  # only a RangeIndex has one
+        seen = self._rows_written.get(key, 0) - dropped
+        new = dataframe.iloc[max(seen, 0) if seen <= len(dataframe) else 0 :]
+        self._rows_written[key] = dropped + len(dataframe)
         if len(new):
             rows = [
                 {str(name): _plain(value) for name, value in row.items()}

@@ -12,10 +12,12 @@ import pandas as pd
 import pytest
 import torch
 
+from nemo_aligner.algorithms import rollout_log
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training import loggers
 from nemo_aligner.training.loggers import CustomLoggerWrapper
+from tests.ppo_fakes import FakeLogger
 
 
 class Recorder:
@@ -145,6 +147,21 @@ def test_tables_hold_each_row_once(tmp_path):
     ]
     assert lines[0]["rows"] == lines[2]["rows"] == [{"step": 0, "prompt": "é\n", "reward": 0.5}]
     assert lines[1]["rows"] == [{"step": 1, "prompt": "b", "reward": None}]
+
+
+def test_tables_stay_small_and_the_file_holds_each_row_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_log, "KEPT_ROWS", 3)
+    shown = FakeLogger()
+    logger = CustomLoggerWrapper([shown], tmp_path / "metrics.jsonl")
+    table = rollout_log.empty_table()
+    for step, count in enumerate([1, 1, 0, 3, 2]):
+        rows = [{"prompt": "p", "response": "r", "reward": 0.5}] * count
+        table = rollout_log.log_rollouts(logger, table, {"table": rows}, step, epoch=1)
+    sent = [[row["step"] for row in rows] for _, _, rows in shown.tables]
+    assert sent == [[0], [0, 1], [0, 1], [3, 3, 3], [3, 4, 4]]
+    assert list(table.columns) == ["step", "prompt", "response", "reward"]
+    written = [line["rows"] for line in read(tmp_path / "tables.jsonl")]
+    assert [[row["step"] for row in rows] for rows in written] == [[0], [1], [3] * 3, [4] * 2]
 
 
 def test_logging_after_finalize_opens_the_file_again(tmp_path):
