@@ -9,9 +9,6 @@ import functools
 import sys
 from importlib import metadata
 
-from packaging.requirements import Requirement
-from packaging.version import InvalidVersion
-
 from nemo_aligner.parallel.environment import is_rank_zero
 
 DISTRIBUTION = "nemo-aligner-mcore"
@@ -22,6 +19,10 @@ def unsupported() -> dict[str, str]:
     there instead. Empty without an installed `nemo-aligner-mcore`, whose metadata hold the
     requirements.
     """
+    # Here: whoever looks for missing packages (nemo_aligner/doctor/) may import this module.
+    from packaging.requirements import Requirement
+    from packaging.version import InvalidVersion
+
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -31,7 +32,7 @@ def unsupported() -> dict[str, str]:
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue  # of an extra, or of another Python
         extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-        installed = _installed_version(requirement.name)
+        installed = installed_version(requirement.name)
         try:
             fits = installed and requirement.specifier.contains(installed, prereleases=True)
         except InvalidVersion:
@@ -42,7 +43,7 @@ def unsupported() -> dict[str, str]:
     return found
 
 
-def _installed_version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Version of an installed package; None also where only remains of one are left."""
     try:
         return metadata.version(name)

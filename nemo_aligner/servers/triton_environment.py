@@ -5,8 +5,7 @@
 import os
 import sys
 import sysconfig
-
-import numpy as np
+import tempfile
 
 from nemo_aligner.core.errors import UserError
 
@@ -43,14 +42,31 @@ def prepare_triton_environment() -> None:
     Raises:
         UserError: numpy 2, or no shared libpython.
     """
+    check_numpy()
+    directory = check_libpython()
+    paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
+    if directory not in paths:
+        os.environ["LD_LIBRARY_PATH"] = ":".join([directory] + paths)
+    for name, value in ALLOCATOR.items():
+        os.environ.setdefault(name, value)  # read by the processes that this one starts
+
+
+def check_numpy() -> None:
+    """Raise `UserError` with numpy 2."""
+    import numpy as np  # here: nemo_aligner/doctor/ runs without it too
+
     if int(np.__version__.split(".")[0]) >= 2:
         raise UserError(
             f"numpy {np.__version__} is installed, but Triton's Python backend corrupts tensors "
             "with numpy 2. Install it in the server's environment with: pip install 'numpy<2'"
         )
+
+
+def check_libpython() -> str:
+    """Return the directory of the shared libpython; raise `UserError` if there is none."""
     directory = find_libpython()
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if directory is None:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise UserError(
             f"Triton needs the shared library libpython{version}.so.1.0, but {sys.executable} has "
             f"none (its installation is under {sys.base_prefix}). Use a Python built with "
@@ -58,8 +74,11 @@ def prepare_triton_environment() -> None:
             f"{version}; on Debian or Ubuntu apt install libpython{version}; the official python "
             "Docker images, uv and conda have it."
         )
-    paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
-    if directory not in paths:
-        os.environ["LD_LIBRARY_PATH"] = ":".join([directory] + paths)
-    for name, value in ALLOCATOR.items():
-        os.environ.setdefault(name, value)  # read by the processes that this one starts
+    return directory
+
+
+def folder_of_workspaces() -> str:
+    """Return the folder in which Triton's temporary folders lie: its programs, and its socket,
+    whose path must stay under 108 characters.
+    """
+    return tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"

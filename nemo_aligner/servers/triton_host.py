@@ -28,7 +28,10 @@ from nemo_aligner.servers.front import REQUEST_PARAMETER, Access, Front, SocketC
 from nemo_aligner.servers.locks import lock_method
 from nemo_aligner.servers.pieces import MOST_ROWS
 from nemo_aligner.servers.schema import Arrays, Endpoint, triton_tensors
-from nemo_aligner.servers.triton_environment import prepare_triton_environment
+from nemo_aligner.servers.triton_environment import (
+    folder_of_workspaces,
+    prepare_triton_environment,
+)
 
 # What answers the requests of an endpoint: arrays by wire name -> arrays by wire name.
 Handler = Callable[..., Arrays]
@@ -68,9 +71,8 @@ class TritonHost:
             RuntimeError: Triton ended while it started.
         """
         prepare_triton_environment()
-        # Triton's socket paths must stay under 108 characters.
-        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"
-        self._directory = tempfile.mkdtemp(prefix="triton_", dir=base)  # of mode 0700
+        # Of mode 0700.
+        self._directory = tempfile.mkdtemp(prefix="triton_", dir=folder_of_workspaces())
         from nemo_aligner.servers.socket_triton import SocketTriton
 
         triton = SocketTriton(self._directory)

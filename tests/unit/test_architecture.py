@@ -22,7 +22,7 @@ FLOORS = [
     {"servers", "generation", "data"},
     {"models"},
     {"algorithms", "launch"},
-    {"report", "compat", "convert", "generate", "evaluate", "plan", "inspection"},
+    {"report", "compat", "convert", "generate", "evaluate", "plan", "inspection", "doctor"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -1,0 +1,364 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m nemo_aligner.doctor`: what each check says of what it finds, and the command."""
+
+import errno
+import importlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.doctor import machine, packages
+from nemo_aligner.doctor.findings import MISSING, OK, WARNING, Finding, summary
+from nemo_aligner.launch import versions
+from nemo_aligner.servers import triton_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+MB, GB = 2**20, 2**30
+
+
+def says(finding, status, words=""):
+    """Whether a finding has this status, these words, and a remedy if one is needed."""
+    assert finding.status == status, finding
+    assert re.search(words, finding.line()), finding
+    assert bool(finding.remedy) == (status != OK), finding
+    assert "\n" not in finding.line()
+
+
+# ---------------------------------------------------------------------------------------- packages
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [((3, 9, 18), MISSING), ((3, 10, 0), OK), ((3, 12, 9), OK), ((3, 13, 0), MISSING)],
+)
+def test_python(version, status):
+    says(packages.python(version), status)
+
+
+def test_pythons_are_those_of_setup_py():
+    first, end = (".".join(map(str, version)) for version in packages.PYTHONS)
+    assert f'python_requires=">={first},<{end}"' in (ROOT / "setup.py").read_text()
+
+
+def test_libpython(monkeypatch):
+    monkeypatch.setattr(triton_environment, "find_libpython", lambda: None)
+    says(packages.libpython(), MISSING, r"shared library libpython.*\. Use a Python built with")
+    monkeypatch.setattr(triton_environment, "find_libpython", lambda: "/opt/lib")
+    says(packages.libpython(), OK, "/opt/lib")
+
+
+@pytest.mark.parametrize(
+    ("system", "libc", "status"),
+    [
+        ("Linux", ("glibc", "2.35"), OK),
+        ("Linux", ("glibc", "2.100"), OK),
+        ("Linux", ("glibc", "2.31"), MISSING),
+        ("Linux", ("", ""), MISSING),  # musl
+        ("Darwin", ("", ""), MISSING),
+    ],
+)
+def test_c_library(system, libc, status):
+    says(packages.c_library(system, "x86_64", libc), status)
+
+
+def test_the_c_library_is_that_of_the_installed_wheel():
+    from importlib import metadata
+
+    wheel = metadata.distribution("nvidia-pytriton").read_text("WHEEL")
+    assert "manylinux_{}_{}_".format(*packages.GLIBC) in wheel
+
+
+@pytest.fixture
+def faked(monkeypatch):
+    """Packages with these versions; a module that is an error does not import."""
+
+    def fake(modules, installed):
+        def import_module(name):
+            if isinstance(modules.get(name), Exception):
+                raise modules[name]
+            return modules.get(name)
+
+        monkeypatch.setattr(importlib, "import_module", import_module)
+        monkeypatch.setattr(versions, "installed_version", installed.get)
+
+    return fake
+
+
+def test_a_package_that_is_not_installed(faked):
+    faked({"torch": ModuleNotFoundError("No module named 'torch'")}, {})
+    wrong = {"torch": "torch<2.14,>=2.6 (not installed)"}
+    says(
+        packages.imported("torch", wrong), MISSING, "not installed. pip install 'torch<2.14,>=2.6'"
+    )
+
+
+def test_a_package_that_does_not_import(faked):
+    faked({"torch": OSError("libcudart.so.13: cannot open\nmore")}, {"torch": "2.13.0"})
+    words = r"2.13.0 does not import \(OSError: libcudart.so.13: cannot open\). pip.*--force-rein"
+    says(packages.imported("torch", {}), MISSING, words)
+
+
+def test_a_package_of_another_version(faked):
+    faked({}, {"torch": "2.5.0"})
+    wrong = {"torch": "torch<2.14,>=2.6 (installed: 2.5.0)"}
+    says(packages.imported("torch", wrong), WARNING, "2.5.0;.*pip install 'torch<2.14,>=2.6'")
+    says(packages.imported("torch", {}), OK, "2.5.0")
+
+
+def test_numpy_2_is_refused_as_servers_do(faked, monkeypatch):
+    faked({}, {"numpy": "2.1.0"})
+
+    def refuse():
+        raise UserError("numpy 2.1.0 corrupts. pip install 'numpy<2'")
+
+    says(packages.imported("numpy", {}), OK)
+    monkeypatch.setattr(packages, "check_numpy", refuse)
+    says(packages.imported("numpy", {}), MISSING, "numpy 2.1.0 corrupts. pip install 'numpy<2'")
+
+
+def test_requirements_without_a_line_of_their_own(monkeypatch):
+    found = {
+        "numpy<2": "installed: 2.1",
+        "psutil>=5.9": "not installed",
+        "rich>=13": "installed: 1",
+    }
+    monkeypatch.setattr(versions, "unsupported", lambda: found)
+    missing, other = packages.others(packages.unsupported())
+    says(missing, MISSING, "psutil +not installed. pip install 'psutil>=5.9'")
+    says(other, WARNING, "rich +installed: 1. pip install 'rich>=13'")
+    (fine,) = packages.others({"numpy": "numpy<2 (installed: 2.1)"})
+    says(fine, OK)
+
+
+def test_an_installation_without_metadata(monkeypatch):
+    monkeypatch.setattr(versions, "DISTRIBUTION", "not-installed-at-all")
+    (finding,) = packages.others(packages.unsupported())
+    says(finding, WARNING, "not-installed-at-all is not installed.*pip install .")
+
+
+def fake_torch(build, names=(), error=None):
+    def is_available():
+        if error:
+            raise error
+        return bool(names)
+
+    device = types.SimpleNamespace(
+        is_available=is_available,
+        device_count=lambda: len(names),
+        get_device_name=names.__getitem__,
+    )
+    return types.SimpleNamespace(version=types.SimpleNamespace(cuda=build), cuda=device)
+
+
+@pytest.mark.parametrize(
+    ("torch", "gpu_there", "status", "words"),
+    [
+        (fake_torch("13.0", ("H200", "H200")), True, OK, "13.0, 2 x H200"),
+        (fake_torch(None), False, OK, "on the CPU"),
+        (None, False, OK, "on the CPU"),
+        (fake_torch(None), True, WARNING, "build of torch with CUDA"),
+        (
+            fake_torch("13.0", error=RuntimeError("driver")),
+            True,
+            WARNING,
+            "new enough for CUDA 13",
+        ),
+    ],
+)
+def test_cuda(monkeypatch, torch, gpu_there, status, words):
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    monkeypatch.setattr(packages.shutil, "which", lambda name: name if gpu_there else None)
+    gpus = packages.gpu_names(torch) if torch else []
+    says(packages.cuda(torch, gpus), status, words)
+
+
+def test_transformer_engine_and_apex(monkeypatch, faked):
+    says(packages.transformer_engine(gpu=False), OK, "not needed")
+    there = []
+    find_spec = lambda name: True if name in there else None  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    says(packages.transformer_engine(gpu=True), WARNING, "not installed")
+    says(packages.apex(), OK, "not installed")
+    there += ["transformer_engine", "fused_weight_gradient_mlp_cuda"]
+    faked({"transformer_engine.pytorch": ImportError("undefined symbol")}, {})
+    says(packages.transformer_engine(gpu=True), MISSING, "undefined symbol")
+    faked({}, {"transformer-engine": "2.10.0"})
+    says(packages.transformer_engine(gpu=True), OK, "2.10.0")
+    says(packages.apex(), OK, " installed")
+
+
+# ----------------------------------------------------------------------------------------- machine
+
+
+def test_ports(monkeypatch):
+    says(machine.ports(), OK, r"127.0.0.1:\d+ is free")
+
+    def refuse(*_args, **_options):
+        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    says(machine.ports(), MISSING, "Cannot assign requested address")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "status"),
+    [(["127.0.0.1", "::1"], OK), (["10.0.0.1"], WARNING), (socket.gaierror(-2, "no"), WARNING)],
+)
+def test_localhost(monkeypatch, addresses, status):
+    def getaddrinfo(_host, _port):
+        if isinstance(addresses, Exception):
+            raise addresses
+        return [(None, None, None, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    says(machine.name_of_this_machine(), status)
+
+
+@pytest.mark.parametrize(
+    ("free", "status"), [(10 * MB, MISSING), (64 * MB, WARNING), (GB, OK), (2 * GB, OK)]
+)
+def test_shared_memory(monkeypatch, tmp_path, free, status):
+    monkeypatch.setattr(machine, "space", lambda _path: (2 * GB, free))
+    says(machine.shared_memory(tmp_path), status, "2.00 GiB|docker run --shm-size")
+
+
+@pytest.mark.parametrize(("free", "status"), [(10 * MB, MISSING), (GB, WARNING), (80 * GB, OK)])
+def test_disk(monkeypatch, tmp_path, free, status):
+    monkeypatch.setattr(machine, "space", lambda _path: (100 * GB, free))
+    says(machine.disk("runs", tmp_path / "not" / "there", "Name another one"), status)
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_that_cannot_be_written(monkeypatch, tmp_path):
+    def refuse(dir):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
+    says(machine.disk("runs", tmp_path, "Name another one"), MISSING, "Read-only file system")
+    says(machine.shared_memory(tmp_path), MISSING, "Read-only file system")
+    says(machine.shared_memory(tmp_path / "none"), MISSING, "No such file")
+
+
+def test_temporary_folders(monkeypatch, tmp_path):
+    (finding,) = machine.temporary_folders()
+    assert finding.status in (OK, WARNING)
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: f"{tmp_path}/{'long' * 10}")
+    assert [str(Path("/tmp")) in finding.text for finding in machine.temporary_folders()][-1]
+    flags = types.SimpleNamespace(
+        f_flag=os.ST_NOEXEC, f_blocks=9 * GB, f_bavail=8 * GB, f_frsize=1
+    )
+    monkeypatch.setattr(os, "statvfs", lambda _path: flags)
+    says(list(machine.temporary_folders())[-1], MISSING, "noexec.*TMPDIR")
+
+    def none():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(machine.tempfile, "gettempdir", none)
+    (finding,) = machine.temporary_folders()
+    says(finding, MISSING, "No usable temporary directory")
+
+
+@pytest.mark.parametrize(
+    ("year", "drift", "status", "words"),
+    [
+        (2026, 0.001, OK, "2026"),
+        (1970, 0.0, WARNING, "1970"),
+        (2026, -3600.0, WARNING, "-3600.00 s"),
+    ],
+)
+def test_clock(year, drift, status, words):
+    says(machine.clock(year, drift), status, words)
+
+
+def test_a_jump_of_the_clock_is_measured(monkeypatch):
+    times = iter([1000.0, 1060.0])
+    monkeypatch.setattr(machine.time, "time", lambda: next(times))
+    assert machine.measure_clocks()[1] == pytest.approx(60, abs=5)
+
+
+@pytest.mark.parametrize(
+    ("available", "status"), [(0, WARNING), (GB // 2, MISSING), (2 * GB, WARNING), (9 * GB, OK)]
+)
+def test_memory(available, status):
+    says(machine.memory(available), status)
+
+
+def test_the_control_group_limits_memory(monkeypatch, tmp_path):
+    assert machine.available_memory() > 0
+    monkeypatch.setattr(machine, "MEMORY_LIMIT", tmp_path / "memory.max")
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert machine.available_memory() == 3000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.available_memory() > 5000
+
+
+@pytest.mark.parametrize(("count", "status"), [(1, WARNING), (2, OK)])
+def test_cores(count, status):
+    says(machine.cores(count), status)
+
+
+@pytest.mark.parametrize(
+    ("limits", "status"),
+    [
+        ((1024, 524288), OK),
+        ((512, 524288), WARNING),
+        ((64, 64), MISSING),
+        ((machine.resource.RLIM_INFINITY, machine.resource.RLIM_INFINITY), OK),
+    ],
+)
+def test_open_files(limits, status):
+    says(machine.open_files(limits), status)
+
+
+# ----------------------------------------------------------------------------------------- command
+
+
+def test_summary():
+    ok, warned = Finding(OK, "a", "b"), Finding(WARNING, "c", "d", "e")
+    missing = Finding(MISSING, "f", "g", "h")
+    assert summary([ok]) == "All jobs can run here."
+    assert summary([ok, warned]) == "All jobs can run here (warnings: c)."
+    assert summary([ok, warned, missing]) == "Jobs cannot run here: see f."
+
+
+def run(tmp_path, *command):
+    done = subprocess.run(
+        [sys.executable, *command, tmp_path / "runs"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[-2] == ""
+    return done, dict(zip([line[9:29].strip() for line in lines], lines, strict=True))
+
+
+def test_the_command_on_this_machine(tmp_path):
+    done, lines = run(tmp_path, "-m", "nemo_aligner.doctor")
+    missing = [line for line in lines.values() if line.startswith("missing")]
+    assert done.returncode == bool(missing), done.stdout
+    assert not any(line.startswith("missing") for name, line in lines.items() if "/" not in name)
+    assert done.stderr == ""
+    assert str(tmp_path) in lines["folder of the runs"]
+    assert len(lines) >= 20
+
+
+def test_the_command_runs_without_any_package(tmp_path):
+    done, lines = run(tmp_path, "-S", "-m", "nemo_aligner.doctor")  # -S: no site-packages
+    assert done.returncode == 1, done.stderr
+    for name in ("numpy", "torch", "megatron-core", "nvidia-pytriton", "packaging"):
+        assert lines[name].startswith("missing") and "pip install" in lines[name]
+    assert lines["Python"].startswith("ok") and "cores" in lines
+    assert done.stderr == ""
+    assert "Jobs cannot run here: see " in done.stdout
