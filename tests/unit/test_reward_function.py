@@ -522,9 +522,7 @@ def escaped(folder: Path) -> list[psutil.Process]:
 def test_processes_in_sessions_of_their_own_end_with_the_worker(tmp_path, how):
     """Stay: the server closes it later. Sleep: it is killed for its time limit."""
     spec = write(tmp_path, ESCAPED)
-    with RewardFunction(
-        spec, None, workers=1, timeout_s=patience(1.5), fallback=-1.0
-    ) as function:
+    with RewardFunction(spec, None, workers=1, timeout_s=patience(1.5), fallback=-1.0) as function:
         assert score_words(function, [how]) == [1.0 if how == "stay" else -1.0]
         started = escaped(tmp_path) if how == "stay" else []
         assert all(map(alive, started))
@@ -549,7 +547,9 @@ function.score(["p"], ["sleep"], [1])
 """
     server = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     try:
-        assert wait_until(lambda: len([p for p in tmp_path.iterdir() if p.name.isdigit()]) == 2, 60)
+        assert wait_until(
+            lambda: len([p for p in tmp_path.iterdir() if p.name.isdigit()]) == 2, 60
+        )
         started = escaped(tmp_path) + psutil.Process(server.pid).children(recursive=True)
     finally:
         server.kill()
