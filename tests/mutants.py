@@ -599,6 +599,31 @@ MUTANTS = [
             "test_trained_adapters_give_the_same_logits_in_peft[Llama, odd sizes-canonical-all]",
         ),
     ),
+    # --- ends of jobs
+    Mutant(
+        "a job that is asked to end does not save",
+        "training/schedule.py",
+        "(last or must_save or step % save_interval == 0)",
+        "(last or step % save_interval == 0)",
+        _unit("test_schedule.py", "test_check_progress"),
+    ),
+    Mutant(
+        "a job at its time limit ends like one that has finished",
+        "training/stop_requests.py",
+        "stop = JobStopped(ExitCode.TIME,",
+        "stop = JobStopped(ExitCode.FINISHED,",
+        _unit("test_stop_requests.py", "test_the_time_limit_has_a_code_of_its_own"),
+    ),
+    Mutant(
+        "what a reward function has started outlives its worker",
+        "servers/worker_keeper.py",
+        "prctl(PR_SET_CHILD_SUBREAPER, 1)",
+        "prctl(PR_SET_CHILD_SUBREAPER, 0)",
+        _unit(
+            "test_reward_function.py",
+            "test_processes_in_sessions_of_their_own_end_with_the_worker[stay]",
+        ),
+    ),
     # --- servers
     Mutant(
         "the front lets every path through",

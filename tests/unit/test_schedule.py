@@ -53,12 +53,14 @@ def test_steps_per_epoch():
 @pytest.mark.parametrize(
     "arguments,expected",
     [
-        # step, max_steps, val_check_interval, save_interval, limit_val_batches, run_time_exceeded
+        # step, max_steps, val_check_interval, save_interval, limit_val_batches, run_time_exceeded,
+        # must_save
         ((1, 10, 2, 4, 1.0), (False, False, False)),
         ((2, 10, 2, 4, 1.0), (True, False, False)),
         ((4, 10, 2, 4, 1.0), (True, True, False)),
         ((9, 9, 2, 4, 1.0), (True, True, True)),
         ((3, 10, 2, 4, 1.0, True), (True, True, False)),
+        ((3, 10, 2, 4, 1.0, False, True), (False, True, False)),
         ((4, 10, 2, 4, 0), (False, True, False)),
         ((4, 10, 2, 4, 0.0), (False, True, False)),
         ((4, 10, -1, 4, 1.0), (False, True, False)),
