@@ -125,7 +125,8 @@ class HTTPCommunicator:
 
         Raises:
             ServerUnreachableError: nothing serves it within `init_timeout_s`.
-            ServerMismatchError: it cannot be used with the schema, or asks for another token.
+            ServerMismatchError: it does not have the name, cannot be used with the schema, or asks
+                for another token.
         """
         port = int(port)
         served = self._wait_until_ready(server_name, ip, port, endpoint is not None)
