@@ -14,16 +14,15 @@ the configuration or the tokenizer does not unpack the weights.
 `nemo_writing.py` writes them.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import functools
 import io
 import os
+import secrets
 import shutil
 import tarfile
 import tempfile
-import uuid
 from collections.abc import Iterator
 from itertools import filterfalse
 from pathlib import Path
@@ -71,6 +70,7 @@ from nemo_aligner.checkpoint.stored_weights import (
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
 from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
 from nemo_aligner.core.errors import DamagedFileError, UserError
+from nemo_aligner.core.leftovers import claim, temporary_folder
 
 ARTIFACT_PREFIX = "nemo:"
 REMOTE_CODE = "tokenizer.trust_remote_code"
@@ -170,8 +170,7 @@ def _check_small_files(folder: Path) -> None:
 @functools.cache
 def _unpack_file(path: Path, _modified_ns: int) -> Path:
     """`_unpack_small_members` of a file, into a folder that lives as long as the process."""
-    folder = Path(tempfile.mkdtemp(prefix="nemo_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = temporary_folder("nemo_")
     with _opened(path) as tar:
         members = [m for m in tar.getmembers() if not forms.is_weight(_member_name(m))]
         safe_extract(tar, str(folder), members=members)
@@ -461,16 +460,17 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
         check_files_together(path, select=forms.is_weight_of_any)
         yield path
         return
-    token = [uuid.uuid4().hex]
+    token = [secrets.token_hex(8)]
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(token, src=0)
-    folder = Path(tempfile.gettempdir()) / f"nemo_weights_{token[0]}"
     first_on_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    temporary = Path(tempfile.gettempdir()).absolute()
+    folder = temporary / f"nemo_weights_{token[0]}"
     try:
         if first_on_node:
             with _opened(path) as tar:
                 members = [m for m in tar.getmembers() if forms.is_weight(_member_name(m))]
-                folder.mkdir()
+                claim(temporary, "nemo_weights_", token[0]).mkdir()
                 safe_extract(tar, str(folder), members=members)
                 check_members(tar, path, select=forms.is_weight)
         barrier()

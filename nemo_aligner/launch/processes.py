@@ -25,6 +25,7 @@ from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.leftovers import sweep_once
 from nemo_aligner.launch import endings
 from nemo_aligner.parallel.device import get_backend
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
@@ -121,6 +122,7 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     Raises:
         ConfigError: a GPU was asked for on a machine without CUDA.
     """
+    sweep_once()
     adopt_mpi_ranks(os.environ)  # scripts of NeMo-Aligner have nobody else to do it
     # NeMo's callback parses the names of an earlier run's checkpoints, fails at val_loss=nan, and
     # removes all but the best. Which of ours are kept is for `CheckpointCallback` alone.

@@ -14,6 +14,14 @@ from pytriton.models.manager import ModelManager
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 from pytriton.utils.workspace import Workspace
 
+# What Triton's processes run to hand requests on makes shared memory with names of Python's own,
+# which nobody could tell from those of other programs.
+_NAMES = """
+import os
+from multiprocessing import shared_memory
+shared_memory._make_filename = lambda: "/{prefix}-" + os.urandom(4).hex()
+"""
+
 
 class SocketTriton(Triton):
     """Triton without a port. The models that are bound before it runs are all it ever loads.
@@ -21,9 +29,11 @@ class SocketTriton(Triton):
     Args:
         directory: of mode 0700, with a path of at most 60 characters; holds the workspace, the
             socket and the log.
+        memory_prefix: of the names of all shared memory.
     """
 
-    def __init__(self, directory: str):
+    def __init__(self, directory: str, memory_prefix: str):
+        self._memory_prefix = memory_prefix
         self.socket_path = os.path.join(directory, "http")
         self.log_path = os.path.join(directory, "triton.log")
         super().__init__(
@@ -48,8 +58,14 @@ class SocketTriton(Triton):
         self._triton_server_config["model_control_mode"] = "none"
         self._triton_server_config["load_model"] = None
 
+    def _shm_prefix(self) -> str:
+        return self._memory_prefix
+
     def launch(self) -> None:
         """Start the process of Triton."""
+        for copy in self._workspace.model_store_path.glob("*/*/data.py"):
+            with copy.open("a") as file:
+                file.write(_NAMES.format(prefix=self._memory_prefix))
         self._run_server()
 
     def has_ended(self) -> bool:

@@ -7,7 +7,6 @@ import gc
 import glob
 import os
 import shutil
-import tempfile
 import threading
 import time
 import traceback
@@ -24,6 +23,7 @@ from nemo_aligner.core.errors import (
     UserError,
     cause_of,
 )
+from nemo_aligner.core.leftovers import SHARED_MEMORY, shared_memory_prefix, temporary_folder
 from nemo_aligner.servers.front import REQUEST_PARAMETER, Access, Front, SocketConnection
 from nemo_aligner.servers.locks import lock_method
 from nemo_aligner.servers.pieces import MOST_ROWS
@@ -50,6 +50,7 @@ class TritonHost:
         self._triton: Any = None  # a `SocketTriton` while it runs
         self._front: Front | None = None
         self._directory: str | None = None
+        self._memory_prefix: str | None = None
         self._lock = threading.Lock()
         self._stubs: dict[str, psutil.Process] = {}  # by endpoint: Triton's own processes
 
@@ -71,11 +72,11 @@ class TritonHost:
             RuntimeError: Triton ended while it started.
         """
         prepare_triton_environment()
-        # Of mode 0700.
-        self._directory = tempfile.mkdtemp(prefix="triton_", dir=folder_of_workspaces())
+        self._directory = str(temporary_folder("triton_", folder_of_workspaces()))  # of mode 0700
+        self._memory_prefix = shared_memory_prefix()
         from nemo_aligner.servers.socket_triton import SocketTriton
 
-        triton = SocketTriton(self._directory)
+        triton = SocketTriton(self._directory, self._memory_prefix)
         served = [endpoint for endpoint, _function in endpoints]
         self._front = Front(self.host, self.port, triton.socket_path, served, self._access)
         self._triton = triton
@@ -237,5 +238,6 @@ class TritonHost:
                 os.unlink(leftover)
 
     def _shared_memory(self) -> list[str]:
-        """Files of the shared memory of Triton and its stubs."""
-        return glob.glob(f"/dev/shm/pytrtion{os.getpid()}-*")  # PyTriton's own spelling
+        """Files of the shared memory of Triton, its stubs and PyTriton."""
+        prefix = self._memory_prefix
+        return [] if prefix is None else glob.glob(f"{SHARED_MEMORY}/{prefix}*")

@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 from nemo_aligner.servers.ports import find_free_port
-from tests.functional.jobs import remove_shared_memory_of
 from tests.patience import Deadline, patience, wait_until
 from tests.warm_start import start_python
 
@@ -335,7 +334,6 @@ class CriticJob:
                 pass
         for process in self.processes:
             process.wait(10)
-        remove_shared_memory_of(self._family)
         subprocess.run(["rm", "-rf", str(self.directory)], check=True)
 
     def log(self) -> str:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -75,7 +74,6 @@ class ScriptJob:
             except psutil.NoSuchProcess:
                 pass
         self.process.wait(10)
-        remove_shared_memory_of(self._family)
 
     @property
     def log(self) -> str:
@@ -117,13 +115,6 @@ class ScriptJob:
             if not alive or deadline.passed():
                 return alive
             time.sleep(0.1)
-
-
-def remove_shared_memory_of(pids: Iterable[int]) -> None:
-    """Remove what Triton leaves when it is killed together with the process that started it."""
-    for pid in pids:
-        for path in Path("/dev/shm").glob(f"pytrtion{pid}-*"):
-            path.unlink(missing_ok=True)
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -11,6 +11,7 @@ import signal
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -18,6 +19,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.core import leftovers
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers.ports import find_free_port
@@ -29,7 +31,7 @@ from tests.functional.jobs import (
     wait_until_serving,
 )
 from tests.functional.test_ppo_job import actor, critic, inputs  # noqa: F401  (a fixture)
-from tests.patience import patience
+from tests.patience import patience, wait_until
 
 SAMPLE_S = round(patience(1))  # time limit of a sample
 pytestmark = [
@@ -130,8 +132,14 @@ def expected(tokenizer, pairs, ended=True) -> list[float]:
 
 
 def workers_of(job: ScriptJob) -> list[psutil.Process]:
+    """Without their keepers."""
     children = psutil.Process(job.process.pid).children(recursive=True)
-    return [child for child in children if "reward_worker.py" in " ".join(child.cmdline())]
+    commands = {child: " ".join(child.cmdline()) for child in children}
+    return [
+        child
+        for child, command in commands.items()
+        if "reward_worker.py" in command and "worker_keeper.py" not in command
+    ]
 
 
 def all_gone(processes, limit_s: float) -> bool:
@@ -348,6 +356,95 @@ def test_a_killed_server_leaves_no_worker(tmp_path, tiny_tokenizer, tiny_tokeniz
         assert job.wait(10) == -signal.SIGKILL
         thread.join(patience(120))
         assert not thread.is_alive()
+
+
+def test_the_next_start_removes_what_a_killed_server_left(
+    tmp_path, tiny_tokenizer, tiny_tokenizer_dir
+):
+    """Folders and shared memory of Triton, PyTriton and this package; others' stay."""
+    port = find_free_port()
+    with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir) as job:
+        wait_until_serving(job)
+        assert ask(port, rollout(tiny_tokenizer, PAIRS)) == expected(tiny_tokenizer, PAIRS)
+        (record,) = [
+            path.readlink()
+            for path in Path(f"/proc/{job.process.pid}/fd").iterdir()
+            if path.readlink().parent == leftovers.RECORDS
+        ]
+        claimed = [Path(word) for word in record.read_text().split("\0")[:-1]]
+        folders = [path for path in claimed if path.is_dir()]
+        (prefix,) = [path for path in claimed if path.parent == Path("/dev/shm")]
+        memory = list(prefix.parent.glob(f"{prefix.name}*"))
+        assert [path.name[:7] for path in folders] == ["triton_"] and len(memory) > 1
+        mapped = {
+            mapping.path.split(" ")[0]
+            for member in [job.process.pid, *psutil.Process(job.process.pid).children(True)]
+            for mapping in psutil.Process(getattr(member, "pid", member)).memory_maps()
+            if mapping.path.startswith("/dev/shm/")
+        }
+        assert mapped <= set(map(str, memory)), "shared memory that no record names"
+    strangers = [folders[0].with_name("triton_stays"), prefix.with_name("nemo_aligner_stays")]
+    try:
+        for path in strangers:
+            path.write_text("")
+        with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir) as job:
+            wait_until_serving(job)
+            assert not any(path.exists() for path in [*folders, *memory, record])
+            assert all(path.exists() for path in strangers)
+            assert ask(port, rollout(tiny_tokenizer, PAIRS)) == expected(tiny_tokenizer, PAIRS)
+            assert_ended_well(job, job.stop())
+    finally:
+        for path in strangers:
+            path.unlink(missing_ok=True)
+
+
+def test_a_server_that_was_stopped_and_continued_gets_requests_again(
+    tmp_path, tiny_tokenizer, tiny_tokenizer_dir, monkeypatch
+):
+    """All of its processes, for longer than Triton's own watch over its parts; the other server
+    scores meanwhile.
+    """
+    from nemo_aligner.servers import fleet
+
+    for name in ("PROBE_INTERVAL_S", "RETRY_INTERVAL_S"):
+        monkeypatch.setattr(fleet, name, 1.0)
+    ports = find_free_port(), find_free_port()
+    with (
+        code_reward_server(tmp_path / "a", ports[0], tiny_tokenizer_dir) as a,
+        code_reward_server(tmp_path / "b", ports[1], tiny_tokenizer_dir) as b,
+    ):
+        for job in (a, b):
+            wait_until_serving(job)
+        client = reward_client(list(ports))
+        try:
+            servers = client.reward_models.fleets["reward_model"].servers
+            batch = rollout(tiny_tokenizer, PAIRS)
+
+            def score() -> list[int]:
+                """Score in six requests; by which server how many were."""
+                before = [server.turn for server in servers]
+                pending = [client.infer_rm(batch) for _ in range(6)]
+                for future in pending:
+                    assert future.result().rewards.tolist() == expected(tiny_tokenizer, PAIRS)
+                return [server.turn - turn for server, turn in zip(servers, before)]
+
+            assert all(score())
+            process = psutil.Process(a.process.pid)
+            family = [process, *process.children(recursive=True)]
+            for member in family:
+                member.suspend()
+            time.sleep(15)
+            assert score() and not servers[0].available
+            unused = servers[0].turn
+            assert score() and servers[0].turn == unused
+            for member in family:
+                member.resume()
+            wait_until(lambda: servers[0].available, what=lambda: a.log[-3000:])
+            assert all(score())
+        finally:
+            client.close()
+        for job in (a, b):
+            assert_ended_well(job, job.stop())
 
 
 @pytest.mark.parametrize(

@@ -514,7 +514,7 @@ ESCAPED = """
 def escaped(folder: Path) -> list[psutil.Process]:
     """The processes that `ESCAPED` has started, once there are two."""
     pids = lambda: [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
-    assert wait_until(lambda: len(pids()) == 2)
+    assert wait_until(lambda: len(pids()) == 2, 60)
     return [psutil.Process(pid) for pid in pids()]
 
 
@@ -547,9 +547,6 @@ function.score(["p"], ["sleep"], [1])
 """
     server = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     try:
-        assert wait_until(
-            lambda: len([p for p in tmp_path.iterdir() if p.name.isdigit()]) == 2, 60
-        )
         started = escaped(tmp_path) + psutil.Process(server.pid).children(recursive=True)
     finally:
         server.kill()

@@ -15,6 +15,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.leftovers import temporary_folder
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.records import Records
 
@@ -54,7 +55,7 @@ def accepts_nemo_aligner_call(
                 own_init(self, *args, **kwargs)
                 return
             given = {**dict(zip(NEMO_ALIGNER_ARGUMENTS, args, strict=False)), **kwargs}
-            folder = tempfile.TemporaryDirectory(prefix="nemo_aligner_data_")
+            folder = tempfile.TemporaryDirectory(dir=temporary_folder("nemo_aligner_data_"))
             self._folder = folder  # copies of the dataset read its file too
             own_init(
                 self,

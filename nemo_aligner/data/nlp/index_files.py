@@ -10,14 +10,12 @@ job runs. A file appears complete, by being renamed, and of several processes th
 one the first makes it while the others wait.
 """
 
-import atexit
 import contextlib
 import errno
 import functools
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from nemo.utils import logging
 
+from nemo_aligner.core import leftovers
 from nemo_aligner.core.errors import UserError
 
 FOLDER = ".nemo_aligner_index"
@@ -182,8 +181,7 @@ def keep_file(
 
 def temporary_folder(data: Path) -> Path:
     """A folder that lives as long as this process, for data that could not be kept."""
-    folder = Path(tempfile.mkdtemp(prefix="nemo_aligner_data_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = leftovers.temporary_folder("nemo_aligner_data_")
     logging.warning(
         f"no folder can be written to keep a copy of {data} for the next start: this process "
         f"writes its own in {folder}. Set model.data.index_mapping_dir."

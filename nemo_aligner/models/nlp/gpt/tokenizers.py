@@ -8,7 +8,6 @@ the messages and the page on migration are made from it.
 
 import importlib.util
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers import GPT2Tokenizer
 from nemo_aligner.checkpoint.file_references import check_not_outside, unmarked
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.leftovers import temporary_folder
 
 # What `type` may be with the library megatron.
 GPT2_BPE = ("GPT2BPETokenizer", "megatron-gpt-345m")
@@ -188,7 +188,7 @@ def _megatron(cfg: DictConfig) -> TokenizerSpec:
     _check_file(cfg, "vocab_file", what.format("vocab.json"))
     _check_file(cfg, "merge_file", what.format("merges.txt"))
     # NeMo's wrapper loads by name: it gets the folder of a tokenizer that was made from the files.
-    folder = tempfile.mkdtemp(prefix="tokenizer_")
+    folder = str(temporary_folder("tokenizer_"))
     try:
         try:
             GPT2Tokenizer(vocab=cfg.vocab_file, merges=cfg.merge_file).save_pretrained(folder)
