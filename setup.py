@@ -53,6 +53,7 @@ EXTRAS_REQUIRE = {
         "pytest>=8,<10",  # the test runner
         "pytest-timeout>=2.3,<3",  # a rank that waits for a dead one must not hang the run
         "pytest-xdist>=3.6,<4",  # one file of tests per core
+        "hypothesis>=6.100,<7",  # inputs for tests of properties (test_properties_*.py)
         # an oracle for GAE and losses, pinned: a changed one proves nothing (more:
         # tests/oracles.txt)
         "trl==0.11.4",
