@@ -35,11 +35,13 @@ def read_token(token_file: str | None, setting: str) -> str | None:
             return None
     else:
         source = f"{setting}.token_file={token_file}"
+        if not isinstance(token_file, str):  # a number would be a file that is open already
+            raise ConfigError(f"{source} is no path.")
         try:
             with open(token_file) as file:
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
                 token = file.read(1024).strip()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # a ValueError: no UTF-8, or a path with a null
             raise ConfigError(f"{source} cannot be read: {error}") from error
         if mode & 0o077:
             raise ConfigError(
@@ -64,6 +66,8 @@ def server_token(host: str, token_file: str | None, setting: str) -> str | None:
     Raises:
         ConfigError: other machines can reach `host`, and there is no token; or see `read_token`.
     """
+    if host is not None and not isinstance(host, str):
+        raise ConfigError(f"{setting}.host={host!r} is no name or address.")
     token = read_token(token_file, setting)
     if token is None and not is_loopback(host):
         raise ConfigError(

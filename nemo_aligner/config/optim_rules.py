@@ -109,7 +109,10 @@ def check_optim(optim: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an unknown name, a key that is missing, or a value that cannot work.
     """
-    name = optim.get("name")
+    name, schedule = optim.get("name"), (optim.get("sched") or {}).get("name")
+    for key, value in (("name", name), ("sched.name", schedule)):
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"model.optim.{key}={value!r} is no name.")
     if name is not None and name not in OPTIMIZERS:
         reason = " (Megatron Core has Adam and SGD only)" if name in OTHER_OPTIMIZERS else ""
         raise ConfigError(
@@ -118,7 +121,6 @@ def check_optim(optim: Mapping[str, Any]) -> None:
         )
     _check_range("model.optim.momentum", optim.get("momentum"), 0, 1)
     sched = optim.get("sched") or {}
-    schedule = sched.get("name")
     if schedule is None:
         return
     if schedule not in SCHEDULES:

@@ -1,0 +1,91 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Any value of any key of a configuration is accepted, or refused with an error that names it."""
+
+import functools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.inert_keys import INERT
+from nemo_aligner.config.old_forms import LATER
+from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
+from nemo_aligner.core.errors import ConfigError
+from tests.properties import tried
+from tests.unit.test_config_checks import load
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.integers()
+    | st.floats()
+    | st.text("aZ09_./-:é ", max_size=6)
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("abc", min_size=1), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+KEYS = st.sampled_from(CONFIG_NAMES).flatmap(
+    lambda name: st.tuples(
+        st.just(name),
+        st.sampled_from(
+            sorted({*LIVE[name], *INERT[name], *(key for job, key in LATER if job == name)})
+        ),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def configuration(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda name: load(name, folder))
+
+
+def refusal(configuration, name, key, value):
+    """The error, as text; None: it is accepted."""
+    cfg = configuration(name).copy()
+    OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    try:
+        check_config(cfg, name, visible_devices=0, env={})
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@tried(60)
+@given(place=KEYS, value=VALUES)
+def test_any_value_of_any_key(configuration, place, value):
+    name, key = place
+    message = refusal(configuration, name, key, value)
+    # A size may be refused as one of a product that another key names.
+    assert message is None or key.rpartition(".")[2] in message or "reference" in message, message
+
+
+@pytest.mark.parametrize("value", [["a"], {"a": 1}, 1.5, True])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("gpt_sft", "model.optim.name"),
+        ("gpt_sft", "model.optim.sched.name"),
+        ("gpt_ppo_critic", "trainer.ppo.host"),
+        ("gpt_ppo_critic", "trainer.ppo.token_file"),
+        ("gpt_ppo_actor", "remote_critic_rm.token_file"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_name(configuration, name, key, value):
+    assert key in refusal(configuration, name, key, value)
+
+
+@tried(25)
+@given(name=st.sampled_from(CONFIG_NAMES), word=st.text("abcdefgh_", min_size=1, max_size=8))
+def test_any_unknown_key_is_refused_by_name(configuration, name, word):
+    key = f"model.{word}_unknown"
+    assert f"{key} (did you mean " in refusal(configuration, name, key, 1)
