@@ -161,7 +161,7 @@ def write_manifest(folder: Path, known: Mapping[str, str]) -> str:
                 found[name] = file_checksum(file)
                 os.fsync(file.fileno())
     lines = "".join(f"{found[name]}  {name}\n" for name in sorted(found))
-    return write_durably(folder / MANIFEST, lines.encode())
+    return write_durably(folder / MANIFEST, os.fsencode(lines))
 
 
 def save_error(path: Path, error: OSError, needed: int | None = None) -> SaveError:
@@ -214,11 +214,11 @@ def parse_manifest(content: bytes, path: Path) -> Checksums:
     Raises:
         DamagedFileError: it is none.
     """
-    lines = content.decode(errors="replace").splitlines()
+    *lines, rest = os.fsdecode(content).split("\n")
     matches = [_LINE.fullmatch(line) for line in lines]
     found = {match["name"]: match["checksum"] for match in matches if match is not None}
     leads_out = any(Path(name).is_absolute() or ".." in Path(name).parts for name in found)
-    if not lines or None in matches or leads_out:
+    if not lines or rest or None in matches or leads_out:
         raise DamagedFileError(
             f"{path} is damaged: it is not a list of checksums. {_remedy(path.parent)}"
         )
@@ -264,6 +264,30 @@ def check_files(folder: Path, names: Iterable[str], checksums: Checksums) -> Non
         raise _damaged(folder, damaged)
 
 
+def check_all_are_listed(
+    folder: Path, select: Callable[[str], bool], checksums: Checksums
+) -> None:
+    """Check that the manifest of `folder` was not cut. That of a complete checkpoint, which gets
+    further files, is compared with its mark.
+
+    Args:
+        select: see `check_files_together`.
+
+    Raises:
+        DamagedFileError: names the files that are not in it.
+    """
+    if (folder / MARKER).is_file():
+        return
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    names = (path.as_posix() for path in files if not path.name.startswith("."))
+    if unlisted := _unlisted(filter(select, names), checksums):
+        raise _damaged(folder, unlisted)
+
+
+def _unlisted(names: Iterable[str], checksums: Checksums) -> list[str]:
+    return sorted({*names} - {*checksums, MANIFEST})
+
+
 def _found(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
@@ -290,6 +314,8 @@ def check_files_together(folder: Path, select: Callable[[str], bool] = lambda _n
     try:
         checksums = read_manifest(folder) or {}
         names = sorted(filter(select, checksums))
+        if checksums:
+            check_all_are_listed(folder, select, checksums)
         check_files(folder, names[rank::size], checksums)
     except DamagedFileError as error:
         outcome = str(error)
@@ -321,7 +347,8 @@ def check_members(tar: tarfile.TarFile, path: Path, select: Callable[[str], bool
         warn_without(path)
         return
     checksums = parse_manifest(stream.read(), path / MANIFEST)
-    damaged = []
+    files = (name for name, member in members.items() if member.isreg())
+    damaged = _unlisted(filter(select, files), checksums)
     for name in filter(select, sorted(checksums)):
         member = members.get(name)
         found = tar.extractfile(member) if member is not None and member.isreg() else None

@@ -40,6 +40,7 @@ from nemo_aligner.checkpoint import (
     nemo2,
 )
 from nemo_aligner.checkpoint.checksums import (
+    check_all_are_listed,
     check_files,
     check_files_together,
     check_members,
@@ -163,8 +164,10 @@ def _unpack_small_members(path: Path) -> Path:
 
 
 def _check_small_files(folder: Path) -> None:
-    checksums = read_manifest(folder) or {}
-    check_files(folder, filterfalse(forms.is_weight_of_any, checksums), checksums)
+    checksums = read_manifest(folder)
+    if checksums is not None:
+        check_all_are_listed(folder, lambda name: not forms.is_weight_of_any(name), checksums)
+        check_files(folder, filterfalse(forms.is_weight_of_any, checksums), checksums)
 
 
 @functools.cache

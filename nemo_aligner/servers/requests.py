@@ -62,14 +62,17 @@ def _decode_sentences(sentences: np.ndarray) -> list[str]:
         raise UserError(
             f"'sentences' has shape {list(sentences.shape)}: send one text per row, [N, 1]."
         )
-    try:
-        return decode_bytes_ndarray(sentences).tolist()
-    except UnicodeDecodeError as error:
-        bad = error.object
-        row = next((i for i, text in enumerate(sentences.reshape(-1)) if bytes(text) == bad), "?")
-        raise UserError(
-            f"'sentences' holds bytes in sample {row} that are not UTF-8 ({error.reason})."
-        ) from error
+    texts = []
+    # One by one: an array of texts has room for the longest in each of its rows, and drops the
+    # zeros at their ends.
+    for row, text in enumerate(sentences.reshape(-1)):
+        try:
+            texts.append(bytes(text).decode())
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"'sentences' holds bytes in sample {row} that are not UTF-8 ({error.reason})."
+            ) from error
+    return texts
 
 
 def process_inputs(
