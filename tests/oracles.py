@@ -8,6 +8,7 @@ cluster or a GPU (ray, vLLM) is not installed: inside their own modules, and onl
 package is an inert stand-in. None of the functions that the tests call touches one.
 """
 
+import ast
 import functools
 import importlib
 import importlib.abc
@@ -15,11 +16,12 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(sys.prefix) / "oracles"
 LIBRARIES = ("verl", "openrlhf", "torchrl", "peft")
@@ -68,6 +70,42 @@ def nemo_aligner_ppo_utils() -> types.ModuleType:
     assert line in source
     exec(compile(source.replace(line, "\n"), str(path), "exec"), vars(module))
     return module
+
+
+def methods_of(path: Path, class_name: str, names: str, **given: object) -> type:
+    """A class with only the methods `names` of a class in the source file `path`, for modules that
+    cannot be imported. `given`: globals that the methods read, beside torch.
+    """
+    if not path.exists():
+        pytest.skip(f"{path} does not exist; `make test` installs tests/oracles.txt there")
+    module = ast.parse(path.read_text())
+    (found,) = (n for n in module.body if isinstance(n, ast.ClassDef) and n.name == class_name)
+    found.bases, found.decorator_list = [], []
+    found.body = [n for n in found.body if getattr(n, "name", None) in names.split()]
+    assert len(found.body) == len(names.split())
+    space: dict = {"torch": torch, "F": torch.nn.functional, "Tuple": tuple, **given}
+    exec(compile(ast.Module([found], []), str(path), "exec"), space)
+    return space[class_name]
+
+
+def trl_dpo_loss(**config: object) -> Callable:
+    """`DPOTrainer.dpo_loss` of trl, whose module wants an older transformers."""
+    path = Path(importlib.util.find_spec("trl").origin).parent / "trainer" / "dpo_trainer.py"
+    trainer = methods_of(path, "DPOTrainer", "dpo_loss", FDivergenceType=_Inert("_", (), {}))()
+    trainer.accelerator = types.SimpleNamespace(device="cpu")
+    trainer.reference_free, trainer.f_divergence_type, trainer.f_divergence_params = False, "", {}
+    vars(trainer).update(config)
+    return trainer.dpo_loss
+
+
+def nemo_aligner_dpo(**config: object) -> object:
+    """The losses of `MegatronGPTDPOModel` of NeMo-Aligner 0.7.0."""
+    path = FOLDER / "nemo_aligner" / "models" / "nlp" / "gpt" / "megatron_gpt_dpo_model.py"
+    names = "get_reduced_masked_logps loss_func sft_loss_func split_output_tensor"
+    one_rank = types.SimpleNamespace(get_context_parallel_world_size=lambda: 1)
+    model = methods_of(path, "MegatronGPTDPOModel", names, parallel_state=one_rank)()
+    vars(model).update(config)
+    return model
 
 
 class _Inert(type):

@@ -37,6 +37,10 @@ KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 
 # Losses of preference pairs (`core/losses.py:preference_loss`).
 PREFERENCE_LOSSES = ("regular_bt", "margin_bt", "scaled_bt")
+# Those of a policy that learns from pairs directly (`core/preference.py:pair_losses`), and which
+# of them compare with rewards that the data give.
+REWARD_PREFERENCE_LOSSES = ("rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl")
+DIRECT_PREFERENCE_LOSSES = ("dpo", "ipo", *REWARD_PREFERENCE_LOSSES)
 
 # How the loss of a global batch is averaged (`core/losses.py:loss_weights`).
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")

@@ -93,6 +93,13 @@ def loss_count(
     return keep.shape[0] / micro_batch_size
 
 
+def kept(values: Tensor, weights: Tensor) -> Tensor:
+    """float32 `values` where the weight is not 0, else 0. A selection, not a product: 0 * NaN is
+    NaN, in the backward pass too.
+    """
+    return torch.where(weights != 0, values.float(), 0.0)
+
+
 def ppo_actor_loss(
     *,
     logprobs: Tensor,
@@ -148,7 +155,7 @@ def ppo_actor_loss(
             the estimator is unknown.
     """
     logprobs, prev_logprobs, advantages = (
-        _kept(x, weights) for x in (logprobs, prev_logprobs, advantages)
+        kept(x, weights) for x in (logprobs, prev_logprobs, advantages)
     )
     # Beyond e^80 a float32 ratio would overflow, and 0 * inf would give a clipped slot a NaN
     # gradient.
@@ -171,13 +178,13 @@ def ppo_actor_loss(
                 f"kl_loss_coef={kl_loss_coef} needs the log-probs of the reference policy"
             )
         kl = calculate_kl_penalty(
-            logprobs, _kept(ref_logprobs, weights), estimator=kl_loss_estimator
+            logprobs, kept(ref_logprobs, weights), estimator=kl_loss_estimator
         )
         loss = loss + kl_loss_coef * (weights * kl).sum()
         metrics["kl_loss"] = kl
     scaled_entropy = torch.zeros_like(loss)
     if entropy is not None:
-        metrics["entropy"] = _kept(entropy, weights)
+        metrics["entropy"] = kept(entropy, weights)
     if entropy_bonus:  # without it the entropy needs no backward pass
         if entropy is None:
             raise ValueError(f"entropy_bonus={entropy_bonus} needs the entropy of each slot")
@@ -224,7 +231,7 @@ def ppo_critic_loss(
         gradient the clip removes, because the clipped value is the worse one; 0 if clipping is
         off). The explained variance is in `core/metrics.py`.
     """
-    values, prev_values, returns = (_kept(x, weights) for x in (values, prev_values, returns))
+    values, prev_values, returns = (kept(x, weights) for x in (values, prev_values, returns))
     error = (values - returns).square()
     cut = torch.zeros_like(error, dtype=torch.bool)
     if loss_clip_val is not None and loss_clip_val > 0:
@@ -248,7 +255,7 @@ def sft_loss(*, logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Te
     Returns:
         Partial sums: the loss and the metric `loss`.
     """
-    loss = -(weights * _kept(logprobs, weights)).sum()
+    loss = -(weights * kept(logprobs, weights)).sum()
     return loss, {"loss": loss.detach()}
 
 
@@ -285,7 +292,7 @@ def preference_loss(
         raise ValueError(
             f"loss_func={loss_func!r} is unknown; choose one of {', '.join(PREFERENCE_LOSSES)}"
         )
-    difference = _kept(rewards_chosen.reshape(-1), weights) - _kept(
+    difference = kept(rewards_chosen.reshape(-1), weights) - kept(
         rewards_rejected.reshape(-1), weights
     )
     if loss_func == "regular_bt":
@@ -293,9 +300,9 @@ def preference_loss(
     elif margins is None:
         raise ValueError(f"loss_func={loss_func!r} needs the margin of each pair")
     elif loss_func == "margin_bt":
-        losses = -logsigmoid(difference - _kept(margins, weights))
+        losses = -logsigmoid(difference - kept(margins, weights))
     else:
-        losses = -_kept(margins, weights) * logsigmoid(difference)
+        losses = -kept(margins, weights) * logsigmoid(difference)
     loss = (weights * losses).sum()
     return loss, {"loss": loss.detach(), "acc": (weights * (difference.detach() > 0)).sum()}
 
@@ -322,15 +329,8 @@ def regression_loss(
             f"predictions, labels and weights of shapes {tuple(predictions.shape)}, "
             f"{tuple(labels.shape)} and {tuple(weights.shape)}: they must be equal"
         )
-    loss = (weights * (_kept(predictions, weights) - _kept(labels, weights)).square()).sum()
+    loss = (weights * (kept(predictions, weights) - kept(labels, weights)).square()).sum()
     return loss, {"loss": loss.detach()}
-
-
-def _kept(values: Tensor, weights: Tensor) -> Tensor:
-    """float32 `values` where the weight is not 0, else 0. A selection, not a product: 0 * NaN is
-    NaN, in the backward pass too.
-    """
-    return torch.where(weights != 0, values.float(), 0.0)
 
 
 def _count(keep: Tensor, dim: int) -> Tensor:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nemo_aligner.core.estimators import REWARD_PREFERENCE_LOSSES
 from nemo_aligner.core.losses import (
     calculate_entropy,
     loss_weights,
@@ -18,12 +19,13 @@ from nemo_aligner.core.losses import (
     sft_loss,
 )
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
+from nemo_aligner.core.preference import dpo_loss
 from nemo_aligner.parallel.vocab_parallel import (
     distributed_entropy,
     from_parallel_logits_to_logprobs,
 )
 from tests.oracle_table import Case, Comparisons
-from tests.oracles import oracle
+from tests.oracles import nemo_aligner_dpo, oracle, trl_dpo_loss
 
 EPS, VALUE_CLIP, DUAL_CLIP, NO_CLIP = 0.2, 0.3, 1.5, 1e6
 REDUCTIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean"}  # ours, verl's
@@ -32,6 +34,7 @@ COMPARISONS = Comparisons()
 ONLY_ONE = {
     "token log-likelihood": "only OpenRLHF has it of log-probs; test_losses.py uses cross entropy",
     "explained variance": "trl alone reports it",
+    "RPO": "NeMo-Aligner's own; test_preference.py has a naive loop",
 }
 compares = COMPARISONS.of
 
@@ -356,6 +359,117 @@ def _(case, library):
             fake, model, inputs
         )
     yield from zip(value_and_gradient(loss[0], ours), value_and_gradient(expected, theirs))
+
+
+BETA = 0.3
+
+
+class PairCase:
+    """The samples of a `Case` as pairs of neighbours: ragged, NaN outside the masks of ours."""
+
+    def __init__(self, case: Case):
+        self.case, self.mask = case, case.mask
+        self.gaps = 0.7 * (case.scores[0::2] - case.scores[1::2])
+
+    def ours(self, **options):
+        """Loss, gradient on the tokens of the responses, metrics."""
+        logprobs = self.case.planted(self.case.logprobs).requires_grad_()
+        loss, metrics = dpo_loss(
+            logprobs=logprobs,
+            ref_logprobs=self.case.planted(self.case.ref_logprobs),
+            mask=self.mask,
+            weights=loss_weights(torch.ones(len(self.gaps))),
+            beta=BETA,
+            **options,
+        )
+        loss, gradient = value_and_gradient(loss, logprobs)
+        assert not gradient[~self.case.keep].any()
+        return loss, gradient, metrics
+
+    def sequences(self, logprobs, average):
+        """[chosen, rejected] log-probs of responses, as the other libraries take them."""
+        sums = (logprobs * self.mask).sum(1)
+        return (sums / self.mask.sum(1) if average else sums).reshape(-1, 2).unbind(-1)
+
+
+@compares("DPO and IPO", "trl", "openrlhf", "nemo-aligner")
+def _(case, library):
+    c = PairCase(case)
+    for name, average, smoothing in (
+        ("dpo", False, 0.0),
+        ("dpo", True, 0.1),
+        ("ipo", False, 0.0),
+        ("ipo", True, 0.0),
+    ):
+        if library == "nemo-aligner" and smoothing:
+            continue  # it has none
+        loss, gradient, metrics = c.ours(
+            preference_loss=name, average_log_probs=average, label_smoothing=smoothing
+        )
+        leaf = case.logprobs.clone().requires_grad_()
+        if library == "nemo-aligner":
+            expected, acc = nemo_aligner_loss(c, leaf, name, average)
+            yield metrics["acc"], acc
+        else:
+            four = [*c.sequences(leaf, average), *c.sequences(case.ref_logprobs, average)]
+            if library == "trl":
+                kind = {"dpo": "sigmoid"}.get(name, name)
+                function = trl_dpo_loss(beta=BETA, label_smoothing=smoothing, loss_type=kind)
+            else:
+                function = oracle("openrlhf.models.loss").DPOLoss(BETA, smoothing, name == "ipo")
+            losses, chosen, rejected = function(*four)
+            expected = losses.mean()
+            yield BETA * metrics["rewards_chosen_mean"], chosen.mean()
+            yield BETA * metrics["rewards_rejected_mean"], rejected.mean()
+        yield from zip((loss, gradient), value_and_gradient(expected, leaf))
+
+
+@compares("RPO", "nemo-aligner")
+def _(case):
+    c = PairCase(case)
+    for name in REWARD_PREFERENCE_LOSSES:
+        for average in (False, True):
+            loss, gradient, _ = c.ours(
+                preference_loss=name, average_log_probs=average, reward_gaps=c.gaps
+            )
+            leaf = case.logprobs.clone().requires_grad_()
+            expected, _ = nemo_aligner_loss(c, leaf, name, average)
+            yield from zip((loss, gradient), value_and_gradient(expected, leaf))
+
+
+@compares("likelihood of chosen responses", "openrlhf", "nemo-aligner")
+def _(case, library):
+    c = PairCase(case)
+    for average in (False, True):
+        options = {"sft_average_log_probs": average, "sft_loss_weight": 0.4}
+        loss, gradient, metrics = c.ours(preference_loss_weight=0.0, **options)
+        leaf = case.logprobs.clone().requires_grad_()
+        if library == "openrlhf":
+            if not average:
+                continue
+            chosen = leaf[0::2], c.mask[0::2]
+            expected = oracle("openrlhf.models.loss").SFTLoss(token_level_loss=False)(*chosen)
+        else:
+            order, labels = halves(c)
+            expected = nemo_aligner_dpo().sft_loss_func(
+                leaf[order], labels, average_log_probs=average
+            )
+        yield metrics["sft_loss"], expected.detach()
+        yield from zip((loss, gradient), value_and_gradient(0.4 * expected, leaf))
+
+
+def halves(c):
+    """NeMo-Aligner's order, all chosen before all rejected; and its labels: -100 is no label."""
+    order = torch.arange(len(c.mask)).reshape(-1, 2).T.flatten()
+    return order, torch.where(c.mask != 0, 1, -100)[order]
+
+
+def nemo_aligner_loss(c, leaf, name, average):
+    order, labels = halves(c)
+    model = nemo_aligner_dpo(preference_loss=name, ref_policy_kl_penalty=BETA, gt_reward_scale=0.7)
+    rewards = c.case.scores[order]
+    ratios = leaf[order], c.case.ref_logprobs[order]
+    return model.loss_func(*ratios, labels, rewards, average_log_probs=average)
 
 
 @pytest.mark.parametrize("quantity,library", COMPARISONS.params())

@@ -6,7 +6,6 @@ reward.
 Notation: B pairs (or N samples) on this data-parallel rank, S padded length.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.server_rules import check_reward_standardization
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, preference_loss
+from nemo_aligner.core.preference import reward_statistics, reward_sums
 from nemo_aligner.core.types import LabelledPairBatch, PairBatch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
@@ -248,15 +248,7 @@ class MegatronGPTRewardModel(
                 loss_func=self.pair_loss,
                 margins=micro_batch["margins"][0::2] if "margins" in micro_batch else None,
             )
-            chosen, rejected = (
-                torch.where(weights != 0, x.detach(), 0.0) for x in (chosen, rejected)
-            )
-            metrics["rewards_chosen_mean"] = (weights * chosen).sum()
-            metrics["rewards_rejected_mean"] = (weights * rejected).sum()
-            metrics["rewards_square_mean"] = (
-                weights * (chosen.square() + rejected.square())
-            ).sum() / 2
-            return loss, metrics
+            return loss, metrics | reward_sums(chosen, rejected, weights)
 
         metrics, _ = forward_backward(
             self.model,
@@ -269,11 +261,7 @@ class MegatronGPTRewardModel(
             micro_batch_tokens=self.micro_batch_tokens,
             together=2,
         )
-        mean = (metrics["rewards_chosen_mean"] + metrics["rewards_rejected_mean"]) / 2
-        metrics["rewards_all_mean"] = mean
-        metrics["rewards_all_std"] = math.sqrt(
-            max(metrics.pop("rewards_square_mean") - mean**2, 0.0)
-        )
+        reward_statistics(metrics)
         metrics["weights"] = float(sum_over_dp(valid.sum().to(get_device())))
         return metrics["loss"], metrics
 

@@ -1,0 +1,184 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The losses of preference pairs: a naive loop, numbers by hand and invariances.
+test_oracle_losses.py has the other libraries.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
+from nemo_aligner.core.losses import loss_weights
+from nemo_aligner.core.preference import dpo_loss, reward_statistics
+
+PAIRS, WIDTH, BETA = 5, 9, 0.4
+LENGTHS = torch.tensor([9, 2, 4, 7, 1, 1, 3, 8, 6, 5])  # of the masks; each begins at a column
+STARTS = torch.tensor([0, 3, 1, 2, 8, 0, 4, 1, 3, 2])
+EMPTY = 3  # a pair that does not count
+
+
+def batch(seed: int = 0):
+    random = torch.Generator().manual_seed(seed)
+    columns = torch.arange(WIDTH)
+    mask = ((columns >= STARTS[:, None]) & (columns < (STARTS + LENGTHS)[:, None])).float()
+    logprobs, ref_logprobs = -3 * torch.rand(2, 2 * PAIRS, WIDTH, generator=random).double()
+    valid = torch.ones(PAIRS)
+    valid[EMPTY] = 0
+    gaps = torch.randn(PAIRS, generator=random)
+    return logprobs, ref_logprobs, mask, valid, gaps
+
+
+def naive(logprobs, ref_logprobs, mask, valid, gaps, name, smoothing, average, sft, sft_average):
+    """The mean over the pairs that count, one token after the other."""
+
+    def s(x):
+        return 1 / (1 + torch.exp(-x))
+
+    def total(row, values, mean):
+        terms = [values[row, t] for t in range(WIDTH) if mask[row, t]]
+        return sum(terms) / len(terms) if mean else sum(terms)
+
+    losses = []
+    for pair in range(PAIRS):
+        if not valid[pair]:
+            continue
+        chosen, rejected = (
+            total(row, logprobs, average) - total(row, ref_logprobs, average)
+            for row in (2 * pair, 2 * pair + 1)
+        )
+        d, g = chosen - rejected, gaps[pair].double()
+        p, q = s(g), s(BETA * d)
+        loss = {
+            "dpo": -(1 - smoothing) * torch.log(q) - smoothing * torch.log(1 - q),
+            "ipo": (d - 0.5 / BETA) ** 2,
+            "rpo_sq": (BETA * d - g) ** 2,
+            "rpo_bwd_kl": p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q)),
+            "rpo_fwd_kl": q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p)),
+        }[name]
+        losses.append(0.8 * loss - sft * total(2 * pair, logprobs, sft_average))
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("name", DIRECT_PREFERENCE_LOSSES)
+@pytest.mark.parametrize("average", [False, True])
+def test_loss_and_gradient_are_those_of_a_naive_loop(name, average):
+    logprobs, ref_logprobs, mask, valid, gaps = batch()
+    theirs = logprobs.clone().requires_grad_()
+    expected = naive(
+        theirs, ref_logprobs, mask, valid, gaps, name, 0.15, average, 0.3, not average
+    )
+    expected.backward()
+
+    unused = (mask == 0) | (valid.repeat_interleave(2) == 0)[:, None]
+    ours, reference = (torch.where(unused, torch.nan, x).float() for x in (logprobs, ref_logprobs))
+    ours.requires_grad_()
+    gaps[EMPTY] = torch.nan
+    loss, metrics = dpo_loss(
+        logprobs=ours,
+        ref_logprobs=reference,
+        mask=mask,
+        weights=loss_weights(valid),
+        beta=BETA,
+        preference_loss=name,
+        label_smoothing=0.15,
+        average_log_probs=average,
+        reward_gaps=gaps,
+        preference_loss_weight=0.8,
+        sft_loss_weight=0.3,
+        sft_average_log_probs=not average,
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=1e-6, rtol=1e-4)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_parts_of_a_batch_sum_to_the_batch():
+    logprobs, ref_logprobs, mask, valid, gaps = batch()
+    weights = loss_weights(valid)
+
+    def numbers(pairs):
+        rows = [row for pair in pairs for row in (2 * pair, 2 * pair + 1)]
+        return dpo_loss(
+            logprobs=logprobs[rows],
+            ref_logprobs=ref_logprobs[rows],
+            mask=mask[rows],
+            weights=weights[pairs],
+            beta=BETA,
+            sft_loss_weight=0.1,
+        )[1]
+
+    whole, parts = numbers([0, 1, 2, 3, 4]), [numbers([4]), numbers([1, 0]), numbers([2, 3])]
+    for name, value in whole.items():
+        assert sum(part[name] for part in parts).item() == pytest.approx(value.item(), rel=1e-5)
+
+
+def test_a_policy_that_is_its_reference():
+    logprobs, _, mask, valid, gaps = batch()
+    for name, expected in (("dpo", math.log(2)), ("ipo", 0.25 / BETA**2)):
+        loss, metrics = dpo_loss(
+            logprobs=logprobs,
+            ref_logprobs=logprobs,
+            mask=mask,
+            weights=loss_weights(valid),
+            beta=BETA,
+            preference_loss=name,
+        )
+        metrics = {key: float(value) for key, value in metrics.items()}
+        reward_statistics(metrics)
+        assert loss.item() == pytest.approx(expected)
+        assert metrics["acc"] == metrics["rewards_chosen_mean"] == metrics["rewards_all_std"] == 0
+
+
+def test_metrics_by_hand():
+    logprobs = torch.tensor([[-1.0, -1.0], [-2.0, -9.0], [-3.0, -3.0], [-1.0, -1.0]])
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])
+    _, metrics = dpo_loss(
+        logprobs=logprobs,
+        ref_logprobs=torch.full_like(logprobs, -2.0),
+        mask=mask,
+        weights=torch.full((2,), 0.5),
+        beta=1.0,
+    )
+    metrics = {key: float(value) for key, value in metrics.items()}
+    reward_statistics(metrics)  # rewards: 2 against 0, -2 against 2
+    assert metrics["acc"] == 0.5
+    assert metrics["rewards_chosen_mean"] == 0 and metrics["rewards_rejected_mean"] == 1
+    assert metrics["rewards_all_mean"] == 0.5
+    assert metrics["rewards_all_std"] == pytest.approx(math.sqrt(3 - 0.25))
+    assert metrics["logprobs_chosen_mean"] == -4 and metrics["logprobs_rejected_mean"] == -2
+    assert metrics["sft_loss"] == 4
+
+
+@pytest.mark.parametrize("name", DIRECT_PREFERENCE_LOSSES)
+def test_large_differences_stay_finite(name):
+    for sign, gap in itertools.product((-1, 1), (-500.0, 500.0)):
+        logprobs = torch.tensor([[sign * 400.0], [-sign * 400.0]], requires_grad=True)
+        loss, _ = dpo_loss(
+            logprobs=logprobs,
+            ref_logprobs=torch.zeros(2, 1),
+            mask=torch.ones(2, 1),
+            weights=torch.ones(1),
+            beta=1.0,
+            preference_loss=name,
+            reward_gaps=torch.tensor([gap]),
+        )
+        loss.backward()
+        assert loss.isfinite() and logprobs.grad.isfinite().all()
+
+
+def test_wrong_losses_are_refused():
+    arguments = dict(
+        logprobs=torch.zeros(2, 1),
+        ref_logprobs=torch.zeros(2, 1),
+        mask=torch.ones(2, 1),
+        weights=torch.ones(1),
+        beta=1.0,
+    )
+    with pytest.raises(ValueError, match="'hinge' is unknown; choose one of dpo, ipo, rpo_sq"):
+        dpo_loss(**arguments, preference_loss="hinge")
+    with pytest.raises(ValueError, match="'rpo_sq' needs rewards"):
+        dpo_loss(**arguments, preference_loss="rpo_sq")
