@@ -325,7 +325,7 @@ MUTANTS = [
     # --- log-probs
     Mutant(
         "log-probs without the temperature that sampled",
-        "models/nlp/gpt/megatron_gpt_policy.py",
+        "models/nlp/gpt/reference_policy.py",
         '"temperature": self.temperature, ',
         '"temperature": 1.0, ',
         _unit("test_ppo_actor.py", "test_logprobs_at_the_sampling_temperature"),
@@ -547,7 +547,7 @@ MUTANTS = [
     ),
     Mutant(
         "the reference policy has the adapters on",
-        "models/nlp/gpt/megatron_gpt_ppo_actor.py",
+        "models/nlp/gpt/reference_policy.py",
         "            return self.adapters_disabled()\n",
         "            return self.adapters_merged()\n",
         _unit(

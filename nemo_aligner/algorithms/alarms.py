@@ -98,6 +98,15 @@ WARNINGS = (
         "length_params.max_length, check that the SFT data end with the eos token, or set "
         "sampling_params.end_strings.",
     ),
+    Watched(
+        "likelihood_fall",
+        lambda metrics: metrics.get("likelihood_fall"),
+        True,
+        "The policy gives chosen and rejected responses alike less probability than the reference "
+        "does: the loss sees their difference alone, and the probability goes to responses that "
+        "nobody compared. Raise model.dpo.ref_policy_kl_penalty or model.dpo.sft_loss_weight, or "
+        "lower model.optim.lr.",
+    ),
 )
 
 

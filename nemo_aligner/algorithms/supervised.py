@@ -59,6 +59,8 @@ class SupervisedTrainer:
             number of samples that they are over (the sum of the model's metric `weights`).
     """
 
+    JOB = ("gpt_sft", "trainer.sft")  # the configuration whose section has the defaults of `cfg`
+
     def __init__(
         self,
         cfg: DictConfig,
@@ -93,7 +95,7 @@ class SupervisedTrainer:
         Raises:
             ConfigError: values that cannot work together.
         """
-        self.cfg = cfg = complete(cfg, "gpt_sft", "trainer.sft")
+        self.cfg = cfg = complete(cfg, *self.JOB)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -162,7 +164,7 @@ class SupervisedTrainer:
         self.run_timer.start_time()
         forget_token_counts()
         if is_complete(
-            self.step, self.max_steps, "max_steps or max_epochs (trainer.sft or trainer.rm)"
+            self.step, self.max_steps, "max_steps or max_epochs (trainer.sft, rm or dpo)"
         ):
             self.ckpt_callback.finish_export()
             return

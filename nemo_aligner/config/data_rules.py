@@ -97,6 +97,15 @@ def check_labels_can_be_read(data_impl: str) -> None:
         )
 
 
+def check_prompts_can_be_read(data_impl: str) -> None:
+    """Raise `ConfigError` if files of this form do not say where a response begins."""
+    if holds_tokens(data_impl):
+        raise ConfigError(
+            f"model.data.data_impl={data_impl} holds tokens only, but DPO needs to know where a "
+            'response begins; give jsonl files of {"prompt": ..., "chosen": ..., "rejected": ...}.'
+        )
+
+
 def check_chat(data: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the keys of `model.data` ask for two forms of conversations, or for
     one where none can be.

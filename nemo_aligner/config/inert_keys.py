@@ -315,6 +315,14 @@ INERT = {
     "training_rm": _INERT_COMMON
     | _DATASET_INERT
     | _inert("model", "forward_mbs", _DEAD + "; use model.forward_micro_batch_size"),
+    "gpt_dpo": _INERT_COMMON
+    | _DATASET_INERT
+    | _inert(
+        "model.data",
+        "pad_length_to_multiple_of",
+        "micro-batches are padded as sequence and context parallelism need it",
+        ...,
+    ),
     "gpt_sft": _INERT_COMMON
     | _inert(
         "model",

@@ -19,6 +19,7 @@ from nemo_aligner.config.data_rules import (
     check_data_impl,
     check_labels_can_be_read,
     check_packed,
+    check_prompts_can_be_read,
     plain_columns,
 )
 from nemo_aligner.config.defaults import complete_config, model_fallback
@@ -48,7 +49,7 @@ from nemo_aligner.config.schema import (
 from nemo_aligner.config.server_rules import check_critic_server, check_reward_server
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import LOSS_REDUCTIONS
+from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES, LOSS_REDUCTIONS
 
 EVERY_CHECKPOINT = "every_checkpoint"  # a value of `model.save_hf`
 
@@ -59,6 +60,7 @@ SECTIONS = {
     "gpt_rs_actor": "rs",
     "training_rm": "rm",
     "gpt_sft": "sft",
+    "gpt_dpo": "dpo",
 }
 # Key that names the weights a job starts from.
 RESTORE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
@@ -152,6 +154,8 @@ def check_values(
         check_critic_server(values)
     elif config_name == "gpt_sft":
         _check_sft(values, dp)
+    elif config_name == "gpt_dpo":
+        _check_dpo(values)
 
 
 def check_save_hf(save_hf: object) -> None:
@@ -314,7 +318,7 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
     )
     for key in ("limit_train_batches", "limit_val_batches"):
         values.number(f"{section}.{key}", 0)
-    if config_name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm"):
+    if config_name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm", "gpt_dpo"):
         _check_prefix_data(values)
 
 
@@ -369,3 +373,27 @@ def _check_sft(values: Values, dp: dict[str, int]) -> None:
             values.get("model.context_parallel_size"),
             name,
         )
+
+
+def _check_dpo(values: Values) -> None:
+    dpo = "model.dpo."
+    values.choice(f"{dpo}preference_loss", DIRECT_PREFERENCE_LOSSES)
+    values.number(f"{dpo}ref_policy_kl_penalty", 0, above=True)
+    values.number(f"{dpo}label_smoothing", 0, 0.5)
+    values.whole(f"{dpo}log_prob_forward_micro_batch_size", 1)
+    weights = [f"{dpo}preference_loss_weight", f"{dpo}sft_loss_weight"]
+    for key in weights:
+        values.number(key, 0)
+    for key in (f"{dpo}gt_reward_scale", "model.data.default_chosen_reward"):
+        values.number(key)
+    values.number("model.data.default_rejected_reward")
+    values.number("trainer.dpo.alarms.likelihood_fall", 0, above=True)
+    check_prompts_can_be_read(str(values.get("model.data.data_impl")))
+    loss, smoothing = values.get(f"{dpo}preference_loss"), values.get(f"{dpo}label_smoothing")
+    if smoothing and loss != "dpo":
+        raise ConfigError(
+            f"{dpo}label_smoothing={smoothing} belongs to {dpo}preference_loss=dpo, not {loss}; "
+            "set it to 0."
+        )
+    if not any(values.get(key) for key in weights):
+        raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")

@@ -24,6 +24,7 @@ CONFIG_NAMES = (
     "training_rm",
     "inference_rm",
     "gpt_sft",
+    "gpt_dpo",
 )
 # Of the commands that use a trained policy; their keys are explained in docs/generate_evaluate.md.
 COMMAND_NAMES = ("generate", "evaluate")
@@ -200,6 +201,21 @@ _RM = dotted(
     val_random_sampler limit_train_batches limit_val_batches gradient_clip_val
     alarms.replica_check_interval""",
 )
+_DPO = (
+    dotted(
+        "trainer.dpo",
+        """max_epochs max_steps val_check_interval save_interval limit_train_batches
+        limit_val_batches gradient_clip_val alarms.replica_check_interval
+        alarms.likelihood_fall""",
+    )
+    | dotted(
+        "model.dpo",
+        """preference_loss ref_policy_kl_penalty label_smoothing preference_average_log_probs
+        sft_average_log_probs gt_reward_scale preference_loss_weight sft_loss_weight
+        log_prob_forward_micro_batch_size""",
+    )
+    | dotted("model.data", "default_chosen_reward default_rejected_reward")
+)
 _SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length drop_last
     label_key add_eos add_sep add_bos truncation_field truncation_method prompt_template
     pad_to_max_length columns index_mapping_dir packed_sequence"""
@@ -260,6 +276,7 @@ LIVE = {
     | _REWARD_MODEL
     | _REWARD_SERVER,
     "gpt_sft": _COMMON | _PEFT | _GENERATES | _SFT,
+    "gpt_dpo": _COMMON | _CHECKPOINT | _DATA | _PEFT | _DPO,
     "generate": _GENERATE,
     "evaluate": _GENERATE | _EVALUATE,
 }
@@ -333,6 +350,7 @@ FLAGS = (
         optim.sched.cycle
         offload_adam_states answer_only_loss peft.lora_tuning.weight_tying
         peft.merge_for_generation ppo.offload_adam_states
+        dpo.preference_average_log_probs dpo.sft_average_log_probs
         ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
         ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy""",
     )
@@ -405,6 +423,14 @@ REQUIRED = {
         "model", "data.num_workers data.train_ds.max_seq_length data.validation_ds.max_seq_length"
     )
     | dotted("model.data.validation_ds", "micro_batch_size global_batch_size"),
+    "gpt_dpo": _REQUIRED_TRAINING
+    | dotted("trainer.dpo", "max_steps val_check_interval save_interval")
+    | dotted("model", "data.num_workers data.seq_length")
+    | dotted(
+        "model.dpo",
+        """preference_loss ref_policy_kl_penalty label_smoothing gt_reward_scale
+        preference_loss_weight sft_loss_weight log_prob_forward_micro_batch_size""",
+    ),
     "generate": _REQUIRED_GENERATE,
     "evaluate": _REQUIRED_GENERATE
     | dotted("bootstrap", "resamples confidence seed")

@@ -10,12 +10,20 @@ NaN.
 
 import math
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
 from nemo_aligner.core.losses import kept
 from nemo_aligner.core.masks import masked_mean, masked_sum
+
+
+def interleave(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """[2B, ...]: the samples of a pair next to each other, so that micro-batches hold whole
+    pairs.
+    """
+    return torch.stack([chosen, rejected], dim=1).flatten(0, 1)
 
 
 def dpo_loss(

@@ -18,11 +18,15 @@ _TRT = (
 )
 _OTHER = (
     "{} belongs to an algorithm that this package does not have; it has PPO, rejection sampling, "
-    "SFT and reward models"
+    "DPO, SFT and reward models"
 )
 _APEX = (
     "apex's optimizer is not used: model.offload_optimizer() and model.onload_optimizer() move "
     "the states of Megatron Core's"
+)
+_PACKED_PAIRS = (
+    "pairs are not packed into one sequence; name the files that the packed ones were made of in "
+    "model.data.data_prefix, and set model.dynamic_micro_batch_tokens"
 )
 _CHUNKS = "data sets have no chunks; name several jsonl files in model.data.data_prefix"
 
@@ -30,16 +34,14 @@ _CHUNKS = "data sets have no chunks; name several jsonl files in model.data.data
 RETIRED: dict[str, dict[str, str]] = {
     "nemo_aligner.data.nlp.builders": {
         "ChunkedJsonl": _CHUNKS,
-        "build_train_valid_test_dpo_datasets": _OTHER.format("DPO"),
-        "build_train_valid_test_dpo_packed_datasets": _OTHER.format("DPO"),
+        "build_train_valid_test_dpo_packed_datasets": _PACKED_PAIRS,
         "build_train_valid_test_kto_datasets": _OTHER.format("KTO"),
         "build_train_valid_test_knowledge_distillation_datasets": _OTHER.format(
             "knowledge distillation"
         ),
     },
     "nemo_aligner.data.nlp.datasets": {
-        "DPOModelDataset": _OTHER.format("DPO"),
-        "DPOPackedDataset": _OTHER.format("DPO"),
+        "DPOPackedDataset": _PACKED_PAIRS,
         "KTOModelDataset": _OTHER.format("KTO"),
         "KnowledgeDistillationDataset": _OTHER.format("knowledge distillation"),
         "SteerLM2Dataset": _OTHER.format("SteerLM 2.0"),
@@ -69,12 +71,10 @@ _OWN_VALUE = "an inner constant of a server; the address and port are keys of th
 _GPT = "nemo_aligner.models.nlp.gpt"
 # Modules of NeMo-Aligner that cannot be imported, and constants (`module:NAME`): what they were.
 NOT_HERE: dict[str, str] = {
-    "nemo_aligner.algorithms.dpo": _ABSENT,
     "nemo_aligner.algorithms.kto": _ABSENT,
     "nemo_aligner.algorithms.reinforce": _ABSENT,
     "nemo_aligner.algorithms.spin": _ABSENT,
     f"{_GPT}.gpt_steerlm_model": _ABSENT,
-    f"{_GPT}.megatron_gpt_dpo_model": _ABSENT,
     f"{_GPT}.megatron_gpt_knowledge_distillation": _ABSENT,
     f"{_GPT}.megatron_gpt_kto_model": _ABSENT,
     f"{_GPT}.megatron_gpt_reinforce_actor": _ABSENT,

@@ -145,6 +145,20 @@ class LabelledPairBatch(PairBatch):
     margin: Tensor  # float32 [B], at least 0
 
 
+class _DirectPairs(PairBatch):
+    chosen_mask: Tensor  # float32 [B, S]: 1 on the tokens of the response
+    rejected_mask: Tensor  # float32 [B, S]
+    chosen_reward: Tensor  # float32 [B]: what the data say of the response
+    rejected_reward: Tensor  # float32 [B]
+
+
+class DirectPairBatch(_DirectPairs, total=False):
+    """Preference pairs that a policy learns from directly."""
+
+    ref_policy_log_probs_chosen: Tensor  # float32 [B, S-1]: of the reference policy
+    ref_policy_log_probs_rejected: Tensor  # float32 [B, S-1]
+
+
 class RegressionBatch(TypedDict):
     """Labelled texts for regression reward-model training; A attributes."""
 

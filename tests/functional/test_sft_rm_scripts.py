@@ -1,10 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The SFT and reward-model scripts as a user starts them: on one rank and two, resumed, and with
-bad input.
+"""The SFT, reward-model and DPO scripts as a user starts them: on one rank and two, resumed, and
+with bad input.
 """
 
 import json
+import math
 import shutil
 import time
 
@@ -32,12 +33,15 @@ def data(tmp_path_factory):
         with (
             (folder / f"sft_{name}.jsonl").open("w") as sft,
             (folder / f"pairs_{name}.jsonl").open("w") as pairs,
+            (folder / f"dpo_{name}.jsonl").open("w") as dpo,
         ):
             for i in range(count):
                 prompt = f"the film {i}"
                 sft.write(json.dumps({"input": prompt, "output": RESPONSES[i % 4]}) + "\n")
                 for response in ("was a joy", RESPONSES[1 + i % 3]):
                     pairs.write(json.dumps({"text": f"{prompt} {response}"}) + "\n")
+                texts = {"chosen": " was a joy", "rejected": f" {RESPONSES[1 + i % 3]}"}
+                dpo.write(json.dumps({"prompt": prompt, **texts}) + "\n")
     return folder
 
 
@@ -109,6 +113,33 @@ def reward_model(data, base, log_dir, *overrides, **kwargs) -> ScriptJob:
     )
 
 
+def dpo(data, base, log_dir, *overrides, **kwargs) -> ScriptJob:
+    log_dir.mkdir(exist_ok=True)
+    pairs = data / "dpo"
+    return ScriptJob(
+        "train_gpt_dpo.py",
+        log_dir.with_suffix(".log"),
+        [
+            *common(log_dir),
+            f"pretrained_checkpoint.restore_from_path={base}",
+            f"model.data.data_prefix={{train: [{pairs}_train.jsonl], "
+            f"validation: [{pairs}_validation.jsonl]}}",
+            "model.data.validation_drop_last=False",
+            "+model.data.append_eod=True",
+            "model.global_batch_size=4",
+            "model.micro_batch_size=1",
+            "trainer.precision=32",
+            "model.optim.lr=1e-3",
+            "++model.hidden_dropout=0.1",  # a resumed job must draw the same numbers
+            "trainer.dpo.max_steps=4",
+            "trainer.dpo.val_check_interval=2",
+            "trainer.dpo.save_interval=2",
+            *overrides,
+        ],
+        **kwargs,
+    )
+
+
 def resume_from(log_dir, copy, lost_step):
     """A copy of the job's folder as a job that was killed before the checkpoint of `lost_step`
     leaves it.
@@ -172,6 +203,51 @@ def test_reward_model_in_bf16_on_two_data_parallel_ranks_learns_and_resumes_exac
         read_metrics(tmp_path / name, "validation/loss") for name in ("again", "whole")
     )
     assert again == whole[1:]
+
+
+LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]"]
+
+
+@pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
+def test_dpo_on_two_data_parallel_ranks_learns_and_resumes_exactly(
+    data, sft_run, tmp_path, options
+):
+    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    must_succeed(dpo(data, base, tmp_path / "whole", *options, ranks=2))
+    assert len(read_metrics(tmp_path / "whole", "train/loss")) == 4
+    validation = read_metrics(tmp_path / "whole", "validation/loss")
+    assert validation[1] < validation[0] < math.log(2)
+    assert (tmp_path / "whole" / "checkpoints" / "megatron_gpt.nemo").is_file()
+
+    resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
+    must_succeed(dpo(data, base, tmp_path / "again", *options, ranks=2))
+    for key in ("train/loss", "train/margin", "train/grad_norm"):
+        again, whole = (read_metrics(tmp_path / name, key) for name in ("again", "whole"))
+        assert again == whole[2:]
+    assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
+
+
+def test_dpo_starts_at_its_reference(data, sft_run, tmp_path):
+    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    options = ["++model.hidden_dropout=0.0", "trainer.dpo.max_steps=1"]
+    must_succeed(dpo(data, base, tmp_path / "one", *options, "model.dpo.preference_loss=dpo"))
+    assert read_metrics(tmp_path / "one", "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert read_metrics(tmp_path / "one", "train/margin")[0] == pytest.approx(0, abs=1e-5)
+
+
+def test_dpo_names_a_pair_without_a_difference(data, sft_run, tmp_path):
+    lines = (data / "dpo_train.jsonl").read_text().splitlines()
+    lines[6] = json.dumps({"prompt": "the film", "chosen": " was", "rejected": " was"})
+    broken = tmp_path / "equal.jsonl"
+    broken.write_text("\n".join(lines))
+    files = f"model.data.data_prefix={{train: [{broken}], validation: [{broken}]}}"
+    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    must_fail_with(
+        dpo(data, base, tmp_path / "dpo", files),
+        str(broken),
+        "7",
+        "are equal, so there is nothing",
+    )
 
 
 def test_missing_checkpoint(data, tmp_path):

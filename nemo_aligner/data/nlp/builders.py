@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.config.data_rules import (
     check_data_impl,
     check_labels_can_be_read,
+    check_prompts_can_be_read,
     holds_tokens,
 )
 from nemo_aligner.config.defaults import complete
@@ -30,7 +31,11 @@ from nemo_aligner.data.nlp.data_files import DataFile
 from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
 from nemo_aligner.data.nlp.packing import PackedDataset
-from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
+from nemo_aligner.data.nlp.preference_pairs import (
+    DPOModelDataset,
+    LabelledPairDataset,
+    RewardModelDataset,
+)
 from nemo_aligner.data.nlp.prompts import (
     RLHFDataset,
     check_pad_to_length,
@@ -55,6 +60,7 @@ __all__ = [
     "build_dataloader",
     "build_dataset_generic",
     "build_sft_dataset",
+    "build_train_valid_test_dpo_datasets",
     "build_train_valid_test_labelled_pair_datasets",
     "build_train_valid_test_datasets",
     "build_train_valid_test_regression_rm_datasets",
@@ -110,6 +116,12 @@ def _make_rm_dataset(
     paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
 ) -> RewardModelDataset:
     return RewardModelDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
+
+
+def _make_dpo_dataset(
+    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+) -> DPOModelDataset:
+    return DPOModelDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
 
 
 def _make_regression_rm_dataset(
@@ -175,6 +187,8 @@ def build_train_valid_test_datasets(
     check_data_impl(data_impl)
     if cls in (_make_regression_rm_dataset, _make_labelled_pair_dataset):
         check_labels_can_be_read(data_impl)
+    if cls is _make_dpo_dataset:
+        check_prompts_can_be_read(data_impl)
     if data_prefix is None or not len(data_prefix):
         raise ConfigError(
             "model.data.data_prefix is not set: give {train: [file.jsonl], validation: "
@@ -271,6 +285,7 @@ def _separate_files(
 
 build_train_valid_test_rlhf_datasets = partial(build_train_valid_test_datasets, _make_rlhf_dataset)
 build_train_valid_test_rm_datasets = partial(build_train_valid_test_datasets, _make_rm_dataset)
+build_train_valid_test_dpo_datasets = partial(build_train_valid_test_datasets, _make_dpo_dataset)
 build_train_valid_test_regression_rm_datasets = partial(
     build_train_valid_test_datasets, _make_regression_rm_dataset
 )

@@ -9,13 +9,18 @@ two read files of tokens too.
 | `RewardModelDataset`           | pairs: two neighbouring lines, the better response first  |
 | `RegressionRewardModelDataset` | labelled texts                                            |
 | `LabelledPairDataset`          | pairs with the preference as a label                      |
+| `DPOModelDataset`              | pairs with their prompt, for DPO                          |
 | `SFTDataset`                   | prompt-response examples                                  |
 | `SFTChatDataset`               | conversations for supervised fine-tuning                  |
 """
 
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, RegressionRewardModelDataset
-from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
+from nemo_aligner.data.nlp.preference_pairs import (
+    DPOModelDataset,
+    LabelledPairDataset,
+    RewardModelDataset,
+)
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
@@ -23,6 +28,7 @@ from nemo_aligner.data.nlp.sft_examples import SFTDataset
 
 __all__ = [
     "DEFAULT_MASK_VALUE",
+    "DPOModelDataset",
     "LabelledPairDataset",
     "RLHFDataset",
     "Records",

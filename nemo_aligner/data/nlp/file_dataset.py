@@ -52,8 +52,11 @@ class TextEncoder:
     def __call__(self, text: str | np.ndarray) -> list[int]:
         if not isinstance(text, str):
             return [int(token) for token in text]
-        text = self.fix_text(text) if self.fix_text else text
-        return self.tokenizer.text_to_ids(text) + [self.tokenizer.eos_id] * self.append_eod
+        return self.without_end(text) + [self.tokenizer.eos_id] * self.append_eod
+
+    def without_end(self, text: str) -> list[int]:
+        """The tokens of a text that goes on, so without `append_eod`."""
+        return self.tokenizer.text_to_ids(self.fix_text(text) if self.fix_text else text)
 
     def length(self, text: str | np.ndarray, limit: int) -> int:
         """Number of tokens: exact if above `limit`, else possibly an upper bound.

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Preference pairs for reward models: in order, or with the preference as a label."""
+"""Preference pairs: in order or with the preference as a label, for reward models, and with the
+place of the response, for a policy.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pa
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, label_numbers
 from nemo_aligner.data.nlp.record_encoder import Pair, RecordEncoder
-from nemo_aligner.data.nlp.records import open_records
+from nemo_aligner.data.nlp.records import check_text, open_records
 
 
 @accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
@@ -112,8 +114,9 @@ class RewardModelDataset(FileDataset):
         return 2 * pair, 2 * pair + 1
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        pair = int(self.documents[max(index, 0)])
-        chosen, rejected = self.pair_tokens(pair)
+        return self._item(index, *self.pair_tokens(int(self.documents[max(index, 0)])))
+
+    def _item(self, index: int, chosen: list[int], rejected: list[int]) -> dict[str, torch.Tensor]:
         longest = max(len(chosen), len(rejected))
         loss_mask = torch.zeros(self.seq_length)
         loss_mask[: longest if index >= 0 else 0] = 1.0
@@ -207,3 +210,88 @@ class LabelledPairDataset(RewardModelDataset):
         pair = int(self.documents[max(index, 0)])
         margin = torch.tensor(abs(float(self.preferences[pair])))
         return {**super().__getitem__(index), "margin": margin}
+
+
+DEFAULT_REWARDS = {"chosen_reward": 1.0, "rejected_reward": 0.0}
+
+
+@accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
+class DPOModelDataset(RewardModelDataset):
+    """Pairs that a policy learns from directly: lines with `prompt`, `chosen` and `rejected` (or
+    NeMo-Aligner's `chosen_response` and `rejected_response`), and optionally `chosen_reward` and
+    `rejected_reward`.
+
+    The texts may be conversations, as for the base class, or follow each other as they stand. A
+    pair with a text longer than `seq_length` is left out; a warning at start counts them.
+
+    Args:
+        data_cfg: also `default_chosen_reward` and `default_rejected_reward`, of pairs without.
+
+    Items: those of the base class, `chosen_mask` and `rejected_mask` float32 [S], 1 on the tokens
+    of the responses (all 0 in an empty slot), and the rewards, float32.
+
+    Raises:
+        UserError: a line without a pair, or a pair without a prompt or a difference.
+    """
+
+    _what = "pairs with prompts"
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        given = {key: (data_cfg or {}).get(f"default_{key}") for key in DEFAULT_REWARDS}
+        self.rewards = {
+            key: value if given[key] is None else given[key]
+            for key, value in DEFAULT_REWARDS.items()
+        }
+        super().__init__(paths, tokenizer, seq_length, data_cfg, name)
+
+    def _inspect(self, record: Record) -> tuple[int, float]:
+        record = _by_our_names(record)
+        if not holds_pair(record):
+            raise UserError(
+                "the line holds no pair: DPO learns from lines with 'prompt', 'chosen' and "
+                f"'rejected', but it has {sorted(record)}. (model.data.columns can give other "
+                "names.)"
+            )
+        if self.encoder.form is None:
+            check_text(record, "prompt")
+        for key in DEFAULT_REWARDS:
+            reward = record.get(key, 0.0)
+            is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+            if not is_number or not np.isfinite(reward):
+                raise UserError(f"field '{key}' is {reward!r}, not a number.")
+        return self.encoder.pair_length(record, self.seq_length), 1.0
+
+    def _holds_pairs(self) -> bool:
+        return True
+
+    def pair_tokens(self, pair: int) -> Pair:
+        """The tokens of both samples of a pair, the better one first."""
+        return self.encoder.pair(_by_our_names(self.lines[pair]))
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        record = _by_our_names(self.lines[int(self.documents[max(index, 0)])])
+        chosen, rejected = self.encoder.pair_with_responses(record)
+        item = self._item(index, chosen.tokens, rejected.tokens)
+        for name, sample in (("chosen", chosen), ("rejected", rejected)):
+            counts = [int(x and index >= 0) for x in sample.is_response]
+            item[f"{name}_mask"] = pad(counts, self.seq_length, 0).float()
+            reward: Any = record.get(f"{name}_reward", self.rewards[f"{name}_reward"])
+            item[f"{name}_reward"] = torch.tensor(float(reward))
+        return item
+
+
+def _by_our_names(record: Record) -> Record:
+    """A record with the fields `chosen` and `rejected`; NeMo-Aligner's hold one message each."""
+    record = dict(record)
+    for field in ("chosen", "rejected"):
+        value = record.pop(f"{field}_response", None)
+        if value is not None:
+            record[field] = [value] if isinstance(value, dict) else value
+    return record

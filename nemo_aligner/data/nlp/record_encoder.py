@@ -12,6 +12,7 @@ import numpy as np
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat import chat_form
+from nemo_aligner.data.nlp.chat_masks import Encoded
 from nemo_aligner.data.nlp.chat_records import conversation_field
 from nemo_aligner.data.nlp.file_dataset import TextEncoder
 from nemo_aligner.data.nlp.json_lines import Record
@@ -80,6 +81,22 @@ class RecordEncoder:
         first, second = _pair_texts(record)
         return self.encode_text(first), self.encode_text(second)
 
+    def pair_with_responses(self, record: Record) -> tuple[Encoded, Encoded]:
+        """The tokens of both samples of such a pair, and which of them are of the response: what
+        follows `prompt`, or the messages of the assistant from the first one that differs.
+        """
+        if self.form is not None:
+            chosen, rejected = self.form.pair(self._fixed(record))
+            first = _common(chosen.tokens, rejected.tokens)
+            return _from_turn_at(chosen, first), _from_turn_at(rejected, first)
+        prompt = self.encode_text.without_end(record["prompt"])
+        # A tokenizer may join the last characters of the prompt with the first of a response.
+        chosen, rejected = (
+            Encoded(tokens, [n >= _common(prompt, tokens) for n in range(len(tokens))])
+            for tokens in self.pair(record)
+        )
+        return chosen, rejected
+
     def pair_length(self, record: Record, limit: int) -> int:
         """Tokens of the longer sample of a pair; above `limit` exact, else possibly an upper
         bound.
@@ -134,6 +151,19 @@ class RecordEncoder:
             return value
 
         return record if fix is None else fixed(record)
+
+
+def _common(first: list[int], second: list[int]) -> int:
+    """How many tokens the two begin with in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _from_turn_at(sample: Encoded, place: int) -> Encoded:
+    """`sample` without the responses before the one that `place` is in."""
+    while place and sample.is_response[place - 1]:
+        place -= 1
+    return Encoded(sample.tokens, [x and n >= place for n, x in enumerate(sample.is_response)])
 
 
 def _pair_texts(record: Record) -> tuple[str, str]:

@@ -23,18 +23,13 @@ from nemo_aligner.generation import GenerationOutput, GenerationParams, Megatron
 from nemo_aligner.generation.gathered_stages import undivided
 from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
-from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
-from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
+from nemo_aligner.models.nlp.gpt.reference_policy import LogProbsMixin
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.vocab_parallel import (
-    from_parallel_logits_to_logprobs,
-    logprobs_and_entropy,
-)
-from nemo_aligner.training.megatron_steps import forward_collect
+from nemo_aligner.parallel.vocab_parallel import logprobs_and_entropy
 
 
-class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGenerativeInterface):
+class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
     """Policy on Megatron Core; a subclass adds the loss (`get_loss_and_metrics`).
 
     Args:
@@ -45,7 +40,6 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         SECTION: name of the part of `cfg` that holds the settings of this policy.
         settings: that part.
         temperature: of the log-probs; the sampler's is in `generation_params`.
-        forward_micro_batch_size: samples per forward pass of the log-probs.
 
     Shapes: B samples on this rank, S padded length, P prompt length, R total length (prompt +
     response).
@@ -57,12 +51,11 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
         super().__init__(cfg, trainer=trainer)
         self.settings: DictConfig = self.cfg[self.SECTION]
         self.loss_reduction: str = self.settings.loss_reduction
-        self.forward_micro_batch_size: int = self.settings.forward_micro_batch_size
+        self.forward_micro_batch_size = self.settings.forward_micro_batch_size
         self.to_offload_adam_states: bool = self.settings.offload_adam_states
         self.generation_params = GenerationParams.from_config(
             self.settings.length_params, self.settings.sampling_params
         ).with_end_strings(chat_end_strings(self.cfg.get("data"), self.tokenizer))
-        self.temperature = 1.0
         gathers = (
             self.settings.generation.reshard == "auto"
             and self.transformer_config.pipeline_model_parallel_size > 1
@@ -221,19 +214,6 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
 
     # --- log-probs ------------------------------------------------------------------------------
 
-    def logprobs(self, logits: Tensor, tokens: Tensor, inference_only: bool) -> Tensor:
-        """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits.
-
-        A backward pass overwrites the logits with their gradient; nothing else may need them.
-        """
-        return from_parallel_logits_to_logprobs(
-            logits,
-            tokens,
-            inference_only=inference_only,
-            overwrite_logits=True,
-            **self._distribution(),
-        )
-
     def logprobs_and_entropy(
         self, logits: Tensor, tokens: Tensor, inference_only: bool
     ) -> tuple[Tensor, Tensor]:
@@ -246,38 +226,6 @@ class MegatronGPTPolicyModel(NLPAdapterModelMixin, MegatronGPTModel, AlignableGe
             inference_only=inference_only,
             overwrite_logits=True,
             **self._distribution(),
-        )
-
-    def _distribution(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "vocab_size": self.tokenizer.vocab_size}
-
-    def get_inference_log_probs(
-        self,
-        response_tokens: Tensor,
-        forward_micro_batch_size: int | None = None,
-        response_lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Log-prob of each token given those before it; every rank of a TP x PP x CP group calls
-        it with the same samples.
-
-        Args:
-            response_tokens: int64 `[B, S]`.
-            forward_micro_batch_size: samples per pass; by default what the configuration says.
-            response_lengths: int64 `[B]`, R; None: S. Only as many tokens are computed.
-
-        Returns:
-            float32 `[B, S-1]`; column t scores token t+1. 0 from column R-1 on.
-        """
-        return forward_collect(
-            self.model,
-            {"tokens": response_tokens},
-            micro_batch_size=forward_micro_batch_size or self.forward_micro_batch_size,
-            output_fn=lambda logits, batch: self.logprobs(
-                logits, batch["tokens"], inference_only=True
-            ),
-            lengths=response_lengths,
-            micro_batch_tokens=None if forward_micro_batch_size else self.micro_batch_tokens,
-            by_position=True,
         )
 
 

@@ -7,24 +7,22 @@ One function computes the log-probs of policy, reference and training, in fp32 a
 temperature that the tokens were sampled with.
 """
 
-from contextlib import AbstractContextManager
-
 from lightning.pytorch import Trainer
 from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_weights, ppo_actor_loss
 from nemo_aligner.core.masks import counted_lengths
 from nemo_aligner.core.types import PPOTrainBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
+from nemo_aligner.models.nlp.gpt.reference_policy import ReferencePolicyMixin
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.training.megatron_steps import Batch, forward_backward
 
 
-class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
+class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, PolicyWithReference):
     """Policy of PPO on Megatron Core.
 
     Args:
@@ -32,14 +30,15 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
         trainer: Lightning trainer.
 
     Attributes:
-        init_policy_state_dict: weights of the reference policy in host memory, from
-            `set_reference_policy`, or None; with adapters it is the base, and this is None.
         entropy_bonus, ratio_eps, dual_clip, kl_loss_coef, kl_loss_estimator: of the loss.
         train_on_truncated: responses that did not end count in the loss too.
     """
 
     CONFIG_NAME = "gpt_ppo_actor"
     SECTION = "ppo"
+    without_reference = (
+        ", or set trainer.ppo.initial_policy_kl_penalty=0 (and model.ppo.kl_loss_coef=0)"
+    )
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
@@ -49,7 +48,6 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
         self.kl_loss_coef: float = self.settings.kl_loss_coef
         self.kl_loss_estimator: str = self.settings.kl_loss_estimator
         self.train_on_truncated: bool = self.settings.train_on_truncated
-        self.init_policy_state_dict: dict[str, Tensor] | None = None
         if self.generation_params.changes_distribution:
             logging.warning(
                 "top_k, top_p, repetition_penalty or min_length above 1 changes the distribution "
@@ -65,52 +63,6 @@ class MegatronGPTActorModel(MegatronGPTPolicyModel, PolicyWithReference):
         self.temperature = (
             1.0 if self.generation_params.use_greedy else self.generation_params.temperature
         )
-
-    # --- reference policy -----------------------------------------------------------------------
-
-    def set_reference_policy(self) -> None:
-        """Keep a copy of the present weights as the reference policy; with adapters do nothing:
-        the reference policy is their base.
-
-        Call it before a checkpoint is resumed.
-        """
-        if not self.use_peft:
-            self.init_policy_state_dict = self.weights_to_cpu()
-
-    def check_reference_policy(self) -> None:
-        """Raise `UserError` if `set_reference_policy` was not called."""
-        if self.init_policy_state_dict is None and not self.use_peft:
-            raise UserError(
-                "the policy has no reference to measure the KL to; call "
-                "model.set_reference_policy() before training and before a checkpoint is resumed, "
-                "or set trainer.ppo.initial_policy_kl_penalty=0 (and model.ppo.kl_loss_coef=0)."
-            )
-
-    def get_init_policy_logprobs(
-        self, response_tokens: Tensor, response_lengths: Tensor | None = None
-    ) -> Tensor:
-        """`get_inference_log_probs` under the reference policy: swaps the weights once, and back,
-        or switches the adapters off.
-
-        Args:
-            response_tokens, response_lengths: as there.
-
-        Returns:
-            float32 `[B, S-1]`.
-
-        Raises:
-            UserError: `set_reference_policy` was not called.
-        """
-        self.check_reference_policy()
-        with self._reference_policy():
-            return self.get_inference_log_probs(response_tokens, response_lengths=response_lengths)
-
-    def _reference_policy(self) -> AbstractContextManager[None]:
-        """Inside, the model computes as the reference policy."""
-        if self.use_peft:
-            return self.adapters_disabled()
-        assert self.init_policy_state_dict is not None
-        return self.swapped_weights(self.init_policy_state_dict)
 
     # --- training -------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.server_rules import check_reward_standardization
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, preference_loss
-from nemo_aligner.core.preference import reward_statistics, reward_sums
+from nemo_aligner.core.preference import interleave, reward_statistics, reward_sums
 from nemo_aligner.core.types import LabelledPairBatch, PairBatch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
@@ -225,9 +225,9 @@ class MegatronGPTRewardModel(
             `rewards_all_std`.
         """
         valid = batch["loss_mask"].ne(0).any(dim=-1).float()
-        lengths = _interleave(batch["chosen_length"], batch["rejected_length"])
+        lengths = interleave(batch["chosen_length"], batch["rejected_length"])
         inputs = {
-            "tokens": _interleave(batch["chosen"], batch["rejected"]),
+            "tokens": interleave(batch["chosen"], batch["rejected"]),
             "lengths": lengths,
             # The same weight for both samples of a pair.
             "weights": loss_weights(
@@ -353,10 +353,3 @@ class MegatronGPTRewardModel(
             [ids + [tokenizer.eos_id] * (width - len(ids)) for ids in samples], dtype=torch.int64
         )
         return tokens, torch.tensor([len(ids) for ids in samples], dtype=torch.int64)
-
-
-def _interleave(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """[2B, ...]: the samples of a pair next to each other, so that micro-batches hold whole
-    pairs.
-    """
-    return torch.stack([chosen, rejected], dim=1).flatten(0, 1)

@@ -1,0 +1,74 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Direct preference optimization (DPO, IPO, RPO): the supervised loop, with the log-probs of the
+reference policy computed for each batch.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from nemo_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_aligner.core.types import DirectPairBatch
+
+
+class DPOTrainer(SupervisedTrainer):
+    """Trains a policy on preference pairs.
+
+    Args:
+        collate_fn: makes a batch of what the loaders yield; None: they yield batches.
+
+    The others are those of `SupervisedTrainer`, `cfg` is `trainer.dpo`; missing keys take their
+    values from `conf/gpt_dpo.yaml`.
+    """
+
+    JOB = ("gpt_dpo", "trainer.dpo")
+
+    def __init__(
+        self, *args: Any, collate_fn: Callable[..., DirectPairBatch] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.collate_fn = collate_fn
+        self.model: Any  # of MegatronGPTDPOModel's interface
+
+    def train_single_step(self, batch: Any) -> dict[str, float]:
+        """One optimizer update on this rank's share of a global batch; returns its metrics."""
+        with self.timer("ref_policy_logprobs_time"):
+            batch = self.with_reference(batch)
+        metrics = super().train_single_step(batch)
+        return metrics | self.alarms.watch(metrics, self.step)
+
+    def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
+        """Loss and metrics of one global batch without learning from it; all ranks call it."""
+        return super().validation_step(self.with_reference(batch))
+
+    def with_reference(self, batch: Any) -> DirectPairBatch:
+        """`batch` with the log-probs of the reference policy."""
+        pairs = batch if self.collate_fn is None else self.collate_fn(batch)
+        chosen, rejected = self.model.get_ref_policy_logprobs(pairs).chunk(2)
+        return {
+            **pairs,
+            "ref_policy_log_probs_chosen": chosen,
+            "ref_policy_log_probs_rejected": rejected,
+        }
+
+
+def dpo_custom_collate(
+    batch: list[dict[str, Tensor]],
+    eos_id: int = 0,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+    pad_length_to_multiple_of: int | None = None,
+) -> DirectPairBatch:
+    """A batch of items of `DPOModelDataset`, by NeMo-Aligner's name.
+
+    Args:
+        eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, pad_length_to_multiple_of:
+            not used: the items are padded, attention is causal, and what a micro-batch needs is
+            cut and padded where it is computed.
+    """
+    pairs: DirectPairBatch = default_collate(batch)
+    return pairs

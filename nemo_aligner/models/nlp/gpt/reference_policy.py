@@ -1,0 +1,130 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs of a policy, and of the reference policy that it started from.
+
+Shapes: B samples on this rank, S padded length, R total length of a sample.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
+from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
+from nemo_aligner.training.megatron_steps import forward_collect
+
+
+class LogProbsMixin(NLPAdapterModelMixin):
+    """A language model that gives the log-probs of samples.
+
+    Attributes:
+        temperature: of the log-probs.
+        forward_micro_batch_size: samples per forward pass of the log-probs.
+    """
+
+    temperature = 1.0
+    forward_micro_batch_size: int
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, inference_only: bool) -> Tensor:
+        """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits.
+
+        A backward pass overwrites the logits with their gradient; nothing else may need them.
+        """
+        return from_parallel_logits_to_logprobs(
+            logits,
+            tokens,
+            inference_only=inference_only,
+            overwrite_logits=True,
+            **self._distribution(),
+        )
+
+    def _distribution(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "vocab_size": self.tokenizer.vocab_size}
+
+    def get_inference_log_probs(
+        self,
+        response_tokens: Tensor,
+        forward_micro_batch_size: int | None = None,
+        response_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Log-prob of each token given those before it; every rank of a TP x PP x CP group calls
+        it with the same samples.
+
+        Args:
+            response_tokens: int64 `[B, S]`.
+            forward_micro_batch_size: samples per pass; by default what the configuration says.
+            response_lengths: int64 `[B]`, R; None: S. Only as many tokens are computed.
+
+        Returns:
+            float32 `[B, S-1]`; column t scores token t+1. 0 from column R-1 on.
+        """
+        return forward_collect(
+            self.model,
+            {"tokens": response_tokens},
+            micro_batch_size=forward_micro_batch_size or self.forward_micro_batch_size,
+            output_fn=lambda logits, batch: self.logprobs(
+                logits, batch["tokens"], inference_only=True
+            ),
+            lengths=response_lengths,
+            micro_batch_tokens=None if forward_micro_batch_size else self.micro_batch_tokens,
+            by_position=True,
+        )
+
+
+class ReferencePolicyMixin(LogProbsMixin):
+    """A policy that can also compute as the reference policy: from a copy of its weights in host
+    memory, or with its adapters switched off.
+
+    Attributes:
+        init_policy_state_dict: weights of the reference policy in host memory, from
+            `set_reference_policy`, or None; with adapters it is the base, and this is None.
+    """
+
+    init_policy_state_dict: dict[str, Tensor] | None = None
+    without_reference = ""  # what to do instead, for the message of `check_reference_policy`
+
+    def set_reference_policy(self) -> None:
+        """Keep a copy of the present weights as the reference policy; with adapters do nothing:
+        the reference policy is their base.
+
+        Call it before a checkpoint is resumed.
+        """
+        if not self.use_peft:
+            self.init_policy_state_dict = self.weights_to_cpu()
+
+    def check_reference_policy(self) -> None:
+        """Raise `UserError` if `set_reference_policy` was not called."""
+        if self.init_policy_state_dict is None and not self.use_peft:
+            raise UserError(
+                "the policy has no reference to compare with; call "
+                "model.set_reference_policy() before training and before a checkpoint is resumed"
+                f"{self.without_reference}."
+            )
+
+    def get_init_policy_logprobs(
+        self, response_tokens: Tensor, response_lengths: Tensor | None = None
+    ) -> Tensor:
+        """`get_inference_log_probs` under the reference policy: swaps the weights once, and back,
+        or switches the adapters off.
+
+        Args:
+            response_tokens, response_lengths: as there.
+
+        Returns:
+            float32 `[B, S-1]`.
+
+        Raises:
+            UserError: `set_reference_policy` was not called.
+        """
+        self.check_reference_policy()
+        with self._reference_policy():
+            return self.get_inference_log_probs(response_tokens, response_lengths=response_lengths)
+
+    def _reference_policy(self) -> AbstractContextManager[None]:
+        """Inside, the model computes as the reference policy."""
+        if self.use_peft:
+            return self.adapters_disabled()
+        assert self.init_policy_state_dict is not None
+        return self.swapped_weights(self.init_policy_state_dict)
