@@ -16,9 +16,10 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,17 +89,20 @@ def methods_of(path: Path, class_name: str, names: str, **given: object) -> type
     return space[class_name]
 
 
-def trl_dpo_loss(**config: object) -> Callable:
-    """`DPOTrainer.dpo_loss` of trl, whose module wants an older transformers."""
+def trl_dpo(**config: object) -> Any:
+    """`DPOTrainer` of trl with `get_batch_logps` and `dpo_loss` alone; its module wants an older
+    transformers.
+    """
     path = Path(importlib.util.find_spec("trl").origin).parent / "trainer" / "dpo_trainer.py"
-    trainer = methods_of(path, "DPOTrainer", "dpo_loss", FDivergenceType=_Inert("_", (), {}))()
+    names = "get_batch_logps dpo_loss"
+    trainer = methods_of(path, "DPOTrainer", names, FDivergenceType=_Inert("_", (), {}))()
     trainer.accelerator = types.SimpleNamespace(device="cpu")
     trainer.reference_free, trainer.f_divergence_type, trainer.f_divergence_params = False, "", {}
     vars(trainer).update(config)
-    return trainer.dpo_loss
+    return trainer
 
 
-def nemo_aligner_dpo(**config: object) -> object:
+def nemo_aligner_dpo(**config: object) -> Any:
     """The losses of `MegatronGPTDPOModel` of NeMo-Aligner 0.7.0."""
     path = FOLDER / "nemo_aligner" / "models" / "nlp" / "gpt" / "megatron_gpt_dpo_model.py"
     names = "get_reduced_masked_logps loss_func sft_loss_func split_output_tensor"

@@ -35,6 +35,7 @@ from nemo_aligner.generation import GenerationParams
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
@@ -181,6 +182,7 @@ ROLES = {
     "regression": Role(MegatronGPTRegressionRewardModel, "lm", ("labels",)),
     "sft": Role(GPTSFTModel, "lm"),
     "rs": Role(MegatronGPTRSModel, "lm"),
+    "dpo": Role(MegatronGPTDPOModel, "lm", ("pairs",)),
 }
 # In place of a micro-batch size: `dynamic_micro_batch_tokens`. One rank makes three micro-batches
 # of the samples; of two data-parallel ranks one makes two, the other one.
@@ -189,7 +191,7 @@ DYNAMIC, DYNAMIC_TOKENS = "dynamic", 30
 SIZES = {"token": (1, 2, 4, DYNAMIC), "sequence": (1, 4, DYNAMIC), "microbatch": (1, 2)}
 VARIANTS = tuple((reduction, size) for reduction, sizes in SIZES.items() for size in sizes)
 # Where not all roles run.
-ROLES_OF_ARCHITECTURES = {"moe": ("actor", "sft"), "lora": ("actor", "critic", "sft")}
+ROLES_OF_ARCHITECTURES = {"moe": ("actor", "sft"), "lora": ("actor", "critic", "sft", "dpo")}
 # What runs in `make test`: every role with one architecture, and the others with two roles;
 # test_experts.py has the experts.
 SLIM_ROLES = {
@@ -268,6 +270,24 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
     if role == "reward model":
         lengths = {"chosen_length": LENGTHS, "rejected_length": LENGTHS.flip(0)}
         return {"chosen": first, "rejected": second, **lengths, "loss_mask": responses.float()}
+    if role == "dpo":
+        rejected = (column >= 2) & (column < LENGTHS.flip(0)[:, None]) & responses.any(1)[:, None]
+        references = {}
+        for name, mask in (("chosen", responses), ("rejected", rejected)):
+            transitions = mask[:, 1:]  # which `numbers` reads
+            references[f"ref_policy_log_probs_{name}"] = numbers(-5.5)
+        return {
+            "chosen": first,
+            "rejected": second,
+            "chosen_length": LENGTHS,
+            "rejected_length": LENGTHS.flip(0),
+            "loss_mask": responses.float(),
+            "chosen_mask": responses.float(),
+            "rejected_mask": rejected.float(),
+            "chosen_reward": torch.arange(SAMPLES) / SAMPLES,
+            "rejected_reward": torch.zeros(SAMPLES),
+            **references,
+        }
     if role == "regression":
         labels = torch.randn(SAMPLES, ATTRIBUTES, generator=generator)
         labels[0, 1] = -100.0  # no label
@@ -381,6 +401,7 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             "forward_micro_batch_size": 3,
         },
         rs={**PPO, "forward_micro_batch_size": 3},
+        dpo={"sft_loss_weight": 0.1, "label_smoothing": 0.1},
     )
     experts = EXPERTS if architecture == "moe" else {}
     cfg = OmegaConf.merge(cfg, {"optim": {"eps": ADAM_EPS}}, experts, overrides)
@@ -450,6 +471,12 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
     )[my_samples()]
     model.set_eval()
     outputs = {}
+    if role == "dpo":
+        model.set_reference_policy()
+        batch = {key: value[my_samples()] for key, value in global_batch(role, 0.0).items()}
+        halves = model.get_ref_policy_logprobs(batch).chunk(2)
+        outputs |= {f"reference logprobs {n}": half for n, half in enumerate(halves)}
+        model.set_eval()
     if role in ("actor", "rs"):
         outputs["logprobs"] = model.get_inference_log_probs(tokens, response_lengths=lengths)
     if role == "actor" and model.use_peft:

@@ -25,7 +25,7 @@ from nemo_aligner.parallel.vocab_parallel import (
     from_parallel_logits_to_logprobs,
 )
 from tests.oracle_table import Case, Comparisons
-from tests.oracles import nemo_aligner_dpo, oracle, trl_dpo_loss
+from tests.oracles import nemo_aligner_dpo, oracle, trl_dpo
 
 EPS, VALUE_CLIP, DUAL_CLIP, NO_CLIP = 0.2, 0.3, 1.5, 1e6
 REDUCTIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean"}  # ours, verl's
@@ -414,7 +414,7 @@ def _(case, library):
             four = [*c.sequences(leaf, average), *c.sequences(case.ref_logprobs, average)]
             if library == "trl":
                 kind = {"dpo": "sigmoid"}.get(name, name)
-                function = trl_dpo_loss(beta=BETA, label_smoothing=smoothing, loss_type=kind)
+                function = trl_dpo(beta=BETA, label_smoothing=smoothing, loss_type=kind).dpo_loss
             else:
                 function = oracle("openrlhf.models.loss").DPOLoss(BETA, smoothing, name == "ipo")
             losses, chosen, rejected = function(*four)

@@ -259,6 +259,7 @@ class DPOModelDataset(RewardModelDataset):
                 f"'rejected', but it has {sorted(record)}. (model.data.columns can give other "
                 "names.)"
             )
+        length = self.encoder.pair_length(record, self.seq_length)
         if self.encoder.form is None:
             check_text(record, "prompt")
         for key in DEFAULT_REWARDS:
@@ -266,7 +267,7 @@ class DPOModelDataset(RewardModelDataset):
             is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
             if not is_number or not np.isfinite(reward):
                 raise UserError(f"field '{key}' is {reward!r}, not a number.")
-        return self.encoder.pair_length(record, self.seq_length), 1.0
+        return length, 1.0
 
     def _holds_pairs(self) -> bool:
         return True

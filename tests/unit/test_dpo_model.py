@@ -1,0 +1,299 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""DPO as a whole: the data set, and updates of data set, trainer and model against trl's formulas
+on the same model of transformers. test_preference.py has the losses.
+"""
+
+import copy
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from omegaconf import OmegaConf
+
+from nemo_aligner.algorithms.dpo import DPOTrainer, dpo_custom_collate
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.data.nlp.builders import (
+    build_dataloader,
+    build_train_valid_test_dpo_datasets,
+)
+from nemo_aligner.data.nlp.preference_pairs import DPOModelDataset
+from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+from tests import hugging_face
+from tests.oracles import trl_dpo
+from tests.tiny_models import tiny_config
+
+pytestmark = pytest.mark.slow
+
+STEPS, PAIRS, LENGTH = 20, 4, 44
+TEXTS = [
+    "was a joy",
+    " is dull, and far too long",
+    " bad",
+    "ly made, but well played; warm",
+]
+
+
+def write(path, records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def records(count):
+    """Pairs of ragged lengths with rewards."""
+    for i in range(count):
+        yield {
+            "prompt": "the film" + " so" * (i % 5) + f" {i}",
+            "chosen": TEXTS[i % 4],
+            "rejected": TEXTS[(i + 1 + i // 4 % 3) % 4],
+            "chosen_reward": 0.5 * (i % 3),
+        }
+
+
+# --- the data set
+
+
+def test_items_are_the_tokens_of_the_texts_with_masks_of_the_responses(tiny_tokenizer, tmp_path):
+    given = list(records(6))
+    given[1]["chosen_response"] = given[1].pop("chosen")  # NeMo-Aligner's names
+    given[1]["rejected_response"] = given[1].pop("rejected")
+    path = write(tmp_path / "pairs.jsonl", given)
+    settings = {"append_eod": True, "default_chosen_reward": 3.0}
+    data = DPOModelDataset([path], tiny_tokenizer, LENGTH, settings)
+    del given[2]["chosen_reward"]
+    write(tmp_path / "pairs.jsonl", given)
+    data = DPOModelDataset([path], tiny_tokenizer, LENGTH, settings)
+    for item, record in zip(data, records(6), strict=True):
+        for name in ("chosen", "rejected"):
+            # The tokenizer makes no token of two words.
+            prompt = tiny_tokenizer.text_to_ids(record["prompt"])
+            response = tiny_tokenizer.text_to_ids(record["prompt"] + record[name])[len(prompt) :]
+            tokens = [*prompt, *response, tiny_tokenizer.eos_id]
+            assert item[name].tolist()[: len(tokens)] == tokens
+            assert item[f"{name}_length"] == len(tokens)
+            mask = [0] * len(prompt) + [1] * (len(response) + 1)
+            assert item[f"{name}_mask"].tolist() == mask + [0] * (LENGTH - len(mask))
+        assert item["rejected_reward"] == 0
+    assert [float(data[i]["chosen_reward"]) for i in range(6)] == [0, 0.5, 3, 0, 0.5, 1]
+    empty = data[-1]
+    assert not empty["chosen_mask"].any() and not empty["loss_mask"].any()
+
+
+def test_only_the_last_response_of_a_conversation_counts(tiny_tokenizer, tmp_path):
+    first = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a joy"}]
+    prompt = [*first, {"role": "user", "content": "and this?"}]
+    pair = {
+        "chosen": [{"role": "assistant", "content": "a dull one"}],
+        "rejected": [{"role": "assistant", "content": "a warm one"}],
+    }
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    path = write(tmp_path / "chat.jsonl", [{"prompt": prompt, **pair}])
+    data = DPOModelDataset([path], tiny_tokenizer, 90, {"chat_template": str(template)})
+    item = data[0]
+    for name, response in (("chosen", "a dull one"), ("rejected", "a warm one")):
+        counted = item[name][item[f"{name}_mask"].bool()].tolist()
+        assert tiny_tokenizer.ids_to_text(counted[:-1]).strip() == response
+        assert counted[-1] == tiny_tokenizer.eos_id
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "chosen": " b", "rejected": " b"}, "line 2.*nothing to prefer"),
+        ({"text": "a b"}, "line 2.*the line holds no pair"),
+        ({"chosen": "a b", "rejected": "a c"}, "line 2.*field 'prompt' is missing"),
+        ({"prompt": "a", "chosen": " b"}, "line 2.*field 'rejected' is missing"),
+        (
+            {"prompt": "a", "chosen": " b", "rejected": " c", "chosen_reward": "much"},
+            "line 2.*'chosen_reward' is 'much', not a number",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "chosen": " b", "rejected": " c"},
+            "line 2.*chat_template=tokenizer",
+        ),
+    ],
+)
+def test_lines_that_are_no_pairs_are_named(tiny_tokenizer, tmp_path, record, message):
+    path = write(tmp_path / "pairs.jsonl", [next(records(1)), record])
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        DPOModelDataset([path], tiny_tokenizer, LENGTH)
+
+
+def test_files_of_tokens_are_refused(tiny_tokenizer):
+    with pytest.raises(ConfigError, match="where a response begins"):
+        build_train_valid_test_dpo_datasets(
+            OmegaConf.create({"data": {}}), {"train": ["x"]}, "mmap", None, [-1] * 3, 8, 1, None
+        )
+
+
+# --- training
+
+
+def job(**dpo):
+    cfg = tiny_config("unused")
+    model = {"micro_batch_size": 2, "global_batch_size": PAIRS, "precision": 32, "seed": 1}
+    optim = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0, "betas": cfg.optim.betas}
+    optim |= {"eps": 1e-6, "sched": {"name": "constant"}}
+    settings = {"ref_policy_kl_penalty": 0.3, **dpo}
+    return OmegaConf.create({**model, "optim": optim, "dpo": settings, "data": {"num_workers": 0}})
+
+
+class Log(list):
+    def log_metrics(self, metrics, step=None, prefix=""):
+        if prefix == "train/":
+            self.append(metrics)
+
+    def log_hyperparams(self, *_):
+        pass
+
+    def finalize(self):
+        pass
+
+
+def trainer_of(model, dataset, **overrides):
+    """A `DPOTrainer` over `dataset` in its order, and its log."""
+    sizes = dict(mbs=2, gbs=PAIRS, use_random_sampler=False)
+    loader = build_dataloader(OmegaConf.create({"model": model.cfg}), dataset, 0, **sizes)
+    optimizer, scheduler = model.setup_megatron_optimization(max_steps=STEPS)
+    log, timer = Log(), SimpleNamespace(start_time=lambda: None, is_finished=lambda: False)
+    saving = SimpleNamespace(custom_save=lambda *a, **k: None, finish_export=lambda: None)
+    cfg = {"val_check_interval": -1, "save_interval": -1, "gradient_clip_val": 1.0, **overrides}
+    loops = (optimizer, scheduler, loader, None, None)
+    trainer = DPOTrainer(OmegaConf.create(cfg), model, *loops, log, saving, timer)
+    return trainer, log
+
+
+def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
+    """Losses and margins of a loop over the texts: a model of transformers, trl's log-probs and
+    loss, PyTorch's optimizer.
+    """
+    trl = trl_dpo(beta=0.3, label_smoothing=0.0, loss_type=loss_type)
+    reference = copy.deepcopy(hf)
+    optimizer = torch.optim.AdamW(
+        hf.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0
+    )
+    losses, margins = [], []
+    for step in range(STEPS):
+        batch = given[step * PAIRS : (step + 1) * PAIRS]
+        rows, labels = [], []
+        for name in ("chosen", "rejected"):
+            for record in batch:
+                prompt = tokenizer.text_to_ids(record["prompt"])
+                rows.append(tokenizer.text_to_ids(record["prompt"] + record[name]))
+                labels.append([-100] * len(prompt) + rows[-1][len(prompt) :])
+        width = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        labels = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+
+        def logps(model, tokens=tokens, labels=labels):
+            sums, counts = trl.get_batch_logps(model(tokens).logits, labels)
+            return (sums / counts if average else sums).chunk(2)
+
+        with torch.no_grad():
+            before = logps(reference)
+        policy = logps(hf)
+        terms, chosen, rejected = trl.dpo_loss(*policy, *before)
+        loss = terms.mean() - sft_weight * policy[0].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        margins.append((chosen - rejected).mean().item() / 0.3)
+    return losses, margins
+
+
+@pytest.mark.parametrize(
+    ("preference_loss", "loss_type", "average", "sft_weight"),
+    [("dpo", "sigmoid", False, 0.0), ("ipo", "ipo", True, 0.2)],
+)
+def test_twenty_steps_end_at_the_weights_of_trl(
+    write_folder, tiny_tokenizer, tmp_path, preference_loss, loss_type, average, sft_weight
+):
+    settings = {**hugging_face.ODD, "vocab_size": 300, "pad_token_id": None}
+    hf = hugging_face.randomized(hugging_face.causal_lm("Llama", **settings))
+    dpo = {"preference_loss": preference_loss, "preference_average_log_probs": average}
+    cfg = job(**dpo, sft_loss_weight=sft_weight, log_prob_forward_micro_batch_size=1)
+    model = load_from_nemo(MegatronGPTDPOModel, cfg, None, restore_path=write_folder(hf))
+    model.set_reference_policy()
+    given = list(records(STEPS * PAIRS))
+    path = write(tmp_path / "pairs.jsonl", given)
+    data = DPOModelDataset([path], tiny_tokenizer, LENGTH)
+    trainer, log = trainer_of(model, data)
+    trainer.fit()
+
+    losses, margins = steps_of_trl(hf, given, tiny_tokenizer, loss_type, average, sft_weight)
+    assert [metrics["loss"] for metrics in log] == pytest.approx(losses, abs=1e-4)
+    assert [metrics["margin"] for metrics in log] == pytest.approx(margins, abs=1e-3)
+    if preference_loss == "dpo":
+        assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert max(map(abs, margins)) > 0.5  # the policy has left its reference
+    callback = CheckpointCallback(
+        tmp_path / "run", model, trainer.optimizer, trainer.scheduler, name="dpo", save_hf=True
+    )
+    callback.custom_save({"step": STEPS}, is_train_end=True)
+    written = transformers.AutoModelForCausalLM.from_pretrained(callback.root / "dpo-hf")
+    ours, theirs = dict(written.named_parameters()), dict(hf.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, atol=1e-4, rtol=0, msg=name)
+
+
+def test_rewards_of_the_data_train_rpo(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):
+    """The implicit rewards move toward the gap that the data give."""
+    gap = 2.0
+    given = [{**r, "chosen_reward": gap, "rejected_reward": 0.0} for r in records(STEPS * PAIRS)]
+    data = DPOModelDataset([write(tmp_path / "p.jsonl", given)], tiny_tokenizer, LENGTH)
+    for name in ("rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"):
+        cfg = tiny_config(tiny_tokenizer_dir)
+        cfg = OmegaConf.merge(cfg, job(preference_loss=name, gt_reward_scale=0.5))
+        model = MegatronGPTDPOModel(cfg)
+        model.set_reference_policy()
+        trainer, log = trainer_of(model, data)
+        trainer.fit()
+        losses = [metrics["preference_loss"] for metrics in log]
+        expected = {"rpo_sq": (0.5 * gap) ** 2}.get(name, losses[0])
+        assert losses[0] == pytest.approx(expected, abs=1e-5)
+        assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+
+
+def test_a_batch_needs_its_reference(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):
+    model = MegatronGPTDPOModel(OmegaConf.merge(tiny_config(tiny_tokenizer_dir), job()))
+    data = DPOModelDataset([write(tmp_path / "p.jsonl", records(4))], tiny_tokenizer, LENGTH)
+    batch = dpo_custom_collate([data[i] for i in range(4)], eos_id=1)
+    with pytest.raises(UserError, match="set_reference_policy"):
+        model.get_ref_policy_logprobs(batch)
+    with pytest.raises(UserError, match="no log-probs of the reference policy"):
+        model.get_loss_and_metrics(batch)
+    model.ref_policy_state_dict = model.weights_to_cpu()  # as NeMo-Aligner's script does
+    assert model.get_ref_policy_logprobs(batch).shape == (8, LENGTH - 1)
+
+
+def test_an_alarm_when_both_responses_become_unlikely(
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path
+):
+    model = MegatronGPTDPOModel(OmegaConf.merge(tiny_config(tiny_tokenizer_dir), job()))
+    model.set_reference_policy()
+    given = list(records(3 * PAIRS))
+    data = DPOModelDataset([write(tmp_path / "p.jsonl", given)], tiny_tokenizer, LENGTH)
+    trainer, log = trainer_of(model, data, alarms={"likelihood_fall": 0.5})
+    said = []
+    trainer.alarms._warn = said.append
+    for weight in model.unwrapped()[0].output_layer.parameters():
+        weight.data *= 3  # a policy that is sure of other tokens
+    trainer.fit()
+    assert log[0]["likelihood_fall"] > 0.5 and log[0]["alarms_active"] == 1
+    assert log[0]["likelihood_fall"] == pytest.approx(
+        -max(log[0]["rewards_chosen_mean"], log[0]["rewards_rejected_mean"])
+    )
+    assert len(said) == 1 and "model.dpo.sft_loss_weight" in said[0]
