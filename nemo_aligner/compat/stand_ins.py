@@ -58,6 +58,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "serve_ppo_critic.py": (),
     "train_gpt_rs_actor.py": (),
     "train_reward_model.py": (),
+    "train_gpt_dpo.py": (),
     "train_gpt_sft.py": (
         "get_prompt_template_example",
         "MegatronPretrainingBatchSampler",
@@ -69,7 +70,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 # Its other scripts, by algorithm; paths below its folder examples/.
 _GPT = "nlp/gpt/"
 OTHER_SCRIPTS: dict[str, tuple[str, ...]] = {
-    "DPO": (f"{_GPT}train_gpt_dpo.py", "nlp/data/dpo/prepare_packed_dpo_dataset.py"),
+    "packed pairs of DPO": ("nlp/data/dpo/prepare_packed_dpo_dataset.py",),
     "KTO": (f"{_GPT}train_gpt_kto.py",),
     "SPIN": (f"{_GPT}train_gpt_spin.py",),
     "REINFORCE": (f"{_GPT}train_gpt_reinforce_actor.py",),

@@ -47,7 +47,7 @@ def load(name, tmp_path, *overrides):
     else:
         required = [f"pretrained_checkpoint.restore_from_path={model}"]
     cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(required))
-    if name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm"):
+    if name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm", "gpt_dpo"):
         cfg.model.data.data_prefix = {
             "train": ["a.jsonl"],
             "validation": ["b.jsonl"],

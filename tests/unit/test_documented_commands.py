@@ -249,6 +249,12 @@ OLD_VALUES = {
         "model.data.validation_ds.drop_last": True,
         "model.data.validation_ds.truncation_method": "right",
     },
+    "gpt_dpo": training("dpo")
+    | {
+        "trainer.num_nodes": 8,
+        "trainer.dpo.val_check_interval": 0.1,
+        "model.data.pad_length_to_multiple_of": None,
+    },
 }
 NODES = "trainer.num_nodes"
 # What ours have and NeMo-Aligner's do not.
@@ -285,6 +291,9 @@ NEW_KEYS = {
         model.precision {_ARCHITECTURE} model.share_embeddings_and_output_weights
         model.peft.restore_from_ckpt model.optim.bucket_cap_mb model.optim.overlap_grad_sync
         model.optim.contiguous_grad_buffer model.data.dataloader_type""",
+    "gpt_dpo": """trainer.dpo.alarms model.dpo.label_smoothing model.encoder_seq_length
+        model.max_position_embeddings model.sequence_parallel model.precision
+        model.data.validation_drop_last""",
 }
 _DATA = "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [c.jsonl]}"
 _START = "pretrained_checkpoint.restore_from_path={model}"
@@ -307,6 +316,7 @@ JOBS = {  # script, what a user must give, notes
         ],
         ["model.save_nemo_on_validation_end=True", "model.answer_only_loss=False"],
     ),
+    "gpt_dpo": ("train_gpt_dpo", [_START, _DATA], []),
 }
 
 

@@ -65,6 +65,9 @@ RM_MODEL = """share_embeddings_and_output_weights reward_model_type regression.n
 regression.merge_attributes regression.attribute_weights regression.loss_mask_val
 regression.loss_func regression.load_rm_head_weights output_sequence use_avg_pool
 force_head_dtype forward_micro_batch_size"""
+DPO_MODEL = """log_prob_forward_micro_batch_size ref_policy_kl_penalty
+preference_average_log_probs sft_average_log_probs gt_reward_scale preference_loss
+preference_loss_weight sft_loss_weight"""
 SFT_TRAINER = """max_epochs max_steps val_check_interval save_interval limit_train_batches
 limit_val_batches gradient_clip_val"""
 SFT_DATA = """chat chat_prompt_tokens.system_turn_start chat_prompt_tokens.turn_start
@@ -152,6 +155,17 @@ REFERENCE = {
         "model.data.train_ds": SFT_SET,
         "model.data.validation_ds": SFT_SET,
     },
+    "gpt_dpo": COMMON
+    | {
+        "trainer": TRAINER + " max_time",
+        "trainer.dpo": SFT_TRAINER,
+        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
+        "pretrained_checkpoint": "restore_from_path",
+        "model.dpo": DPO_MODEL,
+        "model.peft": PEFT,
+        "model.data": DATA + " default_chosen_reward default_rejected_reward",
+        "model.overwrite_base_config": "data.data_prefix",
+    },
 }
 
 
@@ -198,7 +212,7 @@ def test_documentation_names_every_key_of_the_yaml_file(name, configs):
         sections = {
             ".".join(parts[m:n]) for m in range(1, len(parts)) for n in range(m + 1, len(parts))
         }
-        sections -= {"ppo", "rm", "sft", "data", "optim", "name", "critic"}
+        sections -= {"ppo", "rm", "sft", "dpo", "data", "optim", "name", "critic"}
         assert (tails | sections) & documented, f"docs/config.md does not explain {key}"
 
 

@@ -312,7 +312,7 @@ def job_configuration(name, nemo_file, **changes):
         "model.data.train_ds.file_path": "a.jsonl",
         "model.data.validation_ds.file_path": "a.jsonl",
     }
-    if name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm"):
+    if name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm", "gpt_dpo"):
         splits = ("train", "validation", "test")
         files = {"model.data.data_prefix": {split: ["a.jsonl"] for split in splits}}
     elif name != "gpt_sft":
