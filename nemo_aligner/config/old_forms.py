@@ -36,7 +36,9 @@ class OldForm:
 
 def _clips_otherwise(v: Values) -> bool:
     value = v.get("trainer.gradient_clip_val")
-    own = [v.get(f"trainer.{kind}.gradient_clip_val") for kind in ("ppo", "rs", "rm", "sft")]
+    own = [
+        v.get(f"trainer.{kind}.gradient_clip_val") for kind in ("ppo", "rs", "rm", "sft", "dpo")
+    ]
     return value is not None and value not in own
 
 

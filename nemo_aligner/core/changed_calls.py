@@ -11,6 +11,13 @@ _DATASETS = "nemo_aligner.data.nlp.datasets"
 _ENCODE = "`dataset.encode(text)` returns the token ids alone, not with their number"
 
 CHANGED_CALLS: dict[str, str] = {
+    f"{_DATASETS}:DPOModelDataset.__init__": (
+        "there is no argument `pad_chosen_rejected_to_max`; items are padded to `seq_length`"
+    ),
+    f"{_DATASETS}:DPOModelDataset.convert": (
+        "conversations get the form that `model.data.chat` or `model.data.chat_template` asks for"
+    ),
+    f"{_DATASETS}:DPOModelDataset.encode": _ENCODE,
     f"{_DATASETS}:RLHFDataset.encode": _ENCODE,
     f"{_DATASETS}:RewardModelDataset.encode": _ENCODE,
     f"{_INTERFACE}:AlignableGenerativeInterface.get_init_policy_logprobs": (

@@ -31,7 +31,7 @@ from nemo_aligner.models.nlp.gpt.reward_model_classes import (
 )
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
-SFT, PPO, RM = "gpt_sft", "gpt_ppo_actor", "training_rm"
+SFT, PPO, RM, DPO = "gpt_sft", "gpt_ppo_actor", "training_rm", "gpt_dpo"
 REWARD_MODEL_TYPE = "model.reward_model_type"
 
 
@@ -109,6 +109,8 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
             return dataset.dataset
         return dataset
     build = builders.build_train_valid_test_rlhf_datasets
+    if job == DPO:
+        build = builders.build_train_valid_test_dpo_datasets
     if job == RM:
         build = {
             RewardModelType.BINARY_RANKING: builders.build_train_valid_test_rm_datasets,
@@ -151,7 +153,7 @@ def _guess(file: str) -> tuple[str, list[str]]:
             return PPO, []
     raise UserError(
         f"the first record of {file} does not show which job it is for (a text may be a prompt, "
-        f"or one of a pair): add --job {SFT}, {PPO}, gpt_rs_actor or {RM}."
+        f"or one of a pair): add --job {SFT}, {PPO}, gpt_rs_actor, {DPO} or {RM}."
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, special_ids
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
-from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
+from nemo_aligner.data.nlp.preference_pairs import DPOModelDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.inspection.jobs import InspectedJob
 
@@ -114,6 +114,12 @@ def _parts(dataset: FileDataset, item: dict[str, Any]) -> tuple[Part, ...]:
     if isinstance(dataset, RLHFDataset):
         tokens = item["text"].tolist()
         return (Part("prompt", tokens, [False] * len(tokens)),)
+    if isinstance(dataset, DPOModelDataset):
+        return tuple(
+            Part(name, *(item[key].tolist()[:length] for key in (name, f"{name}_mask")))
+            for name in ("chosen", "rejected")
+            for length in (int(item[f"{name}_length"]),)
+        )
     if isinstance(dataset, RewardModelDataset):
         return tuple(
             _scored(name, item[name].tolist(), int(item[f"{name}_length"]))

@@ -401,7 +401,13 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             "forward_micro_batch_size": 3,
         },
         rs={**PPO, "forward_micro_batch_size": 3},
-        dpo={"sft_loss_weight": 0.1, "label_smoothing": 0.1},
+        # Means over tokens for the rewards: differences of sums would lose digits.
+        dpo={
+            "preference_average_log_probs": True,
+            "sft_average_log_probs": False,
+            "sft_loss_weight": 0.1,
+            "label_smoothing": 0.1,
+        },
     )
     experts = EXPERTS if architecture == "moe" else {}
     cfg = OmegaConf.merge(cfg, {"optim": {"eps": ADAM_EPS}}, experts, overrides)

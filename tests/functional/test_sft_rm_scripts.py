@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -113,11 +114,11 @@ def reward_model(data, base, log_dir, *overrides, **kwargs) -> ScriptJob:
     )
 
 
-def dpo(data, base, log_dir, *overrides, **kwargs) -> ScriptJob:
+def dpo(data, base, log_dir, *overrides, script="train_gpt_dpo.py", **kwargs) -> ScriptJob:
     log_dir.mkdir(exist_ok=True)
     pairs = data / "dpo"
     return ScriptJob(
-        "train_gpt_dpo.py",
+        script,
         log_dir.with_suffix(".log"),
         [
             *common(log_dir),
@@ -227,12 +228,18 @@ def test_dpo_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
 
 
-def test_dpo_starts_at_its_reference(data, sft_run, tmp_path):
+def test_dpo_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, sft_run, tmp_path):
+    """A script with the calls of NeMo-Aligner's gives the same numbers."""
     base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
-    options = ["++model.hidden_dropout=0.0", "trainer.dpo.max_steps=1"]
-    must_succeed(dpo(data, base, tmp_path / "one", *options, "model.dpo.preference_loss=dpo"))
-    assert read_metrics(tmp_path / "one", "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
-    assert read_metrics(tmp_path / "one", "train/margin")[0] == pytest.approx(0, abs=1e-5)
+    options = ["++model.hidden_dropout=0.0", "model.data.validation_drop_last=True"]
+    must_succeed(dpo(data, base, tmp_path / "own", *options))
+    losses = read_metrics(tmp_path / "own", "train/loss")
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert read_metrics(tmp_path / "own", "train/margin")[0] == pytest.approx(0, abs=1e-5)
+
+    other = Path(__file__).parent / "other_scripts" / "dpo.py"
+    must_succeed(dpo(data, base, tmp_path / "other", *options, script=str(other)))
+    assert read_metrics(tmp_path / "other", "train/loss") == pytest.approx(losses, rel=1e-6)
 
 
 def test_dpo_names_a_pair_without_a_difference(data, sft_run, tmp_path):
