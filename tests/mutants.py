@@ -115,6 +115,76 @@ MUTANTS = [
         "product(x, packed, None, *_NO_ACTIVATION)",
         _unit("test_cpu_products.py", "test_a_packed_weight_multiplies_as_the_weight"),
     ),
+    # --- preference pairs without a reward model
+    Mutant(
+        "DPO pushes rejected responses up",
+        "core/preference.py",
+        "        chosen - rejected,\n        beta=beta",
+        "        rejected - chosen,\n        beta=beta",
+        _unit("test_oracle_losses.py", "test_same_as[DPO and IPO-trl]"),
+    ),
+    Mutant(
+        "label smoothing exchanges the wrong share of the pairs",
+        "core/preference.py",
+        "- label_smoothing * logsigmoid(-logits)",
+        "- label_smoothing * logsigmoid(logits)",
+        _unit("test_oracle_losses.py", "test_same_as[DPO and IPO-openrlhf]"),
+    ),
+    Mutant(
+        "IPO aims at twice its target",
+        "core/preference.py",
+        "1 / (2 * beta)",
+        "1 / beta",
+        _unit("test_oracle_losses.py", "test_same_as[DPO and IPO-nemo-aligner]"),
+    ),
+    Mutant(
+        "the two KLs of RPO are exchanged",
+        "core/preference.py",
+        'preference_loss == "rpo_bwd_kl"',
+        'preference_loss == "rpo_fwd_kl"',
+        _unit("test_oracle_losses.py", "test_same_as[RPO-nemo-aligner]"),
+    ),
+    Mutant(
+        "the likelihood of rejected responses is raised",
+        "core/preference.py",
+        "pairs(logprobs, sft_average_log_probs)[0]",
+        "pairs(logprobs, sft_average_log_probs)[1]",
+        _unit(
+            "test_oracle_losses.py",
+            "test_same_as[likelihood of chosen responses-nemo-aligner]",
+        ),
+    ),
+    Mutant(
+        "the masks of DPO are those of the tokens, not of their predictions",
+        "models/nlp/gpt/megatron_gpt_dpo_model.py",
+        'both["mask"][:, 1:]',
+        'both["mask"][:, :-1]',
+        _unit("test_dpo_model.py", "test_twenty_steps_end_at_the_weights_of_trl"),
+    ),
+    Mutant(
+        "the reference of DPO learns with the policy",
+        "models/nlp/gpt/reference_policy.py",
+        "return self.swapped_weights(self.init_policy_state_dict)",
+        "return self.swapped_weights(self.weights_to_cpu())",
+        _unit("test_dpo_model.py", "test_twenty_steps_end_at_the_weights_of_trl"),
+    ),
+    Mutant(
+        "the prompt counts in the loss of DPO",
+        "data/nlp/record_encoder.py",
+        "[n >= _common(prompt, tokens) for",
+        "[n >= 0 for",
+        _unit(
+            "test_dpo_model.py",
+            "test_items_are_the_tokens_of_the_texts_with_masks_of_the_responses",
+        ),
+    ),
+    Mutant(
+        "earlier responses of a conversation count in the loss of DPO",
+        "data/nlp/record_encoder.py",
+        "[x and n >= place for",
+        "[x for",
+        _unit("test_dpo_model.py", "test_only_the_last_response_of_a_conversation_counts"),
+    ),
     # --- rollouts: masks, rewards, advantages
     Mutant(
         "the first rollout is not compared with the reference",

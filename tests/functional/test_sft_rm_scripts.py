@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nemo_aligner.checkpoint.folders import complete_checkpoints
 from tests.functional.jobs import (
     ScriptJob,
     must_fail_with,
@@ -239,7 +240,13 @@ def test_dpo_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, 
 
     other = Path(__file__).parent / "other_scripts" / "dpo.py"
     must_succeed(dpo(data, base, tmp_path / "other", *options, script=str(other)))
-    assert read_metrics(tmp_path / "other", "train/loss") == pytest.approx(losses, rel=1e-6)
+    found, expected = (
+        complete_checkpoints(tmp_path / name / "checkpoints")[-1][1]["metrics"]
+        for name in ("other", "own")
+    )
+    assert found["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
+    for name in ("train_margin", "train_grad_norm", "val_loss", "val_logprobs_chosen_mean"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
 
 
 def test_dpo_names_a_pair_without_a_difference(data, sft_run, tmp_path):
