@@ -237,7 +237,7 @@ def test_twenty_steps_end_at_the_weights_of_trl(
     assert [metrics["margin"] for metrics in log] == pytest.approx(margins, abs=1e-3)
     if preference_loss == "dpo":
         assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert max(map(abs, margins)) > 0.5  # the policy has left its reference
+    assert max(map(abs, margins)) > 0.2  # the policy has left its reference
     callback = CheckpointCallback(
         tmp_path / "run", model, trainer.optimizer, trainer.scheduler, name="dpo", save_hf=True
     )
