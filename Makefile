@@ -3,6 +3,7 @@
 #
 # make quickstart   watch a policy learn, on this machine, in a few minutes
 # make rs           the same with rejection sampling against a served reward model
+# make dpo          the same from pairs of reviews alone, without a reward model
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make test-fast    unit tests of the mathematics, the configuration and the trainers (two minutes)
 # make test         all tests that run without a GPU, but for those marked full (15 minutes)
@@ -51,8 +52,8 @@ LOCKS := $(wildcard requirements/*.lock)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs arithmetic test-fast test test-full chaos test-gpu bench mutants lint \
-  format docs test-versions lock upgrade clean
+.PHONY: help install quickstart rs dpo arithmetic test-fast test test-full chaos test-gpu bench \
+  mutants lint format docs test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
 help:
@@ -96,6 +97,9 @@ quickstart: install
 
 rs: install
 	$(RUN) examples/quickstart/run_rs.py $(ARGS)
+
+dpo: install
+	$(RUN) examples/quickstart/run_dpo.py $(ARGS)
 
 arithmetic: install
 	$(RUN) examples/quickstart/run_arithmetic.py $(ARGS)

@@ -7,6 +7,8 @@
     DIR/pairs_{train,validation}.jsonl     neighbouring lines: {"text": prompt + better},
                                            {"text": prompt + worse}
     DIR/prompts_{train,validation}.jsonl   {"text": prompt}
+    DIR/preferences_{train,validation}.jsonl  {"prompt": prompt, "chosen": better,
+                                              "rejected": worse}
     DIR/labels_{train,validation}.jsonl    {"text": prompt + review, "label": [gold score]}
     DIR/tokenizer/                         Hugging Face fast tokenizer, byte-level BPE,
                                            end = <|endoftext|>
@@ -34,6 +36,7 @@ SIZES = {
     "pairs": {"train": 4000, "validation": 256},
     "prompts": {"train": 6000, "validation": 128},
     "labels": {"train": 4000, "validation": 256},
+    "preferences": {"train": 4000, "validation": 256},
 }
 
 
@@ -60,6 +63,7 @@ def make_data(out: Path, seed: int) -> None:
         "pairs": pair_lines,
         "prompts": prompt_lines,
         "labels": label_lines,
+        "preferences": preference_lines,
     }
     for kind, maker in makers.items():
         for split, size in SIZES[kind].items():
@@ -82,13 +86,21 @@ def pair_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
     """Two reviews per film, the kinder one first. Moods are random, so many pairs differ little:
     the gold scores only have to differ.
     """
+    pairs = preference_lines(rng, prompts)
+    return [
+        {"text": pair["prompt"] + pair[name]} for pair in pairs for name in ("chosen", "rejected")
+    ]
+
+
+def preference_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
+    """The same pairs with the prompt apart."""
     lines = []
     for prompt in prompts:
         better = worse = ""
         while gold_score(better) == gold_score(worse):
             reviews = [grammar.review(rng, rng.random() < 0.5) for _ in range(2)]
             better, worse = sorted(reviews, key=gold_score, reverse=True)
-        lines += [{"text": f"{prompt} {better}"}, {"text": f"{prompt} {worse}"}]
+        lines.append({"prompt": prompt, "chosen": f" {better}", "rejected": f" {worse}"})
     return lines
 
 

@@ -68,17 +68,25 @@ def phases(args) -> dict[str, Phase]:
     }
 
 
+def up_to_the_policy(walk: Walk, lora: bool = False) -> None:
+    """Data and SFT model; `lora`: a wider one."""
+    seed = walk.args.seed
+
+    def write_data() -> str:
+        make_data.make_data(walk.run_dir / "data", seed)
+        return (
+            f"{make_data.SIZES['sft']['train']} reviews, {make_data.SIZES['pairs']['train']} pairs"
+        )
+
+    walk.do("data", write_data)
+    walk.follow("sft", sft_job(walk.run_dir, seed, walk.args.sft_steps, lora))
+
+
 def up_to_the_reward_model(walk: Walk, lora: bool = False) -> None:
     """Data, SFT model and reward model, one after another; `lora`: of a wider model, and the
     reward model trains adapters beside its weights.
     """
-    data, seed = walk.run_dir / "data", walk.args.seed
-
-    def write_data() -> str:
-        make_data.make_data(data, seed)
-        return (
-            f"{make_data.SIZES['sft']['train']} reviews, {make_data.SIZES['pairs']['train']} pairs"
-        )
+    up_to_the_policy(walk, lora)
 
     def held_out_accuracy() -> str:
         accuracy = first_and_last(walk.run_dir / "rm", "validation/acc")[1]
@@ -88,9 +96,7 @@ def up_to_the_reward_model(walk: Walk, lora: bool = False) -> None:
         walk.findings["reward_model_accuracy"] = (what, accuracy)
         return f"held-out accuracy {accuracy:.3f}"
 
-    walk.do("data", write_data)
-    walk.follow("sft", sft_job(walk.run_dir, seed, walk.args.sft_steps, lora))
-    reward_model = reward_model_job(walk.run_dir, seed, walk.args.rm_steps, lora)
+    reward_model = reward_model_job(walk.run_dir, walk.args.seed, walk.args.rm_steps, lora)
     walk.follow("rm", reward_model, result=held_out_accuracy)
 
 
