@@ -20,7 +20,7 @@ from gold import gold_score  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-KINDS = ("sft", "pairs", "prompts", "labels")
+KINDS = ("sft", "pairs", "prompts", "labels", "preferences")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,8 @@ def prompts_of(data_dir: Path, kind: str, split: str) -> list[str]:
     found = lines(data_dir / f"{kind}_{split}.jsonl")
     if kind == "sft":
         return [line["input"] for line in found]
-    return [line["text"].partition(":")[0] + ":" for line in found]
+    texts = [line["text"] if "text" in line else line["prompt"] for line in found]
+    return [text.partition(":")[0] + ":" for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,13 @@ def test_pairs_are_of_one_film_with_the_kinder_review_first(data_dir):
     for better, worse in zip(found[::2], found[1::2], strict=True):
         assert better.partition(":")[0] == worse.partition(":")[0]
         assert gold_score(better.partition(":")[2]) > gold_score(worse.partition(":")[2])
+
+
+def test_preferences_are_pairs_with_the_prompt_apart(data_dir):
+    for line in lines(data_dir / "preferences_train.jsonl"):
+        chosen, rejected = line["chosen"], line["rejected"]
+        assert gold_score(chosen) > gold_score(rejected)
+        assert chosen.startswith(" ") and line["prompt"].endswith(":")
 
 
 def test_labels_are_gold_scores_of_their_reviews(data_dir):
