@@ -27,6 +27,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOMod
 from tests import hugging_face
 from tests.oracles import trl_dpo
 from tests.tiny_models import tiny_config
+from tests.unit.test_config_checks import check
 
 pytestmark = pytest.mark.slow
 
@@ -297,3 +298,29 @@ def test_an_alarm_when_both_responses_become_unlikely(
         -max(log[0]["rewards_chosen_mean"], log[0]["rewards_rejected_mean"])
     )
     assert len(said) == 1 and "model.dpo.sft_loss_weight" in said[0]
+
+
+# --- the configuration
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.dpo.preference_loss=hinge"], "'hinge' must be one of dpo, ipo, rpo_sq"),
+        (["model.dpo.ref_policy_kl_penalty=0"], "ref_policy_kl_penalty=0"),
+        (["model.dpo.label_smoothing=0.6"], "label_smoothing=0.6"),
+        (
+            ["model.dpo.label_smoothing=0.1", "model.dpo.preference_loss=ipo"],
+            "belongs to model.dpo.preference_loss=dpo, not ipo",
+        ),
+        (["model.dpo.preference_loss_weight=0"], "both 0: nothing would be learned"),
+        (["model.data.data_impl=mmap"], "where a response begins"),
+        (["model.dpo.preference_average_log_probs=maybe"], "must be True or False"),
+        (["model.dpo.beta=0.1"], "model.dpo.beta"),
+        (["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(tmp_path, overrides, message):
+    assert check("gpt_dpo", tmp_path) == []
+    with pytest.raises(ConfigError, match=message):
+        check("gpt_dpo", tmp_path, *overrides)
