@@ -38,8 +38,8 @@ NUMBERS = arrays_of.arrays(
 
 
 def fitting(spec, batching, rows):
-    """Arrays of the right type and number of dimensions, with any content."""
-    sizes = [st.integers(0, 3) if size == -1 else st.just(size) for size in spec.shape]
+    """Arrays of the right type and number of dimensions, with any content, and never empty."""
+    sizes = [st.integers(1, 3) if size == -1 else st.just(size) for size in spec.shape]
     shape = st.tuples(*([st.just(rows)] * batching), *sizes)
     if spec.dtype is np.bytes_:
         elements = st.binary(max_size=70)
@@ -51,7 +51,7 @@ def fitting(spec, batching, rows):
 
 @st.composite
 def fitting_requests(draw, endpoint):
-    rows = draw(st.integers(0, 3))
+    rows = draw(st.integers(1, 3))
     return {
         spec.name: draw(fitting(spec, endpoint.batching, rows))
         for spec in endpoint.inputs
@@ -96,7 +96,7 @@ def test_any_arrays_are_refused_by_name_or_fit_the_endpoint(endpoint, data):
     if accepted(endpoint, data):
         specs = {spec.name: spec for spec in endpoint.inputs}
         for name, array in data.items():
-            assert array.ndim == len(specs[name].shape) + endpoint.batching
+            assert array.ndim == len(specs[name].shape) + endpoint.batching and array.size
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.name)
