@@ -696,15 +696,15 @@ MUTANTS = [
     ),
     # --- servers
     Mutant(
-        "the front lets every path through",
-        "servers/front.py",
-        "if endpoint not in self.server.largest_body and not _GENERAL.fullmatch(self.path):",
+        "a server lets every path through",
+        "servers/admission.py",
+        "if endpoint not in self._largest_body and not general:",
         "if False:",
         _unit("test_front.py", "test_what_triton_must_not_see_is_refused"),
     ),
     Mutant(
-        "the front lets requests without the token through",
-        "servers/front.py",
+        "a server lets requests without the token through",
+        "servers/admission.py",
         'return hmac.compare_digest((credentials or "").encode(), self._credentials.encode())',
         "return True",
         _unit("test_front.py", "test_requests_bring_the_token"),
@@ -725,7 +725,7 @@ MUTANTS = [
     ),
     Mutant(
         "a server takes bodies of any size",
-        "servers/front.py",
+        "servers/admission.py",
         "if length > largest:",
         "if False:",
         _unit("test_front.py", "test_what_triton_must_not_see_is_refused"),

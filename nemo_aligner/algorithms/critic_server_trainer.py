@@ -32,9 +32,9 @@ from nemo_aligner.models.alignable_interface import CriticModelInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
+from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup
-from nemo_aligner.servers.front import Access
 from nemo_aligner.servers.pieces import PieceStore
 from nemo_aligner.servers.requests import pad_rows
 from nemo_aligner.servers.schema import Array, Arrays

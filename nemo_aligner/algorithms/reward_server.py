@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nemo_aligner.config.access import server_token
 from nemo_aligner.servers import schema
+from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.servers.front import Access
 from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.scoring import Scorer, batcher_options
 from nemo_aligner.servers.server_loop import ServerLoop

@@ -1,27 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The door of a server: an HTTP server that passes the requests for its endpoints on to Triton.
+"""The door of a server behind which is Triton: passes what may enter (admission.py) on to it.
 
-Triton itself listens on a Unix socket that only this user can open (socket_triton.py). What
-reaches it has passed here: a GET of health, description and readiness, and a POST to an endpoint
-that is served, in one body of known and limited size, whose JSON can be read; with the token, if
-the server has one; and with the lease, if it changes the server (lease.py). A request for an
-earlier start of this server is refused: its client does not know that the weights went back to
-the last checkpoint. A tensor without elements is refused: in PyTriton it would fail every request
-that Triton hands over with it. Everything else of
-Triton's HTTP interface does not exist here: repositories of models, shared memory, logging,
-tracing, chunked bodies (one of many chunks ends this Triton).
+Triton itself listens on a Unix socket that only this user can open (socket_triton.py). Everything
+of its HTTP interface that admission.py does not let in does not exist here: repositories of
+models, shared memory, logging, tracing, chunked bodies (one of many chunks ends this Triton).
 
-Each error goes to its client in one line. Triton knows only errors of all requests that it has
-handed over together; so each request that is passed on has a name (REQUEST_PARAMETER), under which
-the server's own error comes here by `Front.fail`.
+Triton knows only errors of all requests that it has handed over together; so each request that is
+passed on has a name (REQUEST_PARAMETER), under which the server's own error comes here by
+`Front.fail`.
 """
 
 import contextlib
-import hmac
 import http.client
 import json
-import re
 import select
 import socket
 import socketserver
@@ -31,34 +23,32 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from nemo.utils import logging
 
-from nemo_aligner.core.errors import cause_in, one_line
-from nemo_aligner.servers.exchange import (
-    HEARTBEAT_HEADER,
-    HEARTBEAT_S,
-    INSTANCE_HEADER,
-    token_header,
+from nemo_aligner.core.errors import cause_in
+from nemo_aligner.servers.admission import (
+    BODY_S,
+    FIRST_REQUEST_S,
+    HEAD_SIZE_HEADER,
+    MOST_CONNECTIONS,
+    NEXT_REQUEST_S,
+    Access,
+    Admission,
+    RefusedError,
+    error_body,
+    read_head,
+    unreadable,
 )
-from nemo_aligner.servers.lease import LEASE_HEADER, LEASE_PATH, LeaseBook
+from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, INSTANCE_HEADER
+from nemo_aligner.servers.lease import LEASE_HEADER
 from nemo_aligner.servers.ports import check_port_is_free, port_error
 from nemo_aligner.servers.schema import Endpoint
 
 PART_BYTES = 2**20  # bodies are passed on in parts of this size
-SMALL_BODY = 2**16  # of a request without samples
-LARGEST_HEAD = 2**20  # the JSON in front of the tensors, or a body that is all JSON
-MOST_CONNECTIONS = 512
-# A connection that has sent no request yet, one between two requests, one within a body.
-FIRST_REQUEST_S, NEXT_REQUEST_S, BODY_S = 10.0, 3600.0, 60.0
-
-_GENERAL = re.compile(r"/v2(/health/(live|ready))?/?")
-_MODEL = re.compile(r"/v2/models/([\w.-]+)(?:/versions/1)?(?:/(ready|config|infer))?/?")
-_HEAD_LENGTH = "Inference-Header-Content-Length"
-_SENT_ON = ("Content-Type", "Content-Length", _HEAD_LENGTH)
+_SENT_ON = ("Content-Type", "Content-Length", HEAD_SIZE_HEADER)
 # Parameter of a request that holds its name.
 REQUEST_PARAMETER = "nemo_aligner_request"
 
@@ -79,30 +69,6 @@ class SocketConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self.path)
-
-
-class _RefusedError(Exception):
-    """A request that is not passed on: HTTP status and reason."""
-
-    def __init__(self, status: int, reason: str):
-        super().__init__(one_line(reason))
-        self.status = status
-
-
-@dataclass(frozen=True)
-class Access:
-    """What a server asks of its clients.
-
-    Attributes:
-        token: that every request must bring; None: none.
-        largest_body: of a request with samples, in bytes.
-        lease_required: whether only the client that holds the lease may change the server, also
-            while nobody holds it.
-    """
-
-    token: str | None = None
-    largest_body: int = 2**26
-    lease_required: bool = True
 
 
 class Front(socketserver.ThreadingTCPServer):
@@ -134,14 +100,7 @@ class Front(socketserver.ThreadingTCPServer):
         super().__init__((host, port), _Handler, bind_and_activate=False)
         self.address = host, port
         self.socket_path = socket_path
-        self.largest_body = {
-            endpoint.name: SMALL_BODY if endpoint.has_fixed_size else access.largest_body
-            for endpoint in endpoints
-        }
-        self.exclusive = {endpoint.name for endpoint in endpoints if endpoint.is_exclusive}
-        self.leases = LeaseBook(access.lease_required)
-        self.instance = uuid.uuid4().hex
-        self._credentials = token_header(access.token).get("Authorization")
+        self.admission = Admission(endpoints, access)
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._relaying = 0
         self._failures: dict[object, tuple[int, str] | None] = {}
@@ -165,12 +124,6 @@ class Front(socketserver.ThreadingTCPServer):
         if self._serving.is_alive():
             self.shutdown()
         self.server_close()
-
-    def admits(self, credentials: str | None) -> bool:
-        """Whether a request with this Authorization header may pass; takes as long for any."""
-        if self._credentials is None:
-            return True
-        return hmac.compare_digest((credentials or "").encode(), self._credentials.encode())
 
     def wait_for_replies(self, timeout_s: float) -> None:
         """Wait until the replies of Triton have been passed on, at most `timeout_s`."""
@@ -248,121 +201,47 @@ class _Handler(BaseHTTPRequestHandler):
         self, code: int, message: str | None = None, explain: str | None = None
     ) -> None:
         """Refuse what the base class refuses, such as a method, in the form of all errors."""
-        self._refuse(_RefusedError(code, message or self.responses[code][0]))
+        self._refuse(RefusedError(code, message or self.responses[code][0]))
 
     def _handle(self) -> None:
+        admission = self.server.admission
+        name = uuid.uuid4().hex
+        head, rest = b"", 0
         try:
-            if not self.server.admits(self.headers.get("Authorization")):
-                raise _RefusedError(401, "this server asks for a token")
-            if self.headers.get(INSTANCE_HEADER, self.server.instance) != self.server.instance:
-                raise _RefusedError(503, "the server was started anew since this client connected")
-            length = self._body_length()
-            if self.path == LEASE_PATH and self.server.exclusive:
-                self._lease(length)
-                return
-            name = uuid.uuid4().hex
-            head, rest = self._check(length, name)
-        except _RefusedError as refusal:
+            request = admission.admit(self.command, self.path, self.headers.get)
+            self.connection.settimeout(BODY_S)
+            if request is not None and request.what == "infer":
+                head = _named(read_head(self._read(request.head_size)), name)
+                rest = request.length - request.head_size
+        except RefusedError as refusal:
             self._refuse(refusal)
             return
-        self.connection.settimeout(BODY_S)
-        connection = SocketConnection(self.server.socket_path, None)
-        headers = {key: self.headers[key] for key in _SENT_ON if key in self.headers}
-        headers["Content-Length"] = str(len(head) + rest)
-        if _HEAD_LENGTH in headers:
-            headers[_HEAD_LENGTH] = str(len(head))
-        with (
-            contextlib.closing(connection),
-            self.server.relaying(name),
-            self.server.leases.working_for(self.headers.get(LEASE_HEADER)),
-        ):
-            try:
-                connection.connect()
-            except OSError as error:
-                self._refuse(_RefusedError(503, f"Server is not ready: {error}"))
-                return
-            connection.request(self.command, self.path, self._body(head, rest), headers)
-            self._give_signs_of_life(connection.sock)
-            self._reply(connection.getresponse(), self.server.failure_of(name))
+        if request is None:
+            self.send_response_only(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        else:
+            headers = {key: self.headers[key] for key in _SENT_ON if key in self.headers}
+            headers["Content-Length"] = str(len(head) + rest)
+            if HEAD_SIZE_HEADER in headers:
+                headers[HEAD_SIZE_HEADER] = str(len(head))
+            connection = SocketConnection(self.server.socket_path, None)
+            with (
+                contextlib.closing(connection),
+                self.server.relaying(name),
+                admission.leases.working_for(self.headers.get(LEASE_HEADER)),
+            ):
+                try:
+                    connection.connect()
+                except OSError as error:
+                    self._refuse(RefusedError(503, f"Server is not ready: {error}"))
+                    return
+                connection.request(self.command, self.path, self._body(head, rest), headers)
+                self._give_signs_of_life(connection.sock)
+                self._reply(connection.getresponse(), self.server.failure_of(name))
         self.connection.settimeout(NEXT_REQUEST_S)
 
-    def _lease(self, length: int) -> None:
-        """Give, renew or take back the lease of the actor that asks."""
-        lease, leases = self.headers.get(LEASE_HEADER), self.server.leases
-        if length or self.command == "GET":
-            raise _RefusedError(405, f"{LEASE_PATH} takes POST and DELETE, without a body")
-        if self.command == "DELETE":
-            leases.give_back(lease)
-        elif (problem := leases.renew(lease)) is not None:
-            raise _RefusedError(409, problem)
-        self.send_response_only(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
     # ---- the request ----
-
-    def _body_length(self) -> int:
-        if "Transfer-Encoding" in self.headers or "Content-Encoding" in self.headers:
-            raise _RefusedError(411, "send the body in one piece, as it is, with Content-Length")
-        length = self.headers.get("Content-Length", "0")
-        if not (length.isascii() and length.isdigit()):
-            raise _RefusedError(400, f"Content-Length is {length[:40]!r}; send a number of bytes")
-        return int(length)
-
-    def _check(self, length: int, name: str) -> tuple[bytes, int]:
-        """Return the head of the body, with the request's name, and the number of bytes after it,
-        once the request has been found to be one to pass on.
-        """
-        match = _MODEL.fullmatch(self.path)
-        endpoint, what = match.groups() if match else ("", None)
-        if endpoint not in self.server.largest_body and not _GENERAL.fullmatch(self.path):
-            served = ", ".join(self.server.largest_body)
-            raise _RefusedError(
-                404,
-                f"Request for unknown model: nothing at {self.path[:200]!r}; it serves {served}",
-            )
-        if self.command == "GET" and what != "infer":
-            if length:
-                raise _RefusedError(400, "a GET has no body")
-            return b"", 0
-        if self.command != "POST" or what != "infer":
-            raise _RefusedError(405, f"{self.path[:200]!r} does not take {self.command}")
-        largest = self.server.largest_body[endpoint]
-        if length > largest:
-            raise _RefusedError(
-                413,
-                f"a request to {endpoint} has {length} bytes, but this server takes at most "
-                f"{largest}. Send fewer samples at once, or raise max_request_mb of the server.",
-            )
-        lease = self.headers.get(LEASE_HEADER)
-        if endpoint in self.server.exclusive and (
-            problem := self.server.leases.refusal(endpoint, lease)
-        ):
-            raise _RefusedError(403, problem)
-        return self._head(length, name)
-
-    def _head(self, length: int, name: str) -> tuple[bytes, int]:
-        """Read the JSON of the body. Triton would end on one that is nested too deeply."""
-        size = self.headers.get(_HEAD_LENGTH, str(length))
-        if not (size.isascii() and size.isdigit() and int(size) <= min(length, LARGEST_HEAD)):
-            raise _RefusedError(
-                413,
-                f"the JSON of a request has {size[:40]} bytes, but this server takes at most "
-                f"{LARGEST_HEAD}. Send tensors as binary data.",
-            )
-        self.connection.settimeout(BODY_S)
-        data = self._read(int(size))
-        try:
-            head = json.loads(data)
-            problem = _problem_of(head)
-            if problem is None:
-                # Others mean nothing here, and Triton hands them on.
-                binary = head.get("parameters", {}).get("binary_data_output", False)
-                head["parameters"] = {"binary_data_output": binary, REQUEST_PARAMETER: name}
-                return json.dumps(head).encode(), length - int(size)
-        except (ValueError, RecursionError) as error:
-            problem = f"its JSON cannot be read: {error}"
-        raise _RefusedError(400, f"the request is refused: {problem[:400]}")
 
     def _body(self, head: bytes, rest: int) -> bytes | Iterator[bytes]:
         """Return the whole body if it is small, else its parts."""
@@ -405,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_error_line(*failure)
             return
         self.send_response_only(response.status)
-        self.send_header(INSTANCE_HEADER, self.server.instance)
+        self.send_header(INSTANCE_HEADER, self.server.admission.instance)
         for name in _SENT_ON:
             if (value := response.getheader(name)) is not None:
                 self.send_header(name, value)
@@ -431,9 +310,9 @@ class _Handler(BaseHTTPRequestHandler):
         return line
 
     def _send_error_line(self, status: int, line: str) -> None:
-        body = json.dumps({"error": line}).encode()
+        body = error_body(line)
         self.send_response_only(status)
-        self.send_header(INSTANCE_HEADER, self.server.instance)
+        self.send_header(INSTANCE_HEADER, self.server.admission.instance)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         if self.close_connection:
@@ -441,7 +320,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _refuse(self, refusal: _RefusedError) -> None:
+    def _refuse(self, refusal: RefusedError) -> None:
         """Reply with an error and close the connection, whose body was not read."""
         self.close_connection = True
         self._send_error_line(refusal.status, str(refusal))
@@ -453,16 +332,16 @@ class _Handler(BaseHTTPRequestHandler):
             pass
 
 
-def _problem_of(head: Any) -> str | None:
-    """Return why the JSON of a request is refused; None if it may pass."""
-    if not isinstance(head, dict) or not isinstance(head.get("parameters", {}), dict):
-        return "its JSON is no object, or its parameters are none"
-    inputs = head.get("inputs")
-    for tensor in inputs if isinstance(inputs, list) else []:
-        shape = tensor.get("shape") if isinstance(tensor, dict) else None
-        if isinstance(shape, list) and 0 in shape:
-            return (
-                f"its input tensor {tensor.get('name')!r} has shape {shape}; send at least one "
-                "row and one column"
-            )
-    return None
+def _named(head: dict[str, Any], name: str) -> bytes:
+    """Return the JSON of a request that is passed on under this name.
+
+    Raises:
+        RefusedError: it is nested too deeply to be written.
+    """
+    # Other parameters mean nothing here, and Triton hands them on.
+    binary = head.get("parameters", {}).get("binary_data_output", False)
+    parameters = {"binary_data_output": binary, REQUEST_PARAMETER: name}
+    try:
+        return json.dumps({**head, "parameters": parameters}).encode()
+    except RecursionError as error:
+        raise unreadable(error) from error

@@ -47,9 +47,9 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     cause_of,
 )
+from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore
-from nemo_aligner.servers.front import Access
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.triton_host import Handler, TritonHost
 

@@ -24,7 +24,8 @@ from nemo_aligner.core.errors import (
     cause_of,
 )
 from nemo_aligner.core.leftovers import SHARED_MEMORY, shared_memory_prefix, temporary_folder
-from nemo_aligner.servers.front import REQUEST_PARAMETER, Access, Front, SocketConnection
+from nemo_aligner.servers.admission import Access
+from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, SocketConnection
 from nemo_aligner.servers.locks import lock_method
 from nemo_aligner.servers.pieces import MOST_ROWS
 from nemo_aligner.servers.schema import Arrays, Endpoint, triton_tensors

@@ -18,8 +18,9 @@ import pytest
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers import exchange, front
+from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.connection import RESTART_REMEDY
-from nemo_aligner.servers.front import Access, Front
+from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.schema import critic_infer_endpoint, critic_train_endpoint

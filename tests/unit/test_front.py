@@ -19,10 +19,11 @@ from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import front as front_module
 from nemo_aligner.servers import http_communicator
 from nemo_aligner.servers import lease as lease_module
+from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.connection import ServerConnection
 from nemo_aligner.servers.exchange import Exchange, InferRequest, http_status
 from nemo_aligner.servers.fleet import Fleet
-from nemo_aligner.servers.front import REQUEST_PARAMETER, Access, Front
+from nemo_aligner.servers.front import REQUEST_PARAMETER, Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.lease import LeaseTakenError
 from nemo_aligner.servers.ports import find_free_port
@@ -305,7 +306,7 @@ def test_a_silent_holder_loses_the_lease_to_the_next_one_only(front, monkeypatch
 def test_a_holder_whose_request_is_worked_on_keeps_the_lease(front, monkeypatch):
     monkeypatch.setattr(lease_module, "LEASE_S", 0.0)
     assert lease(front, "POST", A) == 200
-    with front.leases.working_for(A):
+    with front.admission.leases.working_for(A):
         assert lease(front, "POST", B) == 409
     assert lease(front, "POST", B) == 200
 

@@ -1,0 +1,225 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Who and what may enter a server: the rules that both fronts apply (front.py, asgi_host.py).
+
+What may pass is a GET to the general paths and to those of an endpoint that is served, and a POST
+to an endpoint that is served, in one body of known and limited size, whose JSON can be read; with
+the token, if the server has one; and with the lease, if it changes the server (lease.py). A
+request for an earlier start of this server is refused: its client does not know that the weights
+went back to the last checkpoint. A tensor without elements is refused: no endpoint takes one, and
+in PyTriton it would fail every request that Triton hands over with it. Nothing here reads a
+socket: a front hands over method, path and headers, and keeps to the sizes and times below.
+
+Each error goes to its client in one line.
+"""
+
+import hmac
+import json
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.core.errors import one_line
+from nemo_aligner.servers.exchange import INSTANCE_HEADER, token_header
+from nemo_aligner.servers.lease import LEASE_HEADER, LEASE_PATH, LeaseBook
+from nemo_aligner.servers.schema import Endpoint
+
+SMALL_BODY = 2**16  # of a request without samples
+LARGEST_HEAD = 2**20  # the JSON in front of the tensors, or a body that is all JSON
+HEAD_SIZE_HEADER = "Inference-Header-Content-Length"
+MOST_CONNECTIONS = 512
+# A connection that has sent no request yet, one between two requests, one within a body.
+FIRST_REQUEST_S, NEXT_REQUEST_S, BODY_S = 10.0, 3600.0, 60.0
+
+_GENERAL = re.compile(r"/v2(?:/health/(live|ready))?/?")
+_MODEL = re.compile(r"/v2/models/([\w.-]+)(?:/versions/1)?(?:/(ready|config|infer))?/?")
+
+# Returns the first header of this name, in any case of its letters, or None.
+GetHeader = Callable[[str], str | None]
+
+
+class RefusedError(Exception):
+    """A request that may not pass: HTTP status and reason."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(one_line(reason))
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a server asks of its clients.
+
+    Attributes:
+        token: that every request must bring; None: none.
+        largest_body: of a request with samples, in bytes.
+        lease_required: whether only the client that holds the lease may change the server, also
+            while nobody holds it.
+    """
+
+    token: str | None = None
+    largest_body: int = 2**26
+    lease_required: bool = True
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request that may pass.
+
+    Attributes:
+        endpoint: its name; None for the server itself.
+        what: "infer", "config", "ready" or "live"; None: a description.
+        length: of the body, in bytes.
+        head_size: of the JSON that the body begins with.
+    """
+
+    endpoint: str | None
+    what: str | None
+    length: int = 0
+    head_size: int = 0
+
+
+class Admission:
+    """The rules of one server; any thread may call it.
+
+    Args:
+        endpoints: that are served.
+        access: what is asked of the clients.
+
+    Attributes:
+        leases: who may change the server.
+        instance: names this start of the server, in every reply.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint], access: Access):
+        self._largest_body = {
+            endpoint.name: SMALL_BODY if endpoint.has_fixed_size else access.largest_body
+            for endpoint in endpoints
+        }
+        self._exclusive = {endpoint.name for endpoint in endpoints if endpoint.is_exclusive}
+        self.leases = LeaseBook(access.lease_required)
+        self.instance = uuid.uuid4().hex
+        self._credentials = token_header(access.token).get("Authorization")
+
+    def admit(self, method: str, path: str, header: GetHeader) -> Admitted | None:
+        """Return what the request is, before any of its body is read. None: it was about the lease
+        and is done; the reply is empty.
+
+        Raises:
+            RefusedError: it may not pass.
+        """
+        if not self._has_token(header("Authorization")):
+            raise RefusedError(401, "this server asks for a token")
+        if header(INSTANCE_HEADER) not in (None, self.instance):
+            raise RefusedError(503, "the server was started anew since this client connected")
+        length = _body_length(header)
+        if path == LEASE_PATH and self._exclusive:
+            self._change_lease(method, length, header(LEASE_HEADER))
+            return None
+        return self._check(method, path, length, header)
+
+    def _has_token(self, credentials: str | None) -> bool:
+        """Whether this Authorization header has the token; takes as long for any."""
+        if self._credentials is None:
+            return True
+        return hmac.compare_digest((credentials or "").encode(), self._credentials.encode())
+
+    def _change_lease(self, method: str, length: int, lease: str | None) -> None:
+        """Give, renew or take back the lease of the actor that asks."""
+        if length or method == "GET":
+            raise RefusedError(405, f"{LEASE_PATH} takes POST and DELETE, without a body")
+        if method == "DELETE":
+            self.leases.give_back(lease)
+        elif (problem := self.leases.renew(lease)) is not None:
+            raise RefusedError(409, problem)
+
+    def _check(self, method: str, path: str, length: int, header: GetHeader) -> Admitted:
+        model, general = _MODEL.fullmatch(path), _GENERAL.fullmatch(path)
+        endpoint, what = model.groups() if model else (None, general and general[1])
+        if endpoint not in self._largest_body and not general:
+            served = ", ".join(self._largest_body)
+            raise RefusedError(
+                404,
+                f"Request for unknown model: nothing at {path[:200]!r}; it serves {served}",
+            )
+        if method == "GET" and what != "infer":
+            if length:
+                raise RefusedError(400, "a GET has no body")
+            return Admitted(endpoint, what)
+        if method != "POST" or what != "infer" or endpoint is None:
+            raise RefusedError(405, f"{path[:200]!r} does not take {method}")
+        largest = self._largest_body[endpoint]
+        if length > largest:
+            raise RefusedError(
+                413,
+                f"a request to {endpoint} has {length} bytes, but this server takes at most "
+                f"{largest}. Send fewer samples at once, or raise max_request_mb of the server.",
+            )
+        problem = self.leases.refusal(endpoint, header(LEASE_HEADER))
+        if endpoint in self._exclusive and problem:
+            raise RefusedError(403, problem)
+        return Admitted(endpoint, what, length, _head_size(header, length))
+
+
+def _body_length(header: GetHeader) -> int:
+    if header("Transfer-Encoding") is not None or header("Content-Encoding") is not None:
+        raise RefusedError(411, "send the body in one piece, as it is, with Content-Length")
+    length = header("Content-Length") or "0"
+    if not (length.isascii() and length.isdigit()):
+        raise RefusedError(400, f"Content-Length is {length[:40]!r}; send a number of bytes")
+    return int(length)
+
+
+def _head_size(header: GetHeader, length: int) -> int:
+    """Length of the JSON of a body of this `length`."""
+    size = header(HEAD_SIZE_HEADER) or str(length)
+    if not (size.isascii() and size.isdigit() and int(size) <= min(length, LARGEST_HEAD)):
+        raise RefusedError(
+            413,
+            f"the JSON of a request has {size[:40]} bytes, but this server takes at most "
+            f"{LARGEST_HEAD}. Send tensors as binary data.",
+        )
+    return int(size)
+
+
+def read_head(data: bytes | bytearray) -> dict[str, Any]:
+    """Return the JSON of a body. Triton would end on one that is nested too deeply.
+
+    Raises:
+        RefusedError: it cannot be read, or it is no request.
+    """
+    try:
+        head = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise unreadable(error) from error
+    problem = _problem_of(head)
+    if problem is not None:
+        raise RefusedError(400, f"the request is refused: {problem[:400]}")
+    return head
+
+
+def unreadable(error: Exception) -> RefusedError:
+    """Return the refusal of a request whose JSON raised `error`."""
+    return RefusedError(400, f"the request is refused: its JSON cannot be read: {error}"[:400])
+
+
+def _problem_of(head: Any) -> str | None:
+    """Return why the JSON of a request is refused; None if it may pass."""
+    if not isinstance(head, dict) or not isinstance(head.get("parameters", {}), dict):
+        return "its JSON is no object, or its parameters are none"
+    inputs = head.get("inputs")
+    for tensor in inputs if isinstance(inputs, list) else []:
+        shape = tensor.get("shape") if isinstance(tensor, dict) else None
+        if isinstance(shape, list) and 0 in shape:
+            return (
+                f"its input tensor {tensor.get('name')!r} has shape {shape}; send at least one "
+                "row and one column"
+            )
+    return None
+
+
+def error_body(line: str) -> bytes:
+    """Return the body of a reply that is an error."""
+    return json.dumps({"error": line}).encode()
