@@ -3,8 +3,8 @@
 """The critic job: a critic model (and, combined with it, a reward model) that remote actors use,
 train and save.
 
-Path of a request: Triton thread (decode, check) -> queue -> main thread of rank 0 -> all ranks
-compute -> reply. See `servers/server_loop.py` for the threads and the end of the job,
+Path of a request: thread of its endpoint (decode, check) -> queue -> main thread of rank 0 -> all
+ranks compute -> reply. See `servers/server_loop.py` for the threads and the end of the job,
 `servers/scoring.py` for the path of an infer request, `servers/schema.py` for each endpoint's
 tensors. N is the number of samples of a request, n that of one data-parallel rank's share, S the
 padded token length; column t of a [N, S-1] tensor belongs to the prediction of token t+1.
@@ -35,6 +35,7 @@ from nemo_aligner.servers import schema
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup
+from nemo_aligner.servers.hosts import Frontend
 from nemo_aligner.servers.pieces import PieceStore
 from nemo_aligner.servers.requests import pad_rows
 from nemo_aligner.servers.schema import Array, Arrays
@@ -76,6 +77,8 @@ class CriticServerTrainer:
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         gbs: samples of one optimizer step, over all data-parallel ranks.
         model_forward_micro_batch_size: samples of one forward pass per data-parallel rank.
+        server: the section `server` of the critic's configuration; missing keys have their
+            defaults.
     """
 
     failure_grace_s = 30.0  # after one rank failed, how long the others may take to fail too
@@ -91,6 +94,7 @@ class CriticServerTrainer:
         tokenize_func: Callable[[list[str]], tuple[Any, Any]],
         gbs: int,
         model_forward_micro_batch_size: int,
+        server: DictConfig | None = None,
     ):
         cfg = self.cfg = complete(cfg, "gpt_ppo_critic", "trainer.ppo")
         self.model = model
@@ -107,6 +111,8 @@ class CriticServerTrainer:
             int(cfg.max_request_mb * 2**20),
             cfg.require_lease,
         )
+        server = complete(server, "gpt_ppo_critic", "server")
+        self._frontend = Frontend.read(server.frontend, server.tls_certificate, server.tls_key)
         self.gradient_clip_val = cfg.gradient_clip_val
         self.batcher = batcher_options(
             cfg.max_queue_delay_microseconds, cfg.inference_micro_batch_size
@@ -187,6 +193,7 @@ class CriticServerTrainer:
             batcher=self.batcher,
             control=self.control,
             access=self._access,
+            frontend=self._frontend,
             failure_grace_s=self.failure_grace_s,
         )
         self._loop.run()

@@ -18,6 +18,7 @@ from nemo_aligner.config.access import server_token
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.hosts import Frontend
 from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.scoring import Scorer, batcher_options
 from nemo_aligner.servers.server_loop import ServerLoop
@@ -54,9 +55,12 @@ class RewardModelServer:
         token_file: of the token that clients must bring; None: that in the environment, if there
             is one (config/access.py). Needed if other machines can reach `host`.
         max_request_mb: largest body of a request, in MiB.
+        frontend, tls_certificate, tls_key: section `server` of the configuration: "triton" or
+            "asgi", and files with which the latter encrypts.
 
     Raises:
-        ConfigError: there is no token although one is needed, or it cannot be read.
+        ConfigError: there is no token although one is needed, or it or another file cannot be
+            read.
     """
 
     infer_fn: Callable[..., Tensor | Array]
@@ -74,6 +78,9 @@ class RewardModelServer:
     tokenizer: Any = None
     token_file: str | None = None
     max_request_mb: float = 64
+    frontend: str = "triton"
+    tls_certificate: str | None = None
+    tls_key: str | None = None
 
     def __post_init__(self) -> None:
         self._loop: ServerLoop | None = None
@@ -81,6 +88,7 @@ class RewardModelServer:
             server_token(self.host, self.token_file, "inference"),
             int(self.max_request_mb * 2**20),
         )
+        self._frontend = Frontend.read(self.frontend, self.tls_certificate, self.tls_key)
         self._scorer = Scorer(
             self._score_rows,
             self.tokenize_func,
@@ -111,6 +119,7 @@ class RewardModelServer:
             ),
             control=self._scorer.control,
             access=self._access,
+            frontend=self._frontend,
         )
         self._loop.run()
 

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use a server: addresses of this machine alone, and the token that others need.
+"""Who may use a server: addresses of this machine alone, and the token that others need; and by
+what a server proves to its clients that it is the right one.
 
 A token comes from a file that only its user can read, or from the environment, which other users
 cannot read either. It is never an argument: every user of a machine can read command lines.
@@ -10,6 +11,7 @@ import ipaddress
 import os
 import re
 import socket
+import ssl
 import stat
 
 from nemo_aligner.core.errors import ConfigError
@@ -77,6 +79,54 @@ def server_token(host: str, token_file: str | None, setting: str) -> str | None:
             "it."
         )
     return token
+
+
+def server_tls(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    """Return the context of a server that encrypts, with these two files; None without them.
+
+    Raises:
+        ConfigError: one of them is missing, others can read the key, or they do not belong
+            together.
+    """
+    if certificate is None and key is None:
+        return None
+    files = f"server.tls_certificate={certificate} and server.tls_key={key}"
+    if certificate is None or key is None:
+        raise ConfigError(f"{files} belong together; set both, or none.")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        mode = stat.S_IMODE(os.stat(key).st_mode)
+        # The empty password has a key that is locked by one refused, instead of a prompt for it.
+        context.load_cert_chain(certificate, key, password="")
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"{files} cannot be used: {error}. They must be PEM files: the certificate of this "
+            "server, followed by those that signed it, and its key without a password."
+        ) from error
+    if mode & 0o077:
+        raise ConfigError(
+            f"server.tls_key={key} has mode {mode:04o}, so that other users can read or change "
+            f"it; run chmod 600 {key}, and use a new key."
+        )
+    return context
+
+
+def client_tls(ca_file: str | None, setting: str) -> ssl.SSLContext | None:
+    """Return the context of a client whose servers have certificates that one in `ca_file` has
+    signed, or that are in it themselves; None: the servers do not encrypt.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if ca_file is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}.tls_ca_file={ca_file} cannot be used: {error}. It must be a PEM file of "
+            "certificates."
+        ) from error
 
 
 def is_loopback(host: str) -> bool:

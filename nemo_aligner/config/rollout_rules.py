@@ -4,7 +4,7 @@
 and those of rejection sampling alone.
 """
 
-from nemo_aligner.config.access import read_token
+from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.parallel_rules import EP_REMEDY
 from nemo_aligner.config.reward_models import read_reward_models
 from nemo_aligner.config.values import Values
@@ -45,6 +45,7 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     v.number(f"{remote}.init_timeout_s", 0, above=True)
     v.number(f"{remote}.inference_timeout_s", 0, above=True)
     read_token(v.get(f"{remote}.token_file"), remote)
+    client_tls(v.get(f"{remote}.tls_ca_file"), remote)
     read_reward_models(v.get(remote), remote)
 
 

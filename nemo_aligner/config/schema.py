@@ -155,7 +155,7 @@ _ACTOR = (
     | dotted(
         "remote_critic_rm",
         "pad_to_length combine_rm_and_critic_server init_timeout_s inference_timeout_s "
-        "reward_models token_file",
+        "reward_models token_file tls_ca_file",
     )
     | dotted("remote_critic_rm.reward_model", _REWARD_ADDRESS)
     | dotted(
@@ -178,23 +178,33 @@ _RS = (
     )
     | dotted(
         "remote_rm",
-        "pad_to_length init_timeout_s inference_timeout_s host port reward_models token_file",
+        "pad_to_length init_timeout_s inference_timeout_s host port reward_models token_file "
+        "tls_ca_file",
     )
     | dotted("remote_rm.reward_model", _REWARD_ADDRESS)
     | dotted("model.rs", f"{_POLICY} num_rollouts_per_prompt top_n_rollouts")
 )
-_REWARD_SERVER = {"rm_model_file"} | dotted(
-    "inference",
-    """host port token_file max_request_mb model_name max_queue_delay_microseconds
+_FRONT = dotted("server", "frontend tls_certificate tls_key")
+_REWARD_SERVER = (
+    {"rm_model_file"}
+    | _FRONT
+    | dotted(
+        "inference",
+        """host port token_file max_request_mb model_name max_queue_delay_microseconds
     inference_micro_batch_size micro_batch_size strip_sequence_length_to_multiple reward_fn
     reward_fn_workers reward_fn_timeout_s reward_fn_fallback""",
+    )
 )
-_CRITIC = dotted(
-    "trainer.ppo",
-    """host port token_file max_request_mb require_lease combine_rm_and_critic_server max_steps
+_CRITIC = (
+    _FRONT
+    | dotted(
+        "trainer.ppo",
+        """host port token_file max_request_mb require_lease combine_rm_and_critic_server max_steps
     gradient_clip_val max_queue_delay_microseconds strip_sequence_length_to_multiple
     inference_micro_batch_size alarms.replica_check_interval""",
-) | dotted("model", "loss_clip_val loss_reduction offload_adam_states")
+    )
+    | dotted("model", "loss_clip_val loss_reduction offload_adam_states")
+)
 _RM = dotted(
     "trainer.rm",
     """max_epochs max_steps val_check_interval save_interval train_random_sampler

@@ -2,13 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for the servers: critic, reward model, reward function."""
 
+import importlib.util
 import math
+import ssl
 from collections.abc import Mapping
 
-from nemo_aligner.config.access import server_token
+from nemo_aligner.config.access import server_tls, server_token
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
+
+FRONTENDS = ("triton", "asgi")
+SERVER_KEYS = ("frontend", "tls_certificate", "tls_key")  # of the section `server`
 
 
 def check_critic_server(values: Values) -> None:
@@ -44,6 +49,34 @@ def check_reward_server(values: Values, ranks: int) -> None:
             f"inference.reward_fn_workers={workers} workers, but the job has {ranks} ranks; set "
             "trainer.devices=1, and more workers if they are needed."
         )
+
+
+def read_frontend(
+    frontend: str, certificate: str | None, key: str | None
+) -> ssl.SSLContext | None:
+    """Check the section `server`; returns how a server encrypts, None if it does not.
+
+    Raises:
+        ConfigError: its values cannot work together, or on this machine.
+    """
+    if frontend not in FRONTENDS:
+        raise ConfigError(f"server.frontend={frontend!r} must be one of {', '.join(FRONTENDS)}.")
+    if frontend == "asgi" and importlib.util.find_spec("uvicorn") is None:
+        raise ConfigError(
+            "server.frontend=asgi needs uvicorn, which is not installed: pip install "
+            "'nemo-aligner-mcore[asgi]'"
+        )
+    if frontend == "triton" and importlib.util.find_spec("pytriton") is None:
+        raise ConfigError(
+            "server.frontend=triton needs PyTriton, which is not installed: pip install "
+            "nvidia-pytriton, or set server.frontend=asgi, which does without."
+        )
+    if frontend == "triton" and (certificate is not None or key is not None):
+        raise ConfigError(
+            f"server.tls_certificate={certificate} and server.tls_key={key} have an effect only "
+            "with server.frontend=asgi; set it, or leave them null."
+        )
+    return server_tls(certificate, key)
 
 
 def check_reward_function_options(workers: int, timeout_s: float, fallback: float | None) -> None:
@@ -141,6 +174,7 @@ def _check_serving(values: Values, section: str) -> None:
     values.port(f"{section}.port")
     values.number(f"{section}.max_request_mb", 64, 2047)
     server_token(values.get(f"{section}.host"), values.get(f"{section}.token_file"), section)
+    read_frontend(*(values.get(f"server.{key}") for key in SERVER_KEYS))
     values.number(f"{section}.max_queue_delay_microseconds", 0)
     values.whole(f"{section}.strip_sequence_length_to_multiple", 1)
     check_reward_standardization(values.get("model"))

@@ -16,12 +16,21 @@ Each error goes to its client in one line.
 import hmac
 import json
 import re
+import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.core.errors import one_line
+from nemo.utils import logging
+
+from nemo_aligner.core.errors import (
+    ServerEndingError,
+    ServerRequestError,
+    UserError,
+    cause_of,
+    one_line,
+)
 from nemo_aligner.servers.exchange import INSTANCE_HEADER, token_header
 from nemo_aligner.servers.lease import LEASE_HEADER, LEASE_PATH, LeaseBook
 from nemo_aligner.servers.schema import Endpoint
@@ -218,6 +227,21 @@ def _problem_of(head: Any) -> str | None:
                 "row and one column"
             )
     return None
+
+
+def failure_of(name: str, error: Exception) -> tuple[int, str]:
+    """Return HTTP status and line of the reply to a request to endpoint `name` that failed; the
+    log gets all of the error, where it was not raised by an operation that has logged it.
+    """
+    line = cause_of(error)
+    if isinstance(error, UserError):
+        logging.warning(f"{name} refuses a request: {line}")
+        return 400, line
+    if isinstance(error, ServerEndingError):
+        return 503, line
+    if not isinstance(error, ServerRequestError):
+        logging.error(f"{name} failed:\n{''.join(traceback.format_exception(error))}")
+    return 500, line
 
 
 def error_body(line: str) -> bytes:

@@ -20,6 +20,7 @@ connected to, and a request that another one gets is an error; the remedy is to 
 """
 
 import concurrent.futures
+import ssl
 import threading
 import time
 from collections import deque
@@ -38,6 +39,7 @@ from nemo_aligner.servers.exchange import (
     InferRequest,
     NoReplyInTimeError,
     NotServingError,
+    UntrustedServerError,
     http_status,
     token_header,
     type_and_message,
@@ -89,6 +91,7 @@ class ServerConnection:
         inference_timeout_s: how long one request may take once it is sent.
         setting: section of the configuration that holds `inference_timeout_s`, for messages.
         token: that the server asks for, or None.
+        tls: how to verify a server that encrypts; None: it does not.
     """
 
     def __init__(
@@ -98,8 +101,9 @@ class ServerConnection:
         inference_timeout_s: float,
         setting: str,
         token: str | None = None,
+        tls: ssl.SSLContext | None = None,
     ):
-        self.host, self.port, self._token = host, port, token
+        self.host, self.port, self._token, self._tls = host, port, token, tls
         self.inference_timeout_s, self.setting = inference_timeout_s, setting
         self._lease: Lease | None = None
         self._waiting: deque[_Request] = deque()
@@ -121,7 +125,7 @@ class ServerConnection:
             LeaseTakenError: another client is.
         """
         if self._lease is None:
-            self._lease = Lease(self.host, self.port, self._token)
+            self._lease = Lease(self.host, self.port, self._token, self._tls)
 
     def _exchange(self, instance: str | None) -> Exchange:
         """An exchange with this start of the server; None: a server that does not name it."""
@@ -130,7 +134,7 @@ class ServerConnection:
             headers[LEASE_HEADER] = self._lease.id
         if instance is not None:
             headers[INSTANCE_HEADER] = instance
-        return Exchange(self.host, self.port, headers, heartbeat=instance is not None)
+        return Exchange(self.host, self.port, headers, instance is not None, self._tls)
 
     def submit(
         self,
@@ -303,4 +307,10 @@ class ServerConnection:
 
     def _is_alive(self) -> bool:
         path = "/v2/health/live"
-        return http_status(self.host, self.port, path, PROBE_TIMEOUT_S, self._token) == 200
+        try:
+            status = http_status(
+                self.host, self.port, path, PROBE_TIMEOUT_S, self._token, self._tls
+            )
+        except UntrustedServerError:
+            return False
+        return status == 200

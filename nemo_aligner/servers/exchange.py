@@ -6,7 +6,7 @@ A connection carries a single request. So a reply cannot belong to another reque
 connection says something about the server now, not about a connection that was idle for minutes.
 The transport is plain `http.client`, whose socket another thread can shut down to give up a
 request to a server that has fallen silent. It sends large arrays from where they lie: copies of a
-body of many megabytes take longer than sending it. Triton's library decodes the replies.
+body of many megabytes take longer than sending it.
 
 A server of this package says every HEARTBEAT_S that it still works on a request ("100 Continue",
 which HTTP allows any number of times before the reply). So a connection that is dead although
@@ -19,6 +19,7 @@ import http.client
 import json
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from nemo.utils import logging
 
 from nemo_aligner.config.access import TOKEN_VARIABLE
 from nemo_aligner.core.errors import ServerRequestError, UserError, cause_in, one_line
+from nemo_aligner.servers.kserve import decode_reply, encode_request
 from nemo_aligner.servers.schema import Arrays
 
 CONNECT_TIMEOUT_S = 10.0
@@ -71,6 +73,10 @@ class NotServingError(Exception):
     """The server replied that it is about to end, or no longer has the model."""
 
 
+class UntrustedServerError(Exception):
+    """The server cannot prove by its certificate that it is the one that was asked for."""
+
+
 class NoReplyInTimeError(Exception):
     """The connection stands, but the reply did not come within the time limit."""
 
@@ -89,20 +95,7 @@ class InferRequest:
     """
 
     def __init__(self, endpoint: str, data: Mapping[str, np.ndarray]):
-        from tritonclient.utils import np_to_triton_dtype
-
-        inputs, buffers = [], []
-        for name, array in data.items():
-            buffers.append(_raw_bytes(array))
-            inputs.append(
-                {
-                    "name": name,
-                    "shape": list(array.shape),
-                    "datatype": np_to_triton_dtype(array.dtype),
-                    "parameters": {"binary_data_size": len(buffers[-1])},
-                }
-            )
-        head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+        head, buffers = encode_request(data)
         size = len(head) + sum(map(len, buffers))
         self.endpoint = endpoint
         self.path = f"/v2/models/{endpoint}/infer"
@@ -126,6 +119,7 @@ class Exchange:
         host, port: of the server.
         headers: of this client, beside those of the request.
         heartbeat: the server is one of this package, which gives signs of life.
+        tls: how to verify a server that encrypts; None: it does not.
     """
 
     def __init__(
@@ -134,12 +128,13 @@ class Exchange:
         port: int,
         headers: Mapping[str, str] | None = None,
         heartbeat: bool = False,
+        tls: ssl.SSLContext | None = None,
     ):
         self._headers = dict(headers or {})
         if heartbeat:
             self._headers[HEARTBEAT_HEADER] = "1"
         self._heartbeat = heartbeat
-        self._connection = http.client.HTTPConnection(host, port, timeout=CONNECT_TIMEOUT_S)
+        self._connection = make_connection(host, port, CONNECT_TIMEOUT_S, tls)
         self._aborted = self._timed_out = False
 
     def run(self, request: InferRequest, timeout_s: float) -> Arrays:
@@ -199,19 +194,20 @@ class Exchange:
         sock = self._connection.sock
         if sock is not None:
             try:
-                sock.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(
+                    sock, socket.SHUT_RDWR
+                )  # an SSLSocket's own is not for threads
             except OSError:
                 return  # the exchange has just ended by itself
 
 
-def _raw_bytes(array: np.ndarray) -> bytes | memoryview:
-    """The elements of an array as they are sent; those of numbers are not copied."""
-    from tritonclient.utils import serialize_byte_tensor
-
-    if array.dtype.kind not in "OS":
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    texts = serialize_byte_tensor(array)
-    return bytes(texts.item()) if texts.size else b""
+def make_connection(
+    host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None
+) -> http.client.HTTPConnection:
+    """Return a connection to a server, not yet opened; `tls` None: without encryption."""
+    if tls is None:
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)
+    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
 
 
 def token_header(token: str | None) -> dict[str, str]:
@@ -242,22 +238,46 @@ def asks_for_no_token(where: str) -> str:
 
 
 def http_status(
-    host: str, port: int, path: str, timeout_s: float, token: str | None = None
+    host: str,
+    port: int,
+    path: str,
+    timeout_s: float,
+    token: str | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> int | None:
-    """Return the HTTP status of a GET, or None when nothing replies."""
-    reply = _get(host, port, path, timeout_s, token)
+    """Return the HTTP status of a GET, or None when nothing replies.
+
+    Raises:
+        UntrustedServerError: what replies is not the server that the certificates stand for.
+    """
+    reply = _get(host, port, path, timeout_s, token, tls)
     return None if reply is None else reply[0].status
 
 
 def _get(
-    host: str, port: int, path: str, timeout_s: float, token: str | None
+    host: str,
+    port: int,
+    path: str,
+    timeout_s: float,
+    token: str | None,
+    tls: ssl.SSLContext | None,
 ) -> tuple[http.client.HTTPResponse, bytes] | None:
-    """Return the reply to a GET and its body, or None when nothing replies."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    """Return the reply to a GET and its body, or None when nothing replies; raises as
+    `http_status` does.
+    """
+    connection = make_connection(host, port, timeout_s, tls)
     try:
         connection.request("GET", path, headers=token_header(token))
         response = connection.getresponse()
         return response, response.read()
+    except ssl.SSLError as error:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            raise UntrustedServerError(
+                f"its certificate is not one of tls_ca_file: {error.verify_message}"
+            ) from error
+        if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+            raise UntrustedServerError("tls_ca_file is set, but it does not encrypt") from error
+        return None
     except (OSError, http.client.HTTPException):
         return None
     finally:
@@ -272,20 +292,34 @@ class ModelProbe:
         name: of the model.
         name_key: where the configuration has that name, for the message.
         token: that the server asks for, or None.
+        tls: how to verify a server that encrypts; None: it does not.
 
     Attributes:
         unknown: why this server will never serve a model of this name; None as long as it may.
     """
 
-    def __init__(self, host: str, port: int, name: str, name_key: str, token: str | None):
-        self.host, self.port, self.name, self._key, self._token = host, port, name, name_key, token
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        name: str,
+        name_key: str,
+        token: str | None,
+        tls: ssl.SSLContext | None = None,
+    ):
+        self.host, self.port, self.name, self._key = host, port, name, name_key
+        self._token, self._tls = token, tls
         self.unknown: str | None = None
         self._up_since: float | None = None  # since when the server is ready without the model
 
     def status(self, timeout_s: float) -> int | None:
-        """Return the HTTP status for the model, 200 once it is served; None without a reply."""
+        """Return the HTTP status for the model, 200 once it is served; None without a reply.
+
+        Raises:
+            UntrustedServerError: what replies is not the server that the certificates stand for.
+        """
         where = self.host, self.port
-        reply = _get(*where, f"/v2/models/{self.name}/ready", timeout_s, self._token)
+        reply = _get(*where, f"/v2/models/{self.name}/ready", timeout_s, self._token, self._tls)
         status = None if reply is None else reply[0].status
         self.unknown = has = None
         # A server of this package opens its port when it serves all it will ever serve, and says
@@ -295,7 +329,7 @@ class ModelProbe:
         elif (
             reply is not None
             and status in (400, 404)
-            and http_status(*where, "/v2/health/ready", timeout_s, self._token) == 200
+            and http_status(*where, "/v2/health/ready", timeout_s, self._token, self._tls) == 200
         ):
             self._up_since = self._up_since or time.monotonic()
             waited = time.monotonic() - self._up_since
@@ -351,15 +385,9 @@ def _error_text(status: int, body: bytes) -> str:
 
 
 def _read_reply(response: http.client.HTTPResponse, body: bytes) -> Arrays:
-    import tritonclient.http
-
-    header_length = response.getheader("Inference-Header-Content-Length")
+    size = response.getheader("Inference-Header-Content-Length")
     try:
-        result = tritonclient.http.InferenceServerClient.parse_response_body(
-            body, header_length=None if header_length is None else int(header_length)
-        )
-        names = [output["name"] for output in result.get_response()["outputs"]]
-        return {name: result.as_numpy(name) for name in names}
+        return decode_reply(body, None if size is None else int(size))
     except Exception as error:
         raise ServerRequestError(
             f"the reply cannot be read ({type_and_message(error)}): its {len(body)} bytes begin "

@@ -48,6 +48,7 @@ to the others.
 """
 
 import concurrent.futures
+import ssl
 import threading
 import time
 from collections import deque
@@ -66,6 +67,7 @@ from nemo_aligner.servers.exchange import (
     ModelProbe,
     NoReplyInTimeError,
     NotServingError,
+    UntrustedServerError,
     asks_for_no_token,
     http_status,
     token_header,
@@ -165,6 +167,7 @@ class Fleet:
         first: number of the server that gets the first request; clients that start together begin
             at different ones.
         token: that the servers ask for, or None.
+        tls: how to verify servers that encrypt; None: they do not.
     """
 
     def __init__(
@@ -175,10 +178,11 @@ class Fleet:
         inference_timeout_s: float,
         first: int = 0,
         token: str | None = None,
+        tls: ssl.SSLContext | None = None,
     ):
         self.spec, self.endpoint = spec, endpoint
         self.init_timeout_s, self.inference_timeout_s = init_timeout_s, inference_timeout_s
-        self._token = token
+        self._token, self._tls = token, tls
         self.title = f"reward model '{spec.name}'" if spec.name else spec.endpoint
         count = len(spec.addresses)
         self.servers = [
@@ -430,7 +434,9 @@ class Fleet:
     def _monitor(self, server: _Server) -> None:
         """Thread of one server: probe it until the fleet is closed."""
         setting, endpoint = self.spec.setting, self.spec.endpoint
-        probe = ModelProbe(server.host, server.port, endpoint, f"{setting}.name", self._token)
+        probe = ModelProbe(
+            server.host, server.port, endpoint, f"{setting}.name", self._token, self._tls
+        )
         while True:
             with self._lock:
                 well = server.available and not server.missed
@@ -441,6 +447,10 @@ class Fleet:
             problem = "no reply"
             try:
                 status = probe.status(PROBE_TIMEOUT_S)
+            except UntrustedServerError as error:
+                status, problem = None, str(error)
+                with self._lock:
+                    server.mismatch = f"{self._name(server)} cannot be used: {problem}"
             except Exception as error:  # e.g. a host name that cannot be encoded
                 status, problem = None, repr(error)
             if status == 200 and not server.available:
@@ -466,13 +476,18 @@ class Fleet:
         warnings: list[str] = []
         try:
             served = read_served_model(
-                server.host, server.port, self.spec.endpoint, PROBE_TIMEOUT_S, self._token
+                server.host,
+                server.port,
+                self.spec.endpoint,
+                PROBE_TIMEOUT_S,
+                self._token,
+                self._tls,
             )
             check_served_model(served, self.endpoint, str(server))
             warnings = warnings_about(served, self.endpoint, str(server))
             path = f"/v2/models/{self.spec.endpoint}/ready"
             if self._token is not None and (
-                http_status(server.host, server.port, path, PROBE_TIMEOUT_S) == 200
+                http_status(server.host, server.port, path, PROBE_TIMEOUT_S, tls=self._tls) == 200
             ):
                 warnings.append(asks_for_no_token(str(server)))
         except DescriptionError as error:

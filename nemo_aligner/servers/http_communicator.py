@@ -3,6 +3,7 @@
 """Clients of named servers: they wait for the servers, check requests and send them."""
 
 import functools
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -14,6 +15,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.servers.connection import ServerConnection
 from nemo_aligner.servers.exchange import (
     ModelProbe,
+    UntrustedServerError,
     asks_for_no_token,
     http_status,
     token_problem,
@@ -64,6 +66,7 @@ class HTTPCommunicator:
         progress_interval_s: time between two progress lines while waiting for a server.
         setting: section of the configuration named in error messages.
         token: that the servers ask for, or None.
+        tls: how to verify servers that encrypt; None: they do not.
 
     Attributes:
         connections: the connection to each named server; names at one address share it.
@@ -77,11 +80,12 @@ class HTTPCommunicator:
         progress_interval_s: float = 5.0,
         setting: str = "remote_critic_rm",
         token: str | None = None,
+        tls: ssl.SSLContext | None = None,
     ):
         self.init_timeout_s = init_timeout_s
         self.inference_timeout_s = inference_timeout_s
         self.progress_interval_s = progress_interval_s
-        self.setting, self.token = setting, token
+        self.setting, self.token, self.tls = setting, token, tls
         self.connections: dict[str, ServerConnection] = {}
         self.served: dict[str, ServedModel] = {}
         self._endpoints: dict[str, Endpoint | None] = {}
@@ -140,7 +144,7 @@ class HTTPCommunicator:
                 break
         else:
             connection = ServerConnection(
-                ip, port, self.inference_timeout_s, self.setting, self.token
+                ip, port, self.inference_timeout_s, self.setting, self.token, self.tls
             )
         self.connections[server_name] = connection
         self._endpoints[server_name] = endpoint
@@ -154,10 +158,16 @@ class HTTPCommunicator:
         pause = 0.1
         state = "no reply"
         # Reward models have clients of their own, so this is about the critic.
-        probe = ModelProbe(host, port, server_name, f"{self.setting}.critic.name", self.token)
+        name_key = f"{self.setting}.critic.name"
+        probe = ModelProbe(host, port, server_name, name_key, self.token, self.tls)
         while (waited := time.monotonic() - start) < self.init_timeout_s:
             path, limit_s = f"/v2/models/{server_name}/ready", min(5.0, self.init_timeout_s)
-            status = probe.status(limit_s)
+            try:
+                status = probe.status(limit_s)
+            except UntrustedServerError as error:
+                raise ServerMismatchError(
+                    f"'{server_name}' at {host}:{port} cannot be used: {error} ({self.setting})."
+                ) from error
             if probe.unknown is not None:
                 raise ServerMismatchError(probe.unknown)
             if status == 401:
@@ -174,8 +184,13 @@ class HTTPCommunicator:
                 try:
                     served = None
                     if describe:
-                        served = read_served_model(host, port, server_name, 5.0, self.token)
-                    if self.token is not None and http_status(host, port, path, limit_s) == 200:
+                        served = read_served_model(
+                            host, port, server_name, 5.0, self.token, self.tls
+                        )
+                    if (
+                        self.token is not None
+                        and http_status(host, port, path, limit_s, tls=self.tls) == 200
+                    ):
                         logging.warning(asks_for_no_token(f"{host}:{port}"))
                     logging.info(f"connected to {server_name} at {host}:{port}")
                     return served

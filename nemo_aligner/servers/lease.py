@@ -13,6 +13,7 @@ import contextlib
 import http.client
 import json
 import re
+import ssl
 import threading
 import time
 import uuid
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.servers.exchange import token_header
+from nemo_aligner.servers.exchange import make_connection, token_header
 
 LEASE_PATH = "/v2/nemo_aligner/lease"
 LEASE_HEADER = "NeMo-Aligner-Lease"
@@ -112,6 +113,7 @@ class Lease:
     Args:
         host, port: of the server.
         token: that it asks for, or None.
+        tls: how to verify a server that encrypts; None: it does not.
 
     Attributes:
         id: that requests name; None for a server that knows no lease.
@@ -120,8 +122,8 @@ class Lease:
         LeaseTakenError: another actor has kept it for longer than it could without renewing it.
     """
 
-    def __init__(self, host: str, port: int, token: str | None):
-        self._address, self._token = (host, port), token
+    def __init__(self, host: str, port: int, token: str | None, tls: ssl.SSLContext | None = None):
+        self._address, self._token, self._tls = (host, port), token, tls
         self.id: str | None = uuid.uuid4().hex
         self._closed = threading.Event()
         self._thread = threading.Thread(
@@ -159,7 +161,7 @@ class Lease:
 
     def _ask(self, method: str) -> tuple[int | None, str]:
         """Return HTTP status, None without a reply, and the server's error."""
-        connection = http.client.HTTPConnection(*self._address, timeout=10.0)
+        connection = make_connection(*self._address, 10.0, self._tls)
         headers = {**token_header(self._token), LEASE_HEADER: str(self.id)}
         with contextlib.closing(connection):
             try:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from nemo_aligner.config.access import read_token
+from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.reward_models import read_reward_models
 from nemo_aligner.core.errors import ServerRequestError
@@ -122,6 +122,7 @@ class RewardModels:
                     communicator.inference_timeout_s,
                     first=parallel_state.get_data_parallel_rank(),
                     token=communicator.token,
+                    tls=communicator.tls,
                 )
                 for spec in specs
             }
@@ -223,13 +224,16 @@ def complete_section(cfg: DictConfig, setting: str) -> DictConfig:
 
 
 def make_communicator(cfg: DictConfig, setting: str) -> HTTPCommunicator:
-    """Return a communicator with the time limits and the token of `cfg`, the section called
-    `setting`.
+    """Return a communicator with the time limits, the token and the certificates of `cfg`, the
+    section called `setting`.
 
     Raises:
-        ConfigError: the token cannot be read.
+        ConfigError: token or certificates cannot be read.
     """
-    token = read_token(cfg.token_file, setting)
     return HTTPCommunicator(
-        cfg.init_timeout_s, cfg.inference_timeout_s, setting=setting, token=token
+        cfg.init_timeout_s,
+        cfg.inference_timeout_s,
+        setting=setting,
+        token=read_token(cfg.token_file, setting),
+        tls=client_tls(cfg.tls_ca_file, setting),
     )

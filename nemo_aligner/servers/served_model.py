@@ -11,13 +11,20 @@ dtypes and shapes that are listed there. N is the number of samples, S the padde
 
 import http.client
 import json
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.servers.exchange import INSTANCE_HEADER, InferRequest, token_header
+from nemo_aligner.servers.exchange import (
+    INSTANCE_HEADER,
+    InferRequest,
+    make_connection,
+    token_header,
+)
+from nemo_aligner.servers.kserve import numpy_type
 from nemo_aligner.servers.pieces import LARGEST_BODY, PIECE_BYTES, piece_rows
 from nemo_aligner.servers.schema import (
     Array,
@@ -110,7 +117,12 @@ class ServedModel:
 
 
 def read_served_model(
-    host: str, port: int, name: str, timeout_s: float, token: str | None = None
+    host: str,
+    port: int,
+    name: str,
+    timeout_s: float,
+    token: str | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> ServedModel:
     """Return the description of the model `name` that is served at `host:port`.
 
@@ -118,7 +130,7 @@ def read_served_model(
         DescriptionError: no reply, or one that is no description.
     """
     path = f"/v2/models/{name}/config"
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    connection = make_connection(host, port, timeout_s, tls)
     try:
         connection.request("GET", path, headers=token_header(token))
         response = connection.getresponse()
@@ -140,7 +152,7 @@ def _parse(config: dict) -> ServedModel:
     inputs = tuple(
         TensorSpec(
             item["name"],
-            _numpy_type(item["data_type"]),
+            numpy_type(_wire_name(item["data_type"])),
             tuple(int(size) for size in item["dims"]),
             bool(item.get("optional", False)),
         )
@@ -150,17 +162,10 @@ def _parse(config: dict) -> ServedModel:
     return ServedModel(config["name"], inputs, outputs, int(config.get("max_batch_size", 0)))
 
 
-def _numpy_type(data_type: str) -> type:
-    """The numpy type of one of Triton's, such as "TYPE_INT64"."""
-    from tritonclient.utils import triton_to_np_dtype
-
-    short = data_type.removeprefix("TYPE_")
-    if short == "STRING":
-        return np.bytes_
-    dtype = triton_to_np_dtype(short)
-    if dtype is None:
-        raise ValueError(f"data type {data_type}")
-    return np.dtype(dtype).type
+def _wire_name(data_type: str) -> str:
+    """The wire's name of a type in a model configuration, such as "TYPE_INT64"."""
+    name = data_type.removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name
 
 
 def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> None:

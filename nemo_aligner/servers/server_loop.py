@@ -1,9 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a server job: Triton on rank 0, one loop on every rank, signals and failures.
+"""The life of a server job: its endpoints on rank 0 (hosts.py), one loop on every rank, signals
+and failures.
 
 Who does what:
-* Triton's threads (rank 0) only check requests and put jobs on a queue (`ServerLoop.submit`).
+* The threads of the host (rank 0) only check requests and put jobs on a queue
+  (`ServerLoop.submit`).
 * The main thread of every rank runs `ServerLoop.run`. Rank 0 takes a job, announces it, and all
   ranks compute it together. The main thread alone uses the process groups.
 * Announcements go over a gloo group of their own (`ControlGroup`), once a second even when idle,
@@ -50,10 +52,10 @@ from nemo_aligner.core.errors import (
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore
+from nemo_aligner.servers.hosts import Frontend, Handler
 from nemo_aligner.servers.schema import Arrays, Endpoint
-from nemo_aligner.servers.triton_host import Handler, TritonHost
 
-CHECK_INTERVAL_S = 5.0  # between two looks at the processes of Triton
+CHECK_INTERVAL_S = 5.0  # between two looks at what hosts the endpoints
 SAVE_GRACE_S = 600.0  # how long a save may run on after a stop request
 
 
@@ -88,7 +90,8 @@ class ServerLoop:
     Args:
         name: of the server, for log lines.
         host, port: address to listen on (rank 0).
-        endpoints: each with the function that answers its requests, on Triton's threads of rank 0.
+        endpoints: each with the function that handles its requests, on the host's threads of
+            rank 0.
         operations: by signal, function(**inputs) -> result; every rank calls it, ranks above 0
             without inputs.
         after_failure: called on every rank with the signal when an operation failed on all ranks
@@ -96,6 +99,7 @@ class ServerLoop:
         batcher: keyword arguments of PyTriton's DynamicBatcher.
         control: the group over which operations get their inputs.
         access: what is asked of the clients.
+        frontend: what hosts the endpoints.
         heartbeat_s: pause between two announcements when idle.
         stop_grace_s: how long an operation that is no save may run on after a stop request before
             the process ends without it.
@@ -114,6 +118,7 @@ class ServerLoop:
         batcher: Mapping[str, Any],
         control: ControlGroup,
         access: Access,
+        frontend: Frontend,
         heartbeat_s: float = 1.0,
         stop_grace_s: float = 5.0,
         failure_grace_s: float = 30.0,
@@ -123,7 +128,7 @@ class ServerLoop:
         self.batcher, self.control, self.heartbeat_s = batcher, control, heartbeat_s
         self.stop_grace_s, self.failure_grace_s = stop_grace_s, failure_grace_s
         self.rank = control.rank
-        self._triton = TritonHost(host, port, access)
+        self._host = frontend.make_host(host, port, access)
         self._store = JobStore(control.size, f"nemo_aligner/{name}/{port}")
         self._queue: queue.Queue[_Job] = queue.Queue()
         self._admission = threading.Lock()
@@ -138,7 +143,7 @@ class ServerLoop:
     # ---- any thread ----
 
     def submit(self, signal_: ServerSignal, inputs: Arrays) -> Arrays:
-        """Have all ranks run an operation and return rank 0's result; Triton's threads call it.
+        """Have all ranks run an operation and return rank 0's result; the host's threads call it.
 
         Raises:
             OperationFailedError: an operation raised.
@@ -197,17 +202,17 @@ class ServerLoop:
         note_ending(ExitCode.FINISHED, self._stop_reason or "stopped")
 
     def _start(self) -> None:
-        """Start Triton on rank 0; the other ranks learn how it went.
+        """Start the host on rank 0; the other ranks learn how it went.
 
         Raises:
             SystemExit: on ranks above 0, when rank 0 has failed; its own error tells why.
         """
         error: BaseException | None = None
         if self.rank == 0:
-            where = f"{self._triton.host}:{self._triton.port}"
-            logging.info(f"{self.name}: starting Triton on {where}")
+            where = f"{self._host.host}:{self._host.port}"
+            logging.info(f"{self.name}: starting {self._host.name} on {where}")
             try:
-                self._triton.start(
+                self._host.start(
                     self.endpoints, self.batcher, lambda: self._stop_reason is not None
                 )
             except BaseException as failure:
@@ -231,7 +236,7 @@ class ServerLoop:
                     job = self._current = self._queue.get(timeout=self.heartbeat_s)
                 if job is None and time.monotonic() >= next_check:
                     next_check = time.monotonic() + CHECK_INTERVAL_S
-                    ended = self._triton.what_has_ended()
+                    ended = self._host.what_has_ended()
                     if ended is not None and self._stop_reason is None:
                         raise LostPeerError(
                             f"{ended} ended by itself; its host may be out of memory or shared "
@@ -323,21 +328,21 @@ class ServerLoop:
         """Remove what this rank holds outside the process; rank 0 first when the job failed."""
 
         def give_up() -> None:
-            self._triton.kill()
+            self._host.kill()
             os._exit(int(failed))
 
-        guard = threading.Timer(12.0 if failed else 8.0, give_up)  # Triton itself hangs
+        guard = threading.Timer(12.0 if failed else 8.0, give_up)  # Triton itself may hang
         guard.daemon = True
         guard.start()
         if self.rank == 0:
             self._fail_all(ServerStoppingError(f"{self.name} is shutting down"))
-            self._triton.stop()
+            self._host.stop()
             with contextlib.suppress(Exception):
                 self._store.put("closed", "1")
-            logging.info(f"{self.name}: closed port {self._triton.port}")
+            logging.info(f"{self.name}: closed port {self._host.port}")
         elif failed:
             # A launcher kills every process when one ends with an error: give rank 0 the time to
-            # stop Triton.
+            # stop the host.
             deadline = time.monotonic() + 10
             with contextlib.suppress(Exception):
                 while time.monotonic() < deadline and self._store.get("closed") is None:
@@ -452,7 +457,7 @@ class ServerLoop:
         if self.rank == 0:
             error = (ServerStoppingError if self._stop_reason else OperationFailedError)(why)
             self._fail_all(error)
-            time.sleep(0.5)  # for Triton to deliver the replies
+            time.sleep(0.5)  # for the host to deliver the replies
         self._close(failed=bool(code))
         note_ending(code, why)
         sys.stdout.flush()

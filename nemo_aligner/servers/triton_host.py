@@ -17,15 +17,10 @@ from typing import Any
 import psutil
 from nemo.utils import logging
 
-from nemo_aligner.core.errors import (
-    ServerEndingError,
-    ServerRequestError,
-    UserError,
-    cause_of,
-)
 from nemo_aligner.core.leftovers import SHARED_MEMORY, shared_memory_prefix, temporary_folder
-from nemo_aligner.servers.admission import Access
+from nemo_aligner.servers.admission import Access, failure_of
 from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, SocketConnection
+from nemo_aligner.servers.hosts import Handler
 from nemo_aligner.servers.locks import lock_method
 from nemo_aligner.servers.pieces import MOST_ROWS
 from nemo_aligner.servers.schema import Arrays, Endpoint, triton_tensors
@@ -33,9 +28,6 @@ from nemo_aligner.servers.triton_environment import (
     folder_of_workspaces,
     prepare_triton_environment,
 )
-
-# What answers the requests of an endpoint: arrays by wire name -> arrays by wire name.
-Handler = Callable[..., Arrays]
 
 
 class TritonHost:
@@ -45,6 +37,8 @@ class TritonHost:
         host, port: to listen on.
         access: what is asked of the clients.
     """
+
+    name = "Triton"
 
     def __init__(self, host: str, port: int, access: Access):
         self.host, self.port, self._access = host, port, access
@@ -133,16 +127,9 @@ class TritonHost:
             (reply,) = answer([request])
             return reply
         except Exception as error:
-            status = 500
-            if isinstance(error, UserError):
-                status = 400
-                logging.warning(f"{endpoint.name} refuses a request: {cause_of(error)}")
-            elif isinstance(error, ServerEndingError):
-                status = 503
-            elif not isinstance(error, ServerRequestError):  # logged where it was raised
-                logging.error(f"{endpoint.name} failed:\n{traceback.format_exc()}")
+            status, line = failure_of(endpoint.name, error)
             front, name = self._front, (request.parameters or {}).get(REQUEST_PARAMETER)
-            if front is None or not front.fail(name, status, cause_of(error)):
+            if front is None or not front.fail(name, status, line):
                 raise  # it did not come through the front
             return endpoint.empty_reply(len(next(iter(request.values()))))
 

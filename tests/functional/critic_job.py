@@ -230,6 +230,7 @@ def main() -> None:
         tokenize_func=tokenize,
         gbs=settings["gbs"],
         model_forward_micro_batch_size=2,
+        server=OmegaConf.create(settings["server"]),
     )
     if os.path.exists(settings["checkpoint"]):
         trainer.load_state_dict(json.loads(Path(settings["checkpoint"]).read_text()))
@@ -250,6 +251,7 @@ class CriticJob:
         combined: the server also gives rewards.
         save_s: how long a save takes.
         save_grace_s: how long it may take after SIGTERM.
+        server: the section `server` of the configuration.
     """
 
     def __init__(
@@ -261,6 +263,7 @@ class CriticJob:
         gbs=4,
         save_s=0.0,
         save_grace_s=60.0,
+        server=None,
         **cfg,
     ):
         self.directory = Path(tempfile.mkdtemp(prefix="cj_", dir="/tmp"))
@@ -272,6 +275,7 @@ class CriticJob:
             "gbs": gbs,
             "save_s": save_s,
             "save_grace_s": save_grace_s,
+            "server": server or {},
             "metrics": str(self.directory / "metrics.jsonl"),
             "checkpoint": str(self.directory / "checkpoint.json"),
             "cfg": {

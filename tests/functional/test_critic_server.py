@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The critic server as a job of its own: real Triton processes, one and two ranks, clients on one
-and two ranks.
+"""The critic server as a job of its own, behind each front: real Triton processes or uvicorn, one
+and two ranks, clients on one and two ranks.
 
 Expected numbers come from the same small model run here, in one process, with plain torch on
 unpadded rows.
@@ -21,6 +21,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import exchange
@@ -36,6 +37,8 @@ pytestmark = [
     # PyTriton's client warns of time-outs above its default.
     pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),
 ]
+
+each_frontend = pytest.mark.parametrize("frontend", FRONTENDS)
 
 
 def expected_scores(model, tokens, lengths):
@@ -114,14 +117,14 @@ def client_config(job, **changes):
     )
 
 
-@pytest.fixture(scope="module")
-def job():
-    with CriticJob(ranks=1) as job:
+@pytest.fixture(scope="module", params=FRONTENDS)
+def job(request):
+    with CriticJob(ranks=1, server={"frontend": request.param}) as job:
         yield job.wait_until_serving()
 
 
 @pytest.fixture(scope="module")
-def mirror():
+def mirror(job):
     """The served model as this process knows it: tests that train the server train it too."""
     return build_model()
 
@@ -215,37 +218,45 @@ INFER = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1)
         (
             "critic_infer",
             {**INFER, "tokens": INFER["tokens"].astype(np.int32)},
-            ["tokens", "INT64", "INT32"],
+            ["tokens", "int64", "int32"],
         ),
         (
             "critic_infer",
             {**INFER, "tokens": np.ones((2, 5, 1), np.int64)},
-            ["tokens", "[-1,-1]", "[2,5,1]"],
+            ["tokens", "[2,5,1]"],
         ),
-        ("critic_infer", {"tokens": INFER["tokens"]}, ["'sequence_lengths' is missing"]),
+        ("critic_infer", {"tokens": INFER["tokens"]}, ["'sequence_lengths'ismissing"]),
         (
             "critic_infer",
             {**INFER, "sequence_lengths": np.full((2, 1), 6)},
-            ["'sequence_lengths' holds 6", "[1, 5]"],
+            ["'sequence_lengths'holds6", "[1,5]"],
         ),
-        ("critic_infer", {**INFER, "tokens": np.full((2, 5), 99)}, ["the id 99", "[0, 32)"]),
+        ("critic_infer", {**INFER, "tokens": np.full((2, 5), 99)}, ["theid99", "[0,32)"]),
         ("critic_train", {**TRAIN, "rewards": TRAIN["mask"]}, ["rewards"]),
         ("critic_train", {k: v for k, v in TRAIN.items() if k != "mask"}, ["mask"]),
         (
             "critic_train",
             {**TRAIN, "returns": TRAIN["returns"].astype(np.float64)},
-            ["returns", "FP32", "FP64"],
+            ["returns", "fp32|float32", "fp64|float64"],
         ),
-        ("critic_train", {**TRAIN, "tokens": np.ones(5, np.int64)}, ["tokens", "[-1,-1]", "[5]"]),
+        ("critic_train", {**TRAIN, "tokens": np.ones(5, np.int64)}, ["tokens", "[5]"]),
         (
             "critic_train",
             {**TRAIN, "mask": np.ones((2, 5), np.float32)},
-            ["'mask' has shape [2, 5]", "[2, 4]"],
+            ["'mask'hasshape[2,5]", "[2,4]"],
         ),
         ("critic_save", {"dummy": np.zeros(1, np.int64)}, ["dummy"]),
-        ("critic_save", {"dummy_var": np.zeros(1, np.float32)}, ["dummy_var", "INT64", "FP32"]),
+        (
+            "critic_save",
+            {"dummy_var": np.zeros(1, np.float32)},
+            ["dummy_var", "int64", "fp32|float32"],
+        ),
         ("critic_save", {"dummy_var": np.zeros(2, np.int64)}, ["dummy_var", "[1]", "[2]"]),
-        ("critic_status", {"dummy_var": np.zeros(1, np.float32)}, ["dummy_var", "INT64", "FP32"]),
+        (
+            "critic_status",
+            {"dummy_var": np.zeros(1, np.float32)},
+            ["dummy_var", "int64", "fp32|float32"],
+        ),
     ],
 )
 def test_wrong_requests_are_refused_and_the_server_goes_on(job, mirror, endpoint, request_, words):
@@ -254,8 +265,9 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(job, mirror, endpoint
     raw = Raw(job)
     with pytest.raises(PyTritonClientInferenceServerError) as caught:
         raw(endpoint, **request_)
+    said = str(caught.value).replace(" ", "").lower()  # each front has words of its own
     for word in words:
-        assert word in str(caught.value)
+        assert any(form in said for form in word.split("|")), caught.value
     assert_serving(raw, mirror)
 
 
@@ -528,12 +540,13 @@ def in_background(function, **arguments):
     return errors, thread
 
 
-def test_two_data_parallel_ranks_under_torchrun():
+@each_frontend
+def test_two_data_parallel_ranks_under_torchrun(frontend):
     """Numbers, an error that all ranks share, then SIGTERM to rank 1 in the middle of an
     update.
     """
     model = build_model()
-    with CriticJob(ranks=2, launcher="torchrun") as job:
+    with CriticJob(ranks=2, launcher="torchrun", server={"frontend": frontend}) as job:
         raw = Raw(job.wait_until_serving())
         assert_serving(raw, model)  # 3 rows are padded to 4
         data = make_training_data(rows=10, width=9)
@@ -617,12 +630,13 @@ def save_in_background(job):
     return started
 
 
-def test_two_tensor_parallel_ranks_with_a_separate_reward_model():
+@each_frontend
+def test_two_tensor_parallel_ranks_with_a_separate_reward_model(frontend):
     """The critic alone answers values only; then SIGTERM to rank 1 alone, idle, without a launcher
     above the ranks.
     """
     model = build_model()
-    with CriticJob(ranks=2, tp=2, combined=False) as job:
+    with CriticJob(ranks=2, tp=2, combined=False, server={"frontend": frontend}) as job:
         raw = Raw(job.wait_until_serving())
         for rows in (2, 3):
             tokens = torch.arange(1, 1 + rows * 5).reshape(rows, 5)
@@ -636,8 +650,9 @@ def test_two_tensor_parallel_ranks_with_a_separate_reward_model():
         job.assert_nothing_left()
 
 
-def test_a_rank_that_fails_alone_ends_the_job_and_tells_the_client():
-    with CriticJob(ranks=2) as job:
+@each_frontend
+def test_a_rank_that_fails_alone_ends_the_job_and_tells_the_client(frontend):
+    with CriticJob(ranks=2, server={"frontend": frontend}) as job:
         raw = Raw(job.wait_until_serving())
         job.look_around()
         tokens = np.ones((4, 5), np.int64)
@@ -649,14 +664,15 @@ def test_a_rank_that_fails_alone_ends_the_job_and_tells_the_client():
         job.assert_nothing_left()
 
 
-def test_killing_the_critic_in_an_update_is_one_error_with_its_cause():
+@each_frontend
+def test_killing_the_critic_in_an_update_is_one_error_with_its_cause(frontend):
     """The update fails, and so does the scoring request that waits for it: nothing is sent to a
     server that may have come back with other weights.
     """
     from nemo_aligner.servers.connection import RESTART_REMEDY
     from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
-    with CriticJob() as job:
+    with CriticJob(server={"frontend": frontend}) as job:
         client = RemoteGPTRMCriticClient(client_config(job.wait_until_serving()))
         try:
             data = make_training_data(4, 9)
@@ -712,13 +728,14 @@ def test_a_job_whose_triton_is_killed_ends_with_one_message(process, named):
         job.assert_nothing_left()
 
 
-def test_a_taken_port_is_refused_at_start():
+@each_frontend
+def test_a_taken_port_is_refused_at_start(frontend):
     import socket
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with CriticJob(ranks=1, port=taken.getsockname()[1]) as job:
+        with CriticJob(port=taken.getsockname()[1], server={"frontend": frontend}) as job:
             codes = job.wait_for_exit(60)
             assert codes != [0]
             assert "Set another port (trainer.ppo.port" in job.log()

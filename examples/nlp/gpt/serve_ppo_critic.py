@@ -76,6 +76,7 @@ def serve(cfg: DictConfig) -> None:
         tokenize_func=model.tokenize,
         gbs=cfg.model.global_batch_size,
         model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
+        server=cfg.server,
     )
     state = load_trainer_state(cfg, ckpt_callback)
     if state is not None:

@@ -65,6 +65,7 @@ def serve_model(cfg: DictConfig) -> None:
         max_length=max_length,
         tokenizer=model.tokenizer,
         **endpoint_options(cfg.inference),
+        **cfg.server,
     ).run_server()
 
 
@@ -96,6 +97,7 @@ def serve_function(cfg: DictConfig) -> None:
             needs_prompt_lengths=True,
             tokenizer=tokenizer,
             **endpoint_options(options),
+            **cfg.server,
         ).run_server()
 
 

@@ -1,0 +1,337 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A server job without Triton: its endpoints behind uvicorn, an ASGI server, in rank 0.
+
+The wire is that of Triton (kserve.py), what may enter is the same (admission.py), and requests are
+handed on in the same way: those to one endpoint one after the other, in the order in which they
+came, those to several endpoints side by side. It needs no process beside rank 0, no shared memory
+and no PyTriton, and it can encrypt.
+
+uvicorn reads and writes HTTP. ASGI has no message for a sign of life ("100 Continue" while a
+request is worked on), so the connections are of a subclass of uvicorn's. Imports uvicorn, so only
+rank 0 of a server with `server.frontend=asgi` imports this module.
+
+Each request fails alone, with an error of its own in one line.
+"""
+
+import asyncio
+import concurrent.futures
+import json
+import socket
+import ssl
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import h11
+import uvicorn
+from nemo.utils import logging
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+import nemo_aligner
+from nemo_aligner.core.errors import cause_of
+from nemo_aligner.servers.admission import (
+    BODY_S,
+    FIRST_REQUEST_S,
+    HEAD_SIZE_HEADER,
+    MOST_CONNECTIONS,
+    NEXT_REQUEST_S,
+    Access,
+    Admission,
+    Admitted,
+    RefusedError,
+    error_body,
+    failure_of,
+    read_head,
+)
+from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, INSTANCE_HEADER
+from nemo_aligner.servers.hosts import Handler
+from nemo_aligner.servers.kserve import (
+    decode_request,
+    encode_reply,
+    model_config,
+    model_metadata,
+    wanted_outputs,
+)
+from nemo_aligner.servers.lease import LEASE_HEADER
+from nemo_aligner.servers.ports import check_port_is_free, port_error
+from nemo_aligner.servers.schema import Endpoint
+
+_JSON, _BINARY = "application/json", "application/octet-stream"
+# Name of the function that gives a sign of life, in the state of an ASGI scope.
+_CONTINUE = "continue"
+STOP_S = 2.0  # for the last replies, when the server ends
+
+
+class AsgiHost:
+    """uvicorn in a thread of rank 0.
+
+    Args:
+        host, port: to listen on.
+        access: what is asked of the clients.
+        tls: certificate and key of a server that encrypts; None: it does not.
+    """
+
+    name = "uvicorn"
+
+    def __init__(self, host: str, port: int, access: Access, tls: ssl.SSLContext | None = None):
+        self.host, self.port, self._access, self._tls = host, port, access, tls
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._app: App | None = None
+
+    def start(
+        self,
+        endpoints: Sequence[tuple[Endpoint, Handler]],
+        batcher: Mapping[str, Any],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Serve `endpoints`; returns once the port is open.
+
+        Args:
+            endpoints: each with the function that handles its requests.
+            batcher: not used: each request is handed on as soon as the one before is done.
+            should_stop: called a few times a second; True ends the start early.
+
+        Raises:
+            UserError: the port is taken.
+        """
+        check_port_is_free(self.host, self.port)
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((self.host, self.port))
+        except OSError as error:
+            listening.close()
+            raise port_error(self.host, self.port, error) from error
+        self._app = App(endpoints, self._access)
+        config = uvicorn.Config(
+            self._app,
+            http=_Connection,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            backlog=1024,
+            timeout_keep_alive=int(NEXT_REQUEST_S),
+            timeout_graceful_shutdown=int(STOP_S),
+        )
+        config.load()
+        config.ssl = self._tls  # as it was checked at the start of the job
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([listening],), daemon=True, name="uvicorn"
+        )
+        self._thread.start()
+        while not self._server.started and not should_stop():
+            if not self._thread.is_alive():
+                raise RuntimeError("uvicorn ended while it started")
+            time.sleep(0.02)
+
+    def what_has_ended(self) -> str | None:
+        """Return "uvicorn" if its thread has ended, None while it runs."""
+        return None if self._thread is not None and self._thread.is_alive() else "uvicorn"
+
+    def stop(self) -> None:
+        """Close the port, then send the last replies. A second call does nothing."""
+        if self._server is None or self._thread is None or self._app is None:
+            return
+        self._server.should_exit = True
+        self._thread.join(STOP_S + 1.0)
+        self._app.close()
+
+    def kill(self) -> None:
+        """End nothing: there is nothing outside this process."""
+
+
+class _Connection(H11Protocol):
+    """A connection of uvicorn's that gives signs of life, and that has the time limits of
+    admission.py where uvicorn has none.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: Any,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ):
+        state = {**app_state, _CONTINUE: self._give_sign_of_life}
+        super().__init__(config, server_state, state, _loop)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        self.loop.call_later(FIRST_REQUEST_S, self._close_unused)
+
+    def on_response_complete(self) -> None:
+        """After a refusal read what the client still sends, for it would get a reset instead of
+        the reply; but not for ever.
+        """
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self.loop.call_later(BODY_S, self._close_if_refused, self.cycle)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, in the form of all errors."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = error_body(msg)
+            headers = [
+                ("Content-Type", _JSON),
+                ("Content-Length", str(len(body))),
+                ("Connection", "close"),
+            ]
+            events = h11.Response(status_code=400, headers=headers), h11.Data(data=body)
+            for event in (*events, h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _close_unused(self) -> None:
+        if self.scope is None:
+            self.transport.close()
+
+    def _close_if_refused(self, cycle: object) -> None:
+        if self.cycle is cycle and self.conn.their_state is h11.SEND_BODY:
+            self.transport.close()
+
+    def _give_sign_of_life(self) -> None:
+        """Tell the client that its request is worked on; HTTP allows it any number of times."""
+        if self.conn.our_state is h11.SEND_RESPONSE and not self.transport.is_closing():
+            event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(event))
+
+
+class _Body:
+    """The body of one request, read in order."""
+
+    def __init__(self, receive: Callable[[], Any]):
+        self._receive, self._rest = receive, memoryview(b"")
+
+    async def read(self, size: int) -> bytearray:
+        """Return the next `size` bytes.
+
+        Raises:
+            RefusedError: they do not come.
+        """
+        data, at = bytearray(size), 0
+        while at < size:
+            if not self._rest:
+                try:
+                    message = await asyncio.wait_for(self._receive(), BODY_S)
+                except asyncio.TimeoutError:
+                    raise RefusedError(408, f"nothing came for {BODY_S:.0f} s") from None
+                if not message.get("body") and not message.get("more_body"):
+                    raise RefusedError(400, "the body is shorter than it was announced")
+                self._rest = memoryview(message["body"])
+            part = self._rest[: size - at]
+            data[at : at + len(part)] = part
+            self._rest = self._rest[len(part) :]
+            at += len(part)
+        return data
+
+
+# Status, headers and body of a reply.
+_Reply = tuple[int, dict[str, str], bytes]
+
+
+def _error_reply(status: int, line: str) -> _Reply:
+    return status, {"Content-Type": _JSON}, error_body(line)
+
+
+class App:
+    """The ASGI application: the endpoints of a server job, each with a thread of its own.
+
+    Args:
+        endpoints: each with the function that handles its requests.
+        access: what is asked of the clients.
+    """
+
+    def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]], access: Access):
+        self._endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
+        self._handlers = {endpoint.name: function for endpoint, function in endpoints}
+        self._threads = {
+            name: concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=name)
+            for name in self._endpoints
+        }
+        self.admission = Admission(list(self._endpoints.values()), access)
+
+    def close(self) -> None:
+        """Drop the requests that no thread has begun to work on."""
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def __call__(
+        self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[..., Any]
+    ) -> None:
+        """Reply to one request."""
+        try:
+            status, headers, body = await self._reply(scope, receive)
+        except RefusedError as refusal:
+            status, headers, body = _error_reply(refusal.status, str(refusal))
+        except Exception as error:
+            logging.error(f"{scope['path']}: {traceback.format_exc()}")
+            status, headers, body = _error_reply(500, cause_of(error))
+        headers |= {INSTANCE_HEADER: self.admission.instance, "Content-Length": str(len(body))}
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": encoded})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _reply(self, scope: dict[str, Any], receive: Callable[[], Any]) -> _Reply:
+        found = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+
+        def header(name: str) -> str | None:
+            return found.get(name.lower())
+
+        query = b"?" + scope["query_string"] if scope["query_string"] else b""
+        path = (scope["raw_path"] + query).decode("latin-1")
+        request = self.admission.admit(scope["method"], path, header)
+        if request is None:
+            return 200, {}, b""
+        if request.what != "infer":
+            return 200, {"Content-Type": _JSON}, self._describe(request)
+        with self.admission.leases.working_for(header(LEASE_HEADER)):
+            body = _Body(receive)
+            head = read_head(await body.read(request.head_size))
+            tensors = await body.read(request.length - request.head_size)
+            assert request.endpoint is not None
+            work = asyncio.get_running_loop().run_in_executor(
+                self._threads[request.endpoint], self._infer, request.endpoint, head, tensors
+            )
+            while not (await asyncio.wait([work], timeout=HEARTBEAT_S))[0]:
+                if header(HEARTBEAT_HEADER) is not None:
+                    scope["state"][_CONTINUE]()
+            return await work
+
+    def _describe(self, request: Admitted) -> bytes:
+        """Return the body of the reply to a GET."""
+        if request.what in ("live", "ready"):
+            return b""
+        if request.endpoint is None:
+            about: dict[str, Any] = {"name": "nemo_aligner", "version": nemo_aligner.__version__}
+            about["extensions"] = ["binary_tensor_data", "model_configuration"]
+        elif request.what == "config":
+            about = model_config(self._endpoints[request.endpoint])
+        else:
+            about = model_metadata(self._endpoints[request.endpoint])
+        return json.dumps(about).encode()
+
+    def _infer(self, name: str, head: dict[str, Any], tensors: bytearray) -> _Reply:
+        """Thread of an endpoint: work on one request."""
+        endpoint = self._endpoints[name]
+        try:
+            wanted = wanted_outputs(endpoint, head)
+            arrays = self._handlers[name](**decode_request(endpoint, head, tensors))
+            size, body = encode_reply(endpoint, arrays, head, wanted)
+        except Exception as error:
+            return _error_reply(*failure_of(name, error))
+        if size is None:
+            return 200, {"Content-Type": _JSON}, body
+        return 200, {"Content-Type": _BINARY, HEAD_SIZE_HEADER: str(size)}, body

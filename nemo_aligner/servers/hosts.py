@@ -1,0 +1,74 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What hosts the endpoints of a server job on rank 0: Triton (triton_host.py) or uvicorn
+(asgi_host.py). The first needs PyTriton and the second uvicorn; each is imported where it runs.
+"""
+
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nemo_aligner.config.server_rules import read_frontend
+from nemo_aligner.servers.admission import Access
+from nemo_aligner.servers.schema import Arrays, Endpoint
+
+# What handles the requests of an endpoint: arrays by wire name -> arrays by wire name.
+Handler = Callable[..., Arrays]
+
+
+class Host(Protocol):
+    """Hosts endpoints at `host:port`; see `TritonHost`."""
+
+    name: str
+    host: str
+    port: int
+
+    def start(
+        self,
+        endpoints: Sequence[tuple[Endpoint, Handler]],
+        batcher: Mapping[str, Any],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Serve `endpoints`; returns once all are ready."""
+
+    def what_has_ended(self) -> str | None:
+        """Return which part has ended, None while all of it runs."""
+
+    def stop(self) -> None:
+        """End it, after the last replies."""
+
+    def kill(self) -> None:
+        """End what it runs outside this process, at once."""
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """How a server job hosts its endpoints: the section `server` of its configuration.
+
+    Attributes:
+        kind: "triton" or "asgi".
+        tls: of a server that encrypts; None: it does not.
+    """
+
+    kind: str = "triton"
+    tls: ssl.SSLContext | None = None
+
+    @classmethod
+    def read(cls, kind: str, certificate: str | None, key: str | None) -> "Frontend":
+        """Return it for these values of the configuration.
+
+        Raises:
+            ConfigError: they cannot work.
+        """
+        return cls(kind, read_frontend(kind, certificate, key))
+
+    def make_host(self, host: str, port: int, access: Access) -> Host:
+        """Return what hosts endpoints at `host:port`, not yet started."""
+        if self.kind == "asgi":
+            from nemo_aligner.servers.asgi_host import AsgiHost
+
+            return AsgiHost(host, port, access, self.tls)
+        from nemo_aligner.servers.triton_host import TritonHost
+
+        return TritonHost(host, port, access)
