@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a stranger can reach of a server that runs: its port, its processes, its files."""
+"""What a stranger can reach of a server that runs, behind each front: its port, its processes, its
+files.
+"""
 
 import base64
 import contextlib
@@ -21,6 +23,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.exchange import Exchange, InferRequest, token_header
@@ -48,18 +51,27 @@ INFER = {
 TOKEN = "0123456789abcdef"
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
+@pytest.fixture(scope="module", params=FRONTENDS)
+def job(request, tmp_path_factory):
     """A server that asks for a token."""
     token_file = tmp_path_factory.mktemp("secret") / "token"
     token_file.write_text(TOKEN)
     token_file.chmod(0o600)
-    with CriticJob(token_file=str(token_file), require_lease=True) as job:
-        job.token_file = str(token_file)
+    section = {"frontend": request.param}
+    with CriticJob(token_file=str(token_file), require_lease=True, server=section) as job:
+        job.token_file, job.frontend = str(token_file), request.param
         yield job.wait_until_serving()
         job.signal_rank(0)
         job.must_exit_with(0)
         job.assert_nothing_left()
+
+
+@pytest.fixture
+def triton_job(job):
+    """The server behind which is Triton."""
+    if job.frontend != "triton":
+        pytest.skip("there is no Triton")
+    return job
 
 
 def ask(port, method, path, body=None, headers=None, limit_s=20, token=TOKEN):
@@ -119,7 +131,7 @@ def test_another_user_cannot_have_triton_run_python(job, tmp_path):
     the job.
     """
     lines = [" ".join(process.cmdline()) for process in family(job)]
-    assert any("tritonserver" in line for line in lines)
+    assert any("tritonserver" in line for line in lines) == (job.frontend == "triton")
     assert not any(TOKEN in line for line in lines)
     secrets = set(re.findall(r"[\w-]+=([\w-]{16,})", " ".join(lines)))
     marker = tmp_path / "marker"
@@ -156,7 +168,8 @@ def test_requests_without_the_token_are_refused(job):
     assert_serving(job)
 
 
-def test_triton_has_no_port_and_its_files_belong_to_this_user_alone(job):
+def test_triton_has_no_port_and_its_files_belong_to_this_user_alone(triton_job):
+    job = triton_job
     assert ("127.0.0.1", job.port) in listening_ports(job)
     (triton,) = (p for p in family(job) if p.name() == "tritonserver")
     assert not [c for c in triton.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
@@ -169,7 +182,8 @@ def test_triton_has_no_port_and_its_files_belong_to_this_user_alone(job):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_open_the_socket(job):
+def test_another_user_cannot_open_the_socket(triton_job):
+    job = triton_job
     (directory,) = (job.directory / "t").glob("triton_*")
     with socket.socket(socket.AF_UNIX) as own:
         own.connect(str(directory / "http"))
@@ -213,7 +227,7 @@ socket.socket(socket.AF_UNIX).connect(sys.argv[1])
         ),
     ],
 )
-def test_requests_that_never_reach_triton(job, method, path, body, headers, status):
+def test_requests_that_are_refused_by_the_front(job, method, path, body, headers, status):
     assert ask(job.port, method, path, body, headers)[0] == status
     assert_serving(job)
 
