@@ -700,7 +700,7 @@ MUTANTS = [
         "servers/admission.py",
         "if endpoint not in self._largest_body and not general:",
         "if False:",
-        _unit("test_front.py", "test_what_triton_must_not_see_is_refused"),
+        _unit("test_front.py", "test_what_must_not_enter_is_refused"),
     ),
     Mutant(
         "a server lets requests without the token through",
@@ -728,7 +728,7 @@ MUTANTS = [
         "servers/admission.py",
         "if length > largest:",
         "if False:",
-        _unit("test_front.py", "test_what_triton_must_not_see_is_refused"),
+        _unit("test_front.py", "test_what_must_not_enter_is_refused"),
     ),
     Mutant(
         "the critic trains on any finite number",

@@ -37,6 +37,7 @@ from nemo_aligner.servers.schema import Endpoint
 
 SMALL_BODY = 2**16  # of a request without samples
 LARGEST_HEAD = 2**20  # the JSON in front of the tensors, or a body that is all JSON
+METHODS = ("GET", "POST", "DELETE")
 HEAD_SIZE_HEADER = "Inference-Header-Content-Length"
 MOST_CONNECTIONS = 512
 # A connection that has sent no request yet, one between two requests, one within a body.
@@ -123,6 +124,8 @@ class Admission:
             raise RefusedError(401, "this server asks for a token")
         if header(INSTANCE_HEADER) not in (None, self.instance):
             raise RefusedError(503, "the server was started anew since this client connected")
+        if method not in METHODS:
+            raise RefusedError(501, f"Unsupported method ({method[:40]!r})")
         length = _body_length(header)
         if path == LEASE_PATH and self._exclusive:
             self._change_lease(method, length, header(LEASE_HEADER))

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to the critic over a network that loses them: each has one reply, and is done once.
 
-The front of the server is the real one; Triton is a script that counts.
+The fronts of the server are the real ones; Triton, or the handlers, are scripts that count.
 """
 
 import contextlib
+import dataclasses
 import json
 import socketserver
 import threading
@@ -15,15 +16,21 @@ from http.server import BaseHTTPRequestHandler
 import numpy as np
 import pytest
 
+from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers import asgi_host, exchange, front
 from nemo_aligner.servers import connection as connection_module
-from nemo_aligner.servers import exchange, front
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.connection import RESTART_REMEDY
 from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.ports import find_free_port
-from nemo_aligner.servers.schema import critic_infer_endpoint, critic_train_endpoint
+from nemo_aligner.servers.schema import (
+    TensorSpec,
+    critic_infer_endpoint,
+    critic_train_endpoint,
+)
+from tests.asgi_front import AsgiFront
 from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.patience import patience
 from tests.scripted_server import triton_config
@@ -89,16 +96,36 @@ def quick(monkeypatch):
     """Silence is noticed in tenths of seconds."""
     monkeypatch.setattr(connection_module, "RETRY_PAUSES_S", (0.05, 0.05, 0.05))
     monkeypatch.setattr(exchange, "SILENCE_S", patience(0.6))
-    monkeypatch.setattr(front, "HEARTBEAT_S", 0.1)
+    for module in (front, asgi_host):
+        monkeypatch.setattr(module, "HEARTBEAT_S", 0.1)
 
 
-@contextlib.contextmanager
-def serve(triton, port=0):
+def serve_triton(triton, port=0):
     port = port or find_free_port()
     server = Front("127.0.0.1", port, triton.server_address, list(ENDPOINTS.values()), Access())
     server.open()
-    with contextlib.closing(server):
-        yield server
+    return contextlib.closing(server)
+
+
+def serve_asgi(triton, port=0):
+    """`triton` counts, as that behind the other front does."""
+
+    def counting(endpoint):
+        def handle(**_arrays):
+            triton.got.append(endpoint.name)
+            time.sleep(triton.works_s)
+            outputs = {spec.name: np.zeros((1, 1), spec.dtype) for spec in endpoint.outputs}
+            return {**outputs, "count": np.array([len(triton.got)])}
+
+        count = TensorSpec("count", np.int64, (1,))
+        return dataclasses.replace(endpoint, outputs=(*endpoint.outputs, count)), handle
+
+    return contextlib.closing(AsgiFront(map(counting, ENDPOINTS.values()), Access(), port))
+
+
+@pytest.fixture(params=[serve_triton, serve_asgi], ids=FRONTENDS)
+def serve(request):
+    return request.param
 
 
 class Client:
@@ -133,7 +160,7 @@ UPDATE = {"request_id": np.array([b"an-update"])}
 
 @pytest.mark.parametrize("name", list(ENDPOINTS))
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_fault_costs_a_repetition(triton, fault, name):
+def test_one_fault_costs_a_repetition(serve, triton, fault, name):
     with (
         serve(triton) as server,
         FaultyNetwork(server.address, lambda number, path: None if number else fault) as network,
@@ -144,7 +171,7 @@ def test_one_fault_costs_a_repetition(triton, fault, name):
     assert set(triton.got) == {name} and len(triton.got) <= 2
 
 
-def test_a_network_that_always_fails_is_one_error_after_a_few_tries(triton):
+def test_a_network_that_always_fails_is_one_error_after_a_few_tries(serve, triton):
     with (
         serve(triton) as server,
         FaultyNetwork(server.address, lambda number, path: "lost reply") as network,
@@ -156,7 +183,7 @@ def test_a_network_that_always_fails_is_one_error_after_a_few_tries(triton):
     assert len(triton.got) == 1 + len(connection_module.RETRY_PAUSES_S)
 
 
-def test_an_update_without_an_id_is_not_sent_again(triton):
+def test_an_update_without_an_id_is_not_sent_again(serve, triton):
     """Nobody could tell whether it had been made."""
     with (
         serve(triton) as server,
@@ -168,14 +195,14 @@ def test_an_update_without_an_id_is_not_sent_again(triton):
     assert triton.got == ["critic_train"]
 
 
-def test_a_long_request_is_not_taken_for_a_dead_connection(triton):
+def test_a_long_request_is_not_taken_for_a_dead_connection(serve, triton):
     triton.works_s = 3 * exchange.SILENCE_S
     with serve(triton) as server, Client(server.address[1]) as client:
         assert client.send("critic_train", **UPDATE) == 1
     assert triton.got == ["critic_train"]
 
 
-def test_signs_of_life_do_not_stretch_the_time_limit(triton):
+def test_signs_of_life_do_not_stretch_the_time_limit(serve, triton):
     triton.works_s = patience(8)
     with serve(triton) as server, Client(server.address[1], 1.5) as client:
         start = time.monotonic()
@@ -185,7 +212,7 @@ def test_signs_of_life_do_not_stretch_the_time_limit(triton):
 
 
 @pytest.mark.parametrize("name", list(ENDPOINTS))
-def test_a_server_that_was_started_anew_refuses_the_clients_of_before(triton, name):
+def test_a_server_that_was_started_anew_refuses_the_clients_of_before(serve, triton, name):
     with serve(triton) as before, Client(before.address[1]) as client:
         assert client.send(name, **UPDATE) == 1
         before.close()
