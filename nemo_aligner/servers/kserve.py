@@ -87,11 +87,10 @@ def _from_list(content: Any, name: str) -> Array:
         flat = np.array(content, dtype=object).reshape(-1)
         return _text_array([text.encode() for text in flat])
     found, dtype = np.array(content), _DTYPES[name]
+    if found.size and found.dtype.kind not in _TAKES[dtype.kind]:
+        raise ValueError(f"its data are no {name}")
     array = found.astype(dtype)
-    if found.size and (
-        found.dtype.kind not in _TAKES[dtype.kind]
-        or (dtype.kind != "f" and not np.array_equal(array, found))
-    ):
+    if dtype.kind != "f" and not np.array_equal(array, found):
         raise ValueError(f"its data are no {name}")
     return array.reshape(-1)
 

@@ -15,6 +15,7 @@ import pytest
 
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
+from tests.certificates import make_certificate
 from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.functional.jobs import ScriptJob, assert_ended_well, metric_names, read_metrics
 from tests.patience import patience, wait_until
@@ -166,6 +167,31 @@ def test_a_run_learns_saves_and_starts_at_kl_zero(single):
         "reward",
         "is_end",
     }
+
+
+def test_over_the_other_front_and_encrypted_it_is_the_same_run(inputs, single):
+    """To the bit, without Triton."""
+    folder, port = inputs / "asgi", find_free_port()
+    folder.mkdir()
+    certificate, key = make_certificate(folder)
+    front = [
+        "server.frontend=asgi",
+        f"server.tls_certificate={certificate}",
+        f"server.tls_key={key}",
+    ]
+    trust = f"remote_critic_rm.tls_ca_file={certificate}"
+    with (
+        critic(inputs, folder, port, 1, "python", *front) as server,
+        actor(inputs, folder, port, 1, "python", trust) as job,
+    ):
+        assert_ended_well(job, job.wait())
+        assert_ended_well(server, server.stop())
+    assert "starting uvicorn on" in server.log
+    for side in ("actor", "critic"):
+        names = [name for name in metric_names(single / side) if not name.endswith("_time")]
+        assert names
+        for name in names:
+            assert read_metrics(folder / side, name) == read_metrics(single / side, name), name
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,212 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The front on uvicorn: what is not the same as in front of Triton (test_front.py)."""
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_aligner.config import server_rules
+from nemo_aligner.config.access import client_tls, server_tls
+from nemo_aligner.config.reward_models import RewardModelSpec
+from nemo_aligner.config.server_rules import read_frontend
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.servers import asgi_host
+from nemo_aligner.servers.admission import Access
+from nemo_aligner.servers.exchange import Exchange, InferRequest, token_header
+from nemo_aligner.servers.fleet import Fleet
+from nemo_aligner.servers.http_communicator import HTTPCommunicator
+from nemo_aligner.servers.schema import critic_save_endpoint, reward_model_endpoint
+from nemo_aligner.servers.served_model import ServerMismatchError
+from tests.asgi_front import AsgiFront
+from tests.certificates import make_certificate
+from tests.patience import patience
+
+pytestmark = pytest.mark.timeout(120)
+
+TOKEN = "0123456789abcdef"
+REWARD = reward_model_endpoint()
+SCORING = {"tokens": np.arange(6).reshape(2, 3), "sequence_lengths": np.full((2, 1), 3)}
+
+
+def score(tokens, sequence_lengths, **_others):
+    return {"rewards": tokens.sum(1, dtype=np.float32, keepdims=True)}
+
+
+def send(front, tls=None, token=None):
+    """The rewards that a client gets."""
+    with HTTPCommunicator(patience(20), patience(20), token=token, tls=tls) as communicator:
+        communicator.add_server_by_name("reward_model", *front.address, REWARD)
+        return communicator.send_data_to_server("reward_model", SCORING).result()["rewards"]
+
+
+# ---- encryption ----
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    """(certificate, key) of a server, and of another one."""
+    folder = tmp_path_factory.mktemp("tls")
+    return make_certificate(folder), make_certificate(folder, "other")
+
+
+@pytest.fixture
+def encrypted(certificates):
+    access = Access(TOKEN)
+    front = AsgiFront([(REWARD, score)], access, tls=server_tls(*certificates[0]))
+    with contextlib.closing(front):
+        yield front
+
+
+def test_a_client_with_the_certificate_and_the_token_is_served(encrypted, certificates):
+    trusting = client_tls(certificates[0][0], "remote_rm")
+    assert send(encrypted, trusting, TOKEN).tolist() == [[3.0], [12.0]]
+    with pytest.raises(ServerMismatchError, match="asks for a token"):
+        send(encrypted, trusting)
+    with HTTPCommunicator(1.0) as communicator, pytest.raises(Exception, match="not reachable"):
+        communicator.add_server_by_name("reward_model", *encrypted.address)
+
+
+def test_another_server_is_refused_in_one_line(encrypted, certificates):
+    """By a client and by a fleet, whose certificates are those of another one."""
+    other = client_tls(certificates[1][0], "remote_rm")
+    with pytest.raises(ServerMismatchError, match="not one of tls_ca_file: self") as caught:
+        send(encrypted, other, TOKEN)
+    assert "\n" not in str(caught.value)
+    spec = RewardModelSpec(None, "reward_model", (encrypted.address,), 1.0, "remote_rm")
+    with contextlib.closing(Fleet(spec, REWARD, 60.0, 60.0, token=TOKEN, tls=other)) as fleet:
+        with pytest.raises(ServerMismatchError, match="not one of tls_ca_file"):
+            while not fleet.wait_until_ready(1.0):
+                pass
+
+
+def test_a_server_that_does_not_encrypt_is_named(certificates):
+    with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
+        with pytest.raises(ServerMismatchError, match="it does not encrypt"):
+            send(front, client_tls(certificates[0][0], "remote_rm"))
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (("trition", None, None), "'trition' must be one of triton, asgi"),
+        (("triton", "c", "k"), "only with server.frontend=asgi"),
+        (("asgi", "c", None), "tls_key=None belong together"),
+        (("asgi", "/none", "/none"), "/none cannot be used: .*No such file"),
+    ],
+)
+def test_values_that_are_refused(values, words):
+    with pytest.raises(ConfigError, match=words):
+        read_frontend(*values)
+
+
+def test_files_that_are_refused(certificates, tmp_path):
+    (certificate, key), (_, other) = certificates
+    with pytest.raises(ConfigError, match="KEY_VALUES_MISMATCH"):
+        server_tls(certificate, other)
+    with pytest.raises(ConfigError, match="remote_rm.tls_ca_file=.*cannot be used"):
+        client_tls(str(tmp_path / "none"), "remote_rm")
+    readable = tmp_path / "readable.key"
+    readable.write_bytes(Path(key).read_bytes())
+    readable.chmod(0o644)
+    with pytest.raises(ConfigError, match="mode 0644"):
+        server_tls(certificate, str(readable))
+    locked = tmp_path / "locked.key"
+    subprocess.run(
+        ["openssl", "pkey", "-in", key, "-aes128", "-passout", "pass:x", "-out", str(locked)],
+        check=True,
+    )
+    locked.chmod(0o600)
+    with pytest.raises(ConfigError, match="without a password"):
+        server_tls(certificate, str(locked))
+
+
+@pytest.mark.parametrize("frontend, module", [("asgi", "uvicorn"), ("triton", "pytriton")])
+def test_what_is_not_installed_is_named(frontend, module, monkeypatch):
+    monkeypatch.setattr(server_rules.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=f"(?i){module}, which is not installed: pip install"):
+        read_frontend(frontend, None, None)
+
+
+# ---- without Triton ----
+
+PAIR = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("pytriton", "tritonclient"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+import nemo_aligner.algorithms.critic_server_trainer
+import nemo_aligner.algorithms.reward_server
+import nemo_aligner.servers.critic_client
+from tests.unit.test_asgi_host import *
+
+with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
+    print(send(front).tolist())
+found = {name.split(".")[0] for name in sys.modules}
+print(sorted(found & {"pytriton", "tritonclient", "uvicorn"}))
+"""
+
+
+def test_a_pair_runs_where_nothing_of_triton_is_installed():
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PAIR],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=patience(100),
+    )
+    lines = result.stdout.splitlines()
+    assert lines[-1:] == ["['uvicorn']"] and "[[3.0], [12.0]]" in lines, result.stderr[-2000:]
+
+
+# ---- the life of the host ----
+
+
+def test_a_handler_that_fails_says_so_and_the_next_request_is_served():
+    def fail_once(tokens, **_others):
+        if not calls:
+            calls.append(1)
+            raise ArithmeticError("no such sum")
+        return {"rewards": np.zeros((2, 1), np.float32)}
+
+    calls = []
+    request = InferRequest("reward_model", SCORING)
+    with contextlib.closing(AsgiFront([(REWARD, fail_once)], Access())) as front:
+        with pytest.raises(Exception, match="ArithmeticError: no such sum"):
+            Exchange(*front.address).run(request, patience(20))
+        assert Exchange(*front.address).run(request, patience(20))["rewards"].shape == (2, 1)
+
+
+def test_a_body_that_does_not_come_is_given_up(monkeypatch):
+    import http.client
+
+    monkeypatch.setattr(asgi_host, "BODY_S", 0.3)
+    save = critic_save_endpoint()
+    with contextlib.closing(AsgiFront([(save, score)], Access(lease_required=False))) as front:
+        connection = http.client.HTTPConnection(*front.address, timeout=patience(20))
+        with contextlib.closing(connection):
+            connection.putrequest("POST", "/v2/models/critic_save/infer")
+            connection.putheader("Content-Length", "100")
+            connection.endheaders(b"{}")
+            reply = connection.getresponse()
+            assert reply.status == 408 and b"nothing came" in reply.read()
+            assert connection.sock.recv(1) == b""  # closed, as the rest may still come
+
+
+def test_what_has_ended():
+    front = AsgiFront([(REWARD, score)], Access(TOKEN))
+    assert front.host.what_has_ended() is None
+    assert Exchange(*front.address, token_header(TOKEN)).run(
+        InferRequest("reward_model", SCORING), patience(20)
+    )
+    front.close()
+    front.close()
+    assert front.host.what_has_ended() == "uvicorn"
