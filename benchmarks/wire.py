@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a request to the critic server costs beside a bare HTTP POST of as many bytes.
+"""What a request to the critic server costs, behind each front, beside a bare HTTP POST of as
+many bytes.
 
     OMP_NUM_THREADS=1 python benchmarks/wire.py
 
@@ -26,6 +27,7 @@ from typing import Any
 import measure
 import psutil
 
+from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.servers.ports import find_free_port
 
 SCORED, TRAINED, COLUMNS, VOCABULARY = 64, 512, 1024, 32000
@@ -34,7 +36,7 @@ SCORED, TRAINED, COLUMNS, VOCABULARY = 64, 512, 1024, 32000
 # ---- the servers, each in a process of its own ----
 
 
-def serve_critic(port: int) -> None:
+def serve_critic(port: int, frontend: str) -> None:
     """A critic job of one rank; its model gives zeros and its optimizer does nothing."""
     import torch
     from omegaconf import OmegaConf
@@ -88,6 +90,7 @@ def serve_critic(port: int) -> None:
         tokenize_func=nothing._nothing,
         gbs=TRAINED,
         model_forward_micro_batch_size=SCORED,
+        server=OmegaConf.create({"frontend": frontend}),
     ).run_server()
 
 
@@ -164,8 +167,10 @@ def take_turns(
     }
 
 
-def compare(port: int, bare_port: int, processes: dict[str, Any], repeats: int) -> list[dict]:
-    """Both endpoints, beside a bare POST of the same bytes."""
+def compare(
+    front: str, ports: dict[str, int], processes: dict[str, Any], repeats: int
+) -> list[dict]:
+    """Both endpoints behind a front, beside a bare POST of the same bytes."""
     import torch
     from omegaconf import OmegaConf
 
@@ -174,7 +179,7 @@ def compare(port: int, bare_port: int, processes: dict[str, Any], repeats: int) 
     section = {
         "pad_to_length": None,
         "combine_rm_and_critic_server": True,
-        "critic": {"ip": "127.0.0.1", "port": port},
+        "critic": {"ip": "127.0.0.1", "port": ports[front]},
         "init_timeout_s": 120,
     }
     client = RemoteGPTRMCriticClient(OmegaConf.create(section))
@@ -205,8 +210,8 @@ def compare(port: int, bare_port: int, processes: dict[str, Any], repeats: int) 
     rows = []
     for name, call in calls.items():
         request, reply = sizes[name]
-        bare = functools.partial(post, bare_port, os.urandom(request), reply)
-        pair = {name: (call, [processes["critic"]]), "bare": (bare, [processes["bare"]])}
+        bare = functools.partial(post, ports["bare"], os.urandom(request), reply)
+        pair = {name: (call, [processes[front]]), "bare": (bare, [processes["bare"]])}
         take_turns(pair, 3)  # the first calls are slower
         found = take_turns(pair, repeats)
         ours, plain = found[name], found["bare"]
@@ -214,6 +219,7 @@ def compare(port: int, bare_port: int, processes: dict[str, Any], repeats: int) 
         rows.append(
             {
                 "call": name,
+                "front": front,
                 "MB": round((request + reply) / 1e6, 2),
                 "CPU ms": round(1e3 * ours["cpu_s"], 1),
                 "bare, CPU ms": round(1e3 * plain["cpu_s"], 1),
@@ -230,20 +236,27 @@ def compare(port: int, bare_port: int, processes: dict[str, Any], repeats: int) 
 
 def main() -> None:
     parser = measure.arguments(__doc__, repeats=60)
-    parser.add_argument("--serve", choices=["critic", "bare"], help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=[*FRONTENDS, "bare"], help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        (serve_critic if args.serve == "critic" else serve_bare)(args.port)
+        if args.serve == "bare":
+            serve_bare(args.port)
+        else:
+            serve_critic(args.port, args.serve)
         return
-    ports = {name: find_free_port() for name in ("critic", "bare")}
+    ports = {name: find_free_port() for name in (*FRONTENDS, "bare")}
     processes: dict[str, subprocess.Popen[bytes]] = {}
     with tempfile.TemporaryFile() as log:
         try:
             for name, port in ports.items():
                 command = [sys.executable, __file__, "--serve", name, "--port", str(port)]
                 processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
-            rows = compare(ports["critic"], ports["bare"], processes, args.repeats)
+            rows = [
+                row
+                for front in FRONTENDS
+                for row in compare(front, ports, processes, args.repeats)
+            ]
         except BaseException:
             log.seek(0)
             sys.stderr.buffer.write(log.read()[-4000:])

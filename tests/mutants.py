@@ -731,6 +731,20 @@ MUTANTS = [
         _unit("test_front.py", "test_what_must_not_enter_is_refused"),
     ),
     Mutant(
+        "bytes that belong to no tensor are ignored",
+        "servers/kserve.py",
+        "if at != len(data):",
+        "if False:",
+        _unit("test_kserve.py", "test_what_is_no_request_is_refused"),
+    ),
+    Mutant(
+        "a client takes any certificate",
+        "servers/exchange.py",
+        "timeout=timeout_s, context=tls)",
+        "timeout=timeout_s, context=ssl._create_unverified_context())",
+        _unit("test_asgi_host.py", "test_another_server_is_refused_in_one_line"),
+    ),
+    Mutant(
         "the critic trains on any finite number",
         "servers/validation.py",
         "LARGEST_NUMBER = 1e6",

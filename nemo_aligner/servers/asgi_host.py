@@ -30,7 +30,6 @@ import uvicorn
 from nemo.utils import logging
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-import nemo_aligner
 from nemo_aligner.core.errors import cause_of
 from nemo_aligner.servers.admission import (
     BODY_S,
@@ -47,7 +46,6 @@ from nemo_aligner.servers.admission import (
     read_head,
 )
 from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, INSTANCE_HEADER
-from nemo_aligner.servers.hosts import Handler
 from nemo_aligner.servers.kserve import (
     decode_request,
     encode_reply,
@@ -57,7 +55,7 @@ from nemo_aligner.servers.kserve import (
 )
 from nemo_aligner.servers.lease import LEASE_HEADER
 from nemo_aligner.servers.ports import check_port_is_free, port_error
-from nemo_aligner.servers.schema import Endpoint
+from nemo_aligner.servers.schema import Endpoint, Handler
 
 _JSON, _BINARY = "application/json", "application/octet-stream"
 # Name of the function that gives a sign of life, in the state of an ASGI scope.
@@ -315,8 +313,12 @@ class App:
         if request.what in ("live", "ready"):
             return b""
         if request.endpoint is None:
-            about: dict[str, Any] = {"name": "nemo_aligner", "version": nemo_aligner.__version__}
-            about["extensions"] = ["binary_tensor_data", "model_configuration"]
+            extensions = ["binary_tensor_data", "model_configuration"]
+            about: dict[str, Any] = {
+                "name": "nemo_aligner",
+                "version": "",
+                "extensions": extensions,
+            }
         elif request.what == "config":
             about = model_config(self._endpoints[request.endpoint])
         else:

@@ -29,7 +29,7 @@ from nemo.utils import logging
 
 from nemo_aligner.config.access import TOKEN_VARIABLE
 from nemo_aligner.core.errors import ServerRequestError, UserError, cause_in, one_line
-from nemo_aligner.servers.kserve import decode_reply, encode_request
+from nemo_aligner.servers.kserve import Buffer, decode_reply, encode_request
 from nemo_aligner.servers.schema import Arrays
 
 CONNECT_TIMEOUT_S = 10.0
@@ -99,7 +99,7 @@ class InferRequest:
         size = len(head) + sum(map(len, buffers))
         self.endpoint = endpoint
         self.path = f"/v2/models/{endpoint}/infer"
-        self.body: list[bytes | memoryview] = [head]
+        self.body: list[Buffer] = [head]
         for buffer in buffers:
             parts = range(0, len(buffer), PART_BYTES)
             self.body += [buffer[first : first + PART_BYTES] for first in parts]

@@ -11,10 +11,7 @@ from typing import Any, Protocol
 
 from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.schema import Arrays, Endpoint
-
-# What handles the requests of an endpoint: arrays by wire name -> arrays by wire name.
-Handler = Callable[..., Arrays]
+from nemo_aligner.servers.schema import Endpoint, Handler
 
 
 class Host(Protocol):

@@ -28,7 +28,7 @@ _DTYPES = {name: np.dtype(f"<{code}") for code, name in _NAMES.items()}
 _TAKES = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
 
 # A tensor, as its bytes.
-Buffer = bytes | memoryview
+Buffer = bytes | bytearray | memoryview
 
 
 def type_name(dtype: np.dtype) -> str:
@@ -71,7 +71,8 @@ def _from_bytes(data: memoryview, name: str, count: int) -> Array:
     if name != "BYTES":
         # Aligned, as torch takes it; a copy only where it is not.
         return np.require(np.frombuffer(data, _DTYPES[name]), requirements="A")
-    texts, at = [], 0
+    texts: list[bytes] = []
+    at = 0
     while at < len(data) and len(texts) <= count:
         end = at + 4 + int.from_bytes(data[at : at + 4], "little")
         if end > len(data):

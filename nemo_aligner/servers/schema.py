@@ -10,7 +10,7 @@ the padded token length; per-transition tensors have width S-1, and column t bel
 prediction of token t+1.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,9 @@ UNKNOWN_STEP = -1
 # An array of a request or a reply, of any dtype; and several by wire name.
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
+
+# What handles the requests of an endpoint: arrays by wire name -> arrays by wire name.
+Handler = Callable[..., Arrays]
 
 
 class RequestError(UserError):

@@ -52,8 +52,8 @@ from nemo_aligner.core.errors import (
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore
-from nemo_aligner.servers.hosts import Frontend, Handler
-from nemo_aligner.servers.schema import Arrays, Endpoint
+from nemo_aligner.servers.hosts import Frontend
+from nemo_aligner.servers.schema import Arrays, Endpoint, Handler
 
 CHECK_INTERVAL_S = 5.0  # between two looks at what hosts the endpoints
 SAVE_GRACE_S = 600.0  # how long a save may run on after a stop request

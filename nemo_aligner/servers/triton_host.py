@@ -20,10 +20,9 @@ from nemo.utils import logging
 from nemo_aligner.core.leftovers import SHARED_MEMORY, shared_memory_prefix, temporary_folder
 from nemo_aligner.servers.admission import Access, failure_of
 from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, SocketConnection
-from nemo_aligner.servers.hosts import Handler
 from nemo_aligner.servers.locks import lock_method
 from nemo_aligner.servers.pieces import MOST_ROWS
-from nemo_aligner.servers.schema import Arrays, Endpoint, triton_tensors
+from nemo_aligner.servers.schema import Arrays, Endpoint, Handler, triton_tensors
 from nemo_aligner.servers.triton_environment import (
     folder_of_workspaces,
     prepare_triton_environment,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
@@ -168,11 +169,12 @@ def assert_scores_are_direct(port: int, model) -> None:
 # ---- one rank ----
 
 
-@pytest.fixture(scope="module")
-def port(rm_file):
-    """Port of a running server with one rank."""
-    port = find_free_port()
-    with reward_server(rm_file, rm_file.parent / "single", port) as job:
+@pytest.fixture(scope="module", params=FRONTENDS)
+def port(request, rm_file):
+    """Port of a running server with one rank, behind each front."""
+    port, front = find_free_port(), f"server.frontend={request.param}"
+    folder = rm_file.parent / request.param
+    with reward_server(rm_file, folder, port, 1, "python", front) as job:
         wait_until_serving(job)
         yield port
         assert_ended_well(job, job.stop())
@@ -182,7 +184,7 @@ def test_scores_equal_the_model_called_directly(port, model):
     assert_scores_are_direct(port, model)
 
 
-def test_requests_that_triton_hands_over_together_get_their_own_rewards(port, model):
+def test_requests_that_come_together_get_their_own_rewards(port, model):
     """Many clients at once: requests of the same width and of others, and sentences."""
 
     def one(seed):
@@ -210,7 +212,7 @@ GOOD = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1),
     [
         ({**GOOD, "tokns": GOOD["tokens"]}, ["tokns"]),
         ({**GOOD, "tokens": GOOD["tokens"].astype(np.int32)}, ["tokens", "INT64", "INT32"]),
-        ({**GOOD, "tokens": np.ones((2, 5, 1), np.int64)}, ["tokens", "[-1,-1]", "[2,5,1]"]),
+        ({**GOOD, "tokens": np.ones((2, 5, 1), np.int64)}, ["tokens", "[2,5,1]"]),
         ({"tokens": GOOD["tokens"]}, ["'sequence_lengths' is missing", "'sentences'"]),
         ({"sequence_lengths": GOOD["sequence_lengths"]}, ["'tokens' is missing"]),
         (
@@ -243,8 +245,9 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(port, model, request_
 
     with pytest.raises(PyTritonClientInferenceServerError) as caught:
         ask(port, **request_)
+    said = str(caught.value).replace(" ", "").lower()  # each front has words of its own
     for word in words:
-        assert word in str(caught.value)
+        assert word.replace(" ", "").lower() in said, caught.value
     rows = make_rows(3, seed=1)
     np.testing.assert_allclose(
         ask(port, **request(rows))["rewards"], direct(model, rows), **TOLERANCE

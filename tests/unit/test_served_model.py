@@ -305,7 +305,7 @@ def test_a_critic_that_gives_rewards_nobody_asked_for_is_taken():
                 **triton_config(SAVE),
                 "input": [{"name": "a", "data_type": "TYPE_ODD", "dims": [1]}],
             },
-            "TYPE_ODD",
+            "data type ODD",
         ),
     ],
 )
