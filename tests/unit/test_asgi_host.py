@@ -3,6 +3,8 @@
 """The front on uvicorn: what is not the same as in front of Triton (test_front.py)."""
 
 import contextlib
+import http.client
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +16,17 @@ from nemo_aligner.config import server_rules
 from nemo_aligner.config.access import client_tls, server_tls
 from nemo_aligner.config.reward_models import RewardModelSpec
 from nemo_aligner.config.server_rules import read_frontend
-from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.servers import asgi_host
+from nemo_aligner.core.errors import ConfigError, ServerEndingError, ServerRequestError
+from nemo_aligner.servers import admission, asgi_host
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.exchange import Exchange, InferRequest, token_header
 from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
-from nemo_aligner.servers.schema import critic_save_endpoint, reward_model_endpoint
+from nemo_aligner.servers.schema import (
+    RequestError,
+    critic_save_endpoint,
+    reward_model_endpoint,
+)
 from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.asgi_front import AsgiFront
 from tests.certificates import make_certificate
@@ -31,6 +37,11 @@ pytestmark = pytest.mark.timeout(120)
 TOKEN = "0123456789abcdef"
 REWARD = reward_model_endpoint()
 SCORING = {"tokens": np.arange(6).reshape(2, 3), "sequence_lengths": np.full((2, 1), 3)}
+
+TENSORS = [
+    {"name": "tokens", "shape": [1, 1], "datatype": "INT64", "data": [1]},
+    {"name": "sequence_lengths", "shape": [1, 1], "datatype": "INT64", "data": [1]},
+]
 
 
 def score(tokens, sequence_lengths, **_others):
@@ -185,9 +196,48 @@ def test_a_handler_that_fails_says_so_and_the_next_request_is_served():
         assert Exchange(*front.address).run(request, patience(20))["rewards"].shape == (2, 1)
 
 
-def test_a_body_that_does_not_come_is_given_up(monkeypatch):
-    import http.client
+@pytest.mark.parametrize(
+    "error, status, line, logged",
+    [
+        (RequestError("send\nless"), 400, "send less", "refuses a request: send less"),
+        (ServerEndingError("the job\nends"), 503, "ServerEndingError: the job ends (", None),
+        (ServerRequestError("rank 1: why"), 500, "rank 1: why", None),
+        (KeyError("x"), 500, "KeyError: 'x' (test_asgi_host.py:", "Traceback (most recent"),
+    ],
+)
+def test_a_request_gets_its_own_error_in_one_line(error, status, line, logged, monkeypatch):
+    """The log has the traceback, where nobody has logged it before."""
 
+    def fail(**_arrays):
+        raise error
+
+    notes = []
+    for level in ("warning", "error"):
+        monkeypatch.setattr(admission.logging, level, notes.append)
+    with contextlib.closing(AsgiFront([(REWARD, fail)], Access())) as front:
+        got, reply = post(front, json.dumps({"inputs": TENSORS}).encode())
+    assert got == status and reply.startswith(line) and "\n" not in reply
+    assert [logged in note for note in notes] == ([True] if logged else [])
+
+
+def post(front, body, **headers):
+    """HTTP status and error of the reply to a request to REWARD."""
+    connection = http.client.HTTPConnection(*front.address, timeout=patience(20))
+    with contextlib.closing(connection):
+        connection.request("POST", "/v2/models/reward_model/infer", body, headers)
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())["error"]
+
+
+def test_what_is_no_http_gets_an_error_in_json():
+    with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
+        assert post(front, b"{}", **{"Content-Length": "-1"}) == (
+            400,
+            "Invalid HTTP request received.",
+        )
+
+
+def test_a_body_that_does_not_come_is_given_up(monkeypatch):
     monkeypatch.setattr(asgi_host, "BODY_S", 0.3)
     save = critic_save_endpoint()
     with contextlib.closing(AsgiFront([(save, score)], Access(lease_required=False))) as front:
