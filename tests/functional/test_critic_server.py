@@ -294,13 +294,19 @@ def test_an_error_of_the_model_comes_back_in_one_line_with_its_place(job, mirror
     assert_serving(Raw(job), mirror)
 
 
-def test_a_bad_request_fails_alone(mirror):
+@each_frontend
+def test_a_bad_request_fails_alone(frontend):
     """Although Triton hands it over together with good ones."""
-    with CriticJob(max_queue_delay_microseconds=500_000, inference_micro_batch_size=16) as job:
+    model = build_model()
+    with CriticJob(
+        max_queue_delay_microseconds=500_000,
+        inference_micro_batch_size=16,
+        server={"frontend": frontend},
+    ) as job:
         raw = Raw(job.wait_until_serving())
         tokens = np.arange(1, 11).reshape(2, 5)
         lengths = np.full((2, 1), 5)
-        rewards, _values = expected_scores(mirror, torch.from_numpy(tokens), [5, 5])
+        rewards, _values = expected_scores(model, torch.from_numpy(tokens), [5, 5])
         bad = {
             1: ({"tokens": tokens, "sequence_lengths": lengths + 1}, "holds 6"),
             4: ({"tokens": np.full((2, 5), RAISE), "sequence_lengths": lengths}, "cannot stand"),
@@ -322,7 +328,7 @@ def test_a_bad_request_fails_alone(mirror):
                 assert bad[number][1] in reply and "Traceback" not in reply, reply
             else:
                 np.testing.assert_allclose(reply, rewards[:, None].numpy(), rtol=1e-6)
-        assert_serving(raw, mirror)
+        assert_serving(raw, model)
 
 
 def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
