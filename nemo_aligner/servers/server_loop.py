@@ -186,20 +186,28 @@ class ServerLoop:
                 self._read_stop_request()  # the watcher thread may not have read it yet
             if self._stop_reason is None or self._operating == ServerSignal.SAVE:
                 self._fail_all(ServerJobError(f"{self.name} failed: {error}"))
-                self._close(failed=True)
-                if isinstance(error, dist.DistBackendError) or "closed by peer" in str(error):
-                    raise LostPeerError(
-                        f"{self.name}, rank {self.rank}: another rank of this job has ended; look "
-                        "for the first error in its log (killed for memory?). The same command "
-                        "resumes from the last checkpoint."
-                    ) from error
-                raise
+                failure = self._failure(error)
+                is_lost = isinstance(failure, LostPeerError)
+                self._close(ExitCode.LOST_PEER if is_lost else ExitCode.FAILED, cause_of(failure))
+                if failure is error:
+                    raise
+                raise failure from error
             # Ranks leave one by one after a stop request: what breaks then is not a failure.
             logging.info(
                 f"{self.name}, rank {self.rank}: interrupted by the stop request ({error})"
             )
-        self._close(failed=False)
+        self._close(ExitCode.FINISHED, self._stop_reason or "stopped")
         note_ending(ExitCode.FINISHED, self._stop_reason or "stopped")
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """What the end of `run` by `error` is reported as."""
+        if isinstance(error, dist.DistBackendError) or "closed by peer" in str(error):
+            return LostPeerError(
+                f"{self.name}, rank {self.rank}: another rank of this job has ended; look for the "
+                "first error in its log (killed for memory?). The same command resumes from the "
+                "last checkpoint."
+            )
+        return error
 
     def _start(self) -> None:
         """Start the host on rank 0; the other ranks learn how it went.
@@ -324,12 +332,16 @@ class ServerLoop:
             while True:
                 self._queue.get_nowait().fail(error)
 
-    def _close(self, failed: bool) -> None:
+    def _close(self, code: ExitCode, why: str) -> None:
         """Remove what this rank holds outside the process; rank 0 first when the job failed."""
+        failed = bool(code)
 
         def give_up() -> None:
+            if failed:
+                print(f"\nERROR: {why}", file=sys.stderr, flush=True)
+            note_ending(code, why)
             self._host.kill()
-            os._exit(int(failed))
+            os._exit(code)
 
         guard = threading.Timer(12.0 if failed else 8.0, give_up)  # Triton itself may hang
         guard.daemon = True
@@ -458,7 +470,7 @@ class ServerLoop:
             error = (ServerStoppingError if self._stop_reason else OperationFailedError)(why)
             self._fail_all(error)
             time.sleep(0.5)  # for the host to deliver the replies
-        self._close(failed=bool(code))
+        self._close(code, why)
         note_ending(code, why)
         sys.stdout.flush()
         sys.stderr.flush()

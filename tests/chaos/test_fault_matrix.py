@@ -326,7 +326,7 @@ def check_endings(cell: Cell, pair: Pair) -> None:
     elif cell.fault == "full disk":
         assert "no space left" in logs.lower(), pair.story("no culprit")
     elif cell.role in ("triton", "stub") and cell.fault == "SIGKILL" and pair.endings:
-        assert re.search("triton.* ended by itself", logs), pair.story("no culprit")
+        assert re.search("Triton.* ended by itself", logs), pair.story("no culprit")
     elif cell.role != "drawn" and cell.fault == "SIGKILL":
         killed = re.search(r"code -9|signal 9|SIGKILL|killed", logs)
         assert -signal.SIGKILL in codes or killed, pair.story("no culprit")

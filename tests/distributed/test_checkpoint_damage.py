@@ -86,6 +86,7 @@ def one_rank_has_no_space(folder: str, tokenizer_dir: str, where: str) -> tuple:
         setattr(checkpointing, name, own[name])
     barrier()
     left = sorted(path.name for path in Path(callback.root).iterdir())
+    barrier()  # the next save begins to write there
     callback.custom_save({"step": 3}, trainer_state={"step": 3})
     return message, left, callback.load_latest()
 
