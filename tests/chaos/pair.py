@@ -191,14 +191,14 @@ class Pair:
             time.sleep(stopped_s)
             process.send_signal(signal.SIGCONT)
 
-    def of_triton(self, name: str) -> psutil.Process:
-        """The process of Triton's that is called `name`, of the server."""
+    def of_triton(self, word: str) -> psutil.Process:
+        """The process of Triton's, of the server, with `word` in its command."""
         found = [
             process
             for process in psutil.Process(self.server.process.pid).children(recursive=True)
-            if name in process.name()
+            if "triton" in process.name() and word in " ".join(process.cmdline()[:2])
         ]
-        assert found, self.story(f"no process {name}")
+        assert found, self.story(f"no process with {word}")
         return found[0]
 
     # ---- what came of it ----

@@ -202,7 +202,8 @@ def signal_in_phase(cell: Cell, pair: Pair) -> None:
 
     def happen(pair: Pair) -> None:
         pid = pair.wait_until_reached()
-        within = {"triton": "tritonserver", "stub": "triton_python_"}.get(cell.role)
+        endpoint = ENDPOINTS[cell.phase][cell.kind == "rs"] if cell.role == "stub" else ""
+        within = {"triton": "tritonserver", "stub": f"/{endpoint}/"}.get(cell.role)
         pair.send(pair.of_triton(within) if within else psutil.Process(pid), number)
 
     side, rank = place(cell, pair)
@@ -325,7 +326,7 @@ def check_endings(cell: Cell, pair: Pair) -> None:
         assert f"a fault of the test in {cell.phase}" in logs, pair.story("no culprit")
     elif cell.fault == "full disk":
         assert "no space left" in logs.lower(), pair.story("no culprit")
-    elif cell.role in ("triton", "stub") and cell.fault == "SIGKILL" and pair.endings:
+    elif cell.role in ("triton", "stub") and cell.fault == "SIGKILL":
         assert re.search("Triton.* ended by itself", logs), pair.story("no culprit")
     elif cell.role != "drawn" and cell.fault == "SIGKILL":
         killed = re.search(r"code -9|signal 9|SIGKILL|killed", logs)
