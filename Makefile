@@ -6,7 +6,7 @@
 # make dpo          the same from pairs of reviews alone, without a reward model
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make test-fast    unit tests of the mathematics, the configuration and the trainers (two minutes)
-# make test         all tests that run without a GPU, but for those marked full (15 minutes)
+# make test         all tests that run without a GPU, but for those marked full or chaos (30 minutes)
 # make test-full    the same, and those marked full: every split, the long jobs
 # make chaos        faults in every phase of a job, and what came of them (an hour)
 # make bench        benchmarks against Hugging Face and TRL (25 minutes); writes benchmarks/results/*.json
