@@ -4,6 +4,7 @@
 
 import importlib
 import importlib.util
+import logging
 import os
 import platform
 import re
@@ -101,11 +102,15 @@ def imported(package: str, wrong: dict[str, str]) -> Finding:
     wanted = wrong.get(package, package).split(" (")[0]
     version = versions.installed_version(package)
     try:
+        # What libraries say at their import, as of a missing CUDA, has a finding of its own here.
+        logging.disable(logging.WARNING)
         importlib.import_module(IMPORTED[package])
     except Exception as error:  # whatever a package that is broken raises
         there = f"{version} does not import ({_first_line(error)})" if version else "not installed"
         again = "--force-reinstall " * bool(version)
         return Finding(MISSING, package, there, f"pip install {again}'{wanted}'")
+    finally:
+        logging.disable(logging.NOTSET)
     if package == "numpy":
         try:
             check_numpy()
