@@ -403,9 +403,9 @@ MUTANTS = [
     Mutant(
         "padding of the vocabulary gets probability",
         "parallel/vocab_parallel.py",
-        "self._width = width if vocab_size is None else min(max(vocab_size - self._start, 0), "
+        "self.width = width if vocab_size is None else min(max(vocab_size - self.first, 0), "
         "width)",
-        "self._width = width",
+        "self.width = width",
         _unit("test_vocab_parallel.py", "test_logprobs_and_gradient_against_dense_softmax"),
     ),
     Mutant(

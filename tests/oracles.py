@@ -112,6 +112,52 @@ def nemo_aligner_dpo(**config: object) -> Any:
     return model
 
 
+def trl_jsd(*args: object, **options: object) -> torch.Tensor:
+    """The loss of trl's `GKDTrainer`, whose module wants an older transformers."""
+    path = Path(importlib.util.find_spec("trl").origin).parent / "trainer" / "gkd_trainer.py"
+    trainer = methods_of(path, "GKDTrainer", "generalized_jsd_loss")
+    return trainer.generalized_jsd_loss(*args, **options)
+
+
+def nemo_aligner_distillation(logits: torch.Tensor, *args: object) -> tuple[torch.Tensor, ...]:
+    """Loss, KL and negative log-likelihood `[B, S]`, and the gradient of the sum of the loss, by
+    `_TopKLogitsCrossEntropy` of NeMo-Aligner 0.7.0.
+    """
+    alone = types.SimpleNamespace(
+        get_tensor_model_parallel_group=lambda: None,
+        get_tensor_model_parallel_rank=lambda: 0,
+        get_tensor_model_parallel_world_size=lambda: 1,
+    )
+
+    class VocabUtility:
+        @staticmethod
+        def vocab_range_from_per_partition_vocab_size(size, rank, _world_size):
+            return rank * size, (rank + 1) * size
+
+    class OneRank:
+        distributed = types.SimpleNamespace(
+            all_reduce=lambda *a, **k: None, ReduceOp=torch.distributed.ReduceOp
+        )
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    function = methods_of(
+        FOLDER / "nemo_aligner" / "utils" / "distributed.py",
+        "_TopKLogitsCrossEntropy",
+        "forward backward",
+        torch=OneRank(),
+        parallel_state=alone,
+        tensor_parallel=types.SimpleNamespace(
+            utils=types.SimpleNamespace(VocabUtility=VocabUtility)
+        ),
+    )
+    context = types.SimpleNamespace()
+    context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
+    losses = function.forward(context, logits, *args)
+    return *losses, function.backward(context, torch.ones_like(losses[0]))[0]
+
+
 class _Inert(type):
     """A class each of whose attributes is itself, and which, called as a decorator, gives back
     what it decorates.

@@ -42,5 +42,10 @@ PREFERENCE_LOSSES = ("regular_bt", "margin_bt", "scaled_bt")
 REWARD_PREFERENCE_LOSSES = ("rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl")
 DIRECT_PREFERENCE_LOSSES = ("dpo", "ipo", *REWARD_PREFERENCE_LOSSES)
 
+# Divergences between a student and its teacher (`core/distillation.py:divergence`), and what
+# becomes of the probability outside the teacher's top-k tokens.
+DISTILLATION_LOSSES = ("fwd_kl", "bwd_kl", "jsd")
+OUTSIDE_TOP_K = ("renormalize", "bucket")
+
 # How the loss of a global batch is averaged (`core/losses.py:loss_weights`).
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")

@@ -192,7 +192,7 @@ def _logprobs_and_entropy(
     target = torch.nn.functional.pad(target, (0, width - target.shape[1]))
     # Positions ascend within a share, so the wanted ones come first.
     columns = int((context_parallel.share_positions(width) < wanted).sum())
-    shard = _Shard(logits, temperature, vocab_size, columns)
+    shard = VocabShard(logits, temperature, vocab_size, columns)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         logprobs, entropy = _LogprobsAndEntropy.apply(
             logits, context_parallel.take_share(target, 1), shard, with_entropy, overwrite_logits
@@ -211,7 +211,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         target: Tensor,
-        shard: "_Shard",
+        shard: "VocabShard",
         with_entropy: bool,
         overwrite_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -286,7 +286,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-class _Shard:
+class VocabShard:
     """The part of its logits [B, W/CP, V/TP] that a rank computes, in blocks.
 
     It is the first `columns` columns and, of the vocabulary, the real tokens.
@@ -294,6 +294,8 @@ class _Shard:
     Attributes:
         dtype: of the arithmetic.
         temperature: of sampling.
+        first: token id of the first column of this slice.
+        width: real tokens in this slice; the last slices may hold padding only.
     """
 
     def __init__(
@@ -310,57 +312,73 @@ class _Shard:
         self._columns, self._device = columns, logits.device
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._several_ranks = parallel_state.get_tensor_model_parallel_world_size() > 1
-        self._start = parallel_state.get_tensor_model_parallel_rank() * width
-        # Real tokens in this slice; the last slices may hold padding only.
-        self._width = width if vocab_size is None else min(max(vocab_size - self._start, 0), width)
+        self.first = parallel_state.get_tensor_model_parallel_rank() * width
+        self.width = width if vocab_size is None else min(max(vocab_size - self.first, 0), width)
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Indices (rows, columns) of blocks that fit the working buffer."""
-        if not self._width:
+        if not self.width:
             return
         elements = CHUNK_ELEMENTS_GPU if self._device.type == "cuda" else CHUNK_ELEMENTS
-        tokens = max(1, elements // self._width)
+        tokens = max(1, elements // self.width)
         columns = max(1, min(self._columns, tokens))  # neighbours in memory
         rows = tokens // columns
         for row in range(0, self._rows, rows):
             for column in range(0, self._columns, columns):
                 yield slice(row, row + rows), slice(column, min(column + columns, self._columns))
 
-    def per_token(self, value: float) -> Tensor:
-        """[B, columns] filled with `value`."""
+    def per_token(self, value: float, *each: int) -> Tensor:
+        """[B, columns, *each] filled with `value`."""
         return torch.full(
-            (self._rows, self._columns), value, dtype=self.dtype, device=self._device
+            (self._rows, self._columns, *each), value, dtype=self.dtype, device=self._device
         )
 
     def cropped(self, tensor: Tensor) -> Tensor:
-        """[B, W/CP] -> [B, columns]."""
+        """[B, W/CP, ..] -> [B, columns, ..]."""
         return tensor[:, : self._columns]
 
     def padded(self, tensor: Tensor) -> Tensor:
-        """[B, columns] -> [B, W/CP], filled with 0."""
-        return torch.nn.functional.pad(tensor, (0, self._all_columns - self._columns))
+        """[B, columns, ..] -> [B, W/CP, ..], filled with 0."""
+        behind = (0, 0) * (tensor.dim() - 2)
+        return torch.nn.functional.pad(tensor, (*behind, 0, self._all_columns - self._columns))
 
     def real(self, block: Tensor) -> Tensor:
         """A block without the padding of the vocabulary."""
-        return block[..., : self._width]
+        return block[..., : self.width]
 
     def clear_unreal(self, grad: Tensor) -> None:
         """Zeros where nothing is computed: further columns and padding of the vocabulary."""
         grad[:, self._columns :].zero_()
-        grad[..., self._width :].zero_()
+        grad[..., self.width :].zero_()
 
     def shifted(self, x: Tensor, maximum: Tensor) -> Tensor:
         """s = (x - maximum) / temperature in `dtype`, in new memory."""
         s = torch.sub(x, maximum.unsqueeze(-1))  # of the wider dtype, which is that of the maximum
         return s if self.temperature == 1.0 else s.div_(self.temperature)
 
+    def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(column of each token id in this slice, 0 for others; whether it lies in it)."""
+        index = ids - self.first
+        here = (index >= 0) & (index < self.width)
+        return torch.where(here, index, 0), here
+
     def local_index(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """(column of each target in this slice [.., 1], whether it lies in it [..])."""
-        index = target - self._start
-        here = (index >= 0) & (index < self._width)
-        return torch.where(here, index, 0).unsqueeze(-1), here
+        index, here = self.places(target)
+        return index.unsqueeze(-1), here
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self._several_ranks:
             dist.all_reduce(tensor, op=op, group=self._group)
         return tensor
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """[.., C] -> [.., TP * C]: the numbers of all slices, in rank order."""
+        if not self._several_ranks:
+            return tensor
+        parts = [
+            torch.empty_like(tensor)
+            for _ in range(parallel_state.get_tensor_model_parallel_world_size())
+        ]
+        dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        return torch.cat(parts, -1)

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropy over slices of the vocabulary and shares of the positions, against one
-dense softmax.
+"""Log-probs, entropy and candidates over slices of the vocabulary and shares of the positions,
+against one dense softmax.
 
 CP2 and TP2 x CP2 on four real gloo ranks, in one launch (TP2:
 tests/distributed/test_collectives.py).
@@ -13,6 +13,7 @@ from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import take_share
+from nemo_aligner.parallel.vocab_candidates import candidate_logprobs, top_logits
 from nemo_aligner.parallel.vocab_parallel import (
     distributed_entropy,
     from_parallel_logits_to_logprobs,
@@ -23,10 +24,49 @@ from tests.distributed.launcher import run_ranks
 B, V = 2, 12
 
 
+def _mine(tensor: torch.Tensor, tp: int, cp: int) -> torch.Tensor:
+    """Pad the width to a multiple of 2*CP, take this rank's share of it and slice of the
+    vocabulary.
+    """
+    padded = F.pad(tensor, (0, 0, 0, -tensor.size(1) % (2 * cp)))
+    slices = take_share(padded, 1).chunk(tp, -1)
+    return slices[parallel_state.get_tensor_model_parallel_rank()].contiguous()
+
+
+def _check_candidates(tp: int, cp: int, width: int, vocab_size: int, temperature: float):
+    """Candidates that lie in all slices of the vocabulary, with the rest; and the largest."""
+    random = torch.Generator().manual_seed(width)
+    dense = 3 * torch.randn(B, width, V, generator=random, dtype=torch.float64)
+    columns = width - 1  # fewer than the logits have
+    candidates = torch.rand(B, columns, vocab_size, generator=random).argsort(-1)[..., :4]
+    x = dense.clone().requires_grad_()
+    p = (x[:, :columns, :vocab_size] / temperature).softmax(-1)
+    outside = torch.ones_like(p).scatter(-1, candidates[..., :3], 0.0)
+    rest = (p * outside).sum(-1, keepdim=True)
+    expected = torch.cat([p.gather(-1, candidates), rest], -1).log()
+    a = torch.randn(expected.shape, generator=random, dtype=torch.float64)
+    (a * expected).sum().backward()
+    leaf = _mine(dense, tp, cp).requires_grad_()
+    settings = {"rest_of": 3, "temperature": temperature, "vocab_size": vocab_size}
+    logprobs = candidate_logprobs(leaf, candidates, **settings)
+    torch.testing.assert_close(logprobs, expected, atol=1e-12, rtol=1e-12)
+    (gradient,) = torch.autograd.grad((a * logprobs).sum(), leaf)
+    torch.testing.assert_close(gradient, _mine(x.grad, tp, cp), atol=1e-12, rtol=1e-10)
+
+    for top_k in (1, 5, vocab_size):  # also more than a slice has
+        found = top_logits(leaf, top_k, columns, vocab_size)
+        real = dense[:, :columns, :vocab_size]
+        values, ids = real.topk(top_k)
+        assert torch.equal(found.token_ids, ids)
+        torch.testing.assert_close(found.logits, values - values[..., :1])
+        torch.testing.assert_close(found.log_sum_exp, (real - values[..., :1]).logsumexp(-1))
+
+
 def _check(tp: int, cp: int, width: int, ignore_last: bool, vocab_size: int, temperature: float):
     """Every rank has the whole results, and of the gradient its slice of the vocabulary and share
     of the positions.
     """
+    _check_candidates(tp, cp, width, vocab_size, temperature)
     torch.manual_seed(width)
     dense = 3 * torch.randn(B, width, V, dtype=torch.float64)
     targets = torch.randint(0, vocab_size, (B, width))
@@ -40,15 +80,7 @@ def _check(tp: int, cp: int, width: int, ignore_last: bool, vocab_size: int, tem
     (a * expected + b * expected_entropy).sum().backward()
 
     def mine(tensor):
-        """Pad the width to a multiple of 2*CP, take this rank's share of it and slice of the
-        vocabulary.
-        """
-        padded = F.pad(tensor, (0, 0, 0, -width % (2 * cp)))
-        return (
-            take_share(padded, 1)
-            .chunk(tp, -1)[parallel_state.get_tensor_model_parallel_rank()]
-            .contiguous()
-        )
+        return _mine(tensor, tp, cp)
 
     settings = {"ignore_last": ignore_last, "temperature": temperature, "vocab_size": vocab_size}
     leaf = mine(dense).requires_grad_()

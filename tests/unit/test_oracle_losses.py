@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nemo_aligner.core.distillation import distillation_loss
 from nemo_aligner.core.estimators import REWARD_PREFERENCE_LOSSES
 from nemo_aligner.core.losses import (
     calculate_entropy,
@@ -20,12 +21,19 @@ from nemo_aligner.core.losses import (
 )
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.core.preference import dpo_loss
+from nemo_aligner.parallel.vocab_candidates import candidate_logprobs, top_logits
 from nemo_aligner.parallel.vocab_parallel import (
     distributed_entropy,
     from_parallel_logits_to_logprobs,
 )
 from tests.oracle_table import Case, Comparisons
-from tests.oracles import nemo_aligner_dpo, oracle, trl_dpo
+from tests.oracles import (
+    nemo_aligner_distillation,
+    nemo_aligner_dpo,
+    oracle,
+    trl_dpo,
+    trl_jsd,
+)
 
 EPS, VALUE_CLIP, DUAL_CLIP, NO_CLIP = 0.2, 0.3, 1.5, 1e6
 REDUCTIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean"}  # ours, verl's
@@ -34,6 +42,8 @@ COMPARISONS = Comparisons()
 ONLY_ONE = {
     "token log-likelihood": "only OpenRLHF has it of log-probs; test_losses.py uses cross entropy",
     "explained variance": "trl alone reports it",
+    "Jensen-Shannon": "trl alone has it; test_distillation.py has a naive loop",
+    "backward KL to a teacher": "NeMo-Aligner alone; test_distillation.py has a naive loop",
     "RPO": "NeMo-Aligner's own; test_preference.py has a naive loop",
 }
 compares = COMPARISONS.of
@@ -470,6 +480,99 @@ def nemo_aligner_loss(c, leaf, name, average):
     rewards = c.case.scores[order]
     ratios = leaf[order], c.case.ref_logprobs[order]
     return model.loss_func(*ratios, labels, rewards, average_log_probs=average)
+
+
+class DistilledCase:
+    """Logits of a student and a teacher over a vocabulary of 12, and labels, for the slots of a
+    `Case`.
+    """
+
+    def __init__(self, case: Case, top_k: int):
+        random = torch.Generator().manual_seed(int(case.lengths.sum()))
+        self.case, self.top_k = case, top_k
+        self.student, self.teacher = 2 * torch.randn(2, *case.mask.shape, 12, generator=random)
+        self.labels = torch.randint(0, 12, case.mask.shape, generator=random)
+        self.top = top_logits(self.teacher, top_k, case.mask.shape[1])
+
+    def ours(self, reduction="token", logits_scale=1.0, **options):
+        """Loss, gradient, metrics."""
+        leaf = self.student.clone().requires_grad_()
+        candidates = torch.cat([self.top.token_ids, self.labels.unsqueeze(-1)], -1)
+        logprobs = candidate_logprobs(leaf, candidates, temperature=1 / logits_scale)
+        logprobs = torch.where(self.case.keep.unsqueeze(-1), logprobs, torch.nan)
+        loss, metrics = distillation_loss(
+            logprobs=logprobs[..., : self.top_k],
+            label_logprobs=logprobs[..., self.top_k],
+            teacher_logits=self.top.logits,
+            teacher_log_sum_exp=self.case.planted(self.top.log_sum_exp),
+            weights=loss_weights(self.case.mask, reduction),
+            **options,
+        )
+        return *value_and_gradient(loss, leaf), metrics
+
+    def nemo_aligner(self, kd_loss, sft_loss_weight, logits_scale, target_scale):
+        """The mean over the tokens, its gradient, KL and negative log-likelihood."""
+        weights = loss_weights(self.case.mask)
+        loss, kd, sft, gradient = nemo_aligner_distillation(
+            logits_scale * self.student,
+            target_scale * self.top.logits,
+            self.top.token_ids,
+            self.labels,
+            0.7,
+            sft_loss_weight,
+            kd_loss == "bwd_kl",
+            False,
+        )
+        means = [(weights * each).sum() for each in (loss, kd, sft)]
+        return means[0], logits_scale * weights.unsqueeze(-1) * gradient, *means[1:]
+
+
+def distilled_as_nemo_aligner(case, kd_loss):
+    c = DistilledCase(case, 4)
+    for sft_weight, scale, target_scale in ((0.0, 1.0, 1.0), (0.4, 0.6, 1.5)):
+        loss, gradient, metrics = c.ours(
+            logits_scale=scale,
+            kd_loss=kd_loss,
+            kd_loss_weight=0.7,
+            sft_loss_weight=sft_weight,
+            target_logits_scale=target_scale,
+        )
+        expected, slope, kd, sft = c.nemo_aligner(kd_loss, sft_weight, scale, target_scale)
+        yield from ((loss, expected), (gradient, slope), (metrics["kd_loss"], kd))
+        if sft_weight:
+            yield metrics["sft_loss"], sft
+
+
+@compares("forward KL to a teacher", "nemo-aligner", "verl")
+def _(case, library):
+    if library == "nemo-aligner":
+        yield from distilled_as_nemo_aligner(case, "fwd_kl")
+        return
+    c = DistilledCase(case, 12)  # verl does not renormalize
+    leaf = c.student.clone().requires_grad_()
+    kl = oracle("verl.trainer.distillation.fsdp.losses").kl_divergence
+    each = kl(log_q=leaf.log_softmax(-1), log_p=c.teacher.log_softmax(-1))
+    for reduction, name in REDUCTIONS.items():
+        loss, gradient, _ = c.ours(reduction)
+        expected = oracle("verl.trainer.ppo.core_algos").agg_loss(each, case.mask, name)
+        (slope,) = torch.autograd.grad(expected, leaf, retain_graph=True)
+        yield from ((loss, expected.detach()), (gradient, slope))
+
+
+@compares("backward KL to a teacher", "nemo-aligner")
+def _(case):
+    yield from distilled_as_nemo_aligner(case, "bwd_kl")
+
+
+@compares("Jensen-Shannon", "trl")
+def _(case):
+    """This release of trl exchanges the weights of the mixture, which 0.5 does not show."""
+    c = DistilledCase(case, 12)
+    loss, gradient, _ = c.ours(kd_loss="jsd", jsd_beta=0.5)
+    leaf = c.student.clone().requires_grad_()
+    labels = torch.where(case.keep, c.labels, -100)
+    expected = trl_jsd(leaf, c.teacher, labels, beta=0.5)
+    yield from zip((loss, gradient), value_and_gradient(expected, leaf))
 
 
 @pytest.mark.parametrize("quantity,library", COMPARISONS.params())

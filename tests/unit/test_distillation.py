@@ -1,0 +1,179 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of distillation: a naive loop with the full softmax, numbers by hand and invariances.
+test_oracle_losses.py has the other libraries.
+"""
+
+import math
+
+import pytest
+import torch
+
+from nemo_aligner.core.distillation import distillation_loss, divergence
+from nemo_aligner.core.estimators import DISTILLATION_LOSSES
+from nemo_aligner.core.losses import loss_weights
+from nemo_aligner.parallel.vocab_candidates import candidate_logprobs, top_logits
+
+B, S, V, K, BETA = 4, 7, 9, 3, 0.3
+LENGTHS = torch.tensor([7, 1, 4, 0])  # of the masks; the last sample does not count
+STARTS = torch.tensor([0, 5, 2, 0])
+
+
+class Batch:
+    """Logits of both models, labels and a ragged mask."""
+
+    def __init__(self, seed: int = 0):
+        random = torch.Generator().manual_seed(seed)
+        self.student, self.teacher = 2 * torch.randn(2, B, S, V, generator=random).double()
+        self.labels = torch.randint(0, V, (B, S), generator=random)
+        columns = torch.arange(S)
+        self.mask = (columns >= STARTS[:, None]) & (columns < (STARTS + LENGTHS)[:, None])
+
+    def ours(self, top_k: int, bucket: bool, reduction: str = "token", scale=1.0, **options):
+        """(loss, gradient, metrics), with NaN in the slots that do not count."""
+        dtype = torch.float64
+        leaf = self.student.clone().requires_grad_()
+        top = top_logits(self.teacher, top_k, S)
+        candidates = torch.cat([top.token_ids, self.labels.unsqueeze(-1)], -1)
+        bucket = bucket and top_k < V
+        found = candidate_logprobs(
+            leaf, candidates, rest_of=top_k if bucket else 0, temperature=1 / scale
+        )
+
+        def planted(x):
+            mask = self.mask.reshape(B, S, *[1] * (x.dim() - 2))
+            return torch.where(mask, x, torch.nan)
+
+        loss, metrics = distillation_loss(
+            logprobs=planted(found[..., :top_k]).to(dtype),
+            label_logprobs=planted(found[..., top_k]),
+            rest_logprobs=planted(found[..., -1]) if bucket else None,
+            teacher_logits=planted(top.logits),
+            teacher_log_sum_exp=planted(top.log_sum_exp),
+            weights=loss_weights(self.mask, reduction),
+            **options,
+        )
+        return loss.detach(), *torch.autograd.grad(loss, leaf), metrics
+
+
+def naive(batch, top_k, bucket, name, reduction, scale=1.0, target_scale=1.0, kd=1.0, sft=0.0):
+    """One position after the other, over the whole vocabulary."""
+    leaf = batch.student.clone().requires_grad_()
+    samples = []
+    for row in range(B):
+        terms = []
+        for t in range(S):
+            if not batch.mask[row, t]:
+                continue
+            q = (scale * leaf[row, t]).softmax(-1)
+            logits = target_scale * batch.teacher[row, t]
+            order = sorted(range(V), key=lambda v, x=logits: -float(x[v]))[:top_k]
+            p = logits.softmax(-1)
+            ps, qs = [p[v] for v in order], [q[v] for v in order]
+            if bucket and top_k < V:
+                ps, qs = [*ps, 1 - sum(ps)], [*qs, 1 - sum(qs)]
+            else:
+                ps, qs = [x / sum(ps) for x in ps], [x / sum(qs) for x in qs]
+            ms = [BETA * a + (1 - BETA) * b for a, b in zip(ps, qs, strict=True)]
+
+            def kl(a, b):
+                return sum(x * torch.log(x / y) for x, y in zip(a, b, strict=True))
+
+            value = {
+                "fwd_kl": lambda ps=ps, qs=qs: kl(ps, qs),
+                "bwd_kl": lambda ps=ps, qs=qs: kl(qs, ps),
+                "jsd": lambda ps=ps, qs=qs, ms=ms: BETA * kl(ps, ms) + (1 - BETA) * kl(qs, ms),
+            }[name]()
+            terms.append(kd * value - sft * torch.log(q[batch.labels[row, t]]))
+        samples.append(terms)
+    counted = [terms for terms in samples if terms]
+    if reduction == "token":
+        tokens = [term for terms in counted for term in terms]
+        loss = sum(tokens) / len(tokens)
+    else:
+        loss = sum(sum(terms) / len(terms) for terms in counted) / len(counted)
+    return loss.detach(), *torch.autograd.grad(loss, leaf)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+@pytest.mark.parametrize("bucket", [False, True], ids=["renormalize", "bucket"])
+@pytest.mark.parametrize("top_k", [1, K, V])
+@pytest.mark.parametrize("name", DISTILLATION_LOSSES)
+def test_against_a_naive_loop_with_the_full_softmax(name, top_k, bucket, reduction):
+    for seed, sft in ((0, 0.0), (1, 0.4)):
+        batch = Batch(seed)
+        loss, gradient, metrics = batch.ours(
+            top_k, bucket, reduction, kd_loss=name, jsd_beta=BETA, sft_loss_weight=sft
+        )
+        expected, slope = naive(batch, top_k, bucket, name, reduction, sft=sft)
+        torch.testing.assert_close(loss.double(), expected, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(gradient, slope, atol=2e-6, rtol=1e-4)
+        total = metrics["kd_loss"] + sft * metrics["sft_loss"]
+        torch.testing.assert_close(metrics["loss"], total)
+
+
+@pytest.mark.parametrize("name", DISTILLATION_LOSSES)
+def test_scales_of_the_logits(name):
+    batch = Batch()
+    options = {"kd_loss": name, "jsd_beta": BETA, "sft_loss_weight": 0.2, "kd_loss_weight": 0.5}
+    loss, gradient, _ = batch.ours(K, False, scale=0.5, target_logits_scale=2.0, **options)
+    settings = {"scale": 0.5, "target_scale": 2.0, "kd": 0.5, "sft": 0.2}
+    expected, slope = naive(batch, K, False, name, "token", **settings)
+    torch.testing.assert_close(loss.double(), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(gradient, slope, atol=2e-6, rtol=1e-4)
+    with pytest.raises(ValueError, match="target_logits_scale=2.0"):
+        batch.ours(K, True, target_logits_scale=2.0)
+
+
+def test_numbers_by_hand():
+    teacher, student = torch.tensor([[0.75, 0.25]]).log(), torch.tensor([[0.5, 0.5]]).log()
+    forward = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    backward = 0.5 * math.log(2 / 3) + 0.5 * math.log(2)
+    mixture = 0.75 * math.log(0.75 / 0.625) + 0.25 * math.log(0.25 / 0.375)
+    mixture = 0.5 * mixture + 0.5 * (0.5 * math.log(0.5 / 0.625) + 0.5 * math.log(0.5 / 0.375))
+    for name, expected in (("fwd_kl", forward), ("bwd_kl", backward), ("jsd", mixture)):
+        assert divergence(student, teacher, name).item() == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match="kd_loss='l2' is unknown; choose one of fwd_kl, bwd_kl"):
+        divergence(student, teacher, "l2")
+
+
+@pytest.mark.parametrize("name", DISTILLATION_LOSSES)
+@pytest.mark.parametrize("bucket", [False, True])
+def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(name, bucket):
+    batch = Batch()
+    batch.student = batch.teacher
+    loss, gradient, metrics = batch.ours(K, bucket, kd_loss=name)
+    assert abs(loss) < 1e-6 and gradient.abs().max() < 1e-6
+    mass = batch.teacher.softmax(-1).topk(K).values.sum(-1)[batch.mask].mean()
+    assert metrics["teacher_mass"].item() == pytest.approx(mass.item(), rel=1e-5)
+
+
+def test_what_lies_outside_the_top_k():
+    """Renormalized, the loss does not see what the student gives other tokens; as one outcome it
+    does.
+    """
+    batch = Batch()
+    batch.student = batch.teacher.clone()
+    others = batch.teacher.topk(K).indices
+    raised = torch.ones_like(batch.student).scatter(-1, others, 0.0)
+    batch.student += 3 * raised
+    assert abs(batch.ours(K, False)[0]) < 1e-6
+    loss, gradient, _ = batch.ours(K, True)
+    assert loss > 0.1 and (gradient * raised)[batch.mask].sum() > 0.1
+
+
+def test_a_teacher_without_a_rest_gives_a_finite_loss():
+    batch = Batch()
+    batch.teacher = batch.teacher.clone()
+    batch.teacher[..., 0] += 80
+    for name in DISTILLATION_LOSSES:
+        loss, gradient, _ = batch.ours(2, True, kd_loss=name)
+        assert loss.isfinite() and gradient.isfinite().all()
+
+
+def test_weights_of_zero_take_a_term_out():
+    batch = Batch()
+    loss, _, metrics = batch.ours(K, False, kd_loss_weight=0.0, sft_loss_weight=1.0)
+    expected = -batch.student.log_softmax(-1).gather(-1, batch.labels.unsqueeze(-1))[..., 0]
+    torch.testing.assert_close(loss.double(), expected[batch.mask].mean())
+    assert metrics["kd_loss"] > 0
