@@ -31,7 +31,6 @@ from nemo_aligner.config.optim_rules import (
     OTHER_SCHEDULES,
     SCHEDULES,
 )
-from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.core.changed_calls import CHANGED_CALLS
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.retired import NOT_HERE, RETIRED
@@ -183,16 +182,17 @@ def documented_commands() -> list[tuple[str, str, str]]:
 def yaml_keys() -> str:
     """Keys without effect, and keys of which only some values are accepted."""
     by_reason: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for config in CONFIG_NAMES:
+    configurations = [name for name, keys in INERT.items() if keys]
+    for config in configurations:
         for key, inert in sorted(INERT[config].items()):
             by_reason[inert.reason][key].add(config)
     rows = []
     for reason, keys in by_reason.items():
         files: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for key, configs in sorted(keys.items()):
-            files[tuple(name for name in CONFIG_NAMES if name in configs)].append(key)
+            files[tuple(name for name in configurations if name in configs)].append(key)
         for configs, names in files.items():
-            where = "all" if len(configs) == len(CONFIG_NAMES) else code(configs)
+            where = "all" if len(configs) == len(configurations) else code(configs)
             rows.append((code(names), where, reason))
     values = [
         (

@@ -107,6 +107,14 @@ WARNINGS = (
         "nobody compared. Raise model.dpo.ref_policy_kl_penalty or model.dpo.sft_loss_weight, or "
         "lower model.optim.lr.",
     ),
+    Watched(
+        "teacher_mass",
+        lambda metrics: metrics.get("teacher_mass"),
+        False,
+        "The teacher's top-k tokens have little of its probability, so the student learns little "
+        "of the teacher. Compute logits with a larger top_k, raise model.data.top_k, or set "
+        "model.knowledge_distillation.outside_top_k=bucket.",
+    ),
 )
 
 

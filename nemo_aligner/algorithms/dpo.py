@@ -37,8 +37,7 @@ class DPOTrainer(SupervisedTrainer):
         """One optimizer update on this rank's share of a global batch; returns its metrics."""
         with self.timer("ref_policy_logprobs_time"):
             batch = self.with_reference(batch)
-        metrics = super().train_single_step(batch)
-        return metrics | self.alarms.watch(metrics, self.step)
+        return super().train_single_step(batch)
 
     def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
         """Loss and metrics of one global batch without learning from it; all ranks call it."""

@@ -164,7 +164,9 @@ class SupervisedTrainer:
         self.run_timer.start_time()
         forget_token_counts()
         if is_complete(
-            self.step, self.max_steps, "max_steps or max_epochs (trainer.sft, rm or dpo)"
+            self.step,
+            self.max_steps,
+            "max_steps or max_epochs (trainer.sft, rm, dpo or knowledge_distillation)",
         ):
             self.ckpt_callback.finish_export()
             return
@@ -210,11 +212,11 @@ class SupervisedTrainer:
                 self.model, self.optimizer, self.scheduler, batch, self.cfg.gradient_clip_val
             )
         self.consumed_samples += self.global_batch_size
-        return (
-            self.model.summarize_metrics(metrics)
-            | self.timer.consume_durations()
-            | {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
-        )
+        summary = self.model.summarize_metrics(metrics)
+        if self.alarms.thresholds:
+            summary |= self.alarms.watch(summary, self.step)
+        counters = {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
+        return summary | self.timer.consume_durations() | counters
 
     def run_validation(self) -> dict[str, float]:
         """Validate on every validation set and log; returns the metrics of the one that

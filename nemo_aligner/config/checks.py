@@ -22,7 +22,7 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.inert_keys import INERT, ONLY
 from nemo_aligner.config.old_forms import LATER, old_form_notes
 from nemo_aligner.config.rules import check_values, job_of_model, restore_key
-from nemo_aligner.config.schema import COMMAND_NAMES, FREE, LIVE
+from nemo_aligner.config.schema import COMMAND_PAGES, FREE, LIVE
 from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel.environment import is_rank_zero
@@ -138,7 +138,7 @@ def check_keys(tree: Mapping, config_name: str) -> None:
     """
     unknown = unknown_keys(tree, config_name)
     if unknown:
-        page = "generate_evaluate" if config_name in COMMAND_NAMES else "config"
+        page = COMMAND_PAGES.get(config_name, "config")
         raise ConfigError(
             f"Unknown configuration key{'s' if len(unknown) > 1 else ''} for {config_name}: "
             f"{'; '.join(unknown)}. "

@@ -31,7 +31,15 @@ from nemo_aligner.core.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
 FALLBACKS = "model_fallbacks"
-LANGUAGE_MODEL_JOBS = ("gpt_ppo_actor", "gpt_rs_actor", "gpt_sft", "gpt_dpo", "generate")
+LANGUAGE_MODEL_JOBS = (
+    "gpt_ppo_actor",
+    "gpt_rs_actor",
+    "gpt_sft",
+    "gpt_dpo",
+    "gpt_knowledge_distillation",
+    "generate",
+    "compute_topk_logits",
+)
 
 # Keys for which null has no meaning of its own and reads as "the default".
 NULL_IS_DEFAULT = (
@@ -47,7 +55,10 @@ NOT_FROM_JOB = ("precision", "optim")  # of `model`
 JOB_SECTIONS = ("data", "overwrite_base_config", "optim")
 # Sections that null switches off.
 OFF_WHEN_NULL = (
-    *(f"trainer.{kind}.alarms" for kind in ("ppo", "rs", "rm", "sft", "dpo")),
+    *(
+        f"trainer.{kind}.alarms"
+        for kind in ("ppo", "rs", "rm", "sft", "dpo", "knowledge_distillation")
+    ),
     "exp_manager",
 )
 

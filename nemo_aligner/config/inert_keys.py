@@ -323,6 +323,15 @@ INERT = {
         "micro-batches are padded as sequence and context parallelism need it",
         ...,
     ),
+    "gpt_knowledge_distillation": _INERT_COMMON
+    | _DATASET_INERT
+    | _inert("model.data", "n_examples_per_chunk", "the files say how many they hold", ...)
+    | _inert(
+        "exp_manager.checkpoint_callback_params",
+        "save_best_model",
+        "checkpoints are ranked by monitor, mode and save_top_k; the best are never copied",
+        False,
+    ),
     "gpt_sft": _INERT_COMMON
     | _inert(
         "model",
@@ -381,9 +390,20 @@ INERT = {
 for _table in INERT.values():  # top-level leftovers of NeMo's launchers
     for _key in ("restore_from_path", "cluster_type", "run", "mode", "inference", "name"):
         _table.setdefault(_key, Inert(_NEMO, ("megatron_gpt",) if _key == "name" else ()))
-INERT["gpt_sft"].pop("name")  # there it names the experiment
+for _name in ("gpt_sft", "gpt_knowledge_distillation"):
+    INERT[_name].pop("name")  # there it names the experiment
 INERT["inference_rm"].pop("inference")  # there it is the server
 INERT |= {name: {} for name in COMMAND_NAMES}
+INERT["compute_topk_logits"] = (
+    _INERT_COMMON
+    | _inert("data", "sample num_workers dataloader_type", "examples keep their order", ...)
+    | _inert(
+        "data.data",
+        "shuffle memmap_workers min_seq_length drop_last hf_dataset",
+        "examples keep their order, and the data sets recognize the form of the files",
+        ...,
+    )
+)
 
 # --- values that would change the mathematics if they were ignored ---
 

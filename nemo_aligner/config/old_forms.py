@@ -37,7 +37,8 @@ class OldForm:
 def _clips_otherwise(v: Values) -> bool:
     value = v.get("trainer.gradient_clip_val")
     own = [
-        v.get(f"trainer.{kind}.gradient_clip_val") for kind in ("ppo", "rs", "rm", "sft", "dpo")
+        v.get(f"trainer.{kind}.gradient_clip_val")
+        for kind in ("ppo", "rs", "rm", "sft", "dpo", "knowledge_distillation")
     ]
     return value is not None and value not in own
 
@@ -126,6 +127,15 @@ LATER = {
             "prompt_template, and set it to False",
         }.items()
     },
+    (
+        "gpt_knowledge_distillation",
+        "model.knowledge_distillation.cross_tokenizer",
+    ): (
+        (False,),
+        "logits of another vocabulary would be compared by their rank alone; distil from the "
+        "teacher's texts (SFT), or from a teacher with the student's tokenizer, and set it to "
+        "False",
+    ),
     ("gpt_sft", "trainer.sft.inference_metrics"): (
         (),
         "metrics of generated responses are not computed yet; compute them from the .nemo with "

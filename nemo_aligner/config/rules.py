@@ -13,13 +13,18 @@ from collections.abc import Mapping
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.command_rules import check_evaluation, check_generation_command
+from nemo_aligner.config.command_rules import (
+    check_evaluation,
+    check_generation_command,
+    check_topk_logits,
+)
 from nemo_aligner.config.data_rules import (
     check_chat,
     check_data_impl,
     check_labels_can_be_read,
     check_packed,
     check_prompts_can_be_read,
+    holds_tokens,
     plain_columns,
 )
 from nemo_aligner.config.defaults import complete_config, model_fallback
@@ -49,7 +54,12 @@ from nemo_aligner.config.schema import (
 from nemo_aligner.config.server_rules import check_critic_server, check_reward_server
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES, LOSS_REDUCTIONS
+from nemo_aligner.core.estimators import (
+    DIRECT_PREFERENCE_LOSSES,
+    DISTILLATION_LOSSES,
+    LOSS_REDUCTIONS,
+    OUTSIDE_TOP_K,
+)
 
 EVERY_CHECKPOINT = "every_checkpoint"  # a value of `model.save_hf`
 
@@ -61,6 +71,7 @@ SECTIONS = {
     "training_rm": "rm",
     "gpt_sft": "sft",
     "gpt_dpo": "dpo",
+    "gpt_knowledge_distillation": "knowledge_distillation",
 }
 # Key that names the weights a job starts from.
 RESTORE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
@@ -133,6 +144,9 @@ def check_values(
     if config_name == "inference_rm":
         check_reward_server(values, ranks)
         return
+    if config_name == "compute_topk_logits":
+        check_topk_logits(values, dp | virtual_pipeline_group(values))
+        return
     if config_name in COMMAND_NAMES:
         check_generation_command(values)
         if config_name == "evaluate":
@@ -156,6 +170,8 @@ def check_values(
         _check_sft(values, dp)
     elif config_name == "gpt_dpo":
         _check_dpo(values)
+    elif config_name == "gpt_knowledge_distillation":
+        _check_distillation(values)
 
 
 def check_save_hf(save_hf: object) -> None:
@@ -318,7 +334,13 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
     )
     for key in ("limit_train_batches", "limit_val_batches"):
         values.number(f"{section}.{key}", 0)
-    if config_name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm", "gpt_dpo"):
+    if config_name in (
+        "gpt_ppo_actor",
+        "gpt_rs_actor",
+        "training_rm",
+        "gpt_dpo",
+        "gpt_knowledge_distillation",
+    ):
         _check_prefix_data(values)
 
 
@@ -335,7 +357,8 @@ def _check_prefix_data(values: Values) -> None:
         )
     plain_columns(values.get("model.data.columns"))
     data_impl = values.get("model.data.data_impl")
-    if data_impl is not None:
+    in_chunks = data_impl == "chunked_jsonl" and values.get("model.knowledge_distillation")
+    if data_impl is not None and not in_chunks:
         check_data_impl(data_impl)
         if values.get("model.reward_model_type") == "regression":
             check_labels_can_be_read(data_impl)
@@ -397,3 +420,37 @@ def _check_dpo(values: Values) -> None:
         )
     if not any(values.get(key) for key in weights):
         raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
+
+
+def _check_distillation(values: Values) -> None:
+    own = "model.knowledge_distillation."
+    values.choice("model.loss_reduction", LOSS_REDUCTIONS)
+    values.choice(f"{own}kd_loss", DISTILLATION_LOSSES)
+    values.choice(f"{own}outside_top_k", OUTSIDE_TOP_K)
+    for key in ("logits_scale", "target_logits_scale"):
+        values.number(f"{own}{key}", 0, above=True)
+    weights = [f"{own}kd_loss_weight", f"{own}sft_loss_weight"]
+    for key in weights:
+        values.number(key, 0)
+    if not any(values.get(key) for key in weights):
+        raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
+    beta = values.get(f"{own}jsd_beta")
+    if not 0 < beta < 1:
+        raise ConfigError(
+            f"{own}jsd_beta={beta} must be above 0 and below 1; its limits are kd_loss=fwd_kl and "
+            "bwd_kl."
+        )
+    scale = values.get(f"{own}target_logits_scale")
+    if values.get(f"{own}outside_top_k") == "bucket" and scale != 1:
+        raise ConfigError(
+            f"{own}outside_top_k=bucket needs {own}target_logits_scale=1, not {scale}: what the "
+            "teacher gives other tokens is known at this scale only; set renormalize or 1."
+        )
+    values.whole("model.data.top_k", 1)
+    values.number("trainer.knowledge_distillation.alarms.teacher_mass", 0, 1)
+    data_impl = str(values.get("model.data.data_impl"))
+    if holds_tokens(data_impl):
+        raise ConfigError(
+            f"model.data.data_impl={data_impl} holds tokens only; give the jsonl files that "
+            "compute_topk_logits.py wrote."
+        )

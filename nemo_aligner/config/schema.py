@@ -25,9 +25,15 @@ CONFIG_NAMES = (
     "inference_rm",
     "gpt_sft",
     "gpt_dpo",
+    "gpt_knowledge_distillation",
 )
-# Of the commands that use a trained policy; their keys are explained in docs/generate_evaluate.md.
-COMMAND_NAMES = ("generate", "evaluate")
+# Of the commands that use a trained policy, with the page of docs/ that explains their keys.
+COMMAND_PAGES = {
+    "generate": "generate_evaluate",
+    "evaluate": "generate_evaluate",
+    "compute_topk_logits": "distillation",
+}
+COMMAND_NAMES = tuple(COMMAND_PAGES)
 
 
 def dotted(prefix: str, names: str) -> set[str]:
@@ -226,6 +232,24 @@ _DPO = (
     )
     | dotted("model.data", "default_chosen_reward default_rejected_reward")
 )
+_DISTILLATION = (
+    dotted(
+        "trainer.knowledge_distillation",
+        """max_epochs max_steps val_check_interval save_interval limit_train_batches
+        limit_val_batches gradient_clip_val alarms.replica_check_interval alarms.teacher_mass""",
+    )
+    | dotted(
+        "model.knowledge_distillation",
+        """target_logits_scale logits_scale kd_loss_weight sft_loss_weight kd_loss jsd_beta
+        outside_top_k cross_tokenizer""",
+    )
+    | dotted(
+        "model.data",
+        """data_impl splits_string seq_length num_workers data_prefix validation_drop_last
+        index_mapping_dir columns top_k n_chunks""",
+    )
+    | {"name", "model.loss_reduction"}
+)
 _SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length drop_last
     label_key add_eos add_sep add_bos truncation_field truncation_method prompt_template
     pad_to_max_length columns index_mapping_dir packed_sequence"""
@@ -262,6 +286,25 @@ _EVALUATE = (
     | {"reward_model"}
 )
 
+_TOP_K = (
+    _TRAINER
+    | _ARCHITECTURE
+    | _PARALLEL
+    | _MODEL
+    | _CHECKPOINT
+    | set("top_k output_path start_from_idx end_at_idx".split())
+    | dotted("data", "chat_template chat")
+    | dotted(
+        "data.chat_prompt_tokens",
+        "system_turn_start turn_start label_start end_of_turn end_of_name",
+    )
+    | dotted(
+        "data.data",
+        """file_path max_seq_length label_key add_eos add_sep add_bos truncation_field
+        truncation_method prompt_template pad_to_max_length columns index_mapping_dir""",
+    )
+)
+
 LIVE = {
     "gpt_ppo_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _GENERATES | _ACTOR,
     # A critic serves until it is stopped: it has neither a time limit nor an end of training.
@@ -287,13 +330,17 @@ LIVE = {
     | _REWARD_SERVER,
     "gpt_sft": _COMMON | _PEFT | _GENERATES | _SFT,
     "gpt_dpo": _COMMON | _CHECKPOINT | _DATA | _PEFT | _DPO,
+    "gpt_knowledge_distillation": _COMMON | _CHECKPOINT | _PEFT | _DISTILLATION,
     "generate": _GENERATE,
     "evaluate": _GENERATE | _EVALUATE,
+    "compute_topk_logits": _TOP_K,
 }
 
 FREE = (
     "model.data.data_prefix",
     "model.data.columns",
+    "model.data.n_chunks",
+    "data.data.columns",
     *(f"model.data.{split}.columns" for split in ("train_ds", "validation_ds", "test_ds")),
     "model.overwrite_base_config",
     "model.tokenizer.special_tokens",
@@ -338,6 +385,7 @@ FLAGS = (
     | dotted("trainer", "rs.run_init_validation rm.train_random_sampler rm.val_random_sampler")
     | {"remote_critic_rm.combine_rm_and_critic_server"}
     | dotted("sampling_params", "use_greedy add_BOS")
+    | dotted("data", "chat data.add_eos data.add_sep data.add_bos data.pad_to_max_length")
     | dotted(
         "exp_manager",
         """use_datetime_version resume_if_exists resume_past_end resume_ignore_no_checkpoint
@@ -361,6 +409,7 @@ FLAGS = (
         offload_adam_states answer_only_loss peft.lora_tuning.weight_tying
         peft.merge_for_generation ppo.offload_adam_states
         dpo.preference_average_log_probs dpo.sft_average_log_probs
+        knowledge_distillation.cross_tokenizer
         ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
         ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy""",
     )
@@ -441,8 +490,19 @@ REQUIRED = {
         """preference_loss ref_policy_kl_penalty label_smoothing gt_reward_scale
         preference_loss_weight sft_loss_weight log_prob_forward_micro_batch_size""",
     ),
+    "gpt_knowledge_distillation": _REQUIRED_TRAINING
+    | dotted("trainer.knowledge_distillation", "max_steps val_check_interval save_interval")
+    | dotted("model", "data.num_workers data.seq_length loss_reduction")
+    | dotted(
+        "model.knowledge_distillation",
+        """target_logits_scale logits_scale kd_loss_weight sft_loss_weight kd_loss jsd_beta
+        outside_top_k""",
+    ),
     "generate": _REQUIRED_GENERATE,
     "evaluate": _REQUIRED_GENERATE
     | dotted("bootstrap", "resamples confidence seed")
     | dotted("inference", "reward_fn_workers reward_fn_timeout_s"),
+    "compute_topk_logits": dotted("trainer", "num_nodes devices accelerator")
+    | dotted("model", "micro_batch_size global_batch_size seed")
+    | {"top_k", "output_path"},
 }

@@ -18,7 +18,7 @@ _TRT = (
 )
 _OTHER = (
     "{} belongs to an algorithm that this package does not have; it has PPO, rejection sampling, "
-    "DPO, SFT and reward models"
+    "DPO, knowledge distillation, SFT and reward models"
 )
 _APEX = (
     "apex's optimizer is not used: model.offload_optimizer() and model.onload_optimizer() move "
@@ -36,14 +36,10 @@ RETIRED: dict[str, dict[str, str]] = {
         "ChunkedJsonl": _CHUNKS,
         "build_train_valid_test_dpo_packed_datasets": _PACKED_PAIRS,
         "build_train_valid_test_kto_datasets": _OTHER.format("KTO"),
-        "build_train_valid_test_knowledge_distillation_datasets": _OTHER.format(
-            "knowledge distillation"
-        ),
     },
     "nemo_aligner.data.nlp.datasets": {
         "DPOPackedDataset": _PACKED_PAIRS,
         "KTOModelDataset": _OTHER.format("KTO"),
-        "KnowledgeDistillationDataset": _OTHER.format("knowledge distillation"),
         "SteerLM2Dataset": _OTHER.format("SteerLM 2.0"),
     },
     "nemo_aligner.utils.distributed": {
@@ -75,7 +71,6 @@ NOT_HERE: dict[str, str] = {
     "nemo_aligner.algorithms.reinforce": _ABSENT,
     "nemo_aligner.algorithms.spin": _ABSENT,
     f"{_GPT}.gpt_steerlm_model": _ABSENT,
-    f"{_GPT}.megatron_gpt_knowledge_distillation": _ABSENT,
     f"{_GPT}.megatron_gpt_kto_model": _ABSENT,
     f"{_GPT}.megatron_gpt_reinforce_actor": _ABSENT,
     f"{_GPT}.megatron_gpt_spin_model": _ABSENT,

@@ -174,6 +174,14 @@ class _Examples(TypedDict):
     loss_mask: Tensor  # [B, S]: non-zero where the label belongs to the response
 
 
+class DistillationBatch(_Examples):
+    """Examples with the K largest logits of a teacher at each position."""
+
+    topk_logits: Tensor  # float32 [B, S, K]: in descending order, less the largest
+    topk_token_ids: Tensor  # int64 [B, S, K]
+    log_sum_exp_logits: Tensor  # float32 [B, S]: of all logits, less the largest
+
+
 class SFTBatch(_Examples, total=False):
     """Prompt-response examples for supervised fine-tuning."""
 

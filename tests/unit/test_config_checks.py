@@ -31,6 +31,15 @@ CONF = Path(__file__).parents[2] / "conf"
 NO_LAUNCHER = {}
 
 
+PREFIX_JOBS = (
+    "gpt_ppo_actor",
+    "gpt_rs_actor",
+    "training_rm",
+    "gpt_dpo",
+    "gpt_knowledge_distillation",
+)
+
+
 def load(name, tmp_path, *overrides):
     """The configuration `name` with what it requires filled in, and dot-list overrides on top."""
     cfg = OmegaConf.load(CONF / f"{name}.yaml")
@@ -47,7 +56,7 @@ def load(name, tmp_path, *overrides):
     else:
         required = [f"pretrained_checkpoint.restore_from_path={model}"]
     cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(required))
-    if name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm", "gpt_dpo"):
+    if name in PREFIX_JOBS:
         cfg.model.data.data_prefix = {
             "train": ["a.jsonl"],
             "validation": ["b.jsonl"],

@@ -180,6 +180,7 @@ def test_every_documented_command_is_there():
         "cai.rst": 4,
         "steerlm.rst": 6,
         "reinforce.rst": 2,
+        "knowledge-distillation.rst": 4,
         "ppo.sh": 2,
         "reinforce.sh": 1,
         "rm.sh": 1,
@@ -255,6 +256,13 @@ OLD_VALUES = {
         "trainer.dpo.val_check_interval": 0.1,
         "model.data.pad_length_to_multiple_of": None,
     },
+    "gpt_knowledge_distillation": {
+        "trainer.accelerator": "gpu",
+        "exp_manager.explicit_log_dir": None,
+        _PARALLEL_SIZE: "${model.tensor_model_parallel_size}",
+        "exp_manager.checkpoint_callback_params.save_best_model": False,
+        "model.tensor_model_parallel_size": 1,
+    },
 }
 NODES = "trainer.num_nodes"
 # What ours have and NeMo-Aligner's do not.
@@ -294,6 +302,14 @@ NEW_KEYS = {
     "gpt_dpo": """trainer.dpo.alarms model.dpo.label_smoothing model.encoder_seq_length
         model.max_position_embeddings model.sequence_parallel model.precision
         model.data.validation_drop_last""",
+    "gpt_knowledge_distillation": """trainer.knowledge_distillation.alarms
+        exp_manager.max_time_per_run exp_manager.resume_from_checkpoint
+        exp_manager.checkpoint_callback_params.always_save_nemo model.loss_reduction
+        model.knowledge_distillation.jsd_beta model.knowledge_distillation.outside_top_k
+        model.encoder_seq_length model.max_position_embeddings model.sequence_parallel
+        model.precision model.peft.restore_from_ckpt model.data.columns
+        model.data.validation_drop_last model.optim.bucket_cap_mb
+        model.optim.overlap_grad_sync model.optim.contiguous_grad_buffer""",
 }
 _DATA = "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [c.jsonl]}"
 _START = "pretrained_checkpoint.restore_from_path={model}"
@@ -317,6 +333,7 @@ JOBS = {  # script, what a user must give, notes
         ["model.save_nemo_on_validation_end=True", "model.answer_only_loss=False"],
     ),
     "gpt_dpo": ("train_gpt_dpo", [_START, _DATA], []),
+    "gpt_knowledge_distillation": ("train_gpt_knowledge_distillation", [_START, _DATA], []),
 }
 
 

@@ -262,6 +262,7 @@ HOMONYMS = {
     "enable_progress_bar": "the same",
     "dirpath": "of NeMo's callback, which its scripts have",
     "pin_memory": "an argument of PyTorch",
+    "shuffle": "of the data sections of SFT; files of logits keep the order",
     "dtype": "of tensors",
     "drop_last": "an argument of samplers",
     "pad_samples_to_global_batch_size": "the same",

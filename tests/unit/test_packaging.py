@@ -65,6 +65,8 @@ RM_MODEL = """share_embeddings_and_output_weights reward_model_type regression.n
 regression.merge_attributes regression.attribute_weights regression.loss_mask_val
 regression.loss_func regression.load_rm_head_weights output_sequence use_avg_pool
 force_head_dtype forward_micro_batch_size"""
+DISTILLATION_MODEL = """target_logits_scale logits_scale kd_loss_weight sft_loss_weight kd_loss
+cross_tokenizer"""
 DPO_MODEL = """log_prob_forward_micro_batch_size ref_policy_kl_penalty
 preference_average_log_probs sft_average_log_probs gt_reward_scale preference_loss
 preference_loss_weight sft_loss_weight"""
@@ -164,6 +166,18 @@ REFERENCE = {
         "model.dpo": DPO_MODEL,
         "model.peft": PEFT,
         "model.data": DATA + " default_chosen_reward default_rejected_reward",
+        "model.overwrite_base_config": "data.data_prefix",
+    },
+    "gpt_knowledge_distillation": COMMON
+    | {
+        "": "name",
+        "trainer": TRAINER + " max_time",
+        "trainer.knowledge_distillation": SFT_TRAINER,
+        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
+        "pretrained_checkpoint": "restore_from_path",
+        "model.knowledge_distillation": DISTILLATION_MODEL,
+        "model.peft": PEFT,
+        "model.data": DATA + " top_k n_chunks n_examples_per_chunk dataloader_type",
         "model.overwrite_base_config": "data.data_prefix",
     },
 }

@@ -302,6 +302,13 @@ def test_horizon_of_the_learning_rate():
     assert script_steps._updates(SimpleNamespace(max_steps=9), None, None, None) == 9
 
 
+PREFIX_JOBS = (
+    "gpt_ppo_actor",
+    "gpt_rs_actor",
+    "training_rm",
+    "gpt_dpo",
+    "gpt_knowledge_distillation",
+)
 RESTORE = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
 
 
@@ -312,7 +319,7 @@ def job_configuration(name, nemo_file, **changes):
         "model.data.train_ds.file_path": "a.jsonl",
         "model.data.validation_ds.file_path": "a.jsonl",
     }
-    if name in ("gpt_ppo_actor", "gpt_rs_actor", "training_rm", "gpt_dpo"):
+    if name in PREFIX_JOBS:
         splits = ("train", "validation", "test")
         files = {"model.data.data_prefix": {split: ["a.jsonl"] for split in splits}}
     elif name != "gpt_sft":

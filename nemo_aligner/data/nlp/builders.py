@@ -53,6 +53,7 @@ from nemo_aligner.data.nlp.samplers import (
 )
 from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
 from nemo_aligner.data.nlp.sft_examples import SFTDataset
+from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.stop_requests import ignore_signals
 
@@ -61,6 +62,7 @@ __all__ = [
     "build_dataset_generic",
     "build_sft_dataset",
     "build_train_valid_test_dpo_datasets",
+    "build_train_valid_test_knowledge_distillation_datasets",
     "build_train_valid_test_labelled_pair_datasets",
     "build_train_valid_test_datasets",
     "build_train_valid_test_regression_rm_datasets",
@@ -74,6 +76,7 @@ __all__ = [
 ]
 
 PARTS = ("train", "validation", "test")
+CHUNK_ID = "CHUNK_ID"  # in the name of a file: a number
 # (train, validation, test); validation is a dict where there are several sets.
 Datasets = tuple[Any, Any, Any]
 
@@ -122,6 +125,12 @@ def _make_dpo_dataset(
     paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
 ) -> DPOModelDataset:
     return DPOModelDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
+
+
+def _make_distillation_dataset(
+    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+) -> KnowledgeDistillationDataset:
+    return KnowledgeDistillationDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
 
 
 def _make_regression_rm_dataset(
@@ -292,6 +301,59 @@ build_train_valid_test_regression_rm_datasets = partial(
 build_train_valid_test_labelled_pair_datasets = partial(
     build_train_valid_test_datasets, _make_labelled_pair_dataset
 )
+
+
+def build_train_valid_test_knowledge_distillation_datasets(
+    cfg: DictConfig,
+    data_prefix: Mapping[str, Any] | Sequence[str] | str,
+    data_impl: str,
+    *args: Any,
+    n_chunks: int | Mapping[str, int] | None = None,
+    n_examples_per_chunk: int | Mapping[str, int] | None = None,
+    **kwargs: Any,
+) -> Datasets:
+    """`build_train_valid_test_datasets` of examples with the logits of a teacher. A name of a file
+    with CHUNK_ID, as in NeMo-Aligner, stands for the files 0 to `n_chunks` - 1.
+
+    Args:
+        data_impl: also NeMo-Aligner's chunked_jsonl, the same as jsonl: data are read from disk.
+        n_chunks: files of a name with CHUNK_ID; one number, or that of each part.
+        n_examples_per_chunk: not used: the files say it.
+    """
+
+    def chunks(names: Any, part: str) -> Any:
+        if not any(CHUNK_ID in str(name) for name in names):
+            return names
+        count = n_chunks if isinstance(n_chunks, int) else (n_chunks or {}).get(part)
+        if not count:
+            raise ConfigError(
+                f"model.data.data_prefix.{part} has names with {CHUNK_ID}, but "
+                f"model.data.n_chunks={n_chunks} does not say how many files these are."
+            )
+        return [
+            str(name).replace(CHUNK_ID, str(n))
+            for name in names
+            for n in range(count if CHUNK_ID in str(name) else 1)
+        ]
+
+    if isinstance(data_prefix, Mapping | DictConfig):
+        data_prefix = {
+            part: None
+            if names is None
+            else chunks([names] if isinstance(names, str) else names, part)
+            for part, names in data_prefix.items()
+        }
+    elif data_prefix is not None:
+        names = [data_prefix] if isinstance(data_prefix, str) else data_prefix
+        data_prefix = chunks(names, "train")
+    return build_train_valid_test_datasets(
+        _make_distillation_dataset,
+        cfg,
+        data_prefix,
+        "jsonl" if data_impl == "chunked_jsonl" else data_impl,
+        *args,
+        **kwargs,
+    )
 
 
 def build_sft_dataset(

@@ -10,6 +10,7 @@ two read files of tokens too.
 | `RegressionRewardModelDataset` | labelled texts                                            |
 | `LabelledPairDataset`          | pairs with the preference as a label                      |
 | `DPOModelDataset`              | pairs with their prompt, for DPO                          |
+| `KnowledgeDistillationDataset` | examples with the largest logits of a teacher             |
 | `SFTDataset`                   | prompt-response examples                                  |
 | `SFTChatDataset`               | conversations for supervised fine-tuning                  |
 """
@@ -25,10 +26,12 @@ from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
 from nemo_aligner.data.nlp.sft_examples import SFTDataset
+from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
 
 __all__ = [
     "DEFAULT_MASK_VALUE",
     "DPOModelDataset",
+    "KnowledgeDistillationDataset",
     "LabelledPairDataset",
     "RLHFDataset",
     "Records",

@@ -1,0 +1,185 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A teacher writes its largest logits for the examples of a data set (`compute_topk_logits.py`).
+
+The file grows by whole lines in the order of the examples, so a job that was stopped goes on where
+it ended.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from nemo.utils import logging
+
+from nemo_aligner.checkpoint.checksums import save_error
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.masks import counted_lengths
+from nemo_aligner.data.nlp.topk_logits import TopKExample, check_record, to_line
+from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+
+
+def write_topk_logits(
+    model: TopKTeacherModel,
+    dataset: Any,
+    path: Path,
+    top_k: int,
+    first: int = 0,
+    last: int | None = None,
+) -> None:
+    """Write the `top_k` largest logits of the examples `first` to `last` to `path`; all ranks call
+    it, rank 0 writes.
+
+    Args:
+        model: the teacher; `cfg.global_batch_size` examples are computed together.
+        dataset: `SFTDataset` or `SFTChatDataset`.
+        path: of the file. Lines of the same examples that it holds already stay.
+        first, last: numbers of the examples; None: to the end.
+
+    Raises:
+        UserError: more logits than the vocabulary has, examples that the data set does not have,
+            or a file with lines of something else; on all ranks.
+        SaveError: the file cannot be written; on all ranks.
+    """
+    size = model.tokenizer.vocab_size
+    if top_k > size:
+        raise UserError(f"top_k={top_k} is above the {size} tokens of the vocabulary; lower it.")
+    last = len(dataset) - 1 if last is None else last
+    if not 0 <= first <= last < len(dataset):
+        raise UserError(
+            f"start_from_idx={first} to end_at_idx={last} (which counts too) are not examples of "
+            f"the data set, which has the numbers 0 to {len(dataset) - 1}."
+        )
+    fingerprint = tokenizer_fingerprint(model.tokenizer)
+    model.set_eval()
+    rows = last - first + 1
+    done = _on_rank_0(lambda: _lines_there(path, dataset, top_k, first, rows, fingerprint))
+    if done:
+        logging.info(f"{path} holds {done} of {rows} lines already")
+    for start in range(first + done, last + 1, model.cfg.global_batch_size):
+        stop = min(start + model.cfg.global_batch_size, last + 1)
+        lines = _lines(model, dataset, range(start, stop), top_k, rows, fingerprint)
+        _on_rank_0(lambda lines=lines: _append(path, lines))
+        logging.info(f"{stop - first} of {rows} examples are in {path}")
+
+
+def _lines(
+    model: TopKTeacherModel,
+    dataset: Any,
+    numbers: range,
+    top_k: int,
+    rows: int,
+    fingerprint: str | None,
+) -> list[str]:
+    """The lines of some examples, of which each data-parallel rank computes a share."""
+    size = parallel_state.get_data_parallel_world_size()
+    mine = numbers[parallel_state.get_data_parallel_rank() :: size]
+    chosen = mine or numbers[:1]  # one with nothing to do takes part in the exchange of experts
+    batch = dataset.collate_fn([dataset[number] for number in chosen])
+    mask = batch["loss_mask"]
+    lengths = counted_lengths(mask, mask.size(1))
+    top = model.top_logits(batch["tokens"], lengths, top_k)
+    logits, ids, log_sum_exp = (part.cpu().numpy() for part in top)
+    found = {}
+    for row, number in enumerate(mine):
+        length = int(lengths[row])
+        counts = np.flatnonzero(mask[row].numpy())
+        example = TopKExample(
+            tokens=batch["tokens"][row, :length].numpy(),
+            labels=batch["labels"][row, :length].numpy(),
+            loss_mask=mask[row, :length].numpy(),
+            topk_logits=logits[row, counts],
+            topk_token_ids=ids[row, counts],
+            log_sum_exp_logits=log_sum_exp[row, counts],
+        )
+        found[number] = to_line(example, number, rows, fingerprint)
+    parts: list[dict[int, str]] = [found]
+    if size > 1:
+        parts = [{} for _ in range(size)]
+        torch.distributed.all_gather_object(
+            parts, found, group=parallel_state.get_data_parallel_group()
+        )
+    lines = {number: line for part in parts for number, line in part.items()}
+    return [lines[number] for number in numbers]
+
+
+def _append(path: Path, lines: list[str]) -> int:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError as error:
+        raise save_error(path, error) from None
+    return len(lines)
+
+
+def _lines_there(
+    path: Path, dataset: Any, top_k: int, first: int, rows: int, fingerprint: str | None
+) -> int:
+    """How many lines of this job a file holds; a torn last line is removed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            return 0
+    except OSError as error:
+        raise save_error(path, error) from None
+    count, end = 0, 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            _check_line(line, path, dataset, top_k, first + count, rows, fingerprint)
+            count, end = count + 1, end + len(line)
+    if end < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return count
+
+
+def _check_line(
+    line: bytes,
+    path: Path,
+    dataset: Any,
+    top_k: int,
+    number: int,
+    rows: int,
+    fingerprint: str | None,
+) -> None:
+    """Raise `UserError` unless the line is the one that this job would write for an example."""
+    where = f"output_path={path}, line of example {number}"
+    try:
+        record = json.loads(line)
+        check_record(record, fingerprint)
+    except (ValueError, UserError) as error:
+        raise UserError(f"{where}: {error} To start afresh, remove the file.") from None
+    tokens = record["tokens"]
+    expected = dataset[number]["tokens"][: len(tokens)] if number < len(dataset) else None
+    same = {"index": number, "rows": rows, "top_k": top_k}
+    differs = [f"{key}={record.get(key)}" for key, v in same.items() if record.get(key) != v]
+    if differs or tokens != list(expected or []):
+        what = ", ".join(differs) or "other tokens"
+        raise UserError(
+            f"{where}: it holds the logits of another data set or command ({what}); give another "
+            "output_path, or remove the file."
+        )
+
+
+def _on_rank_0(function: Any) -> Any:
+    """What `function` returns on rank 0, on all ranks; its error is raised on all of them."""
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    if not several:
+        return function()
+    outcome: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except UserError as error:
+            outcome[1] = error
+    torch.distributed.broadcast_object_list(outcome, src=0, device=get_device())
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -1,0 +1,265 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a teacher's largest logits: one JSON object per line and example, which
+`compute_topk_logits.py` writes and `KnowledgeDistillationDataset` reads.
+
+| field | what |
+|---|---|
+| `tokens`, `labels`, `loss_mask` | lists of numbers [S]: an example as `SFTDataset` makes it |
+| `topk_logits` | float32 [n, K]: in descending order, less the largest |
+| `topk_token_ids` | int32 [n, K] |
+| `log_sum_exp_logits` | float32 [n]: of all logits, less the largest |
+| `top_k` | K |
+| `index` | number of the example in its data set |
+| `rows` | number of lines of the whole file |
+| `tokenizer` | fingerprint of the teacher's tokenizer (`servers/fingerprint.py`) |
+| `checksum` | XXH3 of all of these |
+
+n counts the positions with a `loss_mask` that is not 0: nothing is learned at the others. The
+arrays are the base64 text of their bytes (little-endian), which is exact, and read many times
+faster than numbers in JSON. NeMo-Aligner's own files, with nested lists of numbers for all S
+positions and without the last three fields, can be read too.
+"""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
+from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within
+from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.records import open_records, settings_of
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+
+EXAMPLE = ("tokens", "labels", "loss_mask")
+ARRAYS = {"topk_logits": "<f4", "topk_token_ids": "<i4", "log_sum_exp_logits": "<f4"}
+
+
+class TopKExample(NamedTuple):
+    """An example with the largest logits of its n positions that count.
+
+    Attributes:
+        tokens, labels: int64 [S].
+        loss_mask: float32 [S].
+        topk_logits: float32 [n, K].
+        topk_token_ids: int64 [n, K].
+        log_sum_exp_logits: float32 [n].
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+    topk_logits: np.ndarray
+    topk_token_ids: np.ndarray
+    log_sum_exp_logits: np.ndarray
+
+
+def to_line(example: TopKExample, index: int, rows: int, fingerprint: str | None) -> str:
+    """The line of a file for an example; arguments are the fields of the same names."""
+    record = {key: getattr(example, key).tolist() for key in EXAMPLE}
+    for key, dtype in ARRAYS.items():
+        data = np.ascontiguousarray(getattr(example, key), dtype=dtype)
+        record[key] = base64.b64encode(data.tobytes()).decode()
+    record |= {"top_k": example.topk_logits.shape[1], "index": index, "rows": rows}
+    record["tokenizer"] = fingerprint
+    return json.dumps(record | {"checksum": _checksum(record)}) + "\n"
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    fields = {key: value for key, value in sorted(record.items()) if key != "checksum"}
+    return xxhash.xxh3_64(json.dumps(fields).encode()).hexdigest()
+
+
+def check_record(record: Record, fingerprint: str | None) -> None:
+    """Raise `UserError` unless a record is whole and has the logits of a tokenizer with this
+    fingerprint.
+    """
+    missing = [key for key in (*EXAMPLE, *ARRAYS) if key not in record]
+    if missing:
+        raise UserError(
+            f"the line holds no logits of a teacher: {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing, it has {sorted(record)}. Write the "
+            "file with compute_topk_logits.py."
+        )
+    if "checksum" in record and record["checksum"] != _checksum(record):
+        raise UserError(
+            "the line is not what was written (see its checksum): it is damaged or was changed; "
+            "copy the file again, or compute it again."
+        )
+    theirs = record.get("tokenizer")
+    if theirs is not None and fingerprint is not None and theirs != fingerprint:
+        raise UserError(
+            f"the logits are those of another tokenizer ({theirs}) than the student's "
+            f"({fingerprint}); compute them with a teacher that has the student's tokenizer."
+        )
+
+
+def from_record(record: Record, top_k: int | None = None) -> TopKExample:
+    """The example of a record that `check_record` has passed, with the `top_k` largest logits of
+    each position; None: all that it has.
+
+    Raises:
+        UserError: its numbers do not belong together, or it has fewer logits.
+    """
+    tokens, labels = (np.asarray(record[key], dtype=np.int64) for key in EXAMPLE[:2])
+    loss_mask = np.asarray(record["loss_mask"], dtype=np.float32)
+    counts = loss_mask != 0
+    try:
+        arrays = [_array(record, key, counts) for key in ARRAYS]
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"its arrays do not belong together ({error}); compute it again."
+        ) from None
+    logits, ids, log_sum_exp = arrays
+    found = int(counts.sum())
+    fits = (
+        logits.ndim == 2
+        and logits.shape == ids.shape
+        and len(logits) == len(log_sum_exp) == found
+        and tokens.shape == labels.shape == loss_mask.shape
+    )
+    if not fits:
+        raise UserError(
+            f"{len(logits)} positions have logits and {found} count in the loss, over "
+            f"{len(tokens)} tokens; compute it again."
+        )
+    if top_k is not None and top_k > logits.shape[1]:
+        raise UserError(
+            f"it has the {logits.shape[1]} largest logits, fewer than model.data.top_k={top_k}; "
+            f"set that to {logits.shape[1]} or less, or compute more."
+        )
+    largest = slice(None, top_k)
+    return TopKExample(
+        tokens,
+        labels,
+        loss_mask,
+        np.ascontiguousarray(logits[:, largest], dtype=np.float32),
+        ids[:, largest].astype(np.int64),
+        log_sum_exp.astype(np.float32),
+    )
+
+
+def _array(record: Record, key: str, counts: np.ndarray) -> np.ndarray:
+    """An array of a record, of the positions that count."""
+    value = record[key]
+    if isinstance(value, str):
+        array = np.frombuffer(base64.b64decode(value, validate=True), dtype=ARRAYS[key])
+        return array if key == "log_sum_exp_logits" else array.reshape(-1, int(record["top_k"]))
+    array = np.asarray(value, dtype=np.float64 if ARRAYS[key] == "<f4" else np.int64)
+    return array[counts]
+
+
+@accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
+class KnowledgeDistillationDataset(FileDataset):
+    """Examples with the largest logits of a teacher. One longer than `seq_length` is left out; a
+    warning at start counts them.
+
+    Args:
+        paths: the files.
+        tokenizer: of the student.
+        seq_length: longest example, in tokens.
+        data_cfg: `model.data`: `top_k` (of each position so many; None: all, of all files alike),
+            `columns`, `index_mapping_dir`.
+        name: "train", ...; for messages.
+
+    Items: the fields of `TopKExample` as tensors, with the positions that do not count, [S, K] and
+    [S], filled with 0. `collate_fn` makes batches of them.
+
+    Raises:
+        UserError: a line is damaged, of another tokenizer, or holds no logits; lines are missing;
+            or there are fewer logits than `top_k`.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        self.name = name
+        self.tokenizer = tokenizer
+        self.seq_length = seq_length
+        self.top_k: int | None = (data_cfg or {}).get("top_k")
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
+        data_cfg = {**(data_cfg or {}), "data_impl": "jsonl"}
+        self.lines = open_records(
+            paths,
+            data_cfg,
+            self._inspect,
+            lambda: settings_of(tokenizer, "topk", self.top_k, self.fingerprint),
+        )
+        self._check_files()
+        self.documents = documents_within(
+            self.lines.notes, seq_length, name, "examples", "are longer"
+        )
+
+    def _inspect(self, record: Record) -> tuple[int, float]:
+        """Number of tokens, and of logits of a position."""
+        check_record(record, self.fingerprint)
+        example = from_record(record, self.top_k)
+        size = self.tokenizer.vocab_size
+        ids = example.topk_token_ids
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            raise UserError(
+                f"token ids from {ids.min()} to {ids.max()}, but the tokenizer has {size}: the "
+                "logits are those of another tokenizer."
+            )
+        return len(example.tokens), ids.shape[1]
+
+    def _check_files(self) -> None:
+        """No lines are missing, and all have as many logits."""
+        for path, first, count in zip(
+            self.lines.paths, self.lines.first_of_file, self.lines.counts, strict=True
+        ):
+            rows = self.lines[first].get("rows") or 0
+            if count < rows:
+                raise UserError(
+                    f"{path} holds {count} of {rows} lines: compute_topk_logits.py was stopped, "
+                    "or the file was cut. The same command again goes on where it ended."
+                )
+        numbers = np.unique(self.lines.numbers)
+        if len(numbers) > 1:
+            found = ", ".join(f"{number:g}" for number in numbers)
+            raise UserError(
+                f"{self.name} data: lines have {found} logits of each position; set "
+                f"model.data.top_k={numbers[0]:g}, the fewest."
+            )
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        example = from_record(self.lines[self.documents[max(index, 0)]], self.top_k)
+        counts = example.loss_mask != 0
+        item = {key: torch.from_numpy(getattr(example, key)) for key in EXAMPLE}
+        if index < 0:
+            item["loss_mask"] = torch.zeros_like(item["loss_mask"])
+        for key in ARRAYS:
+            values = getattr(example, key)
+            spread = np.zeros((len(counts), *values.shape[1:]), dtype=values.dtype)
+            spread[counts] = values
+            item[key] = torch.from_numpy(spread)
+        return item
+
+    def collate_fn(self, items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Collate items to a batch of width S, their longest length rounded up to 16, at most
+        `seq_length`; see `core.types.DistillationBatch`.
+        """
+        longest = max(len(item["tokens"]) for item in items)
+        width = min(-(-longest // 16) * 16, self.seq_length)
+        ends = {"tokens": self.tokenizer.eos_id, "labels": self.tokenizer.eos_id}
+        return {
+            key: torch.stack([_padded(item[key], width, ends.get(key, 0)) for item in items])
+            for key in items[0]
+        }
+
+
+def _padded(values: torch.Tensor, width: int, value: int) -> torch.Tensor:
+    behind = (0, 0) * (values.dim() - 1)
+    return torch.nn.functional.pad(values, (*behind, 0, width - len(values)), value=value)

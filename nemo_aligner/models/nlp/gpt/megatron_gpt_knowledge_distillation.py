@@ -1,0 +1,127 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`GPTKnowledgeDistillationModel`: a student that learns the distributions of a teacher."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from nemo_aligner.core.distillation import distillation_loss
+from nemo_aligner.core.losses import loss_count, loss_weights
+from nemo_aligner.core.masks import counted_lengths
+from nemo_aligner.core.types import DistillationBatch
+from nemo_aligner.models.alignable_interface import SupervisedInterface
+from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.vocab_candidates import candidate_logprobs
+from nemo_aligner.training.megatron_steps import Batch, forward_backward
+
+
+class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
+    """Student of a teacher whose largest logits stand beside the data.
+
+    Args:
+        cfg: section `model` of `gpt_knowledge_distillation.yaml` (docs/config.md).
+        trainer: Lightning trainer.
+
+    Attributes:
+        loss_settings: arguments of `core.distillation.distillation_loss`.
+        logits_scale: factor of the student's logits.
+        outside_top_k: one of `core.estimators.OUTSIDE_TOP_K`.
+    """
+
+    CONFIG_NAME = "gpt_knowledge_distillation"
+
+    def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
+        super().__init__(cfg, trainer=trainer)
+        distillation = self.cfg.knowledge_distillation
+        self.loss_reduction: str = self.cfg.loss_reduction
+        self.logits_scale: float = distillation.logits_scale
+        self.outside_top_k: str = distillation.outside_top_k
+        self.loss_settings: dict[str, Any] = {
+            key: distillation[key]
+            for key in (
+                "kd_loss",
+                "jsd_beta",
+                "target_logits_scale",
+                "kd_loss_weight",
+                "sft_loss_weight",
+            )
+        }
+
+    def get_loss_and_metrics(
+        self, batch: DistillationBatch, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
+        """Divergence from the teacher over a global batch, and its gradient unless `forward_only`.
+
+        All ranks call it.
+
+        Args:
+            batch: this data-parallel rank's share of the global batch.
+            forward_only: compute no gradient.
+
+        Returns:
+            The loss and, over the global batch, the metrics of `distillation_loss` and `weights`:
+            how many tokens count, or how many of what `loss_reduction` averages over.
+        """
+        mask = batch["loss_mask"].to(get_device())
+        micro_batch_size = self.cfg.micro_batch_size
+        log_sum_exp: Any = batch["log_sum_exp_logits"]
+        if not isinstance(log_sum_exp, Tensor):  # as NeMo-Aligner's script collates it
+            log_sum_exp = pad_sequence(list(log_sum_exp), batch_first=True)
+        weights = loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp)
+        inputs = {
+            "tokens": batch["tokens"],
+            "labels": batch["labels"],
+            "weights": weights,
+            "topk_logits": batch["topk_logits"],
+            "topk_token_ids": batch["topk_token_ids"],
+            "log_sum_exp": log_sum_exp,
+        }
+        top_k = batch["topk_token_ids"].size(-1)
+        # With all tokens there is nothing outside.
+        bucket = self.outside_top_k == "bucket" and top_k < self.tokenizer.vocab_size
+
+        def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
+            labels = micro_batch["labels"]
+            width = labels.size(1)  # entries with three dimensions are not cut with the tokens
+            token_ids = micro_batch["topk_token_ids"][:, :width]
+            found = candidate_logprobs(
+                logits,
+                torch.cat([token_ids, labels.unsqueeze(-1)], -1),
+                rest_of=top_k if bucket else 0,
+                temperature=1 / self.logits_scale,
+                vocab_size=self.tokenizer.vocab_size,
+                inference_only=forward_only,
+                overwrite_logits=True,  # nothing else needs them
+            )
+            return distillation_loss(
+                logprobs=found[..., :top_k],
+                label_logprobs=found[..., top_k],
+                rest_logprobs=found[..., -1] if bucket else None,
+                teacher_logits=micro_batch["topk_logits"][:, :width],
+                teacher_log_sum_exp=micro_batch["log_sum_exp"],
+                weights=micro_batch["weights"],
+                **self.loss_settings,
+            )
+
+        metrics, _ = forward_backward(
+            self.model,
+            inputs,
+            micro_batch_size=micro_batch_size,
+            loss_fn=loss_fn,
+            forward_only=forward_only,
+            lengths=counted_lengths(weights, batch["tokens"].size(1)),
+            micro_batch_tokens=self.micro_batch_tokens,
+            keep_order=self.loss_reduction == "microbatch",
+        )
+        count = loss_count(mask, self.loss_reduction, micro_batch_size)
+        total = sum_over_dp(torch.tensor(count, dtype=torch.float64).to(get_device()))
+        metrics["weights"] = float(total)
+        return metrics["loss"], metrics
