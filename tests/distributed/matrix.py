@@ -36,6 +36,9 @@ from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
+    GPTKnowledgeDistillationModel,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
@@ -183,15 +186,20 @@ ROLES = {
     "sft": Role(GPTSFTModel, "lm"),
     "rs": Role(MegatronGPTRSModel, "lm"),
     "dpo": Role(MegatronGPTDPOModel, "lm", ("pairs",)),
+    "distillation": Role(GPTKnowledgeDistillationModel, "lm"),
 }
 # In place of a micro-batch size: `dynamic_micro_batch_tokens`. One rank makes three micro-batches
 # of the samples; of two data-parallel ranks one makes two, the other one.
 DYNAMIC, DYNAMIC_TOKENS = "dynamic", 30
+TOP_K = 4  # logits of a teacher
 # (loss reduction, micro-batch size)
 SIZES = {"token": (1, 2, 4, DYNAMIC), "sequence": (1, 4, DYNAMIC), "microbatch": (1, 2)}
 VARIANTS = tuple((reduction, size) for reduction, sizes in SIZES.items() for size in sizes)
 # Where not all roles run.
-ROLES_OF_ARCHITECTURES = {"moe": ("actor", "sft"), "lora": ("actor", "critic", "sft", "dpo")}
+ROLES_OF_ARCHITECTURES = {
+    "moe": ("actor", "sft"),
+    "lora": ("actor", "critic", "sft", "dpo", "distillation"),
+}
 # What runs in `make test`: every role with one architecture, and the others with two roles;
 # test_experts.py has the experts.
 SLIM_ROLES = {
@@ -287,6 +295,18 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
             "chosen_reward": torch.arange(SAMPLES) / SAMPLES,
             "rejected_reward": torch.zeros(SAMPLES),
             **references,
+        }
+    if role == "distillation":
+        order = torch.rand(SAMPLES, WIDTH, 290, generator=generator).argsort(-1)
+        logits = -torch.rand(SAMPLES, WIDTH, TOP_K, generator=generator).cumsum(-1)
+        log_sum_exp = logits.exp().sum(-1).add(0.5).log()
+        return {
+            "tokens": first,
+            "labels": second,
+            "loss_mask": responses.float(),
+            "topk_token_ids": order[..., :TOP_K],  # in all slices of the vocabulary
+            "topk_logits": torch.where(responses[..., None], logits, masked_value),
+            "log_sum_exp_logits": torch.where(responses, log_sum_exp, masked_value),
         }
     if role == "regression":
         labels = torch.randn(SAMPLES, ATTRIBUTES, generator=generator)
@@ -407,6 +427,12 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             "sft_average_log_probs": False,
             "sft_loss_weight": 0.1,
             "label_smoothing": 0.1,
+        },
+        knowledge_distillation={
+            "kd_loss": "jsd",
+            "outside_top_k": "bucket",
+            "logits_scale": 0.8,
+            "sft_loss_weight": 0.2,
         },
     )
     experts = EXPERTS if architecture == "moe" else {}

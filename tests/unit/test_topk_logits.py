@@ -1,0 +1,282 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a teacher's logits: what is written is read, in batches; other files are refused; and
+a student of all forms learns from them. test_distillation_scripts.py has the commands.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nemo_aligner.algorithms.topk_logits import write_topk_logits
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.data.nlp import builders
+from nemo_aligner.data.nlp.topk_logits import (
+    KnowledgeDistillationDataset,
+    TopKExample,
+    to_line,
+)
+from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
+    GPTKnowledgeDistillationModel,
+)
+from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
+from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+from tests.tiny_models import tiny_config
+from tests.unit.test_config_checks import check
+
+pytestmark = pytest.mark.slow
+
+K, LENGTH, COUNT = 3, 24, 5
+
+
+def example(number: int, top_k: int = K) -> TopKExample:
+    """One of any length, of which a part counts."""
+    random = np.random.default_rng(number)
+    width = 6 + 3 * number
+    mask = np.zeros(width, dtype=np.float32)
+    mask[2 + number % 3 : width - number % 2] = 1
+    counted = int(mask.sum())
+    logits = -np.sort(random.random((counted, top_k), dtype=np.float32), axis=1)
+    return TopKExample(
+        tokens=random.integers(0, 290, width),
+        labels=random.integers(0, 290, width),
+        loss_mask=mask,
+        topk_logits=logits - logits[:, :1],
+        topk_token_ids=random.integers(0, 290, (counted, top_k)),
+        log_sum_exp_logits=1 + random.random(counted, dtype=np.float32),
+    )
+
+
+def text(tokenizer, count: int = COUNT, top_k: int = K, rows: int | None = None) -> str:
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    return "".join(
+        to_line(example(n, top_k), n, count if rows is None else rows, fingerprint)
+        for n in range(count)
+    )
+
+
+def old_text() -> str:
+    """As NeMo-Aligner writes it: nested lists with numbers at all positions."""
+    lines = []
+    for number in range(COUNT):
+        each = example(number)
+        record = {key: getattr(each, key).tolist() for key in ("tokens", "labels", "loss_mask")}
+        counts = each.loss_mask != 0
+        for key in ("topk_logits", "topk_token_ids", "log_sum_exp_logits"):
+            values = getattr(each, key)
+            spread = np.full((len(counts), *values.shape[1:]), 7, dtype=values.dtype)
+            spread[counts] = values
+            record[key] = spread.tolist()
+        lines.append(json.dumps({**record, "index": number}) + "\n")
+    return "".join(lines)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "logits.jsonl"
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["ours", "NeMo-Aligner's"])
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_items_are_what_was_written(tiny_tokenizer, file, old, top_k):
+    file.write_text(old_text() if old else text(tiny_tokenizer))
+    data = KnowledgeDistillationDataset([file], tiny_tokenizer, LENGTH, {"top_k": top_k})
+    assert len(data) == COUNT
+    for number, item in enumerate(data[n] for n in range(COUNT)):
+        each = example(number)
+        counts = torch.from_numpy(each.loss_mask != 0)
+        for key in ("tokens", "labels", "loss_mask"):
+            assert item[key].tolist() == getattr(each, key).tolist()
+        for key in ("topk_logits", "topk_token_ids"):
+            expected = torch.from_numpy(getattr(each, key))[:, :top_k]
+            assert torch.equal(item[key][counts], expected)
+            assert not item[key][~counts].any()
+        expected = torch.from_numpy(each.log_sum_exp_logits)
+        assert torch.equal(item["log_sum_exp_logits"][counts], expected)
+
+    batch = data.collate_fn([data[0], data[4], data[-1]])
+    assert batch["tokens"].shape == (3, LENGTH)
+    assert batch["topk_logits"].shape == (3, LENGTH, top_k or K)
+    assert batch["loss_mask"].sum(1).tolist() == [example(0).loss_mask.sum(), 15.0, 0.0]
+    assert batch["tokens"][0, 6:].tolist() == [tiny_tokenizer.eos_id] * (LENGTH - 6)
+    assert data.collate_fn([data[0]])["tokens"].shape == (1, 16)
+
+
+def damaged(line: str, **fields) -> str:
+    return json.dumps({**json.loads(line), **fields}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("another tokenizer", "line 3: the logits are those of another tokenizer .5 tokens, end"),
+        ("rows missing", "holds 4 of 5 lines: compute_topk_logits.py was stopped"),
+        ("damaged", "line 3: the line is not what was written .see its checksum."),
+        ("SFT data", "line 3: the line holds no logits of a teacher: tokens, labels, loss_mask"),
+        ("ids of another vocabulary", "line 3: token ids from 0 to 300, but the tokenizer has"),
+        ("positions missing", "line 3: 1 positions have logits and 8 count in the loss"),
+        ("no base64", "line 3: its arrays do not belong together"),
+        ("ragged", "lines have 2, 3 logits of each position; set model.data.top_k=2"),
+    ],
+)
+def test_bad_files_end_with_one_line(tiny_tokenizer, file, case, message):
+    lines = text(tiny_tokenizer).splitlines(keepends=True)
+    fingerprint = tokenizer_fingerprint(tiny_tokenizer)
+    each = example(2)
+    if case == "another tokenizer":
+        lines[2] = to_line(each, 2, COUNT, "5 tokens, end 0, 0123456789ab")
+    elif case == "rows missing":
+        del lines[4]
+    elif case == "damaged":
+        lines[2] = damaged(lines[2], tokens=[*each.tokens[:-1].tolist(), 7])
+    elif case == "SFT data":
+        lines[2] = json.dumps({"input": "a", "output": "b"}) + "\n"
+    elif case == "ids of another vocabulary":
+        ids = np.zeros_like(each.topk_token_ids)
+        ids[0, 0] = tiny_tokenizer.vocab_size
+        lines[2] = to_line(each._replace(topk_token_ids=ids), 2, COUNT, fingerprint)
+    elif case == "positions missing":
+        parts = {key: getattr(each, key)[:1] for key in TopKExample._fields[3:]}
+        lines[2] = to_line(each._replace(**parts), 2, COUNT, fingerprint)
+    elif case == "no base64":
+        record = json.loads(lines[2])
+        del record["checksum"]
+        lines[2] = json.dumps({**record, "topk_logits": "?"}) + "\n"
+    else:
+        lines[2] = to_line(example(2, 2), 2, COUNT, fingerprint)
+    file.write_text("".join(lines))
+    with pytest.raises(UserError, match=message) as caught:
+        KnowledgeDistillationDataset([file], tiny_tokenizer, LENGTH)
+    assert "\n" not in str(caught.value) and (str(file) in str(caught.value) or case == "ragged")
+
+
+def test_more_logits_than_the_file_has(tiny_tokenizer, file):
+    file.write_text(text(tiny_tokenizer))
+    with pytest.raises(
+        UserError, match="it has the 3 largest logits, fewer than model.data.top_k"
+    ):
+        KnowledgeDistillationDataset([file], tiny_tokenizer, LENGTH, {"top_k": 4})
+
+
+def test_a_name_with_a_number_in_it_stands_for_several_files(tiny_tokenizer, tmp_path):
+    for number in range(2):
+        (tmp_path / f"logits_{number}.jsonl").write_text(text(tiny_tokenizer))
+    names = {part: [f"{tmp_path}/logits_CHUNK_ID.jsonl"] for part in ("train", "validation")}
+
+    def build(n_chunks):
+        cfg = OmegaConf.create({"data": {"top_k": None}})
+        given = (cfg, names, "chunked_jsonl", None, [-1] * 3, LENGTH, 1, tiny_tokenizer)
+        make = builders.build_train_valid_test_knowledge_distillation_datasets
+        return make(*given, n_chunks=n_chunks)
+
+    assert [len(each) for each in build(2)[:2]] == [2 * COUNT, 2 * COUNT]
+    assert [len(each) for each in build({"train": 2, "validation": 1})[:2]] == [2 * COUNT, COUNT]
+    with pytest.raises(ConfigError, match="data_prefix.train has names with CHUNK_ID, but"):
+        build(None)
+
+
+# --- a teacher and its student
+
+
+def job(tokenizer_dir, **distillation):
+    model = {"micro_batch_size": 2, "global_batch_size": 4, "precision": 32, "seed": 1}
+    model |= {"knowledge_distillation": distillation, "init_method_std": 0.3}
+    return OmegaConf.merge(tiny_config(tokenizer_dir), model)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["texts", "conversations"])
+def test_a_student_with_its_teachers_weights_has_nothing_to_learn(
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, file, chat
+):
+    """Of texts and of conversations, whose responses count alone."""
+    texts = [f"the film {i}" for i in range(COUNT)]
+    if chat:
+        (tmp_path / "template.jinja").write_text(TEMPLATE)
+        records = [
+            {
+                "messages": [
+                    {"role": "user", "content": each},
+                    {"role": "assistant", "content": "a joy"},
+                    {"role": "user", "content": "so?"},
+                    {"role": "assistant", "content": "dull"},
+                ]
+            }
+            for each in texts
+        ]
+    else:
+        records = [{"input": each, "output": "was a joy"} for each in texts]
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data_cfg = OmegaConf.create({"file_path": str(path), "max_seq_length": 64})
+    template = str(tmp_path / "template.jinja") if chat else None
+    examples = builders.build_sft_dataset(
+        data_cfg, tiny_tokenizer, is_chat=False, chat_template=template
+    )
+    teacher = TopKTeacherModel(job(tiny_tokenizer_dir))
+    write_topk_logits(teacher, examples, file, top_k=6)
+    data = KnowledgeDistillationDataset([file], tiny_tokenizer, 64)
+    batch = data.collate_fn([data[n] for n in range(4)])
+    whole = examples.collate_fn([examples[n] for n in range(4)])
+    mask = whole["loss_mask"][:, : batch["loss_mask"].size(1)]
+    assert torch.equal(batch["loss_mask"][:, : mask.size(1)], mask) and mask.sum() > 4
+
+    student = GPTKnowledgeDistillationModel(
+        job(tiny_tokenizer_dir, outside_top_k="bucket", kd_loss="jsd")
+    )
+    weights = [list(model.unwrapped()[0].parameters()) for model in (student, teacher)]
+    assert len(weights[0]) > 10
+    for ours, theirs in zip(*weights, strict=True):
+        ours.data.copy_(theirs.data)
+    loss, metrics = student.get_loss_and_metrics(batch, forward_only=True)
+    assert abs(loss) < 1e-6 and 0.02 < metrics["teacher_mass"] < 1
+    assert metrics["weights"] == float(mask.sum())
+    lists = {**batch, "log_sum_exp_logits": list(batch["log_sum_exp_logits"])}
+    assert student.get_loss_and_metrics(lists, forward_only=True)[0] == loss
+    for ours in weights[0]:
+        ours.data += 0.1 * torch.randn_like(ours)
+    assert student.get_loss_and_metrics(batch, forward_only=True)[0] > 1e-3
+
+
+def test_all_logits_are_the_whole_distribution(tiny_tokenizer_dir, tiny_tokenizer, file):
+    """With k the size of the vocabulary nothing is outside, whatever `outside_top_k` says."""
+    file.write_text(text(tiny_tokenizer, top_k=tiny_tokenizer.vocab_size))
+    data = KnowledgeDistillationDataset([file], tiny_tokenizer, LENGTH)
+    ids = torch.arange(tiny_tokenizer.vocab_size)
+    batch = data.collate_fn([data[n] for n in range(4)])
+    batch["topk_token_ids"] = ids.expand_as(batch["topk_token_ids"]).contiguous()
+    losses = []
+    for outside in ("renormalize", "bucket"):
+        model = GPTKnowledgeDistillationModel(job(tiny_tokenizer_dir, outside_top_k=outside))
+        losses.append(model.get_loss_and_metrics(batch, forward_only=True)[0])
+    assert losses[0] == losses[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["kd_loss=l2"], "kd_loss='l2'"),
+        (["kd_loss_weight=0"], "are both 0: nothing would be learned"),
+        (["jsd_beta=1.0"], "jsd_beta=1.0 must be above 0 and below 1"),
+        (["outside_top_k=bucket", "target_logits_scale=0.5"], "bucket needs"),
+        (["logits_scale=0"], "logits_scale=0"),
+        (["cross_tokenizer=True"], "is not supported yet: logits of another vocabulary"),
+    ],
+)
+def test_settings_that_cannot_work(tmp_path, overrides, message):
+    own = [f"model.knowledge_distillation.{text}" for text in overrides]
+    with pytest.raises(ConfigError, match=message):
+        check("gpt_knowledge_distillation", tmp_path, *own)
+
+
+def test_files_of_tokens_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="data_impl=mmap holds tokens only"):
+        check("gpt_knowledge_distillation", tmp_path, "model.data.data_impl=mmap")
