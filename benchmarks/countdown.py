@@ -56,15 +56,20 @@ def write_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def build_peer() -> Any:
-    """The Hugging Face model, fp32."""
+def build_peer(hidden: int = HIDDEN) -> Any:
+    """The Hugging Face model, fp32.
+
+    Args:
+        hidden: its width, a multiple of 64 above `LONGEST`; others scale the feed-forward layers
+            too.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
+        hidden_size=hidden,
+        intermediate_size=FFN * hidden // HIDDEN,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=GROUPS,
@@ -76,23 +81,23 @@ def build_peer() -> Any:
         pad_token_id=VOCABULARY - 1,
     )
     model = LlamaForCausalLM(config)
-    directions = torch.linalg.qr(torch.randn(HIDDEN, LONGEST + 1))[0].T
+    directions = torch.linalg.qr(torch.randn(hidden, LONGEST + 1))[0].T
     with torch.no_grad():
-        # Far longer than what the layers add to it, so the last norm gives sqrt(HIDDEN) times the
+        # Far longer than what the layers add to it, so the last norm gives sqrt(hidden) times the
         # direction.
-        model.model.embed_tokens.weight[: LONGEST + 1] = directions * HIDDEN**0.5
-        model.lm_head.weight[:LONGEST] = directions[1:] * SCALE / HIDDEN**0.5
+        model.model.embed_tokens.weight[: LONGEST + 1] = directions * hidden**0.5
+        model.lm_head.weight[:LONGEST] = directions[1:] * SCALE / hidden**0.5
     return model.eval()
 
 
 @contextmanager
-def folders() -> Iterator[Folders]:
-    """The model on disk, in both forms."""
+def folders(hidden: int = HIDDEN) -> Iterator[Folders]:
+    """The model on disk, in both forms; `hidden` as for `build_peer`."""
     from nemo_aligner.convert import hugging_face as convert
 
     with tempfile.TemporaryDirectory() as name:
         found = Folders(Path(name, "hugging_face"), Path(name, "nemo"))
-        build_peer().save_pretrained(found.hugging_face)
+        build_peer(hidden).save_pretrained(found.hugging_face)
         write_tokenizer(found.hugging_face)
         convert.to_nemo(
             found.hugging_face, found.nemo, convert.Options(dtype="float32", progress=False)

@@ -10,7 +10,8 @@ process are the measure: work of others does not add to them, as it does to the 
 still slow memory and caches down.
 
 A benchmark writes `{"benchmark": name, "title": ..., "machine": {...}, "rows": [{...}, ...]}`. The
-keys of a row are the columns of the table, `case` first.
+keys of a row are the columns of the table, `case` first. `tables` may have more rows, by what
+stands above them on the page, and `curves` what is drawn: `{label: {x: y, ...}, ...}`.
 """
 
 import argparse
@@ -198,11 +199,13 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def report(benchmark: str, title: str, rows: list[Row], path: str | None) -> None:
-    """Print the table, and write the JSON file if `path` is given."""
-    print(f"\n{title}\n\n{table(rows)}", flush=True)
+def report(benchmark: str, title: str, rows: list[Row], path: str | None, **more: Any) -> None:
+    """Print the tables, and write the JSON file if `path` is given; `more` has its other keys."""
+    for name, each in {title: rows, **more.get("tables", {})}.items():
+        print(f"\n{name}\n\n{table(each)}", flush=True)
     if path:
         content = {"benchmark": benchmark, "title": title, "machine": machine(), "rows": rows}
+        content |= more
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 

@@ -26,8 +26,18 @@ import measure
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGE, PLOT = ROOT / "docs/performance.md", ROOT / "docs/assets/performance.svg"
+CURVES = ROOT / "docs/assets"
 # In this order; those of start-up choose their threads themselves.
-BENCHMARKS = ("generate", "updates", "ppo_step", "rs_step", "padding", "wire", "startup")
+BENCHMARKS = (
+    "generate",
+    "updates",
+    "ppo_step",
+    "rs_step",
+    "padding",
+    "wire",
+    "startup",
+    "scaling",
+)
 OWN_THREADS = ("startup",)
 WIDTH, ROW, LEFT = 760, 22, 400  # of the plot
 
@@ -57,7 +67,7 @@ def run(name: str) -> bool:
 
 
 def section(name: str) -> str:
-    """The table of one benchmark and what it was measured with."""
+    """The tables of one benchmark and what it was measured with."""
     content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     machine = content.get("machine") or measure.machine()
     versions = ", ".join(f"{key} {machine[key]}" for key in ("python", *measure.LIBRARIES))
@@ -67,7 +77,10 @@ def section(name: str) -> str:
         if len(lines[-1]) + len(word) > 95:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
-    return f"{measure.table(content['rows'])}\n\n" + "\n".join(lines)
+    parts = [measure.table(content["rows"])]
+    for title, rows in content.get("tables", {}).items():
+        parts += [f"{title}:", measure.table(rows)]
+    return "\n\n".join([*parts, "\n".join(lines)])
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
@@ -100,8 +113,28 @@ def plot(rows: list[dict[str, Any]]) -> str:
     return "\n".join(parts) + "\n"
 
 
+STYLE = (
+    "text{font:12px sans-serif;fill:#888}.grid{stroke:#8884}.curve{fill:none;stroke-width:2}"
+    ".c1{stroke:#2a7;fill:#2a7}.c2{stroke:#37c;fill:#37c}.c3{stroke:#c63;fill:#c63}"
+    ".c4{stroke:#888;fill:#888}.curve.c1,.curve.c2,.curve.c3,.curve.c4{fill:none}"
+    ".label{stroke:none}"
+)
+
+
+def drawn(title: str, curves: dict[str, dict[str, float]]) -> str:
+    """Curves as SVG that needs no style of a page."""
+    from nemo_aligner.report.charts import chart_svg
+
+    numbers = {name: {float(x): y for x, y in curve.items()} for name, curve in curves.items()}
+    svg = chart_svg(title, numbers, axis="GPUs")
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" '
+    return svg.replace("<svg ", head, 1).replace(">", f"><style>{STYLE}</style>", 1) + "\n"
+
+
 def write_page() -> None:
-    """Write the tables of all figures that are there, and the plot of those against a peer."""
+    """Write the tables of all figures that are there, the plot of those against a peer, and the
+    curves.
+    """
     text, compared = PAGE.read_text(), []
     for name in BENCHMARKS:
         figures = RESULTS / f"{name}.json"
@@ -112,8 +145,10 @@ def write_page() -> None:
         if not pattern.search(text):
             sys.exit(f"{PAGE} has no lines '{begin}' and '{end}'")
         text = pattern.sub(lambda _: f"{begin}\n\n{section(name)}\n\n{end}", text)  # noqa: B023
-        rows = json.loads(figures.read_text())["rows"]
-        compared += [row for row in rows if "ratio" in row and "case" in row]
+        content = json.loads(figures.read_text())
+        compared += [row for row in content["rows"] if "ratio" in row and "case" in row]
+        for title, curves in content.get("curves", {}).items():
+            (CURVES / f"{name}.svg").write_text(drawn(title, curves))
     PAGE.write_text(text)
     if compared:
         PLOT.write_text(plot(compared))

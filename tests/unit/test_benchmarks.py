@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -76,18 +77,26 @@ def test_the_page_gets_the_tables_of_the_figures_that_are_there(module, tmp_path
     page, plot = tmp_path / "page.md", tmp_path / "plot.svg"
     parts = [f"<!-- {name} -->\nold {name}\n<!-- end of {name} -->\n" for name in run.BENCHMARKS]
     page.write_text("text\n" + "".join(parts))
-    for name, value in {"PAGE": page, "PLOT": plot, "RESULTS": tmp_path}.items():
+    places = {"PAGE": page, "PLOT": plot, "RESULTS": tmp_path, "CURVES": tmp_path}
+    for name, value in places.items():
         monkeypatch.setattr(run, name, value)
     machine = {"date": "2026-01-01", "cores": "2", "cpu": "C", "python": "3"}
     machine |= dict.fromkeys(module("measure").LIBRARIES, "1")
     rows = [{"case": "a & b", "ratio": 0.5}, {"case": "c", "ratio": 2.0, "more": 7}]
     figures = {"benchmark": "updates", "machine": machine, "rows": rows}
+    figures["tables"] = {"More": [{"other": 5}]}
+    figures["curves"] = {"A & B": {"one": {"1": 1.0, "4": 2.0}, "two": {"1": 1.0, "4": 4.0}}}
     (tmp_path / "updates.json").write_text(json.dumps(figures))
     run.write_page()
     text = page.read_text()
     assert "| case | ratio | more |" in text and "| a & b | 0.5 |  |" in text
     assert "old updates" not in text and "old generate" in text and "2026-01-01" in text
+    assert text.index("| c | 2.0 | 7 |") < text.index("More:\n\n| other |") < text.index("2026")
     assert "a &amp; b" in plot.read_text() and "2.00" in plot.read_text()
+    curves = ElementTree.parse(tmp_path / "updates.svg").getroot()
+    names = [element.tag.rpartition("}")[2] for element in curves.iter()]
+    assert curves.tag == "{http://www.w3.org/2000/svg}svg"
+    assert (names.count("polyline"), names.count("circle"), names.count("style")) == (2, 4, 1)
     run.write_page()
     assert page.read_text() == text
 

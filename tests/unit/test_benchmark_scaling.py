@@ -1,0 +1,270 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The fits of the benchmark `scaling` and the simulation of a step, where results are known."""
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def module():
+    """A module of the folder by its name."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module
+    sys.path.remove(str(BENCHMARKS))
+
+
+def test_a_power_law_is_found_again(module):
+    law = module("fits").power_law([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)])
+    assert law.factor == pytest.approx(3) and law.exponent == pytest.approx(1.5)
+    assert law.residuals == pytest.approx([0, 0, 0, 0])
+
+
+def test_the_largest_residual_has_its_sign(module):
+    """By hand: of logarithms 0, 0, 3 at 0, 1, 2 the line is 1.5 x - 0.5; it misses by 0.5, -1,
+    0.5."""
+    law = module("fits").power_law(np.exp([0, 1, 2]), np.exp([0, 0, 3]))
+    assert law.exponent == pytest.approx(1.5) and law.factor == pytest.approx(np.exp(-0.5))
+    assert law.residuals == pytest.approx(np.exp([0.5, -1.0, 0.5]) - 1)
+    assert law.worst == pytest.approx(np.exp(0.5) - 1)
+
+
+@pytest.mark.parametrize(
+    "x, y", [([1], [1]), ([2, 2], [1, 3]), ([1, 2], [0, 1]), ([-1, 2], [1, 1]), ([1, 2], [1])]
+)
+def test_points_without_a_power_law_are_refused(module, x, y):
+    with pytest.raises(ValueError, match="no power law"):
+        module("fits").power_law(x, y)
+
+
+def test_costs_of_terms_are_found_again_and_never_negative(module):
+    fits, terms = module("fits"), [[1, 10], [2, 10], [1, 40], [3, 0]]
+    costs, residuals = fits.costs_of_terms(terms, [1 + 20, 2 + 20, 1 + 80, 3])
+    assert costs == pytest.approx([1, 2]) and residuals == pytest.approx([0] * 4, abs=1e-9)
+    costs, _ = fits.costs_of_terms([[1, 0], [1, 1], [1, 2]], [3.0, 2.0, 1.0])
+    assert costs[1] == 0 and 1 <= costs[0] <= 3
+
+
+# --- the simulation ------------------------------------------------------------------------------
+
+
+@dataclass
+class Units:
+    """`Costs`: a step takes `step` and `row` for each row; a token of a pass one second."""
+
+    step: float = 1.0
+    row: float = 0.0
+    key: float = 0.0
+    token: float = 0.0  # of prompts
+    request: float = 0.0
+
+    def before_generation(self):
+        return 0.0
+
+    def prefill(self, tokens):
+        return self.token * tokens
+
+    def decode(self, rows, cached, steps):
+        return steps * (self.step + self.row * rows + self.key * cached)
+
+    def forward(self, micro_batches):
+        return float(sum(micro_batches))
+
+    def update(self, micro_batches, replicas):
+        return 3.0 * sum(micro_batches)
+
+    def swap(self):
+        return 0.0
+
+    def gather(self, tokens, replicas):
+        return 0.0
+
+    def send(self, tokens):
+        return self.request
+
+
+def geometric(samples, seed=0, mean=30, longest=200):
+    drawn = np.random.default_rng(seed).geometric(1 / mean, samples)
+    return tuple(np.minimum(drawn, longest).tolist())
+
+
+@pytest.fixture
+def simulation(module):
+    return module("step_simulation")
+
+
+def workload(simulation, lengths, micro_batch=1, slots=1, **more):
+    keys = {"prompt": 1, "global_batch": len(lengths), "rows": 1, "reference": False}
+    return simulation.Workload(tuple(lengths), micro_batch=micro_batch, slots=slots, **keys | more)
+
+
+def test_one_replica_with_one_slot_takes_the_sum(simulation):
+    lengths = geometric(40)
+    done = simulation.generate(workload(simulation, lengths), 1, False, Units())
+    assert done.ends == [sum(lengths)]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_replica_for_each_prompt_takes_the_longest(simulation, shared):
+    lengths = geometric(40)
+    done = simulation.generate(workload(simulation, lengths), 40, shared, Units())
+    assert max(done.ends) == max(lengths) and sorted(done.ends) == sorted(lengths)
+
+
+def test_a_slot_for_each_prompt_takes_the_longest_too(simulation):
+    lengths = geometric(40)
+    done = simulation.generate(workload(simulation, lengths, slots=40), 1, False, Units())
+    assert done.ends == [max(lengths)]
+
+
+def test_rows_prompts_and_keys_are_paid_for(simulation):
+    """Two samples of 2 and 3 tokens after prompts of 4, together in the batch."""
+    job = workload(simulation, (2, 3), micro_batch=2, slots=2, prompt=4)
+    costs = Units(step=10, row=1, key=0.01, token=0.5)
+    (end,) = simulation.generate(job, 1, False, costs).ends
+    prompts = 2 * 3 * 0.5
+    rows = 2 + 2 + 1
+    keys = (5 + 5) + (6 + 6) + 7
+    assert end == pytest.approx(prompts + 3 * 10 + rows + 0.01 * keys)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "replicas, micro_batch, slots", [(1, 4, 4), (3, 4, 4), (5, 2, 7), (8, 7, 3)]
+)
+def test_every_prompt_is_generated_and_sent_once(simulation, shared, replicas, micro_batch, slots):
+    lengths = geometric(100)
+    job = workload(simulation, lengths, micro_batch, slots)
+    done = simulation.generate(job, replicas, shared, Units(row=0.1))
+    assert sorted(done.by) == list(range(100)) and set(done.by.values()) <= set(range(replicas))
+    assert sorted(sample for _when, group in done.groups for sample in group) == list(range(100))
+    assert all(len(group) <= micro_batch for _when, group in done.groups)
+    assert all(when <= max(done.ends) for when, _group in done.groups)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_queue_is_no_slower_than_prompts_dealt_out_and_within_grahams_bound(simulation, seed):
+    """Graham 1969: no list schedule is longer than the mean and 1 - 1/m of the longest job."""
+    lengths, replicas = geometric(200, seed), 8
+    job = workload(simulation, lengths)
+    queue, dealt = (
+        max(simulation.generate(job, replicas, shared, Units()).ends) for shared in (True, False)
+    )
+    mean = sum(lengths) / replicas
+    assert max(mean, max(lengths)) <= queue <= mean + (1 - 1 / replicas) * max(lengths)
+    assert queue <= dealt
+
+
+def test_slots_for_all_prompts_let_the_first_replica_draw_everything(simulation):
+    lengths = geometric(64)
+    job = workload(simulation, lengths, micro_batch=4, slots=64)
+    done = simulation.generate(job, 8, True, Units())
+    assert set(done.by.values()) == {0}
+    done = simulation.generate(job, 8, False, Units())
+    assert set(done.by.values()) == set(range(8))
+
+
+def test_a_simulation_comes_out_the_same_every_time(simulation):
+    job = workload(simulation, geometric(128), 4, 8, global_batch=64)
+    layout = simulation.Layout(4, 4, 4, shared_queue=True)
+    steps = [simulation.simulate(job, layout, Units(), Units()) for _ in range(2)]
+    assert steps[0] == steps[1]
+
+
+def test_side_by_side_and_one_after_another_by_hand(simulation):
+    """Four samples of one prompt token and 1, 1, 1, 9 response tokens on a policy and a critic of
+    one rank. A sample of n tokens costs the critic 2 n and 1 for the request."""
+    job = workload(simulation, (1, 1, 1, 9), slots=4)
+    critic = Units(request=1.0)
+    tokens = 2 + 2 + 2 + 10
+    together = simulation.simulate(job, simulation.Layout(1, 1, 1), Units(), critic)
+    # Requests at 1, 1, 1 take 5 each, until 16; that of 21 arrives at 9.
+    assert together.generation == 9 and together.logprobs == tokens
+    assert together.wait == 16 + 21 - 9 - tokens
+    assert together.train == 3 * tokens + 1
+    alone = simulation.simulate(
+        job, simulation.Layout(1, 1, 1, side_by_side=False), Units(), critic
+    )
+    assert alone.wait == 3 * 5 + 21
+    assert alone.train == 6 * tokens + 1
+    assert alone.critic_busy == together.critic_busy == 3 * 5 + 21 + 3 * tokens + 1
+    # Without rewards a sample of n tokens costs n.
+    layout = simulation.Layout(1, 1, 1, combined=False)
+    assert simulation.simulate(job, layout, Units(), critic).wait == max(9 + 11 - 9 - tokens, 0)
+    slow = Units(request=10.0)
+    assert simulation.simulate(job, layout, Units(), slow).wait == 37 + 20 - 9 - tokens
+
+
+def test_micro_batches_are_sorted_and_as_wide_as_their_longest(simulation):
+    assert simulation.padded([5, 1, 4, 2, 9], 2) == [2 * 2, 2 * 5, 9]
+
+
+def test_updates_wait_for_their_slowest_replica(simulation):
+    job = workload(simulation, (1, 2, 3, 4, 5, 6, 7, 8), global_batch=4)
+    assert simulation.shares(job, 2) == [[[2, 3], [4, 5]], [[6, 7], [8, 9]]]
+    assert simulation.update_seconds(job, 2, Units()) == 3 * (9 + 17)
+
+
+def test_gpu_costs_of_a_model_known_by_hand(module):
+    gpu = module("gpu_costs")
+    shape = gpu.Shape(layers=2, hidden=8, ffn=16, vocabulary=100, heads=4, groups=2)
+    assert shape.weights == 2 * (64 * 3 + 3 * 8 * 16) + 800
+    assert shape.cache_bytes == 2 * 2 * 2 * 8 / 2
+    given = gpu.Assumptions(
+        matrix_rate=1.0, memory_rate=1.0, network_rate=1.0, host_rate=1.0, matrix_efficiency=1.0,
+        memory_efficiency=1.0, link_efficiency=1.0, network_latency=0.0, launch=0.0,
+        cache_memory=1600,
+    )  # fmt: skip
+    one = gpu.GpuCosts(shape, given=given)
+    assert one.forward([3, 4]) == 2 * shape.weights * 7
+    # Decoding reads all weights (2 bytes each) and keys, or multiplies, whichever takes longer.
+    assert one.decode(1, 10, 5) == 5 * (2 * shape.weights + 10 * shape.cache_bytes)
+    assert one.decode(9, 10, 5) == 5 * 9 * 2 * shape.weights
+    # Stages share the work of a pass, and take turns when they decode.
+    piped = gpu.GpuCosts(shape, pp=2, given=given)
+    assert piped.forward([7]) == one.forward([7])
+    assert piped.forward([7] * 100) == pytest.approx(one.forward([7] * 100) / 2, rel=0.02)
+    assert piped.decode(1, 10, 5) == one.decode(1, 10, 5)
+    whole = gpu.GpuCosts(shape, pp=2, resharded=True, given=given)
+    assert piped.before_generation() == 0 and whole.before_generation() == shape.weights
+    assert (piped.slots(10), whole.slots(10)) == (10, 5)
+
+
+def test_every_assumption_has_a_unit_and_a_source(module):
+    rows = module("gpu_costs").assumptions()
+    assert len(rows) > 10
+    assert all(row["unit"] and row["source"] and float(row["value"]) > 0 for row in rows)
+
+
+def test_costs_fitted_to_runs_of_known_costs_are_found_again(module, simulation):
+    scaling = module("scaling")
+    truth = scaling.CpuCosts([0.01, 1e-4, 4e-3, 1e-4, 3e-6], [5e-3, 2e-4], [0.05, 0.01, 5e-4])
+    found = {}
+    runs = scaling.VARIED["samples"] + scaling.VARIED["tokens of a response"] + scaling.PREFILLS
+    for run in runs:
+        batches = simulation.padded([scaling.PROMPT + run.response] * run.samples, scaling.ROWS)
+        seconds = (
+            simulation.generate(run.workload, 1, False, truth).ends[0],
+            truth.forward(batches),
+            truth.update(batches, 1),
+        )
+        kinds = scaling.KINDS[:1] if run in scaling.PREFILLS else scaling.KINDS
+        found[run] = dict(zip(kinds, seconds, strict=False))
+    costs = scaling.fit_costs(found)
+    for name in ("generation", "passes", "training"):
+        assert getattr(costs, name) == pytest.approx(getattr(truth, name), rel=1e-3), name
+
+
+def test_more_ranks_than_samples_of_an_update_are_refused(module):
+    steps = module("gpu_steps")
+    alone = steps.Way(side_by_side=False)
+    assert steps.gpu_step("8B, TP 2", 512, 1024, alone) is not None
+    assert steps.gpu_step("8B, TP 2", 1024, 1024, alone) is None
+    assert steps.gpu_step("70B, TP 8, PP 4", 32, 1024, steps.Way()) is None
