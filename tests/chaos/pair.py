@@ -24,6 +24,7 @@ from tests.patience import Deadline
 
 MAX_STARTS = 4  # of the actor: after the fault, and after the ends that follow from it
 END_S = 120.0  # a run of three steps takes 15 s; a lost peer is noticed within 60 s
+LEFT_S = 60.0  # Triton's processes notice by themselves that their job has been killed
 STEPS = 3
 
 # The reward of rejection sampling; its worker says that it is at work, and waits, when told to.
@@ -151,13 +152,16 @@ class Pair:
                 self.actor._note_processes()
                 self.server._note_processes()
                 time.sleep(0.2)
-            assert not self.actor.leftovers(), self.story("the actor left processes")
+            left = self.actor.leftovers(LEFT_S)
+            assert not left, self.story(f"the actor left processes: {left}")
             self.server.stop()
-            assert not self.server.leftovers(), self.story("the server left processes")
+            left = self.server.leftovers(LEFT_S)
+            assert not left, self.story(f"the server left processes: {left}")
 
     def note_end(self, side: str, job: ScriptJob) -> None:
         self.endings.append(Ending(side, job.process.returncode, job.log))
-        assert not job.leftovers(), self.story(f"{side}: processes are left")
+        left = job.leftovers(LEFT_S)
+        assert not left, self.story(f"{side}: processes are left: {left}")
         job.__exit__()
 
     def story(self, what: str) -> str:
