@@ -4,6 +4,7 @@
 # make quickstart   watch a policy learn, on this machine, in a few minutes
 # make rs           the same with rejection sampling against a served reward model
 # make dpo          the same from pairs of reviews alone, without a reward model
+# make distill      a small student learns from a kind teacher's logits
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make test-fast    unit tests of the mathematics, the configuration and the trainers (two minutes)
 # make test         all tests that run without a GPU, but for those marked full or chaos (30 minutes)
@@ -52,7 +53,7 @@ LOCKS := $(wildcard requirements/*.lock)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs dpo arithmetic test-fast test test-full chaos test-gpu bench \
+.PHONY: help install quickstart rs dpo distill arithmetic test-fast test test-full chaos test-gpu bench \
   mutants lint format docs test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
@@ -100,6 +101,9 @@ rs: install
 
 dpo: install
 	$(RUN) examples/quickstart/run_dpo.py $(ARGS)
+
+distill: install
+	$(RUN) examples/quickstart/run_distill.py $(ARGS)
 
 arithmetic: install
 	$(RUN) examples/quickstart/run_arithmetic.py $(ARGS)

@@ -86,9 +86,12 @@ def dpo_job(run_dir: Path, seed: int, steps: int) -> Job:
     return script_job("DPO", "train_gpt_dpo.py", run_dir / "dpo", overrides, threads=2)
 
 
-def responses_job(run_dir: Path, name: str, policy: str, seed: int) -> Job:
-    """One sampled response of a policy to each validation prompt."""
+def responses_job(
+    run_dir: Path, name: str, policy: str, seed: int, prompts: Path | None = None
+) -> Job:
+    """One sampled response of a policy to each prompt; None: to the validation prompts."""
     folder = run_dir / name
+    prompts = prompts or run_dir / "data" / "prompts_validation.jsonl"
     folder.mkdir()
     settings = {
         **on_cpu(),
@@ -97,7 +100,7 @@ def responses_job(run_dir: Path, name: str, policy: str, seed: int) -> Job:
         "model.seed": seed + 1,
     }
     command = [sys.executable, "-m", "nemo_aligner.generate", str(nemo_file(run_dir, policy))]
-    command += ["--prompts", str(run_dir / "data" / "prompts_validation.jsonl")]
+    command += ["--prompts", str(prompts)]
     command += ["--out", str(folder / "responses.jsonl")]
     command += [f"{key}={hydra_value(value)}" for key, value in settings.items()]
     return Job(f"Responses {name}", command, folder, env={"OMP_NUM_THREADS": "2"})

@@ -26,6 +26,7 @@ import commands  # noqa: E402
 import reviews  # noqa: E402
 import run  # noqa: E402
 import run_arithmetic  # noqa: E402
+import run_distill  # noqa: E402
 import run_rs  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -385,3 +386,16 @@ def test_overrides_are_keys_of_the_configurations_and_have_an_effect(tmp_path, n
             )  # no notes about keys without effect
             if "exp_manager" in cfg:  # a reward server writes no metrics
                 assert cfg.exp_manager.explicit_log_dir == str(job.folder)
+
+
+def test_a_student_must_go_most_of_the_way_to_its_teacher(tmp_path):
+    """Gold scores of -1 before and 0.6 of the teacher: 80 % of 1.6 counts as clear."""
+    texts = {"before": ["dull"] * 10, "teacher": ["superb"] * 8 + ["dull"] * 2}
+    for phase, responses in texts.items():
+        (tmp_path / phase).mkdir()
+        lines = "".join(json.dumps({"response": each}) + "\n" for each in responses)
+        (tmp_path / phase / "responses.jsonl").write_text(lines)
+    ending = run_distill.ending(tmp_path)
+    (gold,) = ending.scores
+    assert gold.min_rise == pytest.approx(0.8 * 1.6)
+    assert (ending.actor, gold.key) == ("distilled", "gold")

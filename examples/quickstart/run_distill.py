@@ -1,0 +1,165 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Knowledge distillation on the quickstart's reviews: `python run_distill.py` (or `make distill`),
+a few minutes on two cores.
+
+    data and tokenizer -> SFT and DPO of a tiny GPT: the teacher -> SFT of a smaller one: the
+    student -> reviews by the teacher, with its logits -> distillation -> responses -> verdict
+
+The student has half the teacher's width and depth, and sees no pair and no score, only what the
+teacher finds probable. Then student and teacher respond to held-out prompts. Every phase
+after the first is one of the project's own commands in its own process; see `RUN_DIR/<job>.log`.
+
+Exit code: 0 if the student's gold score rose clearly (`outcome.py` says what is clear) to nearly
+the teacher's, 1 if not, 2 if a job failed or the arguments make no sense, 128 + signal number if
+it was stopped.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import reviews
+import walkthrough
+from commands import (
+    from_scratch,
+    nemo_file,
+    on_cpu,
+    optimizer,
+    schedule,
+    script_job,
+    training,
+)
+from jobs import Job
+from narrator import Phase
+from outcome import read_jsonl
+from reviews import BATCH_SIZE, GOLD, SEQ_LENGTH
+from run_dpo import dpo_job, responses_job
+from walkthrough import Ending, Steps, Walk
+
+SMALL = {**reviews.ARCHITECTURE, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 128}
+REVIEWS = 1000  # by the teacher
+TOP_K = 20
+SHARE = 0.8  # of the way to the teacher's gold score that the student must go
+STEPS = (
+    Steps("--steps", 120, "updates of the distillation, each on 64 reviews"),
+    Steps("--dpo-steps", 60, "updates of the teacher's DPO, each on 32 pairs"),
+    reviews.STEPS[0],
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = walkthrough.parse_args(argv, __doc__, "distill", STEPS)
+    args.rm_steps = 1  # of a phase that this walk-through does not have
+    phases = {name: phase for name, phase in reviews.phases(args).items() if name != "rm"}
+    pairs = {"train/loss": "loss", "train/acc": "accuracy", "train/margin": "margin"}
+    loss, kl = {"train/loss": "loss"}, {"train/loss": "loss", "train/kd_loss": "KL"}
+    phases |= {
+        "dpo": Phase("DPO makes the teacher kind", args.dpo_steps, 15, "train/loss", pairs),
+        "student": Phase(
+            "Fine-tuning of the student", student_steps(args), 12, "train/loss", loss
+        ),
+        "written": Phase("Reviews by the teacher", 1, 9),
+        "logits": Phase("Logits of the teacher", 1, 7),
+        "distilled": Phase("Knowledge distillation", args.steps, 10, "train/loss", kl),
+        "before": Phase("Responses of the student before", 1, 8),
+        "after": Phase("Responses of the student after", 1, 8),
+        "teacher": Phase("Responses of the teacher", 1, 8),
+    }
+    return walkthrough.run(args, phases, story, lambda: ending(args.run_dir))
+
+
+def student_steps(args) -> int:
+    """The student needs half the steps to know the language as well as it can."""
+    return max(args.sft_steps // 2, 1)
+
+
+def story(walk: Walk) -> None:
+    """Run all phases; raises `JobFailed` when one of the commands fails."""
+    run_dir, args = walk.run_dir, walk.args
+    reviews.up_to_the_policy(walk)
+    walk.follow("dpo", dpo_job(run_dir, args.seed, args.dpo_steps))
+    walk.follow("student", student_job(run_dir, args.seed, student_steps(args)))
+    prompts = run_dir / "data" / "prompts_distill.jsonl"
+    lines = (run_dir / "data" / "prompts_train.jsonl").read_text(encoding="utf-8").splitlines(True)
+    prompts.write_text("".join(lines[:REVIEWS]), encoding="utf-8")
+    walk.follow("written", responses_job(run_dir, "written", "dpo", args.seed, prompts))
+    walk.follow("logits", logits_job(run_dir))
+    walk.follow("distilled", distillation_job(run_dir, args.seed, args.steps))
+    for phase, policy in (("before", "student"), ("after", "distilled"), ("teacher", "dpo")):
+        walk.follow(phase, responses_job(run_dir, phase, policy, args.seed))
+    walk.findings["teacher_gold"] = ("Gold score of the teacher", mean_gold(run_dir / "teacher"))
+    samples = [
+        {**sample, "step": step}
+        for step, phase in ((0, "before"), (args.steps, "after"))
+        for sample in read_jsonl(run_dir / phase / "responses.jsonl")
+    ]
+    text = "".join(json.dumps(sample) + "\n" for sample in samples)
+    (run_dir / "distilled" / "val_samples.jsonl").write_text(text, encoding="utf-8")
+
+
+def ending(run_dir: Path) -> Ending:
+    """The student's gold score must go most of the way to the teacher's."""
+    way = mean_gold(run_dir / "teacher") - mean_gold(run_dir / "before")
+    gold = replace(GOLD, min_rise=max(GOLD.min_rise, SHARE * way))
+    return Ending("distilled", "distillation", (gold,))
+
+
+def mean_gold(folder: Path) -> float:
+    """Gold score of the responses in a folder."""
+    return fmean(map(GOLD.of, read_jsonl(folder / "responses.jsonl")))
+
+
+def student_job(run_dir: Path, seed: int, steps: int) -> Job:
+    """A smaller GPT learns the language, kind and unkind reviews alike, from random weights."""
+    overrides = {
+        **training(run_dir / "student", seed, SEQ_LENGTH),
+        **from_scratch(run_dir / "data", SMALL, BATCH_SIZE, steps),
+        **optimizer(lr=3e-3, warmup=20),
+    }
+    return script_job("Student", "train_gpt_sft.py", run_dir / "student", overrides)
+
+
+def logits_job(run_dir: Path) -> Job:
+    """The teacher's largest logits at each token of its own reviews."""
+    folder = run_dir / "logits"
+    folder.mkdir()
+    overrides = {
+        **on_cpu(),
+        "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "dpo"),
+        "data.data.file_path": run_dir / "written" / "responses.jsonl",
+        "data.data.columns": {"input": "prompt", "output": "response"},
+        "data.data.prompt_template": "{input}{output}",  # a response begins with its space
+        "top_k": TOP_K,
+        "output_path": folder / "reviews.jsonl",
+        "model.global_batch_size": BATCH_SIZE,
+        "model.micro_batch_size": BATCH_SIZE,
+    }
+    script = "../synthetic_data_gen/compute_topk_logits.py"
+    return script_job("Logits", script, folder, overrides)
+
+
+def distillation_job(run_dir: Path, seed: int, steps: int) -> Job:
+    """The student learns what the teacher finds probable."""
+    folder = run_dir / "distilled"
+    overrides = {
+        **training(folder, seed, SEQ_LENGTH),
+        **optimizer(lr=3e-3),
+        "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": True,
+        "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "student"),
+        "model.knowledge_distillation.outside_top_k": "bucket",
+        "model.global_batch_size": BATCH_SIZE,
+        "model.micro_batch_size": BATCH_SIZE,
+        "model.data.data_prefix": [str(run_dir / "logits" / "reviews.jsonl")],
+        "model.data.splits_string": "95,5,0",
+        "model.data.validation_drop_last": False,
+        **schedule("trainer.knowledge_distillation", steps, steps),
+    }
+    script = "train_gpt_knowledge_distillation.py"
+    return script_job("Distillation", script, folder, overrides)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
