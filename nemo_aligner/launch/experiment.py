@@ -50,11 +50,13 @@ class Job:
     """What every training job starts with.
 
     Attributes:
+        section: of `cfg.trainer`, with the job's own settings, such as "ppo".
         trainer: the Lightning trainer; it knows the ranks.
         log_dir: the folder of the experiment; None with `exp_manager=null`.
         logger: metrics go to TensorBoard, W&B and `metrics.jsonl`.
     """
 
+    section: str
     trainer: Trainer
     log_dir: Path | None
     logger: CustomLoggerWrapper
@@ -65,14 +67,14 @@ def start_job(cfg: DictConfig, section: str) -> Job:
     job and join them; every rank calls it.
 
     Args:
-        section: of `cfg.trainer`, with the job's own settings: "ppo", "rs", "rm" or "sft".
+        section: see `Job`.
     """
     trainer = resolve_and_create_trainer(cfg, section)
     log_config(cfg)
     log_dir = setup_experiment(trainer, cfg)
     logger = build_logger(trainer, log_dir)
     init_distributed(trainer)
-    return Job(trainer, log_dir, logger)
+    return Job(section, trainer, log_dir, logger)
 
 
 def log_config(cfg: DictConfig) -> None:
@@ -176,6 +178,21 @@ def build_checkpoint_callback(
         enabled=log_dir is not None and options.get("create_checkpoint_callback", True),
         **{key: params[key] for key in CHECKPOINT_OPTIONS if key in params},
     )
+
+
+def set_up_training(
+    cfg: DictConfig, job: Job, model: MegatronGPTModel, max_steps: int
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler, CheckpointCallback]:
+    """Optimizer and learning-rate schedule of `model`, and what writes its checkpoints; logs the
+    configuration. All ranks call it.
+
+    Args:
+        max_steps: optimizer updates, the horizon of the schedule.
+    """
+    optimizer, scheduler = model.setup_megatron_optimization(max_steps=max_steps)
+    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
+    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
+    return optimizer, scheduler, ckpt_callback
 
 
 def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict | None:

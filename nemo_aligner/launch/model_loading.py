@@ -13,7 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint import nemo2, nemo_archive
 from nemo_aligner.config.checks import check_loaded
-from nemo_aligner.config.defaults import drop_unset, model_fallback
+from nemo_aligner.config.defaults import complete_model, drop_unset, model_fallback
 from nemo_aligner.config.rules import job_of_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.processes import launch_processes
@@ -66,6 +66,25 @@ def load_and_override_model_config(
         merged.pop("ppo", None)  # of a checkpoint that PPO trained: its lengths are not this job's
     check_loaded(model_cfg_to_overwrite, merged, restore_path)
     return merged
+
+
+def complete_model_config(
+    restore_path: str | Path | None, model_cfg: DictConfig, job: str
+) -> DictConfig:
+    """Section `model` of a job with all its keys: what the user gives over what the `.nemo` says,
+    the rest from `conf/<job>.yaml`.
+
+    Args:
+        restore_path: the `.nemo`; None: the model starts from random weights.
+        model_cfg: section `model` of the job's configuration.
+        job: name of its YAML file.
+
+    Raises:
+        UserError, ConfigError: as `load_and_override_model_config`.
+    """
+    if restore_path is None:
+        return complete_model(drop_unset(model_cfg), job)
+    return complete_model(load_and_override_model_config(restore_path, model_cfg), job)
 
 
 def _over(base: DictConfig, model_cfg: DictConfig) -> DictConfig:

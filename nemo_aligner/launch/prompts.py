@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from nemo_aligner.data.nlp.builders import (
+    build_configured_datasets,
     build_train_valid_test_rlhf_datasets,
     check_pad_to_length,
     single_validation_set,
@@ -27,16 +28,8 @@ def build_prompt_datasets(
         kind: "ppo" or "rs".
         remote: section of the servers that score the responses.
     """
-    data = cfg.model.data
-    train_ds, validation_ds, _ = build_train_valid_test_rlhf_datasets(
-        cfg=cfg.model,
-        data_prefix=data.data_prefix,
-        data_impl=data.data_impl,
-        splits_string=data.splits_string,
-        train_valid_test_num_samples=[-1, -1, -1],
-        seq_length=data.seq_length,
-        seed=cfg.model.seed,
-        tokenizer=tokenizer,
+    train_ds, validation_ds, _ = build_configured_datasets(
+        cfg, build_train_valid_test_rlhf_datasets, tokenizer
     )
     validation_ds = single_validation_set(validation_ds)
     check_pad_to_length(cfg, remote, kind, [train_ds, validation_ds])

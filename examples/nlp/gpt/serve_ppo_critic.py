@@ -15,10 +15,10 @@ srun work as well. The same command resumes from the last checkpoint in
 `exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_critic.yaml, docs/config.md.
 """
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config, complete_model
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
@@ -38,20 +38,16 @@ def serve(cfg: DictConfig) -> None:
     with long_imports():
         from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
         from nemo_aligner.launch.experiment import (
-            build_checkpoint_callback,
             load_trainer_state,
+            set_up_training,
             start_job,
         )
-        from nemo_aligner.launch.model_loading import (
-            load_and_override_model_config,
-            load_from_nemo,
-        )
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
         from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_type
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = load_and_override_model_config(restore_path, cfg.model)
-    cfg.model = complete_model(cfg.model, "gpt_ppo_critic")
+    cfg.model = complete_model_config(restore_path, cfg.model, "gpt_ppo_critic")
     reward_model_type(cfg.model.reward_model_type)  # refuses a kind that does not exist
     job = start_job(cfg, "ppo")
 
@@ -63,9 +59,9 @@ def serve(cfg: DictConfig) -> None:
         # Before a checkpoint is resumed: rewards come from the model that the job started from.
         model.set_reward_model()
 
-    optimizer, scheduler = model.setup_megatron_optimization(max_steps=cfg.trainer.ppo.max_steps)
-    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
-    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
+    optimizer, scheduler, ckpt_callback = set_up_training(
+        cfg, job, model, max_steps=cfg.trainer.ppo.max_steps
+    )
     critic_trainer = CriticServerTrainer(
         cfg=cfg.trainer.ppo,
         model=model,

@@ -16,7 +16,7 @@ gives the tokenizer only. Keys: conf/inference_rm.yaml, docs/config.md.
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete, complete_config, complete_model
+from nemo_aligner.config.defaults import complete, complete_config
 from nemo_aligner.config.server_rules import check_one_reward_per_sample
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -42,14 +42,13 @@ def serve_model(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.reward_server import RewardModelServer
         from nemo_aligner.checkpoint.nemo_archive import check_restore_path
         from nemo_aligner.launch.experiment import log_config
-        from nemo_aligner.launch.model_loading import load_and_override_model_config
+        from nemo_aligner.launch.model_loading import complete_model_config
         from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
         from nemo_aligner.launch.reward_models import load_reward_model
         from nemo_aligner.servers.scoring import model_limits
 
     restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
-    cfg.model = load_and_override_model_config(restore_path, cfg.model)
-    cfg.model = complete_model(cfg.model, "inference_rm")
+    cfg.model = complete_model_config(restore_path, cfg.model, "inference_rm")
     check_one_reward_per_sample(cfg.model)
     trainer = resolve_and_create_trainer(cfg)
     log_config(cfg)

@@ -15,10 +15,12 @@ command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys
 conf/gpt_knowledge_distillation.yaml, docs/config.md.
 """
 
-from omegaconf import DictConfig, OmegaConf
+from functools import partial
+
+from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config, complete_model
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
@@ -36,30 +38,18 @@ def main(cfg: DictConfig) -> None:
 def train(cfg: DictConfig) -> None:
     # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
     with long_imports():
-        from nemo_aligner.algorithms.supervised import SupervisedTrainer
         from nemo_aligner.data.nlp.builders import (
-            build_dataloader,
             build_train_valid_test_knowledge_distillation_datasets,
         )
-        from nemo_aligner.launch.experiment import (
-            build_checkpoint_callback,
-            load_trainer_state,
-            run_timer,
-            start_job,
-        )
-        from nemo_aligner.launch.model_loading import (
-            load_and_override_model_config,
-            load_from_nemo,
-        )
+        from nemo_aligner.launch.experiment import start_job
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.launch.supervised_job import build_dataloaders, train_supervised
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
             GPTKnowledgeDistillationModel,
         )
-        from nemo_aligner.training.schedule import supervised_max_steps
 
     base = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model(
-        load_and_override_model_config(base, cfg.model), "gpt_knowledge_distillation"
-    )
+    cfg.model = complete_model_config(base, cfg.model, "gpt_knowledge_distillation")
     job = start_job(cfg, "knowledge_distillation")
 
     model = load_from_nemo(
@@ -67,60 +57,10 @@ def train(cfg: DictConfig) -> None:
     )
     model.init_peft(cfg.model.peft)
 
-    data = cfg.model.data
-    datasets = build_train_valid_test_knowledge_distillation_datasets(
-        cfg=cfg.model,
-        data_prefix=data.data_prefix,
-        data_impl=data.data_impl,
-        splits_string=data.splits_string,
-        train_valid_test_num_samples=[-1, -1, -1],
-        seq_length=data.seq_length,
-        seed=cfg.model.seed,
-        tokenizer=model.tokenizer,
-        n_chunks=data.n_chunks,
+    build_datasets = partial(
+        build_train_valid_test_knowledge_distillation_datasets, n_chunks=cfg.model.data.n_chunks
     )
-
-    def dataloader(dataset, is_train: bool):
-        drop_last = is_train or data.validation_drop_last
-        return build_dataloader(
-            cfg,
-            dataset,
-            consumed_samples=0,
-            mbs=cfg.model.micro_batch_size,
-            gbs=cfg.model.global_batch_size,
-            drop_last=drop_last,
-            pad_samples_to_global_batch_size=not drop_last,
-            use_random_sampler=is_train,
-            collate_fn=dataset.collate_fn,
-        )
-
-    train_dataloader = dataloader(datasets[0], is_train=True)
-    validation = datasets[1] if isinstance(datasets[1], dict) else {"validation": datasets[1]}
-    optimizer, scheduler = model.setup_megatron_optimization(
-        max_steps=supervised_max_steps(cfg.trainer.knowledge_distillation, train_dataloader)
-    )
-    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
-    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
-    kd_trainer = SupervisedTrainer(
-        cfg=cfg.trainer.knowledge_distillation,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        train_dataloader=train_dataloader,
-        val_dataloader={
-            name: dataloader(dataset, is_train=False)
-            for name, dataset in validation.items()
-            if dataset is not None
-        },
-        test_dataloader=None if datasets[2] is None else dataloader(datasets[2], is_train=False),
-        logger=job.logger,
-        ckpt_callback=ckpt_callback,
-        run_timer=run_timer(cfg),
-    )
-    state = load_trainer_state(cfg, ckpt_callback)
-    if state is not None:
-        kd_trainer.load_state_dict(state)
-    kd_trainer.fit()
+    train_supervised(cfg, job, model, build_dataloaders(cfg, build_datasets, model.tokenizer))
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ srun work as well. The same command resumes from the last checkpoint in
 
 from functools import partial
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config, complete_model
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -46,15 +46,8 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
         from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
         from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
-        from nemo_aligner.launch.experiment import (
-            build_checkpoint_callback,
-            run_timer,
-            start_job,
-        )
-        from nemo_aligner.launch.model_loading import (
-            load_and_override_model_config,
-            load_from_nemo,
-        )
+        from nemo_aligner.launch.experiment import run_timer, set_up_training, start_job
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.pair import load_state_of_pair
         from nemo_aligner.launch.prompts import build_prompt_datasets
         from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
@@ -63,8 +56,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = load_and_override_model_config(restore_path, cfg.model)
-    cfg.model = complete_model(cfg.model, "gpt_ppo_actor")
+    cfg.model = complete_model_config(restore_path, cfg.model, "gpt_ppo_actor")
     job = start_job(cfg, "ppo")
 
     model = load_from_nemo(
@@ -103,16 +95,17 @@ def train(cfg: DictConfig) -> None:
     ppo_steps = compute_max_steps(
         steps_per_epoch, cfg.trainer.ppo.max_epochs, cfg.trainer.ppo.max_steps
     )
-    optimizer, scheduler = model.setup_megatron_optimization(
+    optimizer, scheduler, ckpt_callback = set_up_training(
+        cfg,
+        job,
+        model,
         max_steps=compute_num_optimizer_steps(
             ppo_steps,
             ppo.num_rollout_samples * ppo.num_rollouts_per_prompt,
             cfg.model.global_batch_size,
             cfg.trainer.ppo.ppo_epochs,
-        )
+        ),
     )
-    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
-    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
 
     has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
     rm_critic_cls = RemoteGPTRMCriticClient if has_critic else RewardsInPlaceOfCritic

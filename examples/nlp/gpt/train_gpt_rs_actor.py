@@ -15,10 +15,10 @@ srun work as well. The same command resumes from the last checkpoint in
 
 from functools import partial
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config, complete_model
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
@@ -40,23 +40,19 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.rs import RSTrainer
         from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
         from nemo_aligner.launch.experiment import (
-            build_checkpoint_callback,
             load_trainer_state,
             run_timer,
+            set_up_training,
             start_job,
         )
-        from nemo_aligner.launch.model_loading import (
-            load_and_override_model_config,
-            load_from_nemo,
-        )
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.prompts import build_prompt_datasets
         from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
         from nemo_aligner.servers.reward_client import RemoteGPTRMClient
         from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = load_and_override_model_config(restore_path, cfg.model)
-    cfg.model = complete_model(cfg.model, "gpt_rs_actor")
+    cfg.model = complete_model_config(restore_path, cfg.model, "gpt_rs_actor")
     job = start_job(cfg, "rs")
 
     model = load_from_nemo(MegatronGPTRSModel, cfg.model, job.trainer, restore_path=restore_path)
@@ -90,13 +86,14 @@ def train(cfg: DictConfig) -> None:
     rs_steps = compute_max_steps(
         steps_per_epoch, cfg.trainer.rs.max_epochs, cfg.trainer.rs.max_steps
     )
-    optimizer, scheduler = model.setup_megatron_optimization(
+    optimizer, scheduler, ckpt_callback = set_up_training(
+        cfg,
+        job,
+        model,
         max_steps=compute_num_optimizer_steps(
             rs_steps, rs.num_rollout_samples * rs.top_n_rollouts, cfg.model.global_batch_size
-        )
+        ),
     )
-    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
-    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
 
     rm = RemoteGPTRMClient(cfg.remote_rm, model.tokenizer, max_length=cfg.model.encoder_seq_length)
     try:

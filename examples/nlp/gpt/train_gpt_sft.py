@@ -13,10 +13,10 @@ torchrun and srun work as well. The same command resumes from the last checkpoin
 `exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml, docs/config.md.
 """
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config, complete_model, drop_unset
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
@@ -34,26 +34,14 @@ def main(cfg: DictConfig) -> None:
 def train(cfg: DictConfig) -> None:
     # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
     with long_imports():
-        from nemo_aligner.algorithms.supervised import SupervisedTrainer
         from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
-        from nemo_aligner.launch.experiment import (
-            build_checkpoint_callback,
-            load_trainer_state,
-            run_timer,
-            start_job,
-        )
-        from nemo_aligner.launch.model_loading import (
-            load_and_override_model_config,
-            load_from_nemo,
-        )
+        from nemo_aligner.launch.experiment import start_job
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.launch.supervised_job import Loaders, train_supervised
         from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-        from nemo_aligner.training.schedule import supervised_max_steps
 
     base = cfg.model.restore_from_path
-    cfg.model = (
-        drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
-    )
-    cfg.model = complete_model(cfg.model, "gpt_sft")
+    cfg.model = complete_model_config(base, cfg.model, "gpt_sft")
     job = start_job(cfg, "sft")
 
     if base is None:
@@ -94,28 +82,8 @@ def train(cfg: DictConfig) -> None:
         collate_fn=validation_ds.collate_fn,
         use_random_sampler=data.validation_ds.shuffle,
     )
-
-    optimizer, scheduler = model.setup_megatron_optimization(
-        max_steps=supervised_max_steps(cfg.trainer.sft, train_dataloader)
-    )
-    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
-    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
-    sft_trainer = SupervisedTrainer(
-        cfg=cfg.trainer.sft,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        train_dataloader=train_dataloader,
-        val_dataloader=val_dataloader,
-        test_dataloader=None,
-        logger=job.logger,
-        ckpt_callback=ckpt_callback,
-        run_timer=run_timer(cfg),
-    )
-    state = load_trainer_state(cfg, ckpt_callback)
-    if state is not None:
-        sft_trainer.load_state_dict(state)
-    sft_trainer.fit()
+    loaders = Loaders(train_dataloader, {"validation": val_dataloader}, test=None)
+    train_supervised(cfg, job, model, loaders)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ torchrun and srun work as well. The same command resumes from the last checkpoin
 
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config, complete_model, drop_unset
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -35,8 +35,8 @@ from nemo_aligner.launch.start_up import long_imports, share_cores
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
-    from torch.utils.data import DataLoader
 
+    from nemo_aligner.launch.supervised_job import Loaders
     from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 
 
@@ -54,54 +54,25 @@ def train(cfg: DictConfig) -> None:
     with long_imports():
         from nemo.utils import logging
 
-        from nemo_aligner.algorithms.supervised import SupervisedTrainer
-        from nemo_aligner.launch.experiment import (
-            build_checkpoint_callback,
-            load_trainer_state,
-            run_timer,
-            start_job,
-        )
-        from nemo_aligner.launch.model_loading import load_and_override_model_config
+        from nemo_aligner.launch.experiment import start_job
+        from nemo_aligner.launch.model_loading import complete_model_config
+        from nemo_aligner.launch.supervised_job import train_supervised
         from nemo_aligner.models.nlp.gpt.reward_model_classes import (
             held_out_text,
             reward_model_class,
             reward_model_type,
         )
-        from nemo_aligner.training.schedule import supervised_max_steps
 
     base = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = (
-        drop_unset(cfg.model) if base is None else load_and_override_model_config(base, cfg.model)
-    )
-    cfg.model = complete_model(cfg.model, "training_rm")
+    cfg.model = complete_model_config(base, cfg.model, "training_rm")
     model_class = reward_model_class(cfg.model.reward_model_type)
     model_class.check_training_config(cfg.model)
     job = start_job(cfg, "rm")
 
     model = build_model(cfg, model_class, job.trainer)
     model.init_peft(cfg.model.peft)
-    train_dataloader, val_dataloaders, test_dataloader = build_dataloaders(cfg, model.tokenizer)
-    optimizer, scheduler = model.setup_megatron_optimization(
-        max_steps=supervised_max_steps(cfg.trainer.rm, train_dataloader)
-    )
-    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
-    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
-    rm_trainer = SupervisedTrainer(
-        cfg=cfg.trainer.rm,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        train_dataloader=train_dataloader,
-        val_dataloader=val_dataloaders,
-        test_dataloader=test_dataloader,
-        logger=job.logger,
-        ckpt_callback=ckpt_callback,
-        run_timer=run_timer(cfg),
-    )
-    state = load_trainer_state(cfg, ckpt_callback)
-    if state is not None:
-        rm_trainer.load_state_dict(state)
-    rm_trainer.fit()
+    loaders = build_dataloaders(cfg, model.tokenizer)
+    rm_trainer = train_supervised(cfg, job, model, loaders)
     kind = reward_model_type(cfg.model.reward_model_type)
     attributes = model.cfg.regression.num_attributes
     for name, (metrics, samples) in rm_trainer.held_out.items():
@@ -135,16 +106,14 @@ def build_model(
     return model
 
 
-def build_dataloaders(
-    cfg: DictConfig, tokenizer: "TokenizerSpec"
-) -> tuple["DataLoader", dict[str, "DataLoader"], "DataLoader | None"]:
-    """Loaders for training, for each validation set by name, and for the test set or None."""
+def build_dataloaders(cfg: DictConfig, tokenizer: "TokenizerSpec") -> "Loaders":
+    """Loaders of the data for the kind of reward model."""
     from nemo_aligner.data.nlp.builders import (
-        build_dataloader,
         build_train_valid_test_labelled_pair_datasets,
         build_train_valid_test_regression_rm_datasets,
         build_train_valid_test_rm_datasets,
     )
+    from nemo_aligner.launch import supervised_job
     from nemo_aligner.models.nlp.gpt.reward_model_classes import (
         RewardModelType,
         learns_labelled_pairs,
@@ -158,41 +127,14 @@ def build_dataloaders(
     if learns_labelled_pairs(cfg.model):
         # The sizes of batches count samples, an item of the data set is a pair of them.
         build_datasets, samples_per_item = build_train_valid_test_labelled_pair_datasets, 2
-    data = cfg.model.data
-    train_ds, validation_ds, test_ds = build_datasets(
-        cfg=cfg.model,
-        data_prefix=data.data_prefix,
-        data_impl=data.data_impl,
-        splits_string=data.splits_string,
-        train_valid_test_num_samples=[-1, -1, -1],
-        seq_length=data.seq_length,
-        seed=cfg.model.seed,
-        tokenizer=tokenizer,
+    return supervised_job.build_dataloaders(
+        cfg,
+        build_datasets,
+        tokenizer,
+        train_random=cfg.trainer.rm.train_random_sampler,
+        validation_random=cfg.trainer.rm.val_random_sampler,
+        samples_per_item=samples_per_item,
     )
-
-    def dataloader(dataset, random: bool, drop_last: bool) -> "DataLoader":
-        return build_dataloader(
-            cfg,
-            dataset,
-            consumed_samples=0,
-            mbs=cfg.model.micro_batch_size // samples_per_item,
-            gbs=cfg.model.global_batch_size // samples_per_item,
-            drop_last=drop_last,
-            pad_samples_to_global_batch_size=not drop_last,
-            use_random_sampler=random,
-        )
-
-    validation_sets = (
-        validation_ds if isinstance(validation_ds, dict) else {"validation": validation_ds}
-    )
-    validation = {
-        name: dataloader(dataset, cfg.trainer.rm.val_random_sampler, data.validation_drop_last)
-        for name, dataset in validation_sets.items()
-        if dataset is not None
-    }
-    test = None if test_ds is None else dataloader(test_ds, False, data.validation_drop_last)
-    train = dataloader(train_ds, cfg.trainer.rm.train_random_sampler, drop_last=True)
-    return train, validation, test
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ conf/compute_topk_logits.yaml, docs/distillation.md.
 from omegaconf import DictConfig, open_dict
 
 from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config, complete_model
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -40,10 +40,7 @@ def compute(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.topk_logits import write_topk_logits
         from nemo_aligner.data.nlp.builders import build_sft_dataset
         from nemo_aligner.launch.experiment import log_config
-        from nemo_aligner.launch.model_loading import (
-            load_and_override_model_config,
-            load_from_nemo,
-        )
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.processes import launch_processes, resolve_and_create_trainer
         from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
 
@@ -51,9 +48,7 @@ def compute(cfg: DictConfig) -> None:
     if cfg.model.encoder_seq_length is None:  # as in the checkpoint
         with open_dict(cfg.model):
             del cfg.model["encoder_seq_length"]
-    cfg.model = complete_model(
-        load_and_override_model_config(teacher, cfg.model), "compute_topk_logits"
-    )
+    cfg.model = complete_model_config(teacher, cfg.model, "compute_topk_logits")
     check_values(cfg, "compute_topk_logits", complete=True)
     trainer = resolve_and_create_trainer(cfg)
     log_config(cfg)

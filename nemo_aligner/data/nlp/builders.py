@@ -356,6 +356,28 @@ def build_train_valid_test_knowledge_distillation_datasets(
     )
 
 
+def build_configured_datasets(
+    cfg: DictConfig, build: Callable[..., Datasets], tokenizer: Tokenizer
+) -> Datasets:
+    """(train, validation, test) datasets from the section `model.data`.
+
+    Args:
+        cfg: the whole configuration.
+        build: one of the functions `build_train_valid_test_*_datasets`.
+    """
+    data = cfg.model.data
+    return build(
+        cfg=cfg.model,
+        data_prefix=data.data_prefix,
+        data_impl=data.data_impl,
+        splits_string=data.splits_string,
+        train_valid_test_num_samples=[-1, -1, -1],
+        seq_length=data.seq_length,
+        seed=cfg.model.seed,
+        tokenizer=tokenizer,
+    )
+
+
 def build_sft_dataset(
     data_cfg: DictConfig,
     tokenizer: Tokenizer,
