@@ -322,6 +322,7 @@ class Fleet:
             server.port,
             token_header(self._token),
             heartbeat=served.instance is not None,
+            tls=self._tls,
         )
 
     def _ask(self, exchange: Exchange, served: ServedModel, data: Arrays) -> Arrays | Exception:

@@ -82,6 +82,16 @@ def test_a_client_with_the_certificate_and_the_token_is_served(encrypted, certif
         communicator.add_server_by_name("reward_model", *encrypted.address)
 
 
+def test_a_fleet_sends_samples_and_token_encrypted(encrypted, certificates):
+    spec = RewardModelSpec(None, "reward_model", (encrypted.address,), 1.0, "remote_rm")
+    tls = client_tls(certificates[0][0], "remote_rm")
+    limit_s = patience(20)
+    fleet = Fleet(spec, REWARD, limit_s, limit_s, token=TOKEN, tls=tls)
+    with contextlib.closing(fleet):
+        reply = fleet.submit(SCORING).result(limit_s)
+    assert reply["rewards"].tolist() == [[3.0], [12.0]]
+
+
 def test_another_server_is_refused_in_one_line(encrypted, certificates):
     """By a client and by a fleet, whose certificates are those of another one."""
     other = client_tls(certificates[1][0], "remote_rm")
