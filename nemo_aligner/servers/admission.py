@@ -43,6 +43,7 @@ MOST_CONNECTIONS = 512
 # A connection that has sent no request yet, one between two requests, one within a body.
 FIRST_REQUEST_S, NEXT_REQUEST_S, BODY_S = 10.0, 3600.0, 60.0
 
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _GENERAL = re.compile(r"/v2(?:/health/(live|ready))?/?")
 _MODEL = re.compile(r"/v2/models/([\w.-]+)(?:/versions/1)?(?:/(ready|config|infer))?/?")
 
@@ -179,7 +180,7 @@ def _body_length(header: GetHeader) -> int:
     if header("Transfer-Encoding") is not None or header("Content-Encoding") is not None:
         raise RefusedError(411, "send the body in one piece, as it is, with Content-Length")
     length = header("Content-Length") or "0"
-    if not (length.isascii() and length.isdigit()):
+    if not _NUMBER.fullmatch(length):
         raise RefusedError(400, f"Content-Length is {length[:40]!r}; send a number of bytes")
     return int(length)
 
@@ -187,7 +188,7 @@ def _body_length(header: GetHeader) -> int:
 def _head_size(header: GetHeader, length: int) -> int:
     """Length of the JSON of a body of this `length`."""
     size = header(HEAD_SIZE_HEADER) or str(length)
-    if not (size.isascii() and size.isdigit() and int(size) <= min(length, LARGEST_HEAD)):
+    if not _NUMBER.fullmatch(size) or int(size) > min(length, LARGEST_HEAD):
         raise RefusedError(
             413,
             f"the JSON of a request has {size[:40]} bytes, but this server takes at most "

@@ -58,8 +58,8 @@ from nemo_aligner.servers.ports import check_port_is_free, port_error
 from nemo_aligner.servers.schema import Endpoint, Handler
 
 _JSON, _BINARY = "application/json", "application/octet-stream"
-# Name of the function that gives a sign of life, in the state of an ASGI scope.
-_CONTINUE = "continue"
+# Names of functions of the connection, in the state of an ASGI scope.
+_ADMITTED, _CONTINUE = "admitted", "continue"
 STOP_S = 2.0  # for the last replies, when the server ends
 
 
@@ -161,14 +161,15 @@ class _Connection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ):
-        state = {**app_state, _CONTINUE: self._give_sign_of_life}
-        super().__init__(config, server_state, state, _loop)
+        own = {_ADMITTED: self._note_admitted, _CONTINUE: self._give_sign_of_life}
+        super().__init__(config, server_state, {**app_state, **own}, _loop)
+        self._has_admitted = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
-        self.loop.call_later(FIRST_REQUEST_S, self._close_unused)
+        self.loop.call_later(FIRST_REQUEST_S, self._close_unadmitted)
 
     def on_response_complete(self) -> None:
         """After a refusal read what the client still sends, for it would get a reset instead of
@@ -192,8 +193,19 @@ class _Connection(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _close_unused(self) -> None:
-        if self.scope is None:
+    def _note_admitted(self) -> None:
+        """A request on this connection may pass."""
+        self._has_admitted = True
+
+    def _close_unadmitted(self) -> None:
+        """End a connection on which no request could pass: somebody without the token must not
+        keep all that there can be.
+        """
+        if self._has_admitted or self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.SEND_BODY:  # of a refused request
+            self.loop.call_later(FIRST_REQUEST_S, self._close_unadmitted)
+        else:
             self.transport.close()
 
     def _close_if_refused(self, cycle: object) -> None:
@@ -291,6 +303,7 @@ class App:
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
         path = (scope["raw_path"] + query).decode("latin-1")
         request = self.admission.admit(scope["method"], path, header)
+        scope["state"][_ADMITTED]()
         if request is None:
             return 200, {}, b""
         if request.what != "infer":

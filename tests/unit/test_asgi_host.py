@@ -261,6 +261,23 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch):
             assert connection.sock.recv(1) == b""  # closed, as the rest may still come
 
 
+@pytest.mark.parametrize("token, is_kept", [(TOKEN, True), ("another", False)])
+def test_who_has_no_token_keeps_no_connection(token, is_kept, monkeypatch):
+    """Also with half a request after the refused one."""
+    monkeypatch.setattr(asgi_host, "FIRST_REQUEST_S", 0.5)
+    with contextlib.closing(AsgiFront([(REWARD, score)], Access(TOKEN))) as front:
+        connection = http.client.HTTPConnection(*front.address, timeout=2.0)
+        with contextlib.closing(connection):
+            connection.request("GET", "/v2/health/live", headers=token_header(token))
+            connection.getresponse().read()
+            connection.sock.sendall(b"GET /v2")
+            if is_kept:
+                with pytest.raises(TimeoutError):
+                    connection.sock.recv(1)
+            else:
+                assert connection.sock.recv(1) == b""
+
+
 def test_what_has_ended():
     front = AsgiFront([(REWARD, score)], Access(TOKEN))
     assert front.host.what_has_ended() is None
