@@ -18,10 +18,9 @@ from typing import Any
 import countdown
 import measure
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.parallel.cpu_products import onednn_takes, packed_linear
+from nemo_aligner.parallel.cpu_products import packed_linear
 
 PRECISIONS = {"32": torch.float32, "bf16": torch.bfloat16}
 
@@ -121,10 +120,7 @@ def matrix_seconds(rows: int, head_rows: int, precision: str) -> float:
         for count, shape in shapes
     ]
 
-    products = [
-        packed_linear(weight, None) if onednn_takes(dtype) else partial(F.linear, weight=weight)
-        for _x, weight in pairs
-    ]
+    products = [packed_linear(weight, None) for _x, weight in pairs]
 
     def run() -> None:
         for (x, _weight), product in zip(pairs, products, strict=True):

@@ -136,14 +136,24 @@ class DecodingPass:
         samples = mixed.size(1)
         keys, values = layer[:, :samples, :, : self._width]
         # The queries of a group stand where positions would: no key is repeated for them.
-        context = F.scaled_dot_product_attention(
-            mixed[0, :, :, :-2],
-            keys,
-            values,
-            attn_mask=self._mask(how.window, mixed.dtype),
-            scale=how.scale,
-        )
+        queries, mask = mixed[0, :, :, :-2], self._mask(how.window, mixed.dtype)
+        context = _attention(queries, keys, values, mask, how.scale)
         return context.reshape(1, samples, -1)
+
+
+def _attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None
+) -> Tensor:
+    """Attention of few `queries` `[b, ng, r, hn]` to `keys` and `values` `[b, ng, W, hn]`; `mask`
+    `[b, 1, 1, W]` is added to the scores.
+    """
+    if queries.device.type == "cpu" and queries.dtype == torch.float32:
+        # PyTorch's kernel for CPUs is made for many queries: two products and a softmax are
+        # faster for those of one token. In bf16 they would round the scores, which it does not.
+        scale = queries.size(-1) ** -0.5 if scale is None else scale
+        scores = torch.matmul(queries * scale, keys.transpose(-1, -2)).add_(mask)
+        return torch.matmul(scores.softmax(-1), values)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
 
 
 class PrefillPass:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nemo_aligner.generation.cache import AttentionSettings, KeyValueCache, Pass
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.cpu_products import onednn_takes, packed_linear
+from nemo_aligner.parallel.cpu_products import packed_linear
 
 
 class DecodingModel:
@@ -242,10 +242,10 @@ def _output(chunk: Any) -> _Function:
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> _Function:
-    """`x @ weight.T + bias`, on a CPU from a copy of the weight in the order that is read fastest
-    where that helps.
+    """`x @ weight.T + bias`, on a CPU from a copy of the weight in the order that is read
+    fastest.
     """
-    if weight.device.type == "cpu" and onednn_takes(weight.dtype):
+    if weight.device.type == "cpu":
         return packed_linear(weight, bias)
     return lambda x: F.linear(x, weight, bias)
 
