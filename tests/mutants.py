@@ -343,6 +343,30 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "process supervision sums the rewards of earlier steps",
+        "core/advantages.py",
+        "to_come = normalized.flip(1).cumsum(1).flip(1)",
+        "to_come = normalized.cumsum(1)",
+        _unit("test_process_rewards.py", "test_process_supervision_by_hand"),
+    ),
+    Mutant(
+        "tokens without a reward count as steps with reward 0",
+        "algorithms/ppo_data.py",
+        'return (mask != 0) & ~rollout_batch["token_rewards"].isnan()',
+        "return mask != 0",
+        _unit("test_process_rewards.py", "test_process_supervision_by_hand"),
+    ),
+    Mutant(
+        "a token's reward stands at the transition after it",
+        "servers/reward_client.py",
+        "rewards = token_rewards[:, 1 : self._width]",
+        "rewards = token_rewards[:, : self._width - 1]",
+        _unit(
+            "test_process_rewards.py",
+            "test_an_ensemble_adds_rewards_of_tokens_and_of_responses",
+        ),
+    ),
+    Mutant(
         "a token does not answer for the KL of later ones (REINFORCE++)",
         "core/advantages.py",
         "torch.zeros_like(rewards), rewards, discount_factor, 1.0, mask",

@@ -347,6 +347,8 @@ class PPOTrainer(RolloutTrainer):
         columns = PPORolloutBatch(rewards=scores.rewards)
         if scores.values is not None:
             columns["values"] = scores.values
+        if scores.token_rewards is not None:
+            columns["token_rewards"] = scores.token_rewards
         local.update(self._local_share(columns).columns)
 
     def _check_first_kl(self, local: RolloutBatch, data: PPOTrainBatch) -> dict[str, float]:

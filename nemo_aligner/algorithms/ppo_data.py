@@ -21,6 +21,7 @@ from nemo_aligner.algorithms.rollouts import PPORolloutBatch, response_mask
 from nemo_aligner.core.advantages import (
     RESPONSE_ESTIMATORS,
     TOKEN_ESTIMATORS,
+    calculate_grpo_step_advantages,
     clip_advantages,
     group_rows,
     spread_over_response,
@@ -37,6 +38,7 @@ from nemo_aligner.core.rewards import (
     calculate_overlong_penalty,
     calculate_ppo_rewards,
     clip_rewards,
+    sums_of_steps,
 )
 from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
 from nemo_aligner.parallel import parallel_state
@@ -63,6 +65,7 @@ class DataSettings:
     whiten_rewards: bool
     overlong_buffer_len: int
     overlong_penalty_factor: float
+    process_rewards: str
     max_response_length: int | None = None
 
     @classmethod
@@ -144,13 +147,14 @@ def make_ppo_data(
             settings.use_absolute_kl,
             settings.kl_estimator,
         )
-    rewards, reward_metrics = shape_rewards(rollout_batch, mask, settings)
+    rewards, of_tokens, reward_metrics = shape_rewards(rollout_batch, mask, settings)
     token_rewards = calculate_ppo_rewards(
         response["logprobs"],
         rewards,
         rollout_batch["response_lengths"],
         init_policy_kl,
         penalty_factor=kl_penalty,
+        token_rewards=of_tokens,
     )
     metrics = reward_metrics | {
         "init_policy_kl": mean_of_sample_means(init_policy_kl, mask),
@@ -180,15 +184,22 @@ def make_ppo_data(
 
 def shape_rewards(
     rollout_batch: RolloutBatch, mask: Tensor, settings: DataSettings
-) -> tuple[Tensor, dict[str, float]]:
-    """Rewards `[B]` of the responses, clipped and less the penalty of overlong ones; and metrics
-    of that.
+) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+    """Rewards clipped and less the penalty of overlong responses: what each response gets at its
+    end, `[B]`, and its tokens get, `[B, S-1]`, None without rewards of tokens; and metrics of
+    that.
     """
-    counts, metrics = mask.bool().any(-1), {}
-    rewards = clip_rewards(rollout_batch["rewards"], settings.reward_clip)
+    counts, metrics, of_tokens = mask.bool().any(-1), {}, None
+    given, where = rollout_batch["rewards"], counts
+    if "token_rewards" in rollout_batch:  # they are in place of those of whole responses
+        given, where = rollout_batch["token_rewards"], scored_tokens(rollout_batch, mask)
+        metrics["rewards_per_response"] = mean_of_sample_sums(where.float(), mask)
+        given = torch.where(where, given, 0)
+    rewards = clip_rewards(given, settings.reward_clip)
     if settings.reward_clip is not None:
-        clipped = rewards != rollout_batch["rewards"]
-        metrics["fraction_of_rewards_clipped"] = _mean(clipped, counts)
+        metrics["fraction_of_rewards_clipped"] = _mean(rewards != given, where)
+    if "token_rewards" in rollout_batch:
+        rewards, of_tokens = torch.zeros_like(rollout_batch["rewards"]), rewards
     if settings.overlong_buffer_len > 0:
         assert settings.max_response_length is not None
         penalty = calculate_overlong_penalty(
@@ -199,7 +210,12 @@ def shape_rewards(
         )
         rewards = rewards + penalty
         metrics["overlong_penalty"] = _mean(penalty, counts)
-    return rewards, metrics
+    return rewards, of_tokens, metrics
+
+
+def scored_tokens(rollout_batch: RolloutBatch, mask: Tensor) -> Tensor:
+    """bool `[B, S-1]`: True where a token of the response has a reward of its own."""
+    return (mask != 0) & ~rollout_batch["token_rewards"].isnan()
 
 
 # ------------------------------------------------------------------------------------ advantages
@@ -219,7 +235,10 @@ def estimate_advantages(
         values: `[B, S-1]`, or None: no critic.
     """
     metrics: dict[str, float] = {}
-    if settings.estimator.compares_responses:
+    if settings.process_rewards == "steps" and "token_rewards" in rollout_batch:
+        scored = scored_tokens(rollout_batch, mask)
+        learned = {"advantages": compare_steps(token_rewards, rollout_batch["idx"], scored, mask)}
+    elif settings.estimator.compares_responses:
         scores = masked_sum(token_rewards, mask, dim=1)
         advantages, metrics = compare_responses(
             scores, rollout_batch["idx"], mask, settings.advantage_estimator
@@ -273,6 +292,27 @@ def compare_responses(
     }
     first = parallel_state.get_data_parallel_rank() * len(scores)  # ranks have equal shares
     return spread_over_response(advantages[first : first + len(scores)], mask), metrics
+
+
+def compare_steps(token_rewards: Tensor, idx: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
+    """Advantages `[B, S-1]` of GRPO with process supervision: the rewards of the steps compared
+    with those of all steps to the same prompt, which may be on other DP ranks.
+
+    Args:
+        token_rewards: `[B, S-1]`, KL penalty included: the reward of a step is the sum over its
+            tokens.
+        idx: int64 `[B]`, dataset index.
+        scored: bool `[B, S-1]`, True where a step ends.
+        mask: `[B, S-1]`.
+    """
+    gathered = PPORolloutBatch(
+        rewards=sums_of_steps(token_rewards, scored, mask), idx=idx, scored=scored, mask=mask
+    ).gather_and_balance_globally()
+    advantages = calculate_grpo_step_advantages(
+        gathered["rewards"], gathered["idx"], gathered["scored"], gathered["mask"]
+    )
+    first = parallel_state.get_data_parallel_rank() * len(idx)  # ranks have equal shares
+    return advantages[first : first + len(idx)]
 
 
 def shape_advantages(

@@ -47,6 +47,8 @@ class RewardModelServer:
         host: address to listen on.
         vocab_size, max_length: bounds of the model for token ids and S; requests beyond are
             refused.
+        per_token: `infer_fn` gives rewards of tokens, [n, S], NaN at tokens without one; the
+            reward of a sample is their sum.
         needs_prompt_lengths: `infer_fn` is called as (tokens, lengths, prompt_lengths int64 [n]),
             and a request that does not say where its responses start is refused. Models score
             whole samples and do not need them.
@@ -75,6 +77,7 @@ class RewardModelServer:
     vocab_size: int | None = None
     max_length: int | None = None
     needs_prompt_lengths: bool = False
+    per_token: bool = False
     tokenizer: Any = None
     token_file: str | None = None
     max_request_mb: float = 64
@@ -108,7 +111,9 @@ class RewardModelServer:
             port=int(self.port),
             endpoints=[
                 (
-                    dataclasses.replace(schema.reward_model_endpoint(), name=self.model_name),
+                    dataclasses.replace(
+                        schema.reward_model_endpoint(self.per_token), name=self.model_name
+                    ),
                     self.infer,
                 )
             ],
@@ -128,7 +133,8 @@ class RewardModelServer:
         self.run_server()
 
     def infer(self, **inputs: Array) -> Arrays:
-        """Score a request: {"rewards": float32 [N, 1]}.
+        """Score a request: {"rewards": float32 [N, 1]}, with `per_token` also "token_rewards"
+        float32 [N, S].
 
         In a running server it is the endpoint's handler. Without one every rank calls it, rank 0
         with the inputs; rank 0 gets the rewards, the others an empty dict.
@@ -147,12 +153,20 @@ class RewardModelServer:
     def _score_rows(
         self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return the rewards [n, 1] of this rank's samples."""
+        """Return the rewards [n, 1] of this rank's samples, and those of their tokens [n, S]."""
         if self.needs_prompt_lengths:
             rewards = self.infer_fn(tokens, lengths, prompt_lengths)
         else:
             rewards = self.infer_fn((tokens, lengths))
         rewards = torch.as_tensor(rewards)
+        if self.per_token:
+            if rewards.shape != tokens.shape:
+                raise RuntimeError(
+                    f"the served reward gave numbers of shape {list(rewards.shape)} for tokens of "
+                    f"shape {list(tokens.shape)}; it must give one number, or NaN, per token."
+                )
+            total = rewards.double().nansum(1, keepdim=True).float()
+            return {"rewards": total, "token_rewards": rewards}
         if rewards.numel() != tokens.shape[0]:
             raise RuntimeError(
                 f"the served reward gave numbers of shape {list(rewards.shape)} for "

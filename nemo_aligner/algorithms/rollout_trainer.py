@@ -373,7 +373,7 @@ class RolloutTrainer(ABC):
             wait_for_all(each for future in collected.pending for each in future.pending)
             scores = [future.result() for future in collected.pending]
             if not with_values:
-                scores = [Scores(s.rewards, None, s.parts) for s in scores]
+                scores = [Scores(s.rewards, None, s.parts, s.token_rewards) for s in scores]
             width = collected.rollout["response_tokens"].size(1)
             gathered = select_scores(gather_scores(scores, width), collected.order)
         check_rewards(collected.columns, gathered, self.model.tokenizer)

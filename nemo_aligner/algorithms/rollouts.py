@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.interfaces import PendingScores, PromptLoader, Tokenizer
 from nemo_aligner.core.masks import create_mask
 from nemo_aligner.core.seeds import sample_seeds
@@ -56,6 +56,12 @@ class PPORolloutBatch(UserDict[str, Tensor]):
         """
         batch = cls()
         for key, (dtype, width) in sorted(_common_layout(rollout_batches).items()):
+            if not all(key in rollout for rollout in rollout_batches):
+                raise UserError(
+                    f"some samples of the rollout have '{key}' and others do not: the servers of "
+                    "one reward model must give the same kind of rewards "
+                    "(inference.rewards_per)."
+                )
             parts = [rollout[key].to(get_device()) for rollout in rollout_batches]
             if width is None:
                 empty = torch.empty(0, dtype=dtype, device=get_device())
@@ -262,13 +268,20 @@ def gather_scores(scores: list[Scores], width: int) -> Scores:
         column = {"rewards": micro_batch.rewards.flatten()}
         if micro_batch.values is not None:
             column["values"] = micro_batch.values
+        if micro_batch.token_rewards is not None:
+            column["token_rewards"] = micro_batch.token_rewards
         columns.append(column)
     parts = [{name: part.flatten() for name, part in s.parts.items()} for s in scores]
     gathered, gathered_parts = (
         PPORolloutBatch.from_rollout_batches(x, 0, width).gather_and_balance_globally()
         for x in (columns, parts)
     )
-    return Scores(gathered["rewards"], gathered.get("values"), gathered_parts.data)
+    return Scores(
+        gathered["rewards"],
+        gathered.get("values"),
+        gathered_parts.data,
+        gathered.get("token_rewards"),
+    )
 
 
 def select_scores(scores: Scores, samples: Tensor) -> Scores:
@@ -277,6 +290,7 @@ def select_scores(scores: Scores, samples: Tensor) -> Scores:
         scores.rewards[samples],
         None if scores.values is None else scores.values[samples],
         {name: part[samples] for name, part in scores.parts.items()},
+        None if scores.token_rewards is None else scores.token_rewards[samples],
     )
 
 

@@ -6,7 +6,12 @@ from nemo_aligner.config.rollout_rules import check_policy, check_responses_diff
 from nemo_aligner.config.server_rules import check_source_of_rewards
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, ROLLOUT_LOGPROBS
+from nemo_aligner.core.estimators import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    PROCESS_REWARDS,
+    ROLLOUT_LOGPROBS,
+)
 
 PPO, MODEL = "trainer.ppo.", "model.ppo."
 
@@ -68,6 +73,14 @@ def _check_ranges(v: Values) -> None:
     v.choice(PPO + "kl_estimator", KL_ESTIMATORS)
     v.choice(MODEL + "kl_loss_estimator", KL_ESTIMATORS)
     v.choice(MODEL + "rollout_logprobs", ROLLOUT_LOGPROBS)
+    v.choice(PPO + "process_rewards", PROCESS_REWARDS)
+    estimator = v.get(PPO + "advantage_estimator")
+    if v.get(PPO + "process_rewards") == "steps" and estimator != "grpo":
+        raise ConfigError(
+            "trainer.ppo.process_rewards=steps normalizes the rewards of steps within the "
+            f"responses to a prompt, as grpo does, but trainer.ppo.advantage_estimator="
+            f"{estimator}; set process_rewards=sum."
+        )
     v.number(PPO + "critic_gae_lambda", 0, 1)
     for key in (
         "target_kl",

@@ -154,7 +154,7 @@ _ACTOR = (
         rollout_batch_seq_length model_gbs model_mbs trt_llm.enable trt_llm.reshard
         batch_iterator.use_flask advantage_estimator kl_estimator adaptive_kl.enable
         adaptive_kl.target adaptive_kl.horizon target_kl critic_gae_lambda advantage_clip
-        reward_clip whiten_rewards overlong_buffer_len overlong_penalty_factor
+        reward_clip whiten_rewards process_rewards overlong_buffer_len overlong_penalty_factor
         alarms.sampling_mismatch alarms.clip_fraction alarms.explained_variance
         alarms.truncated_fraction alarms.replica_check_interval""",
     )
@@ -198,7 +198,7 @@ _REWARD_SERVER = (
         "inference",
         """host port token_file max_request_mb model_name max_queue_delay_microseconds
     inference_micro_batch_size micro_batch_size strip_sequence_length_to_multiple reward_fn
-    reward_fn_workers reward_fn_timeout_s reward_fn_fallback""",
+    reward_fn_workers reward_fn_timeout_s reward_fn_fallback rewards_per step_end""",
     )
 )
 _CRITIC = (
@@ -474,7 +474,7 @@ REQUIRED = {
     | dotted(
         "inference",
         """host port model_name max_queue_delay_microseconds inference_micro_batch_size
-        reward_fn_workers reward_fn_timeout_s""",
+        reward_fn_workers reward_fn_timeout_s rewards_per""",
     ),
     "gpt_sft": _REQUIRED_TRAINING
     | dotted("trainer.sft", "max_steps val_check_interval save_interval")

@@ -13,6 +13,7 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
 FRONTENDS = ("triton", "asgi")
+REWARDS_PER = ("response", "step", "token")
 SERVER_KEYS = ("frontend", "tls_certificate", "tls_key")  # of the section `server`
 
 
@@ -35,6 +36,7 @@ def check_reward_server(values: Values, ranks: int) -> None:
     workers = v.whole("inference.reward_fn_workers", 1)
     v.number("inference.reward_fn_timeout_s", 0, above=True)
     v.number("inference.reward_fn_fallback")
+    check_kind_of_rewards(v.get("inference.rewards_per"), v.get("inference.step_end"))
     function = v.get("inference.reward_fn")
     if function is None:
         return
@@ -92,6 +94,19 @@ def check_reward_function_options(workers: int, timeout_s: float, fallback: floa
     if fallback is not None and not math.isfinite(fallback):
         raise ConfigError(
             f"inference.reward_fn_fallback={fallback} must be null or a finite number."
+        )
+
+
+def check_kind_of_rewards(per: str, step_end: str | None) -> None:
+    """Raise `ConfigError` unless rewards can be given per response, step or token like this."""
+    if per not in REWARDS_PER:
+        raise ConfigError(
+            f"inference.rewards_per={per!r} must be one of {', '.join(REWARDS_PER)}."
+        )
+    if (per == "step") != bool(step_end):
+        raise ConfigError(
+            f"inference.rewards_per={per} and inference.step_end={step_end!r} do not go together: "
+            "the text that ends a step is needed with rewards_per=step, and only there."
         )
 
 
@@ -165,7 +180,20 @@ def check_one_reward_per_sample(model: Mapping) -> None:
         raise ConfigError(
             "model.output_sequence=True gives a number per token, as a critic does, but a reward "
             "is one number per sample; serve the reward model that the critic started from, or "
-            "set it to False."
+            "set it to False. inference.rewards_per gives rewards of steps and tokens."
+        )
+
+
+def check_scores_of_tokens(model: Mapping) -> None:
+    """Raise `ConfigError` unless a reward model can score single tokens.
+
+    Args:
+        model: the section `model`, completed (`complete_model`).
+    """
+    if model["use_avg_pool"]:
+        raise ConfigError(
+            "model.use_avg_pool=True: this reward model scores the mean over all tokens, not "
+            "single ones; set inference.rewards_per=response."
         )
 
 

@@ -173,6 +173,50 @@ def calculate_grpo_advantages(
     return deviation.to(scores.dtype)
 
 
+def calculate_grpo_step_advantages(
+    rewards: Tensor,
+    prompts: Tensor,
+    scored: Tensor,
+    mask: Tensor,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Group-relative advantages with process supervision (Shao et al. 2024, arXiv:2402.03300,
+    section 4.1.3): the rewards of all steps of all responses to a prompt are normalized together,
+    (reward - mean) / (std + eps), and the advantage of a token is the sum of the normalized
+    rewards of the steps that end with it or later.
+
+    Mean and standard deviation (Bessel-corrected) are those of the prompt's step rewards, so a
+    response of more steps counts more in them.
+
+    Args:
+        rewards: [N, S-1], of the steps, at the columns of the tokens that end them.
+        prompts: int [N] or [N, P]; equal entries belong to one prompt.
+        scored: [N, S-1], True where a step has a reward.
+        mask: [N, S-1], non-zero where a slot counts.
+
+    Returns:
+        [N, S-1], dtype of `rewards`; 0 outside the mask, after the last step, and where the steps
+        of a prompt number fewer than two or have equal rewards.
+    """
+    valid = (scored != 0) & (mask != 0)
+    group, size = group_rows(prompts)
+
+    def group_sum(x: Tensor) -> Tensor:
+        sums = torch.zeros_like(size, dtype=torch.float64).index_add_(0, group, x.sum(1))
+        return sums[group].unsqueeze(1)
+
+    # float64, as in `calculate_grpo_advantages`.
+    count = group_sum(valid.double())
+    kept = torch.where(valid, rewards, 0).double()
+    deviation = torch.where(valid, kept - group_sum(kept) / count.clamp(min=1), 0)
+    variance = group_sum(deviation.square()) / (count - 1).clamp(min=1)
+    normalized = deviation / (variance.sqrt() + eps)
+    to_come = normalized.flip(1).cumsum(1).flip(1)
+    # A difference of sums is not exact: after the last step there is nothing to come.
+    later = valid.flip(1).cumsum(1).flip(1) > 0
+    return torch.where(later & (mask != 0), to_come, 0).to(rewards.dtype)
+
+
 def spread_over_response(scores: Tensor, mask: Tensor) -> Tensor:
     """The score of each sample on all of its response's transitions, 0 elsewhere.
 

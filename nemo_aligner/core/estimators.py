@@ -31,6 +31,9 @@ ADVANTAGE_ESTIMATORS = {
     "grpo": AdvantageEstimator(compares_responses=True),
 }
 
+# What GRPO makes of rewards of steps or tokens: their sum, or each compared with the others'.
+PROCESS_REWARDS = ("sum", "steps")
+
 # Estimators of the KL divergence (`core/kl.py`), for the reward and for the loss.
 ROLLOUT_LOGPROBS = ("recompute", "sampler")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")

@@ -7,6 +7,8 @@ Shapes: `[B, S-1]` is per transition, column t predicts token t+1 (`nemo_aligner
 worked picture).
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,10 @@ def calculate_ppo_rewards(
     response_lengths: Tensor,
     init_policy_kl: Tensor | float,
     penalty_factor: float = 0.0,
+    token_rewards: Tensor | None = None,
 ) -> Tensor:
-    """Reward per transition: the scalar reward at column R-2, minus the KL penalty at every
-    column.
+    """Reward per transition: the scalar reward at column R-2 and the rewards of tokens where they
+    are, minus the KL penalty at every column.
 
     Columns outside the response are penalized too; `calculate_advantages_and_returns` masks them.
 
@@ -31,6 +34,7 @@ def calculate_ppo_rewards(
         response_lengths: int [B], R.
         init_policy_kl: [B, S-1], or a number.
         penalty_factor: beta; 0 ignores the KL.
+        token_rewards: [B, S-1], of single tokens, beside `rewards`.
 
     Returns:
         [B, S-1].
@@ -38,14 +42,62 @@ def calculate_ppo_rewards(
     per_token = torch.zeros_like(values)
     last = (response_lengths.to(values.device).reshape(-1, 1) - 2).clamp(min=0)
     per_token.scatter_(1, last, rewards.to(per_token).reshape(-1, 1))
+    if token_rewards is not None:
+        per_token = per_token + token_rewards.to(per_token)
     if penalty_factor:
         per_token = per_token - penalty_factor * init_policy_kl
     return per_token
 
 
+def reward_at_last_token(rewards: Tensor, response_lengths: Tensor, width: int) -> Tensor:
+    """Scalar rewards [B] as rewards of tokens [B, S-1]: at column R-2, NaN elsewhere.
+
+    Args:
+        response_lengths: int [B], R.
+        width: S.
+    """
+    placed = rewards.new_full((len(rewards), width - 1), float("nan"))
+    last = (response_lengths.to(rewards.device).reshape(-1, 1) - 2).clamp(min=0)
+    return placed.scatter_(1, last, rewards.reshape(-1, 1))
+
+
+def add_token_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Weighted sum [B, S-1] of the rewards of tokens that several sources give; NaN where none
+    gives one.
+
+    Args:
+        parts: [B, S-1] by name, NaN where there is no reward.
+        weights: by name.
+    """
+    stacked = torch.stack([weight * parts[name].double() for name, weight in weights.items()])
+    total = stacked.nansum(0).masked_fill(stacked.isnan().all(0), float("nan"))
+    return total.float()
+
+
+def sums_of_steps(token_rewards: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
+    """Reward of each step: the sum over its tokens, at the column of the token that ends it.
+
+    Args:
+        token_rewards: [B, S-1], of every token (a KL penalty), and of steps where they end.
+        scored: bool [B, S-1], True where a step ends.
+        mask: [B, S-1], non-zero where a slot counts; elsewhere the others may hold anything.
+
+    Returns:
+        [B, S-1], 0 where no step ends. What follows the last step is in none.
+    """
+    ends = scored & (mask != 0)
+    total = torch.where(mask != 0, token_rewards, 0).double().cumsum(1)
+    # The total at the end before: totals are not monotonic, so it is looked up by its column.
+    column = torch.arange(ends.shape[1], device=ends.device)
+    last_end = torch.where(ends, column, -1).cummax(1).values
+    before = torch.nn.functional.pad(last_end[:, :-1], (1, 0), value=-1)
+    total_before = torch.where(before >= 0, total.gather(1, before.clamp(min=0)), 0)
+    return torch.where(ends, total - total_before, 0).to(token_rewards.dtype)
+
+
 def clip_rewards(rewards: Tensor, limit: float | None) -> Tensor:
-    """Scalar `rewards` [B] clipped to [-limit, limit]; unchanged if `limit` is None. NaN stays
-    NaN.
+    """Rewards, [B] of responses or [B, S-1] of tokens, clipped to [-limit, limit]; unchanged if
+    `limit` is None. NaN stays NaN.
     """
     return rewards if limit is None else rewards.clamp(-limit, limit)
 

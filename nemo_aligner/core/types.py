@@ -71,6 +71,9 @@ class RolloutBatch(Rollout, total=False):
     logprobs: Tensor  # float32 [B, S-1]: of the policy that generated, at its temperature
     init_logprobs: Tensor  # float32 [B, S-1]: of the reference; only if a KL is measured
     rewards: Tensor  # float32 [B]: scalar reward of the whole response
+    # float32 [B, S-1], optional: rewards of tokens in place of `rewards`, their sum; NaN where a
+    # token has none
+    token_rewards: Tensor
     values: Tensor  # float32 [B, S-1]: of the critic; absent without one
     sample_order: Tensor  # int64 [B]: place of the sample in the shuffled rollout of all ranks
 
@@ -84,11 +87,14 @@ class Scores:
         values: float32 [b, S-1], the critic's; None where there is no critic.
         parts: float32 [b] each, the reward of each reward model of an ensemble by its name,
             without its weight; empty for a single reward model.
+        token_rewards: float32 [b, S-1], rewards of steps or tokens, whose sum is `rewards`: that
+            of token t+1 in column t, NaN where a token has none; None: there are none.
     """
 
     rewards: Tensor
     values: Tensor | None = None
     parts: dict[str, Tensor] = field(default_factory=dict)
+    token_rewards: Tensor | None = None
 
     def __iter__(self) -> Iterator[Tensor | None]:
         """`rewards, values = scores`, as NeMo-Aligner's clients return them."""

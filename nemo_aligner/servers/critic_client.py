@@ -8,6 +8,7 @@ for training and saving. Every call returns a future whose `result()` every rank
 the outcome to all ranks that need it, and a failure, with its cause, to all of them.
 """
 
+import dataclasses
 import functools
 import json
 import uuid
@@ -94,7 +95,7 @@ class RMCriticFutureResult(FutureResult[Scores]):
             (values,) = get_future_result(self.critic_future, "values")
         values = values[:, : self.og_seq_length - 1]
         values = torch.nn.functional.pad(values, (0, self.og_seq_length - 1 - values.shape[1]))
-        return Scores(scores.rewards, values, scores.parts)
+        return dataclasses.replace(scores, values=values)
 
 
 class TrainFuture(RankZeroFuture[float]):

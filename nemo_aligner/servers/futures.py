@@ -39,7 +39,7 @@ class PendingReply:
     def __init__(
         self,
         sent: Mapping[str, SentRequest],
-        combine: Callable[[Mapping[str, Arrays]], Arrays] = only_reply,
+        combine: Callable[[Mapping[str, Arrays]], Any] = only_reply,
     ):
         self._sent, self._combine = dict(sent), combine
         self._started = time.monotonic()
@@ -59,8 +59,9 @@ class PendingReply:
                 logging.info(f"waiting for {sent.describe()} ({waited:.0f} s)")
         return False
 
-    def result(self, heartbeat_s: float = 30.0) -> Arrays:
-        """Wait for the reply and return its arrays by name; a line is logged every `heartbeat_s`.
+    def result(self, heartbeat_s: float = 30.0) -> Any:
+        """Wait for the reply and return its arrays by name, or what `combine` makes of several; a
+        line is logged every `heartbeat_s`.
 
         Raises:
             ServerRequestError: with the cause, or saying why the reply cannot be used.

@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 from omegaconf import DictConfig
+from torch import Tensor
 
 from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.reward_models import read_reward_models
 from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.core.rewards import add_token_rewards, reward_at_last_token
 from nemo_aligner.core.types import Rollout, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
@@ -28,7 +30,7 @@ from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.futures import FutureResult, PendingReply, SentRequest
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.payloads import scoring_payload
-from nemo_aligner.servers.schema import Arrays
+from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.source_rank import await_on_source, try_on_source, wait_for_all
 
 # The YAML file (conf/) that holds the defaults of a section.
@@ -39,18 +41,22 @@ class RMFutureResult(FutureResult[Scores]):
     """Pending rewards of a rollout micro-batch.
 
     Args:
-        rm_future: `PendingReply` with the rewards by name of the reward model, or the exception
+        rm_future: `PendingReply` with the replies by name of the reward model, or the exception
             of an attempt to send, on the source rank of the model-parallel group; ignored
             elsewhere.
+        rollout: the micro-batch.
         weights: of each reward model of an ensemble, by name; None for a single reward model.
     """
 
     def __init__(
         self,
         rm_future: PendingReply | Exception | None,
+        rollout: Rollout,
         weights: Mapping[str, float] | None = None,
     ):
         self.rm_future, self.weights = rm_future, weights
+        self._width = rollout["response_tokens"].shape[1]
+        self._lengths = rollout["response_lengths"]
         self.pending = () if rm_future is None else (rm_future,)
 
     def result(self) -> Scores:
@@ -65,16 +71,37 @@ class RMFutureResult(FutureResult[Scores]):
             parallel_state.get_model_parallel_src_rank(),
             parallel_state.get_model_parallel_group(),
         )
-        parts = {
-            name: torch.from_numpy(np.array(rewards)).flatten().to(get_device())
-            for name, rewards in reply.items()
+        parts = {name: _on_device(arrays["rewards"]).flatten() for name, arrays in reply.items()}
+        of_tokens = {
+            name: self._of_transitions(_on_device(arrays["token_rewards"]))
+            for name, arrays in reply.items()
+            if "token_rewards" in arrays
         }
         if self.weights is None:
-            (rewards,) = parts.values()
-            return Scores(rewards)
+            (name,) = parts
+            return Scores(parts[name], token_rewards=of_tokens.get(name))
         # Summed in float64, so that the order of the names makes no difference.
         weighted = [weight * parts[name].double() for name, weight in self.weights.items()]
-        return Scores(functools.reduce(torch.add, weighted).float(), parts=parts)
+        token_rewards = None
+        if of_tokens:
+            for name in parts.keys() - of_tokens.keys():
+                of_tokens[name] = reward_at_last_token(parts[name], self._lengths, self._width)
+            token_rewards = add_token_rewards(of_tokens, self.weights)
+        return Scores(
+            functools.reduce(torch.add, weighted).float(), parts=parts, token_rewards=token_rewards
+        )
+
+    def _of_transitions(self, token_rewards: Tensor) -> Tensor:
+        """[b, S-1], the reward of token t+1 in column t, from those of the columns that were sent;
+        NaN in the others.
+        """
+        rewards = token_rewards[:, 1 : self._width]
+        more = self._width - 1 - rewards.shape[1]
+        return torch.nn.functional.pad(rewards, (0, more), value=float("nan"))
+
+
+def _on_device(array: Array) -> Tensor:
+    return torch.from_numpy(np.array(array)).to(get_device())
 
 
 class _Connecting:
@@ -148,17 +175,15 @@ class RewardModels:
                 payload = {**payload, "prompt_lengths": prompts[:, None].numpy()}
             return send_to_fleets(self.fleets, payload)
 
-        return RMFutureResult(try_on_source(send), self.weights)
+        return RMFutureResult(try_on_source(send), rollout_batch, self.weights)
 
 
 def send_to_fleets(fleets: Mapping[str, Fleet], payload: Arrays) -> PendingReply:
-    """Send the same arrays to every fleet; the reply holds the rewards [b, 1] of each by name."""
+    """Send the same arrays to every fleet; the reply holds that of each by its name."""
     sent = {
         name: SentRequest(fleet.submit(payload), fleet.describe) for name, fleet in fleets.items()
     }
-    return PendingReply(
-        sent, lambda replies: {name: reply["rewards"] for name, reply in replies.items()}
-    )
+    return PendingReply(sent, lambda replies: dict(replies))
 
 
 class RemoteGPTRMClient:

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """A user's Python function as a reward: `function(prompts, responses, lengths) -> scores`, run in
-worker processes.
+worker processes. A score is a number, or a list of them for the steps or tokens of a response.
 
 The server decodes the samples and shares them out to the workers (`reward_worker.py`); each sample
 is a call of its own with its own time limit. Each worker is driven by one thread, which starts it,
@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from nemo.utils import logging
 
-from nemo_aligner.config.server_rules import check_reward_function_options
+from nemo_aligner.config.server_rules import check_kind_of_rewards, check_reward_function_options
 from nemo_aligner.core.errors import ConfigError, UserError, cause_in
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.servers.schema import RequestError
+from nemo_aligner.servers.steps import reward_places
 from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class RewardFunction:
         workers: processes.
         timeout_s: per sample; a sample that takes longer fails, and its worker is killed.
         fallback: score of a sample for which the function failed; None makes the request fail.
+        per: what a reward is for: a "response", or each "step" or "token" of it; then the function
+            returns a list of numbers per sample.
+        step_end: the text that ends a step.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -72,9 +76,13 @@ class RewardFunction:
         workers: int = 2,
         timeout_s: float = 10.0,
         fallback: float | None = None,
+        per: str = "response",
+        step_end: str | None = None,
     ):
         self.spec, self.tokenizer = spec, tokenizer
         self.path, self.name = _split_spec(spec)
+        check_kind_of_rewards(per, step_end)
+        self.per, self.step_end = per, step_end
         check_reward_function_options(workers, timeout_s, fallback)
         self.workers, self.timeout_s, self.fallback = int(workers), float(timeout_s), fallback
         self._chunks: queue.SimpleQueue[tuple[_Request, range] | None] = queue.SimpleQueue()
@@ -128,7 +136,8 @@ class RewardFunction:
         sequence_lengths: "np.ndarray | Tensor",
         prompt_lengths: "np.ndarray | Tensor | None",
     ) -> np.ndarray:
-        """Return the rewards float32 [N, 1] of samples.
+        """Return the rewards of samples: float32 [N, 1], or per step or token [N, S], NaN at
+        tokens without one.
 
         Args:
             tokens: int64 [N, S], prompt and response, right-padded.
@@ -147,8 +156,24 @@ class RewardFunction:
         tokens, ends, starts = (
             _to_numpy(array) for array in (tokens, sequence_lengths, prompt_lengths)
         )
-        prompts, responses, lengths = self.decode(tokens, ends.reshape(-1), starts.reshape(-1))
-        return self.score(prompts, responses, lengths)[:, None]
+        ends, starts = ends.reshape(-1), starts.reshape(-1)
+        prompts, responses, lengths = self.decode(tokens, ends, starts)
+        if self.per == "response":
+            return self.score(prompts, responses, lengths)[:, None]
+        places = [
+            reward_places(self.tokenizer, row[start:end].tolist(), self.per, self.step_end)
+            for row, start, end in zip(tokens, starts.tolist(), ends.tolist())
+        ]
+        samples = zip(prompts, responses, lengths, map(len, places))
+        rewards = np.full(tokens.shape, np.nan, dtype=np.float32)
+        for row, start, end, at, values in zip(
+            rewards, starts, ends, places, self._scores_of(list(samples))
+        ):
+            if isinstance(values, list):
+                row[start + np.array(at, dtype=np.int64)] = values
+            else:  # the fallback score of the response
+                row[end - 1] = values
+        return rewards
 
     def decode(
         self, tokens: np.ndarray, ends: np.ndarray, starts: np.ndarray
@@ -184,7 +209,11 @@ class RewardFunction:
             RewardFunctionError: the function failed on a sample and there is no fallback, or it is
                 shutting down.
         """
-        samples = list(zip(prompts, responses, lengths))
+        samples: list[_Sample] = [(*sample, None) for sample in zip(prompts, responses, lengths)]
+        return np.array(self._scores_of(samples), dtype=np.float32)
+
+    def _scores_of(self, samples: "list[_Sample]") -> list[float | list[float]]:
+        """Return the values of the samples (see `_Request`); errors as in `score`."""
         request = _Request(self, samples)
         with self._lock:
             if self._closed:
@@ -319,21 +348,28 @@ def _to_numpy(array: "np.ndarray | Tensor") -> np.ndarray:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
+# Prompt, response, its length, and how many rewards it needs; None: one for the whole.
+_Sample = tuple[str, str, int, int | None]
+
+
 @dataclasses.dataclass(eq=False)
 class _Request:
     """Samples on their way through the workers.
 
     Attributes:
-        samples: (prompt, response, length) of each.
-        future: of the scores float32 [N].
+        samples: whose values are wanted.
+        future: of the values: of each sample a number, or a list where it needs several (a number
+            there is the fallback).
     """
 
     owner: RewardFunction
-    samples: list[tuple[str, str, int]]
+    samples: list[_Sample]
 
     def __post_init__(self) -> None:
-        self.future: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
-        self._scores = np.zeros(len(self.samples), dtype=np.float32)
+        self.future: concurrent.futures.Future[list[float | list[float]]] = (
+            concurrent.futures.Future()
+        )
+        self._scores: list[float | list[float]] = [0.0] * len(self.samples)
         self._left = len(self.samples)
         self._failures: list[tuple[int, str]] = []
         self._lock = threading.Lock()
@@ -357,9 +393,10 @@ class _Request:
             )
             return
         with self._lock:
-            self._scores[index] = fallback if kind == "error" else value
             if kind == "error":
                 self._failures.append((index, value))
+                value = fallback
+            self._scores[index] = value
             self._left -= 1
             last = self._left == 0
         if last:
@@ -379,7 +416,7 @@ class _Request:
 
     def _describe(self, index: int, why: str) -> str:
         """Return in one line why a sample has no score; a traceback goes to the log."""
-        prompt, response, length = self.samples[index]
+        prompt, response, length, _ = self.samples[index]
         failed = (
             f"the reward function {self.owner.spec} failed on sample {index} of "
             f"{len(self.samples)}"

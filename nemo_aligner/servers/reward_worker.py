@@ -8,8 +8,11 @@ It is started as a script and needs only the standard library, so that a worker 
 also after its predecessor was killed. Lines of JSON go through the two pipes:
 
     worker -> server    ["ready", null] or ["error", text] once, after loading
-    server -> worker    [[prompt, response, length], ...]
-    worker -> server    ["score", number] or ["error", text] for each sample, in order, at once
+    server -> worker    [[prompt, response, length, count], ...]
+    worker -> server    ["score", value] or ["error", text] for each sample, in order, at once
+
+The value is a number; with a `count`, which is null for one reward per response, a list of so many
+numbers, for the steps or tokens of the response.
 
 The server sets the time limits, and kills the worker that exceeds one. Its parent is a keeper
 (`worker_keeper.py`), which bounds what it prints and kills what it has started.
@@ -61,14 +64,14 @@ def main() -> None:
     _send(replies, "ready", None)
     own_pid = os.getpid()
     for line in requests:
-        for prompt, response, length in json.loads(line):
-            outcome = score_sample(function, path, prompt, response, length)
+        for prompt, response, length, count in json.loads(line):
+            outcome = score_sample(function, path, prompt, response, length, count)
             if os.getpid() != own_pid:
                 os._exit(1)  # the function forked, and its child came back here
             _send(replies, *outcome)
 
 
-def _send(replies: TextIO, kind: str, value: str | float | None) -> None:
+def _send(replies: TextIO, kind: str, value: str | float | list[float] | None) -> None:
     print(json.dumps([kind, value]), file=replies, flush=True)
 
 
@@ -147,15 +150,25 @@ def _traceback(error: BaseException, path: str) -> str:
 
 
 class BadScoreError(Exception):
-    """The function did not return one number per sample; the message shows what it returned."""
+    """The function did not return the numbers of a sample; the message shows what it returned."""
 
 
 def score_sample(
-    function: Callable[..., Any], path: str, prompt: str, response: str, length: int
-) -> tuple[str, float | str]:
-    """Return ("score", float) of one sample, or ("error", why there is none)."""
+    function: Callable[..., Any],
+    path: str,
+    prompt: str,
+    response: str,
+    length: int,
+    count: int | None = None,
+) -> tuple[str, float | list[float] | str]:
+    """Return ("score", value) of one sample, or ("error", why there is none).
+
+    Args:
+        count: of the numbers that a sample needs; None: the value is one number.
+    """
     try:
-        return "score", to_score(function([prompt], [response], [length]))
+        returned = function([prompt], [response], [length])
+        return "score", to_score(returned) if count is None else to_scores(returned, count)
     except BadScoreError as error:
         return "error", str(error)
     except BaseException as error:  # sys.exit() in a function fails its sample
@@ -171,12 +184,49 @@ def to_score(scores: Any) -> float:
     Raises:
         BadScoreError: it is something else, or not finite in float32.
     """
-    if isinstance(scores, str | bytes | dict) or not hasattr(scores, "__iter__"):
-        raise BadScoreError(f"it returned {_brief(scores)}, not a list with one number per sample")
+    return _number(_only_item(scores, "one number"), scores)
+
+
+def to_scores(scores: Any, count: int) -> list[float]:
+    """Return the scores of steps or tokens in a function's return value for one sample.
+
+    Args:
+        scores: any sequence of one sequence of `count` real numbers.
+
+    Raises:
+        BadScoreError: it is something else, or one is not finite in float32.
+    """
+    values = _only_item(scores, f"a list of {count} numbers")
+    if not _is_sequence(values):
+        raise BadScoreError(
+            f"it returned {_brief(scores)}, whose item is a {type(values).__name__}, not a list "
+            f"of {count} numbers (inference.rewards_per)"
+        )
+    numbers = [_number(value, scores) for value in values]
+    if len(numbers) != count:
+        raise BadScoreError(
+            f"it returned {len(numbers)} rewards for a response of {count} "
+            f"(inference.rewards_per): {_brief(scores)}"
+        )
+    return numbers
+
+
+def _is_sequence(value: Any) -> bool:
+    return hasattr(value, "__iter__") and not isinstance(value, str | bytes | dict)
+
+
+def _only_item(scores: Any, wanted: str) -> Any:
+    """The item for the one sample in what a function returned."""
+    if not _is_sequence(scores):
+        raise BadScoreError(f"it returned {_brief(scores)}, not a list with {wanted} per sample")
     values = list(scores)
     if len(values) != 1:
         raise BadScoreError(f"it returned {len(values)} scores for 1 sample: {_brief(scores)}")
-    value = values[0]
+    return values[0]
+
+
+def _number(value: Any, scores: Any) -> float:
+    """`value`, one of the returned `scores`, as a finite float32."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise BadScoreError(
             f"it returned {_brief(scores)}, whose score is a {type(value).__name__}, not a number"

@@ -252,9 +252,25 @@ def critic_status_endpoint() -> Endpoint:
     )
 
 
-def reward_model_endpoint() -> Endpoint:
-    """The reward [N, 1] of each sample."""
-    outputs = (TensorSpec("rewards", np.float32, (1,), meaning="reward of each sample [N, 1]"),)
+# Its sum over the tokens is the reward of the sample.
+TOKEN_REWARDS = TensorSpec(
+    "token_rewards",
+    np.float32,
+    (-1,),
+    meaning="reward of each token, NaN where there is none [N, S]",
+)
+
+
+def reward_model_endpoint(per_token: bool = False) -> Endpoint:
+    """The reward [N, 1] of each sample, and with `per_token` those of its tokens [N, S].
+
+    Clients take both kinds: what a server lists says which it is.
+    """
+    outputs: tuple[TensorSpec, ...] = (
+        TensorSpec("rewards", np.float32, (1,), meaning="reward of each sample [N, 1]"),
+    )
+    if per_token:
+        outputs += (TOKEN_REWARDS,)
     return Endpoint(
         REWARD_MODEL, (*_SCORING_INPUTS, _PROMPT_LENGTHS, _TOKENIZER), outputs, batching=True
     )

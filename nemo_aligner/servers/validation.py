@@ -261,6 +261,8 @@ def validate_reply(
             _validate_rewards(endpoint, array, samples)
         else:
             _validate_values(endpoint, array, samples, used)
+    if "token_rewards" in reply and endpoint.name != CRITIC_INFER:
+        _validate_token_rewards(reply["token_rewards"], samples)
 
 
 def _other_server(endpoint: Endpoint) -> str:
@@ -290,6 +292,22 @@ def _validate_rewards(endpoint: Endpoint, rewards: np.ndarray, samples: int) -> 
             "sample(s) are not finite). Training on it would destroy the policy: look for NaN in "
             "the weights of the served model (a diverged training, a damaged checkpoint) and "
             "serve a good one."
+        )
+
+
+def _validate_token_rewards(rewards: np.ndarray, samples: int) -> None:
+    """NaN is no reward; infinity is an error."""
+    if rewards.dtype.kind != "f" or rewards.ndim != 2 or rewards.shape[0] != samples:
+        raise ReplyError(
+            f"'token_rewards' came as {rewards.dtype} {list(rewards.shape)} for {samples} "
+            f"sample(s) sent; float32 [{samples}, S] is needed, NaN at tokens without a reward."
+        )
+    bad = np.argwhere(np.isinf(rewards))
+    if bad.size:
+        row, column = (int(i) for i in bad[0])
+        raise ReplyError(
+            f"'token_rewards' is {rewards[row, column]} in sample {row}, column {column}. Look "
+            "for infinity in the weights of the served model or in what the function returns."
         )
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from nemo_aligner.servers import reward_worker, worker_keeper
@@ -60,8 +61,8 @@ class WorkerProcess:
         """Whether the process runs."""
         return self.process.poll() is None
 
-    def send(self, samples: list[tuple[str, str, int]], timeout_s: float) -> None:
-        """Send samples (prompt, response, length).
+    def send(self, samples: Sequence[Any], timeout_s: float) -> None:
+        """Send samples, (prompt, response, length, count) each.
 
         Raises:
             TimeoutError: the process does not read.

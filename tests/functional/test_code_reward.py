@@ -64,6 +64,9 @@ FUNCTION = """
     def score_of(prompt, response):
         return prompt.count("a") + 0.5 * len(response) + 0.25 * sum(map(str.isupper, response))
 
+    def lengths_of_lines(prompts, responses, lengths):
+        return [[float(len(line)) for line in response.split("\\n")] for response in responses]
+
     def texts_only(prompts, responses, lengths):
         return [score_of(*texts) for texts in zip(prompts, responses)]
 """
@@ -186,6 +189,35 @@ def test_scores_are_the_functions_own(port, tiny_tokenizer):
         )
     many = [(f"a{'a' * (i % 7)}", "x" * (i % 11) + str(i)) for i in range(700)]
     assert ask(port, rollout(tiny_tokenizer, many)) == expected(tiny_tokenizer, many)
+
+
+def test_rewards_of_steps_come_over_the_wire(tmp_path, tiny_tokenizer_dir, tiny_tokenizer):
+    """A server of a process reward beside one of whole responses, as an ensemble."""
+    port, spec = find_free_port(), "reward.py:lengths_of_lines"
+    kind = ["inference.rewards_per=step", 'inference.step_end="\n"', "server.frontend=asgi"]
+    pairs = [("a film", "ab\ncd e"), ("b", "x")]
+    batch = rollout(tiny_tokenizer, pairs)
+    with code_reward_server(
+        tmp_path / "server", port, tiny_tokenizer_dir, spec, "null", *kind
+    ) as job:
+        wait_until_serving(job)
+        client = reward_client(port)
+        scores = client.infer_rm(batch).result()
+        client.communicator.close()
+        assert_ended_well(job, job.stop())
+    assert scores.rewards.tolist() == [6.0, 1.0]
+    width = batch["response_tokens"].shape[1]
+    assert scores.token_rewards.shape == (2, width - 1)
+    for row, (prompt, response) in zip(scores.token_rewards, pairs):
+        start = len(tiny_tokenizer.text_to_ids(prompt))
+        steps = response.split("\n")
+        ids = tiny_tokenizer.text_to_ids(response)
+        ends = [
+            next(n for n in range(len(ids)) if "\n" in tiny_tokenizer.ids_to_text(ids[: n + 1]))
+            for _ in steps[:-1]
+        ] + [len(ids)]
+        found = {t: float(row[t]) for t in range(width - 1) if not row[t].isnan()}
+        assert found == {start + end - 1: len(step) for end, step in zip(ends, steps)}
 
 
 def test_a_policy_with_another_tokenizer_is_refused(port, tiny_tokenizer, reversed_tokenizer_dir):

@@ -276,6 +276,7 @@ NEW_KEYS = {
         trainer.ppo.advantage_estimator trainer.ppo.kl_estimator trainer.ppo.adaptive_kl
         trainer.ppo.target_kl trainer.ppo.critic_gae_lambda trainer.ppo.advantage_clip
         trainer.ppo.reward_clip trainer.ppo.whiten_rewards trainer.ppo.overlong_buffer_len
+        trainer.ppo.process_rewards
         trainer.ppo.overlong_penalty_factor trainer.ppo.ratio_eps trainer.ppo.entropy_bonus
         trainer.ppo.alarms remote_critic_rm.init_timeout_s remote_critic_rm.inference_timeout_s
         remote_critic_rm.reward_models exp_manager.max_time_per_run
@@ -292,6 +293,7 @@ NEW_KEYS = {
         model.data.validation_drop_last""",
     "inference_rm": """inference.host inference.micro_batch_size inference.reward_fn
         inference.reward_fn_workers inference.reward_fn_timeout_s inference.reward_fn_fallback
+        inference.rewards_per inference.step_end
         model.reward_model_type model.regression.num_attributes model.tokenizer""",
     "gpt_sft": f"""trainer.sft.alarms exp_manager.max_time_per_run
         exp_manager.resume_from_checkpoint model.mcore_gpt model.max_position_embeddings

@@ -10,14 +10,17 @@ critic has a server of its own.
 The server runs until SIGTERM or SIGINT. One process per device: with `trainer.devices=N` plain
 `python` starts them itself; torchrun and srun work as well. A function, `(prompts, responses,
 lengths) -> scores`, is served by one process with `inference.reward_fn_workers` workers; the .nemo
-gives the tokenizer only. Keys: conf/inference_rm.yaml, docs/config.md.
+gives the tokenizer only. With `inference.rewards_per` step or token both give rewards of the steps
+or tokens of a response. Keys: conf/inference_rm.yaml, docs/config.md.
 """
+
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete, complete_config
-from nemo_aligner.config.server_rules import check_one_reward_per_sample
+from nemo_aligner.config.server_rules import check_one_reward_per_sample, check_scores_of_tokens
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
@@ -46,18 +49,33 @@ def serve_model(cfg: DictConfig) -> None:
         from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
         from nemo_aligner.launch.reward_models import load_reward_model
         from nemo_aligner.servers.scoring import model_limits
+        from nemo_aligner.servers.steps import scores_of_places
 
     restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
     cfg.model = complete_model_config(restore_path, cfg.model, "inference_rm")
     check_one_reward_per_sample(cfg.model)
+    per, step_end = cfg.inference.rewards_per, cfg.inference.step_end
+    per_token = per != "response"
+    if per_token:
+        check_scores_of_tokens(cfg.model)
+        cfg.model.output_sequence = True
     trainer = resolve_and_create_trainer(cfg)
     log_config(cfg)
     init_distributed(trainer)
 
     model = load_reward_model(cfg.model, trainer, restore_path, "rm_model_file")
     vocab_size, max_length = model_limits(model)
+
+    def rewards_of_places(tokens: Any, lengths: Any, prompt_lengths: Any) -> Any:
+        scores = model.infer((tokens, lengths))
+        return scores_of_places(
+            scores, tokens, lengths, prompt_lengths, model.tokenizer, per, step_end
+        )
+
     RewardModelServer(
-        infer_fn=model.infer,
+        infer_fn=rewards_of_places if per_token else model.infer,
+        needs_prompt_lengths=per_token,
+        per_token=per_token,
         tokenize_func=model.tokenize,
         model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
         vocab_size=vocab_size,
@@ -87,6 +105,8 @@ def serve_function(cfg: DictConfig) -> None:
         workers=options.reward_fn_workers,
         timeout_s=options.reward_fn_timeout_s,
         fallback=options.reward_fn_fallback,
+        per=options.rewards_per,
+        step_end=options.step_end,
     ) as function:
         RewardModelServer(
             infer_fn=function.infer,
@@ -94,6 +114,7 @@ def serve_function(cfg: DictConfig) -> None:
             model_forward_micro_batch_size=1,  # no samples are added to fill up a request
             vocab_size=tokenizer.vocab_size,
             needs_prompt_lengths=True,
+            per_token=options.rewards_per != "response",
             tokenizer=tokenizer,
             **endpoint_options(options),
             **cfg.server,
