@@ -158,6 +158,31 @@ def nemo_aligner_distillation(logits: torch.Tensor, *args: object) -> tuple[torc
     return *losses, function.backward(context, torch.ones_like(losses[0]))[0]
 
 
+def trl_kto(**config: object) -> Any:
+    """`KTOTrainer` of trl with `get_batch_logps` and `kto_loss` alone, of one process."""
+    path = Path(importlib.util.find_spec("trl").origin).parent / "trainer" / "kto_trainer.py"
+    lists = {"List": list, "Dict": dict, "Union": Any}
+    trainer = methods_of(path, "KTOTrainer", "get_batch_logps kto_loss", **lists)()
+    trainer.accelerator = types.SimpleNamespace(device="cpu", gather=lambda tensor: tensor)
+    trainer.calculate_KL, trainer.loss_type = True, "kto"
+    vars(trainer).update(config)
+    return trainer
+
+
+def nemo_aligner_kto(**config: object) -> Any:
+    """The loss of `MegatronGPTKTOModel` of NeMo-Aligner 0.7.0, on one rank."""
+    path = FOLDER / "nemo_aligner" / "models" / "nlp" / "gpt" / "megatron_gpt_kto_model.py"
+    names = "get_reduced_masked_logps loss_func split_output_tensor"
+    mean = {
+        "average_losses_across_data_parallel_group": lambda losses: torch.cat(
+            [loss.reshape(1) for loss in losses]
+        )
+    }
+    model = methods_of(path, "MegatronGPTKTOModel", names, **mean)()
+    vars(model).update(config)
+    return model
+
+
 class _Inert(type):
     """A class each of whose attributes is itself, and which, called as a decorator, gives back
     what it decorates.

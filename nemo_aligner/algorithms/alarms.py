@@ -104,8 +104,8 @@ WARNINGS = (
         True,
         "The policy gives chosen and rejected responses alike less probability than the reference "
         "does: the loss sees their difference alone, and the probability goes to responses that "
-        "nobody compared. Raise model.dpo.ref_policy_kl_penalty or model.dpo.sft_loss_weight, or "
-        "lower model.optim.lr.",
+        "nobody compared. Raise model.dpo.ref_policy_kl_penalty or model.dpo.sft_loss_weight "
+        "(model.kto for KTO), or lower model.optim.lr.",
     ),
     Watched(
         "teacher_mass",

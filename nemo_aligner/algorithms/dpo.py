@@ -27,7 +27,7 @@ class DPOTrainer(SupervisedTrainer):
     JOB = ("gpt_dpo", "trainer.dpo")
 
     def __init__(
-        self, *args: Any, collate_fn: Callable[..., DirectPairBatch] | None = None, **kwargs: Any
+        self, *args: Any, collate_fn: Callable[..., Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self.collate_fn = collate_fn
@@ -43,7 +43,7 @@ class DPOTrainer(SupervisedTrainer):
         """Loss and metrics of one global batch without learning from it; all ranks call it."""
         return super().validation_step(self.with_reference(batch))
 
-    def with_reference(self, batch: Any) -> DirectPairBatch:
+    def with_reference(self, batch: Any) -> Any:
         """`batch` with the log-probs of the reference policy."""
         pairs = batch if self.collate_fn is None else self.collate_fn(batch)
         chosen, rejected = self.model.get_ref_policy_logprobs(pairs).chunk(2)

@@ -166,7 +166,7 @@ class SupervisedTrainer:
         if is_complete(
             self.step,
             self.max_steps,
-            "max_steps or max_epochs (trainer.sft, rm, dpo or knowledge_distillation)",
+            "max_steps or max_epochs (trainer.sft, rm, dpo, kto or knowledge_distillation)",
         ):
             self.ckpt_callback.finish_export()
             return

@@ -59,6 +59,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "train_gpt_rs_actor.py": (),
     "train_reward_model.py": (),
     "train_gpt_dpo.py": (),
+    "train_gpt_kto.py": (),
     "train_gpt_sft.py": (
         "get_prompt_template_example",
         "MegatronPretrainingBatchSampler",
@@ -71,7 +72,6 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 _GPT = "nlp/gpt/"
 OTHER_SCRIPTS: dict[str, tuple[str, ...]] = {
     "packed pairs of DPO": ("nlp/data/dpo/prepare_packed_dpo_dataset.py",),
-    "KTO": (f"{_GPT}train_gpt_kto.py",),
     "SPIN": (f"{_GPT}train_gpt_spin.py",),
     "REINFORCE": (f"{_GPT}train_gpt_reinforce_actor.py",),
     "knowledge distillation": (

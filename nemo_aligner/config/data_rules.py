@@ -101,8 +101,9 @@ def check_prompts_can_be_read(data_impl: str) -> None:
     """Raise `ConfigError` if files of this form do not say where a response begins."""
     if holds_tokens(data_impl):
         raise ConfigError(
-            f"model.data.data_impl={data_impl} holds tokens only, but DPO needs to know where a "
-            'response begins; give jsonl files of {"prompt": ..., "chosen": ..., "rejected": ...}.'
+            f"model.data.data_impl={data_impl} holds tokens only, but DPO and KTO need to know "
+            'where a response begins; give jsonl files, of {"prompt": ..., "chosen": ..., '
+            '"rejected": ...} or {"prompt": ..., "response": ..., "preference": ...}.'
         )
 
 

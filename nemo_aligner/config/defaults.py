@@ -37,6 +37,7 @@ LANGUAGE_MODEL_JOBS = (
     "gpt_sft",
     "gpt_dpo",
     "gpt_knowledge_distillation",
+    "gpt_kto",
     "generate",
     "compute_topk_logits",
 )
@@ -57,7 +58,7 @@ JOB_SECTIONS = ("data", "overwrite_base_config", "optim")
 OFF_WHEN_NULL = (
     *(
         f"trainer.{kind}.alarms"
-        for kind in ("ppo", "rs", "rm", "sft", "dpo", "knowledge_distillation")
+        for kind in ("ppo", "rs", "rm", "sft", "dpo", "kto", "knowledge_distillation")
     ),
     "exp_manager",
 )

@@ -38,7 +38,7 @@ def _clips_otherwise(v: Values) -> bool:
     value = v.get("trainer.gradient_clip_val")
     own = [
         v.get(f"trainer.{kind}.gradient_clip_val")
-        for kind in ("ppo", "rs", "rm", "sft", "dpo", "knowledge_distillation")
+        for kind in ("ppo", "rs", "rm", "sft", "dpo", "kto", "knowledge_distillation")
     ]
     return value is not None and value not in own
 

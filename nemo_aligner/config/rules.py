@@ -72,7 +72,17 @@ SECTIONS = {
     "gpt_sft": "sft",
     "gpt_dpo": "dpo",
     "gpt_knowledge_distillation": "knowledge_distillation",
+    "gpt_kto": "kto",
 }
+# Jobs that read `model.data.data_prefix`.
+PREFIX_DATA_JOBS = (
+    "gpt_ppo_actor",
+    "gpt_rs_actor",
+    "training_rm",
+    "gpt_dpo",
+    "gpt_kto",
+    "gpt_knowledge_distillation",
+)
 # Key that names the weights a job starts from.
 RESTORE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
 RESTORE_KEY = "pretrained_checkpoint.restore_from_path"  # of all others
@@ -172,6 +182,8 @@ def check_values(
         _check_dpo(values)
     elif config_name == "gpt_knowledge_distillation":
         _check_distillation(values)
+    elif config_name == "gpt_kto":
+        _check_kto(values)
 
 
 def check_save_hf(save_hf: object) -> None:
@@ -334,13 +346,7 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
     )
     for key in ("limit_train_batches", "limit_val_batches"):
         values.number(f"{section}.{key}", 0)
-    if config_name in (
-        "gpt_ppo_actor",
-        "gpt_rs_actor",
-        "training_rm",
-        "gpt_dpo",
-        "gpt_knowledge_distillation",
-    ):
+    if config_name in PREFIX_DATA_JOBS:
         _check_prefix_data(values)
 
 
@@ -398,28 +404,44 @@ def _check_sft(values: Values, dp: dict[str, int]) -> None:
         )
 
 
-def _check_dpo(values: Values) -> None:
-    dpo = "model.dpo."
-    values.choice(f"{dpo}preference_loss", DIRECT_PREFERENCE_LOSSES)
-    values.number(f"{dpo}ref_policy_kl_penalty", 0, above=True)
-    values.number(f"{dpo}label_smoothing", 0, 0.5)
-    values.whole(f"{dpo}log_prob_forward_micro_batch_size", 1)
-    weights = [f"{dpo}preference_loss_weight", f"{dpo}sft_loss_weight"]
+def _check_preferences(values: Values, kind: str) -> None:
+    """What DPO and KTO, `kind`, have in common."""
+    section = f"model.{kind}."
+    values.number(f"{section}ref_policy_kl_penalty", 0, above=True)
+    values.whole(f"{section}log_prob_forward_micro_batch_size", 1)
+    values.number(f"trainer.{kind}.alarms.likelihood_fall", 0, above=True)
+    check_prompts_can_be_read(str(values.get("model.data.data_impl")))
+    _check_not_both_0(values, [f"{section}preference_loss_weight", f"{section}sft_loss_weight"])
+
+
+def _check_not_both_0(values: Values, weights: list[str]) -> None:
     for key in weights:
         values.number(key, 0)
+    if not any(values.get(key) for key in weights):
+        raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
+
+
+def _check_kto(values: Values) -> None:
+    _check_preferences(values, "kto")
+    _check_not_both_0(
+        values, ["model.kto.desirable_loss_weight", "model.kto.undesirable_loss_weight"]
+    )
+
+
+def _check_dpo(values: Values) -> None:
+    dpo = "model.dpo."
+    _check_preferences(values, "dpo")
+    values.choice(f"{dpo}preference_loss", DIRECT_PREFERENCE_LOSSES)
+    values.number(f"{dpo}label_smoothing", 0, 0.5)
     for key in (f"{dpo}gt_reward_scale", "model.data.default_chosen_reward"):
         values.number(key)
     values.number("model.data.default_rejected_reward")
-    values.number("trainer.dpo.alarms.likelihood_fall", 0, above=True)
-    check_prompts_can_be_read(str(values.get("model.data.data_impl")))
     loss, smoothing = values.get(f"{dpo}preference_loss"), values.get(f"{dpo}label_smoothing")
     if smoothing and loss != "dpo":
         raise ConfigError(
             f"{dpo}label_smoothing={smoothing} belongs to {dpo}preference_loss=dpo, not {loss}; "
             "set it to 0."
         )
-    if not any(values.get(key) for key in weights):
-        raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
 
 
 def _check_distillation(values: Values) -> None:
@@ -429,11 +451,7 @@ def _check_distillation(values: Values) -> None:
     values.choice(f"{own}outside_top_k", OUTSIDE_TOP_K)
     for key in ("logits_scale", "target_logits_scale"):
         values.number(f"{own}{key}", 0, above=True)
-    weights = [f"{own}kd_loss_weight", f"{own}sft_loss_weight"]
-    for key in weights:
-        values.number(key, 0)
-    if not any(values.get(key) for key in weights):
-        raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
+    _check_not_both_0(values, [f"{own}kd_loss_weight", f"{own}sft_loss_weight"])
     beta = values.get(f"{own}jsd_beta")
     if not 0 < beta < 1:
         raise ConfigError(

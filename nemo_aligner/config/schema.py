@@ -26,6 +26,7 @@ CONFIG_NAMES = (
     "gpt_sft",
     "gpt_dpo",
     "gpt_knowledge_distillation",
+    "gpt_kto",
 )
 # Of the commands that use a trained policy, with the page of docs/ that explains their keys.
 COMMAND_PAGES = {
@@ -250,6 +251,17 @@ _DISTILLATION = (
     )
     | {"name", "model.loss_reduction"}
 )
+_KTO = dotted(
+    "trainer.kto",
+    """max_epochs max_steps val_check_interval save_interval limit_train_batches
+    limit_val_batches gradient_clip_val alarms.replica_check_interval
+    alarms.likelihood_fall""",
+) | dotted(
+    "model.kto",
+    """ref_policy_kl_penalty desirable_loss_weight undesirable_loss_weight
+    preference_average_log_probs sft_average_log_probs preference_loss_weight sft_loss_weight
+    log_prob_forward_micro_batch_size""",
+)
 _SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length drop_last
     label_key add_eos add_sep add_bos truncation_field truncation_method prompt_template
     pad_to_max_length columns index_mapping_dir packed_sequence"""
@@ -331,6 +343,7 @@ LIVE = {
     "gpt_sft": _COMMON | _PEFT | _GENERATES | _SFT,
     "gpt_dpo": _COMMON | _CHECKPOINT | _DATA | _PEFT | _DPO,
     "gpt_knowledge_distillation": _COMMON | _CHECKPOINT | _PEFT | _DISTILLATION,
+    "gpt_kto": _COMMON | _CHECKPOINT | _DATA | _PEFT | _KTO,
     "generate": _GENERATE,
     "evaluate": _GENERATE | _EVALUATE,
     "compute_topk_logits": _TOP_K,
@@ -410,6 +423,7 @@ FLAGS = (
         peft.merge_for_generation ppo.offload_adam_states
         dpo.preference_average_log_probs dpo.sft_average_log_probs
         knowledge_distillation.cross_tokenizer
+        kto.preference_average_log_probs kto.sft_average_log_probs
         ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
         ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy""",
     )
@@ -497,6 +511,14 @@ REQUIRED = {
         "model.knowledge_distillation",
         """target_logits_scale logits_scale kd_loss_weight sft_loss_weight kd_loss jsd_beta
         outside_top_k""",
+    ),
+    "gpt_kto": _REQUIRED_TRAINING
+    | dotted("trainer.kto", "max_steps val_check_interval save_interval")
+    | dotted("model", "data.num_workers data.seq_length")
+    | dotted(
+        "model.kto",
+        """ref_policy_kl_penalty desirable_loss_weight undesirable_loss_weight
+        preference_loss_weight sft_loss_weight log_prob_forward_micro_batch_size""",
     ),
     "generate": _REQUIRED_GENERATE,
     "evaluate": _REQUIRED_GENERATE

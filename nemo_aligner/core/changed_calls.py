@@ -18,6 +18,7 @@ CHANGED_CALLS: dict[str, str] = {
         "conversations get the form that `model.data.chat` or `model.data.chat_template` asks for"
     ),
     f"{_DATASETS}:DPOModelDataset.encode": _ENCODE,
+    f"{_DATASETS}:KTOModelDataset.encode": _ENCODE,
     f"{_DATASETS}:RLHFDataset.encode": _ENCODE,
     f"{_DATASETS}:RewardModelDataset.encode": _ENCODE,
     f"{_INTERFACE}:AlignableGenerativeInterface.get_init_policy_logprobs": (

@@ -18,7 +18,7 @@ _TRT = (
 )
 _OTHER = (
     "{} belongs to an algorithm that this package does not have; it has PPO, rejection sampling, "
-    "DPO, knowledge distillation, SFT and reward models"
+    "DPO, KTO, knowledge distillation, SFT and reward models"
 )
 _APEX = (
     "apex's optimizer is not used: model.offload_optimizer() and model.onload_optimizer() move "
@@ -35,11 +35,9 @@ RETIRED: dict[str, dict[str, str]] = {
     "nemo_aligner.data.nlp.builders": {
         "ChunkedJsonl": _CHUNKS,
         "build_train_valid_test_dpo_packed_datasets": _PACKED_PAIRS,
-        "build_train_valid_test_kto_datasets": _OTHER.format("KTO"),
     },
     "nemo_aligner.data.nlp.datasets": {
         "DPOPackedDataset": _PACKED_PAIRS,
-        "KTOModelDataset": _OTHER.format("KTO"),
         "SteerLM2Dataset": _OTHER.format("SteerLM 2.0"),
     },
     "nemo_aligner.utils.distributed": {
@@ -67,11 +65,9 @@ _OWN_VALUE = "an inner constant of a server; the address and port are keys of th
 _GPT = "nemo_aligner.models.nlp.gpt"
 # Modules of NeMo-Aligner that cannot be imported, and constants (`module:NAME`): what they were.
 NOT_HERE: dict[str, str] = {
-    "nemo_aligner.algorithms.kto": _ABSENT,
     "nemo_aligner.algorithms.reinforce": _ABSENT,
     "nemo_aligner.algorithms.spin": _ABSENT,
     f"{_GPT}.gpt_steerlm_model": _ABSENT,
-    f"{_GPT}.megatron_gpt_kto_model": _ABSENT,
     f"{_GPT}.megatron_gpt_reinforce_actor": _ABSENT,
     f"{_GPT}.megatron_gpt_spin_model": _ABSENT,
     "nemo_aligner.data.mm": "data sets of images",

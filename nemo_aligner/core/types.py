@@ -165,6 +165,24 @@ class DirectPairBatch(_DirectPairs, total=False):
     ref_policy_log_probs_rejected: Tensor  # float32 [B, S-1]
 
 
+class _LabelledResponses(TypedDict):
+    samples: Tensor  # int64 [B, S]: prompt + response
+    kl_samples: Tensor  # int64 [B, S]: prompt + a response to another one
+    sample_length: Tensor  # int64 [B]: tokens of `samples` without padding
+    kl_sample_length: Tensor  # int64 [B]
+    sample_mask: Tensor  # float32 [B, S]: 1 on the tokens of the response
+    kl_sample_mask: Tensor  # float32 [B, S]
+    preference: Tensor  # float32 [B]: 1 for a desirable response, else 0
+    loss_mask: Tensor  # float32 [B, S]: all zero where a sample must not count
+
+
+class LabelledResponseBatch(_LabelledResponses, total=False):
+    """Responses with a label, which a policy learns from directly (KTO)."""
+
+    ref_policy_log_probs_samples: Tensor  # float32 [B, S-1]: of the reference policy
+    ref_policy_log_probs_kl_samples: Tensor  # float32 [B, S-1]
+
+
 class RegressionBatch(TypedDict):
     """Labelled texts for regression reward-model training; A attributes."""
 

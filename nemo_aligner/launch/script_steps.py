@@ -109,7 +109,7 @@ def _updates(
     as in NeMo: `trainer.max_steps`, or `trainer.max_epochs` over the training data.
     """
     section = getattr(trainer, "section", None)
-    if section in ("rm", "sft", "dpo"):
+    if section in ("rm", "sft", "dpo", "kto"):
         settings = complete(trainer.job_cfg.trainer[section], "gpt_sft", "trainer.sft")
         return supervised_max_steps(settings, train_dataloader)
     if section in ("ppo", "rs") and train_ds is None:  # a critic

@@ -39,6 +39,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOMod
 from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
     GPTKnowledgeDistillationModel,
 )
+from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
@@ -187,6 +188,7 @@ ROLES = {
     "rs": Role(MegatronGPTRSModel, "lm"),
     "dpo": Role(MegatronGPTDPOModel, "lm", ("pairs",)),
     "distillation": Role(GPTKnowledgeDistillationModel, "lm"),
+    "kto": Role(MegatronGPTKTOModel, "lm", ("pairs",)),
 }
 # In place of a micro-batch size: `dynamic_micro_batch_tokens`. One rank makes three micro-batches
 # of the samples; of two data-parallel ranks one makes two, the other one.
@@ -198,7 +200,7 @@ VARIANTS = tuple((reduction, size) for reduction, sizes in SIZES.items() for siz
 # Where not all roles run.
 ROLES_OF_ARCHITECTURES = {
     "moe": ("actor", "sft"),
-    "lora": ("actor", "critic", "sft", "dpo", "distillation"),
+    "lora": ("actor", "critic", "sft", "dpo", "distillation", "kto"),
 }
 # What runs in `make test`: every role with one architecture, and the others with two roles;
 # test_experts.py has the experts.
@@ -307,6 +309,24 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
             "topk_token_ids": order[..., :TOP_K],  # in all slices of the vocabulary
             "topk_logits": torch.where(responses[..., None], logits, masked_value),
             "log_sum_exp_logits": torch.where(responses, log_sum_exp, masked_value),
+        }
+    if role == "kto":
+        columns = {"samples": responses}
+        columns["kl_samples"] = (column >= 1) & (column < LENGTHS.flip(0)[:, None])
+        references = {}
+        for name, mask in columns.items():
+            transitions = (mask & responses.any(1)[:, None])[:, 1:]  # which `numbers` reads
+            references[f"ref_policy_log_probs_{name}"] = numbers(-5.5)
+        return {
+            "samples": first,
+            "kl_samples": second,
+            "sample_length": LENGTHS,
+            "kl_sample_length": LENGTHS.flip(0),
+            "loss_mask": responses.float(),
+            "sample_mask": columns["samples"].float(),
+            "kl_sample_mask": columns["kl_samples"].float(),
+            "preference": (torch.arange(SAMPLES) % 3 > 0).float(),
+            **references,
         }
     if role == "regression":
         labels = torch.randn(SAMPLES, ATTRIBUTES, generator=generator)
@@ -434,6 +454,12 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             "logits_scale": 0.8,
             "sft_loss_weight": 0.2,
         },
+        kto={
+            "preference_average_log_probs": True,
+            "sft_average_log_probs": False,
+            "sft_loss_weight": 0.1,
+            "desirable_loss_weight": 1.3,
+        },
     )
     experts = EXPERTS if architecture == "moe" else {}
     cfg = OmegaConf.merge(cfg, {"optim": {"eps": ADAM_EPS}}, experts, overrides)
@@ -499,11 +525,13 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
     """What a role infers of the samples: log-probs, entropy, rewards, values; of all ranks."""
     tokens, lengths = global_batch(role, 0.0), LENGTHS[my_samples()]
     tokens = next(
-        tokens[k] for k in ("response_tokens", "tokens", "inputs", "chosen") if k in tokens
+        tokens[k]
+        for k in ("response_tokens", "tokens", "inputs", "chosen", "samples")
+        if k in tokens
     )[my_samples()]
     model.set_eval()
     outputs = {}
-    if role == "dpo":
+    if role in ("dpo", "kto"):
         model.set_reference_policy()
         batch = {key: value[my_samples()] for key, value in global_batch(role, 0.0).items()}
         halves = model.get_ref_policy_logprobs(batch).chunk(2)

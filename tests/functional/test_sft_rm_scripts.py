@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The SFT, reward-model and DPO scripts as a user starts them: on one rank and two, resumed, and
-with bad input.
+"""The SFT, reward-model, DPO and KTO scripts as a user starts them: on one rank and two, resumed,
+and with bad input.
 """
 
 import json
@@ -36,6 +36,7 @@ def data(tmp_path_factory):
             (folder / f"sft_{name}.jsonl").open("w") as sft,
             (folder / f"pairs_{name}.jsonl").open("w") as pairs,
             (folder / f"dpo_{name}.jsonl").open("w") as dpo,
+            (folder / f"kto_{name}.jsonl").open("w") as kto,
         ):
             for i in range(count):
                 prompt = f"the film {i}"
@@ -44,6 +45,9 @@ def data(tmp_path_factory):
                     pairs.write(json.dumps({"text": f"{prompt} {response}"}) + "\n")
                 texts = {"chosen": " was a joy", "rejected": f" {RESPONSES[1 + i % 3]}"}
                 dpo.write(json.dumps({"prompt": prompt, **texts}) + "\n")
+                for preference, response in texts.items():
+                    sample = {"prompt": prompt, "response": response, "preference": preference}
+                    kto.write(json.dumps(sample) + "\n")
     return folder
 
 
@@ -116,16 +120,25 @@ def reward_model(data, base, log_dir, *overrides, **kwargs) -> ScriptJob:
 
 
 def dpo(data, base, log_dir, *overrides, script="train_gpt_dpo.py", **kwargs) -> ScriptJob:
+    return preferences("dpo", data, base, log_dir, *overrides, script=script, **kwargs)
+
+
+def kto(data, base, log_dir, *overrides, script="train_gpt_kto.py", **kwargs) -> ScriptJob:
+    return preferences("kto", data, base, log_dir, *overrides, script=script, **kwargs)
+
+
+def preferences(kind, data, base, log_dir, *overrides, script, **kwargs) -> ScriptJob:
+    """A job of DPO or KTO."""
     log_dir.mkdir(exist_ok=True)
-    pairs = data / "dpo"
+    files = data / kind
     return ScriptJob(
         script,
         log_dir.with_suffix(".log"),
         [
             *common(log_dir),
             f"pretrained_checkpoint.restore_from_path={base}",
-            f"model.data.data_prefix={{train: [{pairs}_train.jsonl], "
-            f"validation: [{pairs}_validation.jsonl]}}",
+            f"model.data.data_prefix={{train: [{files}_train.jsonl], "
+            f"validation: [{files}_validation.jsonl]}}",
             "model.data.validation_drop_last=False",
             "+model.data.append_eod=True",
             "model.global_batch_size=4",
@@ -133,9 +146,9 @@ def dpo(data, base, log_dir, *overrides, script="train_gpt_dpo.py", **kwargs) ->
             "trainer.precision=32",
             "model.optim.lr=1e-3",
             "++model.hidden_dropout=0.1",  # a resumed job must draw the same numbers
-            "trainer.dpo.max_steps=4",
-            "trainer.dpo.val_check_interval=2",
-            "trainer.dpo.save_interval=2",
+            f"trainer.{kind}.max_steps=4",
+            f"trainer.{kind}.val_check_interval=2",
+            f"trainer.{kind}.save_interval=2",
             *overrides,
         ],
         **kwargs,
@@ -261,6 +274,59 @@ def test_dpo_names_a_pair_without_a_difference(data, sft_run, tmp_path):
         str(broken),
         "7",
         "are equal, so there is nothing",
+    )
+
+
+@pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
+def test_kto_on_two_data_parallel_ranks_learns_and_resumes_exactly(
+    data, sft_run, tmp_path, options
+):
+    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    must_succeed(kto(data, base, tmp_path / "whole", *options, ranks=2))
+    validation = read_metrics(tmp_path / "whole", "validation/loss")
+    assert validation[1] < validation[0] < 0.5  # that of the reference
+    assert (tmp_path / "whole" / "checkpoints" / "megatron_gpt.nemo").is_file()
+
+    resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
+    must_succeed(kto(data, base, tmp_path / "again", *options, ranks=2))
+    for key in ("train/loss", "train/kl", "train/grad_norm"):
+        again, whole = (read_metrics(tmp_path / name, key) for name in ("again", "whole"))
+        assert again == whole[2:]
+    assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
+
+
+def test_kto_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, sft_run, tmp_path):
+    """A script with the calls of NeMo-Aligner's gives the same numbers."""
+    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    options = ["++model.hidden_dropout=0.0", "model.data.validation_drop_last=True"]
+    must_succeed(kto(data, base, tmp_path / "own", *options))
+    losses = read_metrics(tmp_path / "own", "train/loss")
+    assert losses[0] == pytest.approx(0.5, abs=1e-5)
+    assert read_metrics(tmp_path / "own", "train/kl")[0] == pytest.approx(0, abs=1e-5)
+
+    other = Path(__file__).parent / "other_scripts" / "kto.py"
+    must_succeed(kto(data, base, tmp_path / "other", *options, script=str(other)))
+    found, expected = (
+        complete_checkpoints(tmp_path / name / "checkpoints")[-1][1]["metrics"]
+        for name in ("other", "own")
+    )
+    assert found["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
+    for name in ("train_kl", "train_grad_norm", "val_loss", "val_rewards_margin"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+def test_kto_names_a_label_outside_its_set(data, sft_run, tmp_path):
+    lines = (data / "kto_train.jsonl").read_text().splitlines()
+    lines[6] = json.dumps({"prompt": "the film", "response": " was", "preference": "better"})
+    broken = tmp_path / "label.jsonl"
+    broken.write_text("\n".join(lines))
+    files = f"model.data.data_prefix={{train: [{broken}], validation: [{broken}]}}"
+    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    must_fail_with(
+        kto(data, base, tmp_path / "kto", files),
+        str(broken),
+        "7",
+        'must be "chosen" or "rejected"',
     )
 
 

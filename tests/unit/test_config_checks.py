@@ -36,6 +36,7 @@ PREFIX_JOBS = (
     "gpt_rs_actor",
     "training_rm",
     "gpt_dpo",
+    "gpt_kto",
     "gpt_knowledge_distillation",
 )
 

@@ -5,12 +5,14 @@ tests/oracle_table.py).
 """
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from nemo_aligner.core.distillation import distillation_loss
 from nemo_aligner.core.estimators import REWARD_PREFERENCE_LOSSES
+from nemo_aligner.core.kto import kto_loss, kto_statistics, log_ratios
 from nemo_aligner.core.losses import (
     calculate_entropy,
     loss_weights,
@@ -30,9 +32,11 @@ from tests.oracle_table import Case, Comparisons
 from tests.oracles import (
     nemo_aligner_distillation,
     nemo_aligner_dpo,
+    nemo_aligner_kto,
     oracle,
     trl_dpo,
     trl_jsd,
+    trl_kto,
 )
 
 EPS, VALUE_CLIP, DUAL_CLIP, NO_CLIP = 0.2, 0.3, 1.5, 1e6
@@ -466,6 +470,78 @@ def _(case, library):
             )
         yield metrics["sft_loss"], expected.detach()
         yield from zip((loss, gradient), value_and_gradient(0.4 * expected, leaf))
+
+
+@compares("KTO", "trl", "openrlhf", "nemo-aligner")
+def _(case, library):
+    """The mismatched samples are the others in another order, so that their mean has both signs
+    over the cases; the labels make both kinds, or one.
+    """
+    mask = case.mask
+    rows = len(mask)
+    for average, labels in (
+        (False, torch.arange(rows) % 3 > 0),
+        (True, torch.arange(rows) % 2 > 0),
+        (False, torch.ones(rows, dtype=torch.bool)),
+    ):
+        kl = case.ref_logprobs.roll(1, 0), case.logprobs.roll(1, 0), mask.roll(1, 0)
+        weights = loss_weights(torch.ones(rows))
+        ratios = log_ratios(
+            logprobs=kl[0],
+            ref_logprobs=kl[1],
+            mask=kl[2],
+            weights=weights,
+            average_log_probs=average,
+        )
+        logprobs = case.planted(case.logprobs).requires_grad_()
+        loss, metrics = kto_loss(
+            logprobs=logprobs,
+            ref_logprobs=case.planted(case.ref_logprobs),
+            mask=mask,
+            weights=weights,
+            desirable=labels,
+            reference_point=(weights * ratios).sum().clamp(min=0),
+            beta=BETA,
+            desirable_loss_weight=1.2,
+            undesirable_loss_weight=0.6,
+            average_log_probs=average,
+        )
+        ours = value_and_gradient(loss, logprobs)
+        found = kto_statistics({name: value.item() for name, value in metrics.items()})
+        leaf = case.logprobs.clone().requires_grad_()
+        if library == "nemo-aligner":
+            model = nemo_aligner_kto(
+                ref_policy_kl_penalty=BETA, desirable_loss_weight=1.2, undesirable_loss_weight=0.6
+            )
+            expected, _ = model.loss_func(
+                torch.cat([leaf, kl[0]]),
+                torch.cat([case.ref_logprobs, kl[1]]),
+                torch.where(torch.cat([mask, kl[2]]) != 0, 1, -100),
+                labels.long(),
+                average_log_probs=average,
+            )
+        else:
+
+            def totals(values, mask=mask, average=average):
+                sums = (values * mask).sum(1)
+                return sums / mask.sum(1) if average else sums
+
+            policy, reference = totals(leaf), totals(case.ref_logprobs)
+            six = [policy[labels], policy[~labels], totals(kl[0], kl[2])]
+            six += [reference[labels], reference[~labels], totals(kl[1], kl[2])]
+            if library == "trl":
+                settings = dict(beta=BETA, desirable_weight=1.2, undesirable_weight=0.6)
+                losses, chosen, _, _ = trl_kto(**settings).kto_loss(*six)
+            else:
+                module = oracle("openrlhf.models.loss")
+                one_rank = SimpleNamespace(all_reduce=lambda *_, **__: None)
+                one_rank.ReduceOp = SimpleNamespace(SUM=None)
+                with mock.patch.object(module, "dist", one_rank):
+                    function = module.KTOLoss(BETA, 1.2, 0.6, 1, torch.device("cpu"))
+                    losses, chosen, _, _ = function(*six)
+            expected = losses.mean()
+            yield torch.tensor(BETA * found["rewards_chosen_mean"]), chosen.mean()
+        yield from zip(ours, value_and_gradient(expected.squeeze(), leaf))
 
 
 def halves(c):

@@ -307,6 +307,7 @@ PREFIX_JOBS = (
     "gpt_rs_actor",
     "training_rm",
     "gpt_dpo",
+    "gpt_kto",
     "gpt_knowledge_distillation",
 )
 RESTORE = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}

@@ -29,6 +29,7 @@ from nemo_aligner.data.nlp.chat import chat_form
 from nemo_aligner.data.nlp.constructors import build_dataset_generic, dataset_maker
 from nemo_aligner.data.nlp.data_files import DataFile
 from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
+from nemo_aligner.data.nlp.labelled_responses import KTOModelDataset
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
 from nemo_aligner.data.nlp.packing import PackedDataset
 from nemo_aligner.data.nlp.preference_pairs import (
@@ -63,6 +64,7 @@ __all__ = [
     "build_sft_dataset",
     "build_train_valid_test_dpo_datasets",
     "build_train_valid_test_knowledge_distillation_datasets",
+    "build_train_valid_test_kto_datasets",
     "build_train_valid_test_labelled_pair_datasets",
     "build_train_valid_test_datasets",
     "build_train_valid_test_regression_rm_datasets",
@@ -133,6 +135,12 @@ def _make_distillation_dataset(
     return KnowledgeDistillationDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
 
 
+def _make_kto_dataset(
+    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+) -> KTOModelDataset:
+    return KTOModelDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
+
+
 def _make_regression_rm_dataset(
     paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
 ) -> RegressionRewardModelDataset:
@@ -196,7 +204,7 @@ def build_train_valid_test_datasets(
     check_data_impl(data_impl)
     if cls in (_make_regression_rm_dataset, _make_labelled_pair_dataset):
         check_labels_can_be_read(data_impl)
-    if cls is _make_dpo_dataset:
+    if cls in (_make_dpo_dataset, _make_kto_dataset):
         check_prompts_can_be_read(data_impl)
     if data_prefix is None or not len(data_prefix):
         raise ConfigError(
@@ -295,6 +303,7 @@ def _separate_files(
 build_train_valid_test_rlhf_datasets = partial(build_train_valid_test_datasets, _make_rlhf_dataset)
 build_train_valid_test_rm_datasets = partial(build_train_valid_test_datasets, _make_rm_dataset)
 build_train_valid_test_dpo_datasets = partial(build_train_valid_test_datasets, _make_dpo_dataset)
+build_train_valid_test_kto_datasets = partial(build_train_valid_test_datasets, _make_kto_dataset)
 build_train_valid_test_regression_rm_datasets = partial(
     build_train_valid_test_datasets, _make_regression_rm_dataset
 )

@@ -4,8 +4,8 @@
 
 A conversation stands in the field `messages`, OpenAI's form `[{"role": ..., "content": ...}]`, or
 in `conversations`, ShareGPT's `[{"from": ..., "value": ...}]`; a prompt in `prompt`, a text or
-messages; a pair in `prompt`, `chosen` and `rejected`. A text in the field `system` comes first,
-and `tools` is handed to the template.
+messages; a pair in `prompt`, `chosen` and `rejected`; a labelled response in `prompt` and
+`response`. A text in the field `system` comes first, and `tools` is handed to the template.
 
 This module knows no tokens; every complaint is a `UserError` that the reader of the file completes
 with file and line.
@@ -103,6 +103,21 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message]]:
                 )
             break
     return chosen, rejected
+
+
+def response_messages(record: Record) -> tuple[list[Message], int]:
+    """The conversation of `prompt` and `response`, a text or the messages that follow, and how
+    many messages of the assistant are in the response.
+
+    Raises:
+        UserError: a field is missing or broken, or the conversation does not end with a response.
+    """
+    for field in ("prompt", "response"):
+        if record.get(field) is None:
+            raise UserError(f"field '{field}' is missing; the line has {sorted(record)}.")
+    prompt = _with_system(record, _prompt(record))
+    messages = _whole(record, "response", prompt)
+    return messages, sum(message["role"] == ASSISTANT for message in messages[len(prompt) :])
 
 
 def check_response(messages: list[Message], field: str) -> None:

@@ -11,11 +11,13 @@ two read files of tokens too.
 | `LabelledPairDataset`          | pairs with the preference as a label                      |
 | `DPOModelDataset`              | pairs with their prompt, for DPO                          |
 | `KnowledgeDistillationDataset` | examples with the largest logits of a teacher             |
+| `KTOModelDataset`              | responses with a label, for KTO                           |
 | `SFTDataset`                   | prompt-response examples                                  |
 | `SFTChatDataset`               | conversations for supervised fine-tuning                  |
 """
 
 from nemo_aligner.core.retired import retired_names
+from nemo_aligner.data.nlp.labelled_responses import KTOModelDataset
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, RegressionRewardModelDataset
 from nemo_aligner.data.nlp.preference_pairs import (
     DPOModelDataset,
@@ -32,6 +34,7 @@ __all__ = [
     "DEFAULT_MASK_VALUE",
     "DPOModelDataset",
     "KnowledgeDistillationDataset",
+    "KTOModelDataset",
     "LabelledPairDataset",
     "RLHFDataset",
     "Records",

@@ -13,7 +13,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat import chat_form
 from nemo_aligner.data.nlp.chat_masks import Encoded
-from nemo_aligner.data.nlp.chat_records import conversation_field
+from nemo_aligner.data.nlp.chat_records import conversation_field, response_messages
 from nemo_aligner.data.nlp.file_dataset import TextEncoder
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.records import check_text
@@ -97,6 +97,27 @@ class RecordEncoder:
         )
         return chosen, rejected
 
+    def with_response(self, record: Record) -> Encoded:
+        """The tokens of `prompt` with `response`, which continues it, and which of them are of the
+        response: what follows the prompt, or the messages of the assistant after it.
+        """
+        if self.form is not None:
+            record = self._fixed(record)
+            messages, turns = response_messages(record)
+            sample = self.form.conversation({"messages": messages, "tools": record.get("tools")})
+            return _last_turns(sample, turns)
+        tokens = self.encode_text(_response_text(record))
+        first = _common(self.encode_text.without_end(record["prompt"]), tokens)
+        return Encoded(tokens, [n >= first for n in range(len(tokens))])
+
+    def response_length(self, record: Record, limit: int) -> int:
+        """Tokens of a prompt with its response; above `limit` exact, else possibly an upper
+        bound.
+        """
+        if self.form is not None:
+            return len(self.with_response(record).tokens)
+        return self.encode_text.length(_response_text(record), limit)
+
     def pair_length(self, record: Record, limit: int) -> int:
         """Tokens of the longer sample of a pair; above `limit` exact, else possibly an upper
         bound.
@@ -166,19 +187,34 @@ def _from_turn_at(sample: Encoded, place: int) -> Encoded:
     return Encoded(sample.tokens, [x and n >= place for n, x in enumerate(sample.is_response)])
 
 
+def _last_turns(sample: Encoded, turns: int) -> Encoded:
+    """`sample` without the responses before the last `turns`."""
+    starts = [n for n, x in enumerate(sample.is_response) if x and not sample.is_response[n - 1]]
+    first = starts[-turns:][0]
+    return Encoded(sample.tokens, [x and n >= first for n, x in enumerate(sample.is_response)])
+
+
+def _plain_text(record: Record, field: str) -> str:
+    """A field that must be a text, as there is no form for conversations."""
+    if isinstance(record.get(field), list):
+        raise UserError(
+            f"field '{field}' holds a conversation, which needs a form: set "
+            "model.data.chat_template=tokenizer, or the file of a template."
+        )
+    check_text(record, field)
+    text: str = record[field]
+    return text
+
+
+def _response_text(record: Record) -> str:
+    """A prompt with its response."""
+    return _plain_text(record, "prompt") + _plain_text(record, "response")
+
+
 def _pair_texts(record: Record) -> tuple[str, str]:
     """Both texts of a pair, the better one first."""
-    for field in ("prompt", "chosen", "rejected"):
-        value = record.get(field)
-        if isinstance(value, list):
-            raise UserError(
-                f"field '{field}' holds a conversation, which needs a form: set "
-                "model.data.chat_template=tokenizer, or the file of a template."
-            )
-        if field == "prompt" and value is None:
-            continue
-        check_text(record, field)
-    if record["chosen"] == record["rejected"]:
+    before = "" if record.get("prompt") is None else _plain_text(record, "prompt")
+    chosen, rejected = (_plain_text(record, field) for field in ("chosen", "rejected"))
+    if chosen == rejected:
         raise UserError("'chosen' and 'rejected' are equal, so there is nothing to prefer.")
-    before = record.get("prompt") or ""
-    return before + record["chosen"], before + record["rejected"]
+    return before + chosen, before + rejected

@@ -52,15 +52,6 @@ class MegatronGPTDPOModel(ReferencePolicyMixin, SupervisedInterface):
         self.gt_reward_scale: float = dpo.gt_reward_scale
         self.forward_micro_batch_size = 2 * dpo.log_prob_forward_micro_batch_size
 
-    @property
-    def ref_policy_state_dict(self) -> dict[str, Tensor] | None:
-        """`init_policy_state_dict`, by the name that it has in NeMo-Aligner's model of DPO."""
-        return self.init_policy_state_dict
-
-    @ref_policy_state_dict.setter
-    def ref_policy_state_dict(self, weights: dict[str, Tensor] | None) -> None:
-        self.init_policy_state_dict = weights
-
     def get_ref_policy_logprobs(self, batch: DirectPairBatch) -> Tensor:
         """Log-probs of both samples of each pair under the reference policy, without dropout; all
         ranks call it.

@@ -85,6 +85,17 @@ class ReferencePolicyMixin(LogProbsMixin):
     init_policy_state_dict: dict[str, Tensor] | None = None
     without_reference = ""  # what to do instead, for the message of `check_reference_policy`
 
+    @property
+    def ref_policy_state_dict(self) -> dict[str, Tensor] | None:
+        """`init_policy_state_dict`, by the name that it has in NeMo-Aligner's models of DPO and
+        KTO.
+        """
+        return self.init_policy_state_dict
+
+    @ref_policy_state_dict.setter
+    def ref_policy_state_dict(self, weights: dict[str, Tensor] | None) -> None:
+        self.init_policy_state_dict = weights
+
     def set_reference_policy(self) -> None:
         """Keep a copy of the present weights as the reference policy; with adapters do nothing:
         the reference policy is their base.

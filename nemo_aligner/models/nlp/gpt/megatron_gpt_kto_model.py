@@ -1,0 +1,161 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`MegatronGPTKTOModel`: a policy that learns from single responses, each of them desirable or not
+(KTO).
+
+Notation: B samples on this data-parallel rank, S padded length.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig
+from torch import Tensor
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.kto import kto_loss, kto_statistics, log_ratios
+from nemo_aligner.core.losses import loss_weights
+from nemo_aligner.core.types import LabelledResponseBatch
+from nemo_aligner.models.alignable_interface import SupervisedInterface
+from nemo_aligner.models.nlp.gpt.reference_policy import ReferencePolicyMixin
+from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.training.megatron_steps import Batch, forward_backward
+
+
+class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
+    """Policy of KTO on Megatron Core, with the weights of the reference policy in host memory, or
+    with adapters whose base is the reference policy.
+
+    Args:
+        cfg: section `model` of `gpt_kto.yaml` (docs/config.md).
+        trainer: Lightning trainer.
+
+    Attributes:
+        loss_settings: arguments of `core.kto.kto_loss`.
+    """
+
+    CONFIG_NAME = "gpt_kto"
+
+    def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
+        super().__init__(cfg, trainer=trainer)
+        kto = self.cfg.kto
+        self.loss_settings = {
+            "beta": kto.ref_policy_kl_penalty,
+            "desirable_loss_weight": kto.desirable_loss_weight,
+            "undesirable_loss_weight": kto.undesirable_loss_weight,
+            "average_log_probs": kto.preference_average_log_probs,
+            "preference_loss_weight": kto.preference_loss_weight,
+            "sft_loss_weight": kto.sft_loss_weight,
+            "sft_average_log_probs": kto.sft_average_log_probs,
+        }
+        self.forward_micro_batch_size = kto.log_prob_forward_micro_batch_size
+
+    def get_ref_policy_logprobs(self, batch: LabelledResponseBatch) -> Tensor:
+        """Log-probs of the samples and of the mismatched samples under the reference policy,
+        without dropout; all ranks call it.
+
+        Returns:
+            float32 `[2B, S-1]`, those of all samples before those of the mismatched.
+
+        Raises:
+            UserError: `set_reference_policy` was not called.
+        """
+        self.set_eval()
+        logprobs = self.get_init_policy_logprobs(
+            torch.cat([batch["samples"], batch["kl_samples"]]),
+            torch.cat([batch["sample_length"], batch["kl_sample_length"]]),
+        )
+        self.set_train()
+        return logprobs
+
+    def reference_point(self, batch: LabelledResponseBatch, weights: Tensor) -> Tensor:
+        """How far the policy is from its reference: the mean of `log_ratios` over the mismatched
+        samples of the global batch, at least 0 (arXiv:2402.01306, section 4.1).
+
+        It is over all data-parallel ranks and the whole global batch, so that it does not depend
+        on the split; NeMo-Aligner's is the mean over ranks of a micro-batch's, each at least 0.
+        All ranks call it. The policy is in evaluation mode afterwards.
+
+        Args:
+            weights: float32 `[B]`, of the global batch, from `loss_weights`.
+
+        Returns:
+            float32, a scalar without a gradient, equal on every rank.
+        """
+        self.set_eval()
+        logprobs = self.get_inference_log_probs(
+            batch["kl_samples"], response_lengths=batch["kl_sample_length"]
+        )
+        ratios = log_ratios(
+            logprobs=logprobs,
+            ref_logprobs=batch["ref_policy_log_probs_kl_samples"].to(logprobs.device),
+            mask=batch["kl_sample_mask"][:, 1:].to(logprobs.device),
+            weights=weights,
+            average_log_probs=self.loss_settings["average_log_probs"],
+        )
+        return sum_over_dp((weights * ratios).sum()).clamp(min=0)
+
+    def get_loss_and_metrics(
+        self, batch: LabelledResponseBatch, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
+        """KTO loss of a global batch, and its gradient unless `forward_only`.
+
+        All ranks call it. The mismatched samples need no gradient, so they have a forward pass of
+        their own before the others'.
+
+        Args:
+            batch: this data-parallel rank's share of the global batch, with the log-probs of the
+                reference policy (`get_ref_policy_logprobs`).
+            forward_only: compute no gradient.
+
+        Returns:
+            The loss and, over the samples that count, the metrics of `kto_loss`, `kl` (the
+            reference point) and `weights` (number of samples).
+        """
+        if "ref_policy_log_probs_samples" not in batch:
+            raise UserError(
+                "the batch has no log-probs of the reference policy; KTOTrainer adds them "
+                "(with_reference), from model.get_ref_policy_logprobs(batch)."
+            )
+        valid = batch["loss_mask"].ne(0).any(dim=-1).float().to(get_device())
+        weights = loss_weights(valid, sum_over_dp=sum_over_dp)
+        reference_point = self.reference_point(batch, weights)
+        if not forward_only:
+            self.set_train()
+        inputs = {
+            "tokens": batch["samples"],
+            "mask": batch["sample_mask"][:, 1:],  # column t predicts token t+1
+            "ref_logprobs": batch["ref_policy_log_probs_samples"],
+            "weights": weights,
+            "desirable": batch["preference"],
+        }
+
+        def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
+            return kto_loss(
+                logprobs=self.logprobs(logits, micro_batch["tokens"], inference_only=forward_only),
+                ref_logprobs=micro_batch["ref_logprobs"],
+                mask=micro_batch["mask"],
+                weights=micro_batch["weights"],
+                desirable=micro_batch["desirable"],
+                reference_point=reference_point,
+                **self.loss_settings,
+            )
+
+        metrics, _ = forward_backward(
+            self.model,
+            inputs,
+            micro_batch_size=self.cfg.micro_batch_size,
+            loss_fn=loss_fn,
+            forward_only=forward_only,
+            lengths=batch["sample_length"],
+            micro_batch_tokens=self.micro_batch_tokens,
+        )
+        metrics["kl"] = float(reference_point)
+        metrics["weights"] = float(sum_over_dp(valid.sum()))
+        return metrics["loss"], metrics
+
+    def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Replace the sums of both kinds of samples by their means (`kto_statistics`)."""
+        return kto_statistics(super().summarize_metrics(metrics))

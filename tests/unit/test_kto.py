@@ -1,0 +1,196 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of KTO: a naive loop, numbers by hand and invariances. test_oracle_losses.py has the
+other libraries, test_kto_model.py data set and training.
+"""
+
+import math
+
+import pytest
+import torch
+
+from nemo_aligner.core.kto import kto_loss, kto_statistics, log_ratios
+from nemo_aligner.core.losses import loss_weights
+
+SAMPLES, WIDTH, BETA = 7, 9, 0.4
+LENGTHS = torch.tensor([9, 2, 4, 7, 1, 3, 8])  # of the masks; each begins at a column
+STARTS = torch.tensor([0, 3, 1, 2, 8, 4, 1])
+DESIRABLE = torch.tensor([1.0, 0, 0, 1, 1, 0, 0])
+EMPTY = 3  # a sample that does not count
+
+
+def batch(seed: int = 0):
+    random = torch.Generator().manual_seed(seed)
+    columns = torch.arange(WIDTH)
+    mask = ((columns >= STARTS[:, None]) & (columns < (STARTS + LENGTHS)[:, None])).float()
+    logprobs, ref_logprobs = -3 * torch.rand(2, SAMPLES, WIDTH, generator=random).double()
+    valid = torch.ones(SAMPLES)
+    valid[EMPTY] = 0
+    return logprobs, ref_logprobs, mask, valid
+
+
+def naive(logprobs, ref_logprobs, mask, valid, point, average, sft_average):
+    """The mean over the samples that count, one token after the other."""
+
+    def total(row, values, mean):
+        terms = [values[row, t] for t in range(WIDTH) if mask[row, t]]
+        return sum(terms) / len(terms) if mean else sum(terms)
+
+    losses = []
+    for row in range(SAMPLES):
+        if not valid[row]:
+            continue
+        r = total(row, logprobs, average) - total(row, ref_logprobs, average)
+        x = BETA * (r - point) if DESIRABLE[row] else BETA * (point - r)
+        loss = (1.3 if DESIRABLE[row] else 0.7) * (1 - 1 / (1 + torch.exp(-x)))
+        likelihood = total(row, logprobs, sft_average) if DESIRABLE[row] else 0.0
+        losses.append(0.8 * loss - 0.3 * likelihood)
+    return sum(losses) / len(losses)
+
+
+SETTINGS = dict(
+    beta=BETA,
+    desirable_loss_weight=1.3,
+    undesirable_loss_weight=0.7,
+    preference_loss_weight=0.8,
+    sft_loss_weight=0.3,
+)
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("point", [0.0, 1.7])
+def test_loss_and_gradient_are_those_of_a_naive_loop(average, point):
+    logprobs, ref_logprobs, mask, valid = batch()
+    theirs = logprobs.clone().requires_grad_()
+    expected = naive(theirs, ref_logprobs, mask, valid, point, average, not average)
+    expected.backward()
+
+    unused = (mask == 0) | (valid == 0)[:, None]
+    ours, reference = (torch.where(unused, torch.nan, x).float() for x in (logprobs, ref_logprobs))
+    ours.requires_grad_()
+    loss, metrics = kto_loss(
+        logprobs=ours,
+        ref_logprobs=reference,
+        mask=mask,
+        weights=loss_weights(valid),
+        desirable=DESIRABLE,
+        reference_point=torch.tensor(point),
+        average_log_probs=average,
+        sft_average_log_probs=not average,
+        **SETTINGS,
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=1e-6, rtol=1e-4)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_parts_of_a_batch_sum_to_the_batch_and_statistics_are_means_of_each_kind():
+    logprobs, ref_logprobs, mask, valid = batch()
+    weights = loss_weights(valid)
+
+    def numbers(rows):
+        return kto_loss(
+            logprobs=logprobs[rows],
+            ref_logprobs=ref_logprobs[rows],
+            mask=mask[rows],
+            weights=weights[rows],
+            desirable=DESIRABLE[rows],
+            reference_point=torch.tensor(0.5),
+            **SETTINGS,
+        )[1]
+
+    whole, parts = numbers(list(range(SAMPLES))), [numbers([6]), numbers([2, 0]), numbers([1, 3])]
+    parts.append(numbers([5, 4]))
+    for name, value in whole.items():
+        assert sum(part[name] for part in parts).item() == pytest.approx(value.item(), rel=1e-5)
+
+    found = kto_statistics({name: value.item() for name, value in whole.items()})
+    ratios = ((logprobs - ref_logprobs) * mask).sum(1)
+    kinds = {"chosen": [0, 4], "rejected": [1, 2, 5, 6]}
+    for kind, rows in kinds.items():
+        assert found[f"rewards_{kind}_mean"] == pytest.approx(ratios[rows].mean().item(), rel=1e-5)
+        logps = (logprobs * mask).sum(1)[rows].mean().item()
+        assert found[f"logprobs_{kind}_mean"] == pytest.approx(logps, rel=1e-5)
+    rest = [0, 1, 2, 4, 5, 6]
+    assert found["rewards_all_mean"] == pytest.approx(ratios[rest].mean().item(), rel=1e-5)
+    std = ratios[rest].std(correction=0).item()
+    assert found["rewards_all_std"] == pytest.approx(std, rel=1e-5)
+    sides = [ratios[row] > 0.5 if DESIRABLE[row] else ratios[row] < 0.5 for row in rest]
+    assert found["acc"] == pytest.approx(sum(sides) / len(rest))
+    margin = found["rewards_chosen_mean"] - found["rewards_rejected_mean"]
+    assert found["rewards_margin"] == pytest.approx(margin)
+    assert found["desirable_fraction"] == pytest.approx(2 / 6)
+
+
+def test_statistics_of_one_kind_alone():
+    logprobs, ref_logprobs, mask, valid = batch()
+    metrics = kto_loss(
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        mask=mask,
+        weights=loss_weights(valid),
+        desirable=torch.zeros(SAMPLES),
+        reference_point=torch.tensor(0.0),
+        **SETTINGS,
+    )[1]
+    found = kto_statistics({name: value.item() for name, value in metrics.items()})
+    assert "rewards_rejected_mean" in found and found["desirable_fraction"] == 0
+    absent = {"rewards_chosen_mean", "rewards_margin", "likelihood_fall", "logprobs_chosen_mean"}
+    assert not absent & found.keys()
+
+
+def test_a_policy_that_is_its_reference():
+    """Each sample costs half of its weight, and its gradient is that at s(0) = 1/2."""
+    logprobs, _, mask, valid = batch()
+    leaf = logprobs.clone().requires_grad_()
+    loss, metrics = kto_loss(
+        logprobs=leaf,
+        ref_logprobs=logprobs,
+        mask=mask,
+        weights=loss_weights(valid),
+        desirable=DESIRABLE,
+        reference_point=torch.tensor(0.0),
+        beta=BETA,
+        desirable_loss_weight=3.0,
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx((2 * 3.0 + 4 * 1.0) / 2 / 6)
+    assert metrics["acc"] == 0
+    assert leaf.grad[0, 0].item() == pytest.approx(-3.0 * BETA / 4 / 6)
+    assert leaf.grad[1, 3].item() == pytest.approx(BETA / 4 / 6)
+
+
+def test_a_sample_far_from_the_point_keeps_a_gradient():
+    """1 - s(x) is 0 in float32 from x = 17 on; s(-x) is not."""
+    leaf = torch.full((1, 1), 30.0, requires_grad=True)
+    shape = torch.ones(1, 1)
+    loss, _ = kto_loss(
+        logprobs=leaf,
+        ref_logprobs=torch.zeros(1, 1),
+        mask=shape,
+        weights=torch.ones(1),
+        desirable=torch.ones(1),
+        reference_point=torch.tensor(0.0),
+        beta=1.0,
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(math.exp(-30), rel=1e-5)
+    assert leaf.grad.item() == pytest.approx(-math.exp(-30), rel=1e-5)
+
+
+def test_log_ratios_without_their_masked_slots():
+    logprobs, ref_logprobs, mask, valid = batch()
+    unused = (mask == 0) | (valid == 0)[:, None]
+    planted = torch.where(unused, torch.nan, logprobs)
+    for average in (False, True):
+        found = log_ratios(
+            logprobs=planted,
+            ref_logprobs=ref_logprobs,
+            mask=mask,
+            weights=valid,
+            average_log_probs=average,
+        )
+        expected = ((logprobs - ref_logprobs) * mask).sum(1) / (mask.sum(1) if average else 1)
+        expected[EMPTY] = 0
+        torch.testing.assert_close(found, expected.float())

@@ -1,0 +1,364 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""KTO as a whole: the data set, and updates of data set, trainer and model against trl's formulas
+on the same model of transformers. test_kto.py has the loss.
+"""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from omegaconf import OmegaConf
+
+from nemo_aligner.algorithms.kto import KTOTrainer, kto_custom_collate
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.data.nlp.builders import (
+    build_dataloader,
+    build_train_valid_test_kto_datasets,
+)
+from nemo_aligner.data.nlp.labelled_responses import KTOModelDataset
+from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+from tests import hugging_face
+from tests.oracles import trl_kto
+from tests.tiny_models import tiny_config
+from tests.unit.test_config_checks import check
+
+pytestmark = pytest.mark.slow
+
+STEPS, SAMPLES, LENGTH = 20, 4, 44
+RESPONSES = [
+    "was a joy",
+    " is dull, and far too long",
+    " bad",
+    "ly made, but well played; warm",
+]
+
+
+def write(path, records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def records(count):
+    """Samples of ragged lengths, three of five desirable."""
+    for i in range(count):
+        yield {
+            "prompt": "the film" + " so" * (i % 5) + f" {i}",
+            "response": RESPONSES[i % 4],
+            "preference": "chosen" if i % 5 < 3 else "rejected",
+        }
+
+
+# --- the data set
+
+
+def tokens_of(tokenizer, prompt, response):
+    """Tokens of prompt and of response; the tokenizer makes no token of two words."""
+    first = tokenizer.text_to_ids(prompt)
+    return first, tokenizer.text_to_ids(prompt + response)[len(first) :]
+
+
+def test_items_are_the_tokens_of_the_texts_with_masks_of_the_responses(tiny_tokenizer, tmp_path):
+    given = list(records(6))
+    given[1]["preference"] = True  # as trl's data have it
+    path = write(tmp_path / "samples.jsonl", given)
+    data = KTOModelDataset([path], tiny_tokenizer, LENGTH, {"append_eod": True})
+    partners = set()
+    for index, (item, record) in enumerate(zip(data, records(6), strict=True)):
+        prompt, response = tokens_of(tiny_tokenizer, record["prompt"], record["response"])
+        response.append(tiny_tokenizer.eos_id)
+        mask = [0] * len(prompt) + [1] * len(response)
+        assert item["samples"].tolist()[: len(mask)] == prompt + response
+        assert item["sample_length"] == len(mask)
+        assert item["sample_mask"].tolist() == mask + [0] * (LENGTH - len(mask))
+        assert item["preference"] == (index % 5 < 3)
+
+        length = int(item["kl_sample_length"])
+        mismatched = item["kl_samples"].tolist()[:length]
+        assert mismatched[: len(prompt)] == prompt
+        others = [
+            i
+            for i, other in enumerate(given)
+            if i != index
+            and mismatched[len(prompt) :]
+            == [
+                *tokens_of(tiny_tokenizer, other["prompt"], other["response"])[1],
+                tiny_tokenizer.eos_id,
+            ]
+        ]
+        assert others, "the response is of no other sample"
+        partners.add((index + 2) % 6)
+        assert (index + 2) % 6 in others
+        mask = [0] * len(prompt) + [1] * (length - len(prompt))
+        assert item["kl_sample_mask"].tolist() == mask + [0] * (LENGTH - length)
+    assert len(partners) == 6  # each response is used once
+    empty = data[-1]
+    assert not empty["sample_mask"].any() and not empty["loss_mask"].any()
+    assert not empty["kl_sample_mask"].any()
+
+
+def test_a_mismatched_sample_is_cut_to_the_longest_length(tiny_tokenizer, tmp_path):
+    long = {"prompt": "a", "response": " long" * 12, "preference": "chosen"}
+    other = {"prompt": "the film" * 10, "response": " b", "preference": "rejected"}
+    path = write(tmp_path / "samples.jsonl", [long, other, long])
+    limit = max(int(x["sample_length"]) for x in KTOModelDataset([path], tiny_tokenizer, 99))
+    data = KTOModelDataset([path], tiny_tokenizer, limit)
+    lengths = [int(item["kl_sample_length"]) for item in data]
+    assert max(lengths) == limit and all(item["kl_sample_mask"].any() for item in data)
+
+
+CHAT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_only_the_response_to_a_conversation_counts(tiny_tokenizer, tmp_path):
+    first = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a joy"}]
+    given = [
+        {"prompt": [*first, {"role": "user", "content": "and this?"}], "preference": "chosen"},
+        {"prompt": "hello", "preference": "rejected"},
+    ]
+    given[0]["response"] = [{"role": "assistant", "content": "a dull one"}]
+    given[1]["response"] = "a warm one"
+    template = tmp_path / "template.jinja"
+    template.write_text(CHAT)
+    path = write(tmp_path / "chat.jsonl", given)
+    data = KTOModelDataset([path], tiny_tokenizer, 90, {"chat_template": str(template)})
+    responses = ("a dull one", "a warm one")
+    for item, own, other in zip(data, responses, reversed(responses), strict=True):
+        for key, response in (("sample", own), ("kl_sample", other)):
+            counted = item[f"{key}s"][item[f"{key}_mask"].bool()].tolist()
+            assert tiny_tokenizer.ids_to_text(counted[:-1]).strip() == response
+            assert counted[-1] == tiny_tokenizer.eos_id
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            {"prompt": "a", "response": " b", "preference": "good"},
+            'line 2.*\'preference\' is "good"; it must be "chosen" or "rejected"',
+        ),
+        ({"prompt": "a", "response": " b", "preference": 1}, "line 2.*'preference' is 1;"),
+        ({"prompt": "a", "response": " b"}, "line 2.*field 'preference' is missing"),
+        ({"prompt": "a", "preference": "chosen"}, "line 2.*field 'response' is missing"),
+        ({"response": "a b", "preference": "chosen"}, "line 2.*field 'prompt' is missing"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "response": " b", "preference": True},
+            "line 2.*chat_template=tokenizer",
+        ),
+    ],
+)
+def test_lines_that_are_no_samples_are_named(tiny_tokenizer, tmp_path, record, message):
+    path = write(tmp_path / "samples.jsonl", [next(records(1)), record])
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        KTOModelDataset([path], tiny_tokenizer, LENGTH)
+
+
+def test_one_sample_has_no_other_to_compare_with(tiny_tokenizer, tmp_path):
+    path = write(tmp_path / "one.jsonl", records(1))
+    with pytest.raises(UserError, match="at least two samples.*1 of 1"):
+        KTOModelDataset([path], tiny_tokenizer, LENGTH)
+
+
+def test_samples_of_one_kind_are_warned_of(tiny_tokenizer, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("nemo.utils.logging.warning", lambda text: said.append(text))
+    both = write(tmp_path / "both.jsonl", records(5))
+    one = write(tmp_path / "one.jsonl", records(3))
+    KTOModelDataset([both], tiny_tokenizer, LENGTH)
+    assert not said
+    KTOModelDataset([one], tiny_tokenizer, LENGTH)
+    assert len(said) == 1 and "all 3 samples are chosen" in said[0]
+
+
+def test_files_of_tokens_are_refused(tiny_tokenizer):
+    with pytest.raises(ConfigError, match="where a response begins"):
+        build_train_valid_test_kto_datasets(
+            OmegaConf.create({"data": {}}), {"train": ["x"]}, "mmap", None, [-1] * 3, 8, 1, None
+        )
+
+
+# --- training
+
+
+def job(**kto):
+    cfg = tiny_config("unused")
+    model = {"micro_batch_size": 2, "global_batch_size": SAMPLES, "precision": 32, "seed": 1}
+    optim = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0, "betas": cfg.optim.betas}
+    optim |= {"eps": 1e-6, "sched": {"name": "constant"}}
+    settings = {"ref_policy_kl_penalty": 0.3, **kto}
+    return OmegaConf.create({**model, "optim": optim, "kto": settings, "data": {"num_workers": 0}})
+
+
+class Log(list):
+    def log_metrics(self, metrics, step=None, prefix=""):
+        if prefix == "train/":
+            self.append(metrics)
+
+    def log_hyperparams(self, *_):
+        pass
+
+    def finalize(self):
+        pass
+
+
+def trainer_of(model, dataset, **overrides):
+    """A `KTOTrainer` over `dataset` in its order, and its log."""
+    sizes = dict(mbs=2, gbs=SAMPLES, use_random_sampler=False)
+    loader = build_dataloader(OmegaConf.create({"model": model.cfg}), dataset, 0, **sizes)
+    optimizer, scheduler = model.setup_megatron_optimization(max_steps=STEPS)
+    log, timer = Log(), SimpleNamespace(start_time=lambda: None, is_finished=lambda: False)
+    saving = SimpleNamespace(custom_save=lambda *a, **k: None, finish_export=lambda: None)
+    cfg = {"val_check_interval": -1, "save_interval": -1, "gradient_clip_val": 1.0, **overrides}
+    loops = (optimizer, scheduler, loader, None, None)
+    trainer = KTOTrainer(OmegaConf.create(cfg), model, *loops, log, saving, timer)
+    return trainer, log
+
+
+def steps_of_trl(hf, given, tokenizer, weights):
+    """Losses, margins and distances of a loop over the texts: a model of transformers, trl's
+    log-probs and loss, PyTorch's optimizer.
+    """
+    trl = trl_kto(beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1])
+    reference = copy.deepcopy(hf)
+    optimizer = torch.optim.AdamW(
+        hf.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0
+    )
+    shift = round(0.381966 * len(given))
+    numbers = []
+    for step in range(STEPS):
+        rows, labels = [], []
+        batch = range(step * SAMPLES, (step + 1) * SAMPLES)
+        for other in (0, shift):
+            for n in batch:
+                partner = given[(n + other) % len(given)]
+                prompt, _ = tokens_of(tokenizer, given[n]["prompt"], "")
+                _, response = tokens_of(tokenizer, partner["prompt"], partner["response"])
+                rows.append(prompt + response)
+                labels.append([-100] * len(prompt) + response)
+        width = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        labels = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+        good = torch.tensor([given[n]["preference"] == "chosen" for n in batch])
+
+        def logps(model, tokens=tokens, labels=labels, good=good):
+            own, mismatched = trl.get_batch_logps(model(tokens).logits, labels).chunk(2)
+            return own[good], own[~good], mismatched
+
+        with torch.no_grad():
+            before = logps(reference)
+        terms, chosen, rejected, kl = trl.kto_loss(*logps(hf), *before)
+        loss = terms.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
+        optimizer.step()
+        rewards = [side.mean().item() / 0.3 for side in (chosen, rejected)]
+        numbers.append((loss.item(), *rewards, kl.item()))
+    return numbers
+
+
+def test_twenty_steps_end_at_the_weights_of_trl(write_folder, tiny_tokenizer, tmp_path):
+    settings = {**hugging_face.ODD, "vocab_size": 300, "pad_token_id": None}
+    hf = hugging_face.randomized(hugging_face.causal_lm("Llama", **settings))
+    kto = {"desirable_loss_weight": 1.3, "undesirable_loss_weight": 0.8}
+    cfg = job(**kto, log_prob_forward_micro_batch_size=1)
+    model = load_from_nemo(MegatronGPTKTOModel, cfg, None, restore_path=write_folder(hf))
+    model.set_reference_policy()
+    given = list(records(STEPS * SAMPLES))
+    path = write(tmp_path / "samples.jsonl", given)
+    data = KTOModelDataset([path], tiny_tokenizer, 2 * LENGTH)
+    trainer, log = trainer_of(model, data)
+    trainer.fit()
+
+    expected = steps_of_trl(hf, given, tiny_tokenizer, (1.3, 0.8))
+    losses, chosen, rejected, distances = zip(*expected, strict=True)
+    assert [metrics["loss"] for metrics in log] == pytest.approx(losses, abs=1e-4)
+    assert [metrics["kl"] for metrics in log] == pytest.approx(distances, abs=1e-3)
+    for name, values in (("chosen", chosen), ("rejected", rejected)):
+        found = [metrics.get(f"rewards_{name}_mean", float("nan")) for metrics in log]
+        assert found == pytest.approx(values, abs=1e-3, nan_ok=True)
+    assert log[0]["kl"] == 0 and max(distances) > 0.1  # the point has moved
+    callback = CheckpointCallback(
+        tmp_path / "run", model, trainer.optimizer, trainer.scheduler, name="kto", save_hf=True
+    )
+    callback.custom_save({"step": STEPS}, is_train_end=True)
+    written = transformers.AutoModelForCausalLM.from_pretrained(callback.root / "kto-hf")
+    ours, theirs = dict(written.named_parameters()), dict(hf.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, atol=1e-4, rtol=0, msg=name)
+
+
+def batch_of(data, count):
+    return kto_custom_collate([data[i] for i in range(count)], eos_id=1)
+
+
+def test_a_batch_needs_its_reference(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):
+    model = MegatronGPTKTOModel(OmegaConf.merge(tiny_config(tiny_tokenizer_dir), job()))
+    path = write(tmp_path / "s.jsonl", records(4))
+    batch = batch_of(KTOModelDataset([path], tiny_tokenizer, LENGTH), 4)
+    with pytest.raises(UserError, match="set_reference_policy"):
+        model.get_ref_policy_logprobs(batch)
+    with pytest.raises(UserError, match="no log-probs of the reference policy"):
+        model.get_loss_and_metrics(batch)
+    model.ref_policy_state_dict = model.weights_to_cpu()  # as NeMo-Aligner's script does
+    assert model.get_ref_policy_logprobs(batch).shape == (8, LENGTH - 1)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_the_reference_point_is_without_dropout_and_the_loss_with_it(
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, forward_only
+):
+    """A policy that is its reference is at distance 0 of it, with dropout too; validation goes
+    on without dropout.
+    """
+    cfg = OmegaConf.merge(tiny_config(tiny_tokenizer_dir), job(), {"hidden_dropout": 0.5})
+    model = MegatronGPTKTOModel(cfg)
+    model.set_reference_policy()
+    model.setup_megatron_optimization(max_steps=1)
+    path = write(tmp_path / "s.jsonl", records(4))
+    batch = batch_of(KTOModelDataset([path], tiny_tokenizer, LENGTH), 4)
+    own, mismatched = model.get_ref_policy_logprobs(batch).chunk(2)
+    batch["ref_policy_log_probs_samples"] = own
+    batch["ref_policy_log_probs_kl_samples"] = mismatched
+    if forward_only:
+        model.prepare_for_validation_step()
+    else:
+        model.prepare_for_training_step()
+    loss, metrics = model.get_loss_and_metrics(batch, forward_only=forward_only)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-5)
+    assert (loss == pytest.approx(0.5, abs=1e-5)) == forward_only
+
+
+# --- the configuration
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.kto.ref_policy_kl_penalty=0"], "ref_policy_kl_penalty=0"),
+        (["model.kto.desirable_loss_weight=-1"], "desirable_loss_weight=-1"),
+        (
+            ["model.kto.desirable_loss_weight=0", "model.kto.undesirable_loss_weight=0"],
+            "both 0: nothing would be learned",
+        ),
+        (["model.kto.preference_loss_weight=0"], "both 0: nothing would be learned"),
+        (["model.data.data_impl=mmap"], "where a response begins"),
+        (["model.kto.preference_average_log_probs=maybe"], "must be True or False"),
+        (["model.kto.beta=0.1"], "model.kto.beta"),
+        (["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(tmp_path, overrides, message):
+    assert check("gpt_kto", tmp_path) == []
+    with pytest.raises(ConfigError, match=message):
+        check("gpt_kto", tmp_path, *overrides)
