@@ -256,6 +256,44 @@ MUTANTS = [
         "spread[np.roll(counts, 1)] = values",
         _unit("test_topk_logits.py", "test_items_are_what_was_written"),
     ),
+    Mutant(
+        "KTO pushes rejected responses up",
+        "core/kto.py",
+        "ratios - reference_point, reference_point - ratios",
+        "ratios - reference_point, ratios - reference_point",
+        _unit("test_oracle_losses.py", "test_same_as[KTO-trl]"),
+    ),
+    Mutant(
+        "the weights of desirable and undesirable responses are exchanged",
+        "core/kto.py",
+        "torch.where(good, desirable_loss_weight, undesirable_loss_weight)",
+        "torch.where(good, undesirable_loss_weight, desirable_loss_weight)",
+        _unit("test_oracle_losses.py", "test_same_as[KTO-nemo-aligner]"),
+    ),
+    Mutant(
+        "the reference point of KTO may be below 0",
+        "models/nlp/gpt/megatron_gpt_kto_model.py",
+        "(weights * ratios).sum()).clamp(min=0)",
+        "(weights * ratios).sum())",
+        _unit("test_kto_model.py", "test_twenty_steps_end_at_the_weights_of_trl"),
+    ),
+    Mutant(
+        "a sample of KTO is compared with its own response",
+        "data/nlp/labelled_responses.py",
+        "self._sample((place + step) % size)",
+        "self._sample(place)",
+        _unit(
+            "test_kto_model.py",
+            "test_items_are_the_tokens_of_the_texts_with_masks_of_the_responses",
+        ),
+    ),
+    Mutant(
+        "earlier responses of a conversation count in the loss of KTO",
+        "data/nlp/record_encoder.py",
+        "first = starts[-turns:][0]",
+        "first = starts[0]",
+        _unit("test_kto_model.py", "test_only_the_response_to_a_conversation_counts"),
+    ),
     # --- rollouts: masks, rewards, advantages
     Mutant(
         "the first rollout is not compared with the reference",

@@ -332,7 +332,9 @@ INERT = {
         "checkpoints are ranked by monitor, mode and save_top_k; the best are never copied",
         False,
     ),
-    "gpt_kto": _INERT_COMMON | _DATASET_INERT,
+    "gpt_kto": _INERT_COMMON
+    | _DATASET_INERT
+    | {"precision": Inert(_DEAD + "; model.precision counts", (...,))},
     "gpt_sft": _INERT_COMMON
     | _inert(
         "model",

@@ -31,7 +31,7 @@ from nemo_aligner.models.nlp.gpt.reward_model_classes import (
 )
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
-SFT, PPO, RM, DPO = "gpt_sft", "gpt_ppo_actor", "training_rm", "gpt_dpo"
+SFT, PPO, RM, DPO, KTO = "gpt_sft", "gpt_ppo_actor", "training_rm", "gpt_dpo", "gpt_kto"
 REWARD_MODEL_TYPE = "model.reward_model_type"
 
 
@@ -111,6 +111,8 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
     build = builders.build_train_valid_test_rlhf_datasets
     if job == DPO:
         build = builders.build_train_valid_test_dpo_datasets
+    if job == KTO:
+        build = builders.build_train_valid_test_kto_datasets
     if job == RM:
         build = {
             RewardModelType.BINARY_RANKING: builders.build_train_valid_test_rm_datasets,
@@ -141,6 +143,8 @@ def _guess(file: str) -> tuple[str, list[str]]:
     if record is not None:
         if "label" in record:
             return RM, [f"{REWARD_MODEL_TYPE}=regression"]
+        if "preference" in record:
+            return KTO, []
         if "chosen" in record or "rejected" in record:
             return RM, []
         if "output" in record:
@@ -153,7 +157,7 @@ def _guess(file: str) -> tuple[str, list[str]]:
             return PPO, []
     raise UserError(
         f"the first record of {file} does not show which job it is for (a text may be a prompt, "
-        f"or one of a pair): add --job {SFT}, {PPO}, gpt_rs_actor, {DPO} or {RM}."
+        f"or one of a pair): add --job {SFT}, {PPO}, gpt_rs_actor, {DPO}, {KTO} or {RM}."
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, special_ids
 from nemo_aligner.data.nlp.file_dataset import FileDataset
+from nemo_aligner.data.nlp.labelled_responses import KTOModelDataset
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
 from nemo_aligner.data.nlp.preference_pairs import DPOModelDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
@@ -120,6 +121,12 @@ def _parts(dataset: FileDataset, item: dict[str, Any]) -> tuple[Part, ...]:
             for name in ("chosen", "rejected")
             for length in (int(item[f"{name}_length"]),)
         )
+    if isinstance(dataset, KTOModelDataset):
+        own = (
+            item[key].tolist()[: int(item["sample_length"])] for key in ("samples", "sample_mask")
+        )
+        name = "chosen" if item["preference"] else "rejected"
+        return (Part(name, *own),)
     if isinstance(dataset, RewardModelDataset):
         return tuple(
             _scored(name, item[name].tolist(), int(item[f"{name}_length"]))

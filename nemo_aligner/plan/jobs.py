@@ -60,9 +60,11 @@ RS_ACTOR = Job("actor", "gpt_rs_actor", f"{SCRIPTS}/train_gpt_rs_actor.py")
 REWARD_SERVER = Job("reward server", "inference_rm", f"{SCRIPTS}/serve_reward_model.py", head=True)
 SFT = Job("SFT", "gpt_sft", f"{SCRIPTS}/train_gpt_sft.py")
 REWARD_MODEL = Job("reward model", "training_rm", f"{SCRIPTS}/train_reward_model.py", head=True)
+DPO = Job("DPO", "gpt_dpo", f"{SCRIPTS}/train_gpt_dpo.py")
+KTO = Job("KTO", "gpt_kto", f"{SCRIPTS}/train_gpt_kto.py")
 # What `--job` can be: the jobs that run at the same time.
 JOBS = {"ppo": (ACTOR, CRITIC), "rs": (RS_ACTOR, REWARD_SERVER), "sft": (SFT,)}
-JOBS["rm"] = (REWARD_MODEL,)
+JOBS |= {"rm": (REWARD_MODEL,), "dpo": (DPO,), "kto": (KTO,)}
 
 
 def read_overrides(texts: list[str]) -> DictConfig:
@@ -160,7 +162,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             by_tokens=tokens is not None,
             on_gpu=on_gpu,
         )
-    together = 2 if job is REWARD_MODEL else 1  # pairs
+    together = 2 if job in (REWARD_MODEL, DPO) else 1  # pairs
     own = samples(model["micro_batch_size"], together)
     optimizer = OPTIMIZERS[model["optim"]["name"]]
     if optimizer.kind == "sgd":
@@ -201,6 +203,10 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             swaps=bool(trainer["ppo"]["combine_rm_and_critic_server"]),
             offloads=bool(model["offload_adam_states"]),
         )
+    if job in (DPO, KTO):
+        settings = model["dpo" if job is DPO else "kto"]
+        forward = samples(settings["log_prob_forward_micro_batch_size"], together)
+        return Workload(**common, forward_samples=forward, reference=True)
     return Workload(**common)
 
 

@@ -256,6 +256,13 @@ OLD_VALUES = {
         "trainer.dpo.val_check_interval": 0.1,
         "model.data.pad_length_to_multiple_of": None,
     },
+    "gpt_kto": training("kto")
+    | {
+        "trainer.num_nodes": 8,
+        "trainer.kto.val_check_interval": 0.1,
+        "model.kto.log_prob_forward_micro_batch_size": "${multiply:${model.micro_batch_size}, 2}",
+        "precision": "${trainer.precision}",
+    },
     "gpt_knowledge_distillation": {
         "trainer.accelerator": "gpu",
         "exp_manager.explicit_log_dir": None,
@@ -304,6 +311,8 @@ NEW_KEYS = {
     "gpt_dpo": """trainer.dpo.alarms model.dpo.label_smoothing model.encoder_seq_length
         model.max_position_embeddings model.sequence_parallel model.precision
         model.data.validation_drop_last""",
+    "gpt_kto": """trainer.kto.alarms model.encoder_seq_length model.max_position_embeddings
+        model.sequence_parallel model.precision model.data.validation_drop_last""",
     "gpt_knowledge_distillation": """trainer.knowledge_distillation.alarms
         exp_manager.max_time_per_run exp_manager.resume_from_checkpoint
         exp_manager.checkpoint_callback_params.always_save_nemo model.loss_reduction
@@ -335,6 +344,7 @@ JOBS = {  # script, what a user must give, notes
         ["model.save_nemo_on_validation_end=True", "model.answer_only_loss=False"],
     ),
     "gpt_dpo": ("train_gpt_dpo", [_START, _DATA], []),
+    "gpt_kto": ("train_gpt_kto", [_START, _DATA], []),
     "gpt_knowledge_distillation": ("train_gpt_knowledge_distillation", [_START, _DATA], []),
 }
 

@@ -70,6 +70,9 @@ cross_tokenizer"""
 DPO_MODEL = """log_prob_forward_micro_batch_size ref_policy_kl_penalty
 preference_average_log_probs sft_average_log_probs gt_reward_scale preference_loss
 preference_loss_weight sft_loss_weight"""
+KTO_MODEL = """log_prob_forward_micro_batch_size ref_policy_kl_penalty desirable_loss_weight
+undesirable_loss_weight preference_average_log_probs sft_average_log_probs
+preference_loss_weight sft_loss_weight"""
 SFT_TRAINER = """max_epochs max_steps val_check_interval save_interval limit_train_batches
 limit_val_batches gradient_clip_val"""
 SFT_DATA = """chat chat_prompt_tokens.system_turn_start chat_prompt_tokens.turn_start
@@ -166,6 +169,17 @@ REFERENCE = {
         "model.dpo": DPO_MODEL,
         "model.peft": PEFT,
         "model.data": DATA + " default_chosen_reward default_rejected_reward",
+        "model.overwrite_base_config": "data.data_prefix",
+    },
+    "gpt_kto": COMMON
+    | {
+        "trainer": TRAINER + " max_time",
+        "trainer.kto": SFT_TRAINER,
+        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
+        "pretrained_checkpoint": "restore_from_path",
+        "model.kto": KTO_MODEL,
+        "model.peft": PEFT,
+        "model.data": DATA + " dataloader_type",
         "model.overwrite_base_config": "data.data_prefix",
     },
     "gpt_knowledge_distillation": COMMON
