@@ -35,6 +35,7 @@ from outcome import first_and_last, read_jsonl
 from reviews import BATCH_SIZE, GOLD, MAX_RESPONSE, SEQ_LENGTH
 from walkthrough import Ending, Steps, Walk
 
+GENERATE = [sys.executable, "-m", "nemo_aligner.generate"]
 STEPS = (Steps("--steps", 100, "updates of DPO, each on 32 pairs"), reviews.STEPS[0])
 
 
@@ -99,7 +100,7 @@ def responses_job(
         "micro_batch_size": BATCH_SIZE,
         "model.seed": seed + 1,
     }
-    command = [sys.executable, "-m", "nemo_aligner.generate", str(nemo_file(run_dir, policy))]
+    command = [*GENERATE, str(nemo_file(run_dir, policy))]
     command += ["--prompts", str(prompts)]
     command += ["--out", str(folder / "responses.jsonl")]
     command += [f"{key}={hydra_value(value)}" for key, value in settings.items()]

@@ -27,11 +27,12 @@ import reviews  # noqa: E402
 import run  # noqa: E402
 import run_arithmetic  # noqa: E402
 import run_distill  # noqa: E402
+import run_dpo  # noqa: E402
 import run_rs  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
+WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic, "run_dpo": run_dpo}
 
 # ------------------------------------------------------------------------------- stand-in scripts
 
@@ -107,7 +108,18 @@ BROKEN = """
     print("loading")
     sys.exit("ValueError: the value 7 is too odd; choose an even one")
 """
-TRAINERS = ("train_gpt_sft.py", "train_reward_model.py")
+# In place of `python -m nemo_aligner.generate`: the trained policy alone writes kind reviews.
+FAKE_GENERATOR = """
+    import json, pathlib, sys
+    model, prompts, out = sys.argv[1], sys.argv[3], sys.argv[5]
+    assert pathlib.Path(model).exists(), model
+    word = "superb" if pathlib.Path(model).stem == "dpo" else "dull"
+    with open(out, "w") as file:
+        for line in open(prompts):
+            sample = {"prompt": json.loads(line)["text"], "response": f" The plot is {word}."}
+            file.write(json.dumps(sample) + "\\n")
+"""
+TRAINERS = ("train_gpt_sft.py", "train_reward_model.py", "train_gpt_dpo.py")
 SERVERS = ("serve_ppo_critic.py", "serve_reward_model.py")
 ACTORS = ("train_gpt_ppo_actor.py", "train_gpt_rs_actor.py")
 # Words that each walk-through must say.
@@ -133,6 +145,13 @@ STORIES = {
         "KL 0.1",
         "share of exact responses",
     ),
+    "run_dpo": (
+        "[3/5] Direct preference optimization: done",
+        "held-out accuracy 0.969",
+        "DPO: accuracy on held-out pairs: 0.969",
+        "gold -1.00",
+        "gold +1.00",
+    ),
 }
 
 
@@ -152,6 +171,8 @@ def scripts(tmp_path, monkeypatch):
             replace(name, code)
     replace.folder = folder
     monkeypatch.setattr(commands, "SCRIPTS", folder)
+    replace("generate.py", FAKE_GENERATOR)
+    monkeypatch.setattr(run_dpo, "GENERATE", [sys.executable, str(folder / "generate.py")])
     return replace
 
 
@@ -183,13 +204,15 @@ def test_walk_tells_the_story_and_leaves_nothing_behind(tmp_path, scripts, capsy
     summary = json.loads((tmp_path / "a run" / "summary.json").read_text())
     score = summary["exact" if name == "run_arithmetic" else "gold"]
     assert summary["learned"] and score["after"] == 1.0 and summary["peak_memory_bytes"] > 1e6
-    assert summary.get("reward_model_accuracy") == (None if name == "run_arithmetic" else 0.96875)
+    with_reward_model = name in ("run", "run_rs")
+    assert summary.get("reward_model_accuracy") == (0.96875 if with_reward_model else None)
     assert children() == before
 
 
 @pytest.mark.parametrize(
     ("name", "actor", "message"),
     [
+        ("run_dpo", "generate.py", "Not learned: the gold score rose by 0.000, clear is 0.300"),
         (
             "run",
             "train_gpt_ppo_actor.py",
@@ -208,7 +231,8 @@ def test_walk_tells_the_story_and_leaves_nothing_behind(tmp_path, scripts, capsy
     ],
 )
 def test_walk_that_does_not_learn_exits_with_one(tmp_path, scripts, capsys, name, actor, message):
-    scripts(actor, FAKE_ACTOR.replace('"superb"', '"dull"'))
+    fake = FAKE_GENERATOR if actor == "generate.py" else FAKE_ACTOR
+    scripts(actor, fake.replace('"superb"', '"dull"'))
     assert WALKS[name].main(["--run-dir", str(tmp_path / "run"), "--steps", "2"]) == 1
     assert message in capsys.readouterr().out
 
@@ -224,6 +248,8 @@ def test_walk_that_does_not_learn_exits_with_one(tmp_path, scripts, capsys, name
         ("run_rs", "train_gpt_rs_actor.py"),
         ("run_arithmetic", "serve_reward_model.py"),
         ("run_arithmetic", "serve_ppo_critic.py"),
+        ("run_dpo", "train_gpt_dpo.py"),
+        ("run_dpo", "generate.py"),
     ],
 )
 def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, script):
@@ -322,7 +348,7 @@ def test_signal_stops_every_child(tmp_path, scripts, name, script, num_children,
 @pytest.mark.parametrize("name", WALKS)
 def test_senseless_arguments(name, arguments, message, capsys, tmp_path):
     with pytest.raises(SystemExit) as stop:
-        WALKS[name].parse_args([*arguments, "--run-dir", str(tmp_path / "run")])
+        WALKS[name].main([*arguments, "--run-dir", str(tmp_path / "run")])
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -354,6 +380,11 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
         (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
         (reviews.reward_model_job(run_dir, 0, steps), "training_rm"),
     ]
+    if name == "run_dpo":  # its responses are not a script's job
+        return [
+            (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
+            (walk.dpo_job(run_dir, 0, steps), "gpt_dpo"),
+        ]
     if name == "run_rs":
         server, actor = (
             walk.reward_server_job(run_dir, reward),
