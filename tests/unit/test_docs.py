@@ -213,6 +213,23 @@ def test_every_difference_is_told_from_both_sides():
 # ----------------------------------------------------------------------------------------- figures
 
 
+def test_every_algorithm_has_a_command_and_a_test():
+    """Each row of the comparison: a script with its configuration, and a test that runs it."""
+    text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| [")]
+    scripts = set()
+    for row in rows:
+        command, test = row[5].strip().strip("`"), row[6].strip().strip("`")
+        script = ROOT / "examples/nlp/gpt" / command.split()[0]
+        (config,) = re.findall(r'config_name="(\w+)"', script.read_text(encoding="utf-8"))
+        assert (ROOT / "conf" / f"{config}.yaml").is_file()
+        file, _, name = test.partition(":")
+        assert name in definitions(ROOT / file), test
+        scripts.add(script.name)
+    trained = {path.name for path in (ROOT / "examples/nlp/gpt").glob("train_*.py")}
+    assert scripts == trained
+
+
 def test_readme_and_results_tell_of_the_same_run():
     """The quickstart's table in README is that of seed 0."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

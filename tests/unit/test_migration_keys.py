@@ -286,6 +286,7 @@ HOMONYMS = {
     "mode monitor save_nemo_on_train_end": "live in exp_manager.checkpoint_callback_params",
     "explicit_log_dir max_time_per_run resume_from_checkpoint": "live in exp_manager",
     "data data_prefix global_batch_size offload_adam_states optim ppo": "live in other jobs",
+    "precision": "live in trainer and model",
     "num_workers port restore_from_path": "live elsewhere",
     "train_ds validation_ds test_ds": "live in gpt_sft",
 }
