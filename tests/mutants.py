@@ -275,7 +275,10 @@ MUTANTS = [
         "models/nlp/gpt/megatron_gpt_kto_model.py",
         "(weights * ratios).sum()).clamp(min=0)",
         "(weights * ratios).sum())",
-        _unit("test_kto_model.py", "test_twenty_steps_end_at_the_weights_of_trl"),
+        _unit(
+            "test_kto_model.py",
+            "test_the_reference_point_is_a_mean_over_responses_and_at_least_0",
+        ),
     ),
     Mutant(
         "a sample of KTO is compared with its own response",

@@ -339,6 +339,23 @@ def test_the_reference_point_is_without_dropout_and_the_loss_with_it(
     assert (loss == pytest.approx(0.5, abs=1e-5)) == forward_only
 
 
+def test_the_reference_point_is_a_mean_over_responses_and_at_least_0(
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path
+):
+    model = MegatronGPTKTOModel(OmegaConf.merge(tiny_config(tiny_tokenizer_dir), job()))
+    model.set_reference_policy()
+    path = write(tmp_path / "s.jsonl", records(4))
+    batch = batch_of(KTOModelDataset([path], tiny_tokenizer, LENGTH), 4)
+    batch["loss_mask"][1] = 0  # a sample that does not count
+    _, mismatched = model.get_ref_policy_logprobs(batch).chunk(2)
+    weights = torch.tensor([1.0, 0.0, 1.0, 1.0]) / 3
+    counts = batch["kl_sample_mask"].sum(1)
+    for shift, expected in ((-0.5, 0.5 * float((weights * counts).sum())), (0.5, 0.0)):
+        batch["ref_policy_log_probs_kl_samples"] = mismatched + shift
+        point = model.reference_point(batch, weights)
+        assert point.item() == pytest.approx(expected, abs=1e-4)
+
+
 # --- the configuration
 
 
