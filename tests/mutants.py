@@ -103,10 +103,39 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that divide samples put responses in each other's places",
-        "generation/engine.py",
+        "generation/shared_samples.py",
         "tensor_split(size)[rank]",
         "tensor_split(size)[size - 1 - rank]",
-        (f"{DISTRIBUTED}test_gathered_stages.py::test_texts_are_those_of_the_pipeline",),
+        (
+            f"{DISTRIBUTED}test_generation_splits.py::test_texts_are_those_of_the_split_of_training",
+        ),
+    ),
+    Mutant(
+        "both halves of a gated layer are moved for generation as if they lay side by side",
+        "generation/resharding.py",
+        'getattr(tensor, "partition_stride", 1)',
+        'getattr(tensor, "parts_side_by_side", 1)',
+        (
+            f"{DISTRIBUTED}test_generation_splits.py::test_texts_are_those_of_the_split_of_training",
+        ),
+    ),
+    Mutant(
+        "weights that arrive damaged for generation are used",
+        "generation/resharding.py",
+        "if value not in trained[name]:",
+        "if name not in trained:",
+        (
+            f"{DISTRIBUTED}test_generation_splits.py::test_texts_are_those_of_the_split_of_training",
+        ),
+    ),
+    Mutant(
+        "data-parallel ranks that generate together get each other's responses",
+        "generation/shared_samples.py",
+        "for _, lengths, _ in batches[:rank])",
+        "for _, lengths, _ in batches[rank + 1 :])",
+        (
+            f"{DISTRIBUTED}test_generation_splits.py::test_texts_are_those_of_the_split_of_training",
+        ),
     ),
     Mutant(
         "a packed weight loses its bias",

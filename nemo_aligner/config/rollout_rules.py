@@ -4,6 +4,9 @@
 and those of rejection sampling alone.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.parallel_rules import EP_REMEDY
 from nemo_aligner.config.reward_models import read_reward_models
@@ -34,7 +37,7 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     v.number(section + "alarms.truncated_fraction", 0, 1)
     v.choice(model + "loss_reduction", LOSS_REDUCTIONS)
     check_generation(v, model)
-    _check_reshard(v, model + "generation.reshard")
+    _check_reshard(v, section, model + "generation.reshard", dp)
     v.number(model + "generation.kv_cache_gb", 0, above=True)
     v.whole(f"{remote}.pad_to_length", 1)
     check_shared_queue(
@@ -49,14 +52,102 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     read_reward_models(v.get(remote), remote)
 
 
-def _check_reshard(v: Values, key: str) -> None:
-    v.choice(key, RESHARD)
+def generation_sizes(reshard: str | Mapping[str, int] | None, tp: int, pp: int) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel size of generation.
+
+    Args:
+        reshard: `generation.reshard`. "auto" ends the pipeline: one of its ranks at a time would
+            work.
+        tp, pp: of training.
+    """
+    if isinstance(reshard, Mapping):
+        return reshard["tp"], reshard["pp"]
+    return (tp, 1) if reshard == "auto" else (tp, pp)
+
+
+def _check_reshard(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
+    value = v.get(key)
+    if isinstance(value, Mapping):
+        _check_sizes(v, section, key, dp)
+    else:
+        v.choice(key, RESHARD)
     merge = "model.peft.merge_for_generation"
     with_adapters = v.get("model.peft.peft_scheme") not in (None, "none")
-    if v.get(key) == "auto" and with_adapters and not v.get(merge, True):
+    if value not in (None, "none") and with_adapters and not v.get(merge, True):
         raise ConfigError(
-            f"{key}=auto gathers weights that contain the adapters, but {merge}=False keeps these "
-            f"apart; set {merge}=True, or {key}=none."
+            f"{key}={_shown(value)} moves weights that contain the adapters, but {merge}=False "
+            f"keeps these apart; set {merge}=True, or {key}=none."
+        )
+
+
+def _shown(reshard: Any) -> str:
+    """`generation.reshard` as a command writes it."""
+    if isinstance(reshard, str):
+        return reshard
+    return "{" + ", ".join(f"{key}: {size}" for key, size in reshard.items()) + "}"
+
+
+def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
+    """Check `generation.reshard={tp: ..., pp: ...}` against the model and its ranks."""
+    given = v.get(key)
+    if set(given) != {"tp", "pp"}:
+        raise ConfigError(f"{key}={_shown(given)} needs both sizes, such as {{tp: 1, pp: 1}}.")
+    tp, pp = v.size(f"{key}.tp"), v.size(f"{key}.pp")
+    shown, remedy = f"{key}={_shown(given)}", f"or set {key}=auto"
+    trained_tp, trained_pp, cp, ep = (
+        v.whole(f"model.{name}_parallel_size", 1) or 1
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model")
+    )
+    trained = trained_tp * trained_pp
+    if (tp, pp) == (trained_tp, trained_pp):
+        return
+    if trained % (tp * pp) and (tp * pp) % trained:
+        raise ConfigError(
+            f"{shown} and the {trained} ranks of TP x PP in training do not divide each other; "
+            f"choose sizes whose product divides {trained} or is a multiple of it, {remedy}."
+        )
+    together = tp * pp // trained
+    if together > 1:
+        _check_wider(v, section, shown, remedy, together, cp, dp)
+    experts = v.get("model.num_moe_experts")
+    if (ep > 1 or experts) and (tp, pp) != (trained_tp, 1):
+        raise ConfigError(
+            f"{shown} would divide experts anew; with model.num_moe_experts={experts} only the "
+            f"pipeline can end: set {key}={{tp: {trained_tp}, pp: 1}}, {remedy}."
+        )
+    heads = v.get("model.num_attention_heads")
+    parts = {
+        "num_query_groups": (v.get("model.num_query_groups") or heads, tp),
+        "ffn_hidden_size": (v.get("model.ffn_hidden_size"), tp),
+        "num_layers": (v.get("model.num_layers"), pp),
+    }
+    for name, (whole, size) in parts.items():
+        if isinstance(whole, int) and whole % size:
+            raise ConfigError(
+                f"{shown} does not divide model.{name}={whole}; choose a size that does, {remedy}."
+            )
+
+
+def _check_wider(
+    v: Values, section: str, shown: str, remedy: str, together: int, cp: int, dp: dict[str, int]
+) -> None:
+    """Check a split of generation that takes the ranks of `together` data-parallel ranks."""
+    for ranks in dp.values():
+        if ranks % together:
+            raise ConfigError(
+                f"{shown} takes the ranks of {together} data-parallel ranks, of which there are "
+                f"{ranks}; choose smaller sizes, {remedy}."
+            )
+    if cp > 1:
+        raise ConfigError(
+            f"{shown} takes the ranks of {together} data-parallel ranks, which does not work with "
+            f"model.context_parallel_size={cp}; choose smaller sizes, {remedy}."
+        )
+    queue = f"{section}batch_iterator.use_flask"
+    if v.get(queue):
+        raise ConfigError(
+            f"{queue}=True does not work with {shown}: data-parallel ranks generate together, so "
+            "none may draw more prompts than another; set it to False."
         )
 
 

@@ -359,6 +359,8 @@ FREE = (
     "model.tokenizer.special_tokens",
     "model.mcore_customization_config",
     "model.hugging_face",
+    "model.ppo.generation.reshard",
+    "model.rs.generation.reshard",
     "exp_manager.summary_writer_kwargs",
     "exp_manager.wandb_logger_kwargs",
     "exp_manager.mlflow_logger_kwargs",

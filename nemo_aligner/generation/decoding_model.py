@@ -10,7 +10,7 @@ Shapes: b rows, s tokens of each, h hidden size, np heads, ng query groups and h
 on this rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from nemo_aligner.generation.cache import AttentionSettings, KeyValueCache, Pass
-from nemo_aligner.parallel import parallel_state
+from nemo_aligner.generation.split import Split
 from nemo_aligner.parallel.cpu_products import packed_linear
 
 
@@ -38,17 +39,19 @@ class DecodingModel:
     Args:
         chunks: bare `GPTModel`s of this pipeline stage.
         vocab_size: number of ids; logits of others are dropped.
+        split: groups of the ranks that hold `chunks`.
     """
 
-    def __init__(self, chunks: list[Any], vocab_size: int) -> None:
+    def __init__(self, chunks: Sequence[Any], vocab_size: int, split: Split) -> None:
         self.chunks = chunks
+        self.split = split
         self.vocab_size = vocab_size
         self._stages: list[list[_Layer]] = []
         self.num_layers = 0
         for chunk in chunks:
             layers = []
             for layer in chunk.decoder.layers:
-                layers.append(_Layer(layer, self.num_layers))
+                layers.append(_Layer(layer, self.num_layers, split.tensor))
                 self.num_layers += 1
             self._stages.append(layers)
         self._rotation = _Rotation(chunks[0])
@@ -65,8 +68,8 @@ class DecodingModel:
         """
         rotation = self._rotation.at(which.positions)
         samples, width = tokens.shape
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        group = parallel_state.get_pipeline_model_parallel_group()
+        group = self.split.pipeline
+        stage = torch.distributed.get_rank(group)
         ranks = torch.distributed.get_process_group_ranks(group)
         for chunk, layers in zip(self.chunks, self._stages, strict=True):
             if chunk.pre_process:
@@ -93,7 +96,9 @@ class DecodingModel:
         assert self._output is not None
         if chunk.decoder.final_layernorm is not None:
             hidden = chunk.decoder.final_layernorm(hidden)
-        logits = gather_from_tensor_model_parallel_region(self._output(hidden))
+        logits = gather_from_tensor_model_parallel_region(
+            self._output(hidden), group=self.split.tensor
+        )
         return logits[0, :, : self.vocab_size].float()
 
     def new_cache(self, slots: int) -> KeyValueCache:
@@ -107,9 +112,10 @@ class _Layer:
     Args:
         layer: `TransformerLayer`.
         number: of the layer in the cache.
+        group: ranks that divide its weights.
     """
 
-    def __init__(self, layer: Any, number: int) -> None:
+    def __init__(self, layer: Any, number: int, group: ProcessGroup) -> None:
         config, attention = layer.config, layer.self_attention
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer.layer_number
@@ -120,8 +126,10 @@ class _Layer:
         self.input_norm, self.mlp_norm = layer.input_layernorm, layer.pre_mlp_layernorm
         self.attention = attention
         self.rotated = not (config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1])
-        self.qkv, self.projection = _linear(attention.linear_qkv), _linear(attention.linear_proj)
-        self.mlp = _mlp(layer.mlp)
+        self.qkv, self.projection = (
+            _linear(linear, group) for linear in (attention.linear_qkv, attention.linear_proj)
+        )
+        self.mlp = _mlp(layer.mlp, group)
 
     def __call__(self, hidden: Tensor, rotation: "_Angles | None", which: Pass) -> Tensor:
         """Output `[s, b, h]` for the input `hidden` `[s, b, h]`."""
@@ -215,8 +223,8 @@ class _Angles:
 _Function = Callable[[Tensor], Tensor]
 
 
-def _linear(module: Any) -> _Function:
-    """A linear layer as a function that adds its bias.
+def _linear(module: Any, group: ProcessGroup) -> _Function:
+    """A linear layer, divided among the ranks of `group`, as a function that adds its bias.
 
     Megatron Core's own is called only where it does more than multiply: with an adapter that is
     not merged, or with Transformer Engine, which fuses the norm before it.
@@ -226,10 +234,10 @@ def _linear(module: Any) -> _Function:
     if isinstance(module, ColumnParallelLinear) and plain:
         return _product(module.weight, module.bias)
     if isinstance(module, RowParallelLinear) and plain:
-        if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        if torch.distributed.get_world_size(group) == 1:
             return _product(module.weight, module.bias)
         part = _product(module.weight, None)
-        return lambda x: _summed(part(x), module.bias)
+        return lambda x: _summed(part(x), module.bias, group)
     return lambda x: _with_bias(*module(x))
 
 
@@ -250,9 +258,9 @@ def _product(weight: Tensor, bias: Tensor | None) -> _Function:
     return lambda x: F.linear(x, weight, bias)
 
 
-def _summed(part: Tensor, bias: Tensor | None) -> Tensor:
-    """The sum of `part` over the tensor-parallel ranks, and the bias."""
-    torch.distributed.all_reduce(part, group=parallel_state.get_tensor_model_parallel_group())
+def _summed(part: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
+    """The sum of `part` over the ranks of `group`, and the bias."""
+    torch.distributed.all_reduce(part, group=group)
     return _with_bias(part, bias)
 
 
@@ -260,13 +268,13 @@ def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:
     return output if bias is None else output + bias
 
 
-def _mlp(module: Any) -> _Function:
+def _mlp(module: Any, group: ProcessGroup) -> _Function:
     """An MLP, or a mixture of experts, as a function."""
     config = module.config
     fused = config.bias_activation_fusion or config.use_te_activation_func
     if fused or not isinstance(module, MLP):
         return lambda x: _with_bias(*module(x))
-    first, second = _linear(module.linear_fc1), _linear(module.linear_fc2)
+    first, second = _linear(module.linear_fc1, group), _linear(module.linear_fc2, group)
     activation = config.activation_func
     if not config.gated_linear_unit:
         return lambda x: second(activation(first(x)))

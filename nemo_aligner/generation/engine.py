@@ -8,9 +8,8 @@ vocabulary.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -22,11 +21,11 @@ from nemo_aligner.generation.batch import DecodingBatch, FinishedSample, Waiting
 from nemo_aligner.generation.cache import DecodingPass, KeyValueCache, PrefillPass
 from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.generation.end_conditions import EndConditions
-from nemo_aligner.generation.gathered_stages import gather_stages
 from nemo_aligner.generation.interface import GenerationOutput, OnTokens, Prompts, TextGenerator
 from nemo_aligner.generation.params import GenerationParams
+from nemo_aligner.generation.shared_samples import divide, drawn, join, until_all_end
+from nemo_aligner.generation.split import Split, training_split
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import rebalance_nd_tensor
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import decoding_mode
 
@@ -61,16 +60,16 @@ class MegatronGenerator(TextGenerator):
     passes through the model in lockstep. A rank whose samples are done passes a single dummy token
     through the model until the last rank is done.
 
-    With `build_undivided` the ranks of a pipeline gather the weights of all stages before they
-    generate, and divide the samples too.
+    With a `split` of its own generation has weights of its own, moved there before the first token
+    and dropped after the last; ranks may divide the samples of a policy, or generate those of
+    several data-parallel ranks together, which then call `generate` equally often.
 
     Args:
         model: model chunks of this pipeline stage, wrapped or not.
         tokenizer: NeMo tokenizer; its eos ends a response and pads the batch.
         max_sequence_length: longest prompt with response. A learned position embedding may limit
             it further.
-        build_undivided: makes a model of all layers for `gathered_stages.gather_stages`; None:
-            tokens pass through the pipeline.
+        split: how the ranks share weights and samples; None: as in training.
     """
 
     def __init__(
@@ -78,10 +77,10 @@ class MegatronGenerator(TextGenerator):
         model: Sequence[torch.nn.Module],
         tokenizer: Tokenizer,
         max_sequence_length: int,
-        build_undivided: Callable[[], torch.nn.Module] | None = None,
+        split: Split | None = None,
     ) -> None:
         self.model = list(model)
-        self.build_undivided = build_undivided
+        self.split = split or training_split()
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.max_sequence_length = max_sequence_length
@@ -124,8 +123,12 @@ class MegatronGenerator(TextGenerator):
         on_tokens: OnTokens | None = None,
     ) -> GenerationOutput:
         """`generate` with `model`."""
-        self._check(*inputs[:2])
-        groups = self._dividing_groups()
+        joined = self.split.joined
+        if joined is not None:
+            inputs, own = join(inputs, joined, self._check)
+            slots *= torch.distributed.get_world_size(joined)
+        else:
+            self._check(*inputs[:2])
         own_slots = math.ceil(slots / self._dividing_ranks())
 
         def decode(prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
@@ -133,27 +136,17 @@ class MegatronGenerator(TextGenerator):
             samples = self._decode(model, batches, params, own_slots, on_tokens)
             return self._joined(sorted(samples, key=lambda sample: sample.number))
 
-        for group in groups:
-            decode = partial(_divide, decode, group, self.tokenizer.eos_id)
-        return decode(*inputs)
+        for group in self.split.dividing:
+            decode = partial(divide, decode, group, self.tokenizer.eos_id)
+        output = decode(*inputs)
+        return output if joined is None else output.at(own)
 
     @contextlib.contextmanager
     def _decoding_model(self) -> Iterator[DecodingModel]:
         """The weights to generate with, gathered and packed once; the model generates inside."""
-        chunks = unwrap_model(self.model)
-        if self.build_undivided is not None:
-            chunks = [gather_stages(chunks, self.build_undivided)]
+        chunks = list(self.split.weights(unwrap_model(self.model)))
         with decoding_mode(chunks):
-            yield DecodingModel(chunks, self.vocab_size)
-
-    def _dividing_groups(self) -> list[Any]:
-        """Groups whose ranks divide the samples among each other."""
-        groups = []
-        if self.build_undivided is not None:
-            groups.append(parallel_state.get_pipeline_model_parallel_group())
-        if parallel_state.get_context_parallel_world_size() > 1:
-            groups.append(parallel_state.get_context_parallel_group())
-        return groups
+            yield DecodingModel(chunks, self.vocab_size, self.split)
 
     @torch.no_grad()
     def stream(
@@ -165,7 +158,7 @@ class MegatronGenerator(TextGenerator):
         Where ranks divide the samples, they take some batches at a time and exchange the results.
         """
         with self._decoding_model() as model:
-            if self._dividing_groups():
+            if self.split.dividing or self.split.joined is not None:
                 yield from self._stream_divided(model, iter(batches), params, slots)
                 return
 
@@ -190,39 +183,39 @@ class MegatronGenerator(TextGenerator):
         params: GenerationParams,
         slots: int,
     ) -> Iterator[tuple[list[int], GenerationOutput]]:
-        """`stream` where ranks divide the samples."""
-        number = 0
-        for inputs in _drawn(batches, DRAWN_AHEAD * slots):
+        """`stream` where ranks divide the samples, or generate those of each other."""
+        number, rounds = 0, drawn(batches, DRAWN_AHEAD * slots)
+        if self.split.joined is not None:
+            rounds = until_all_end(rounds, self.split.joined)
+        for inputs in rounds:
             output = self._generate(model, inputs, params, slots)
-            for places in torch.arange(len(inputs[1])).split(slots):
+            for places in torch.arange(len(inputs[1])).split(slots) if len(inputs[1]) else ():
                 yield (places + number).tolist(), output.at(places)
             number += len(inputs[1])
 
     def _dividing_ranks(self) -> int:
         """Number of ranks that divide the samples."""
-        return math.prod(map(torch.distributed.get_world_size, self._dividing_groups()))
+        return math.prod(map(torch.distributed.get_world_size, self.split.dividing))
 
     def slots_within(self, memory: float) -> int:
-        """Most samples that can be decoded together with `memory` bytes for keys and values on
-        each rank, however long they become; at least one on each. All ranks of a TP x PP x CP
-        group call it.
+        """Most samples of this rank's that can be decoded together with `memory` bytes for keys
+        and values on each rank, however long they become; at least one on each. All ranks that
+        generate together call it.
         """
-        chunks = unwrap_model(self.model)
-        config, stages = chunks[0].config, 1
-        if self.build_undivided is not None:
-            stages = parallel_state.get_pipeline_model_parallel_world_size()
-        layers = stages * sum(len(chunk.decoder.layers) for chunk in chunks)
-        groups = chunks[0].decoder.layers[0].self_attention.num_query_groups_per_partition
-        numbers = 2 * layers * groups * config.kv_channels * self.max_sequence_length
-        sample = numbers * config.params_dtype.itemsize
-        slots = torch.tensor(max(1, int(memory // sample)), device=get_device())
-        # Stages may have unequal numbers of layers.
-        torch.distributed.all_reduce(
-            slots,
-            op=torch.distributed.ReduceOp.MIN,
-            group=parallel_state.get_tensor_and_pipeline_parallel_group(),
+        config, split = unwrap_model(self.model)[0].config, self.split
+        layers = torch.tensor(
+            sum(len(chunk.decoder.layers) for chunk in unwrap_model(self.model))
+            if split.pipeline_ranks == parallel_state.get_pipeline_model_parallel_world_size()
+            else config.num_layers // split.pipeline_ranks,
+            device=get_device(),
         )
-        return int(slots) * self._dividing_ranks()
+        # Stages may have unequal numbers of layers.
+        torch.distributed.all_reduce(layers, torch.distributed.ReduceOp.MAX, group=split.copy)
+        groups = config.num_query_groups // split.tensor_ranks
+        numbers = 2 * int(layers) * groups * config.kv_channels * self.max_sequence_length
+        slots = max(1, int(memory // (numbers * config.params_dtype.itemsize)))
+        sharing = 1 if split.joined is None else torch.distributed.get_world_size(split.joined)
+        return max(1, slots * self._dividing_ranks() // sharing)
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -379,13 +372,10 @@ class MegatronGenerator(TextGenerator):
                 logprobs = torch.empty(size, dtype=torch.float32, device=device)
         else:
             tokens, logprobs = chosen
-        if self.build_undivided is None:
-            group = parallel_state.get_tensor_and_pipeline_parallel_group()
-        else:
-            group = parallel_state.get_tensor_model_parallel_group()
+        group = self.split.copy
         ranks = torch.distributed.get_process_group_ranks(group)
         if len(ranks) > 1:
-            source = ranks[-parallel_state.get_tensor_model_parallel_world_size()]
+            source = ranks[-self.split.tensor_ranks]
             torch.distributed.broadcast(tokens, src=source, group=group)
             if logprobs is not None:
                 torch.distributed.broadcast(logprobs, src=source, group=group)
@@ -458,73 +448,3 @@ def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
             "generation failed on another rank of this expert-parallel group; see its error."
         )
     return int(state) == 1
-
-
-_Decode = Callable[..., GenerationOutput]
-
-
-def _drawn(batches: Iterator[Prompts], count: int) -> Iterator[Prompts]:
-    """Batches joined to such of at least `count` prompts, but for the last one."""
-    drawn: list[Prompts] = []
-    for batch in batches:
-        drawn.append(batch)
-        if sum(len(lengths) for _, lengths, _ in drawn) >= count:
-            yield _joined_prompts(drawn)
-            drawn = []
-    if drawn:
-        yield _joined_prompts(drawn)
-
-
-def _joined_prompts(batches: list[Prompts]) -> Prompts:
-    prompts, lengths, seeds = zip(*batches, strict=True)
-    width = max(rows.size(1) for rows in prompts)
-    padded = [torch.nn.functional.pad(rows, (0, width - rows.size(1))) for rows in prompts]
-    return torch.cat(padded), torch.cat(lengths), torch.cat(seeds)
-
-
-def _divide(
-    decode: _Decode,
-    group: Any,
-    pad_id: int,
-    *inputs: Tensor,
-) -> GenerationOutput:
-    """Call `decode(*inputs)` with the samples divided among the ranks of `group`.
-
-    All of these call it, and all get the whole result.
-
-    Raises:
-        RuntimeError: `decode` raised one on some rank; on all of them.
-    """
-    size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-    own = torch.arange(len(inputs[0])).tensor_split(size)[rank]
-    # A rank without samples of its own decodes a copy of the first: if experts are spread over
-    # ranks, none may be absent.
-    index = own if len(own) else torch.zeros(1, dtype=torch.int64)
-    prompts, lengths, seeds = (tensor[index.to(tensor.device)] for tensor in inputs)
-    output, error = None, None
-    try:
-        output = decode(prompts, lengths, seeds)
-    except RuntimeError as failure:
-        error = failure
-    # By rank: the error message, and the width of the output.
-    outcomes: list[tuple[str | None, int]] = [(None, 0)] * size
-    width = 0 if output is None else output.response_tokens.size(1)
-    torch.distributed.all_gather_object(
-        outcomes, (None if error is None else str(error), width), group=group
-    )
-    messages = [message for message, _ in outcomes if message is not None]
-    if output is None or messages:
-        raise error or RuntimeError(messages[0])
-    pad = max(width for _, width in outcomes) - width
-
-    def gather(tensor: Tensor, pad_value: float = 0.0) -> Tensor:
-        if tensor.dim() > 1:
-            tensor = torch.nn.functional.pad(tensor, (0, pad), value=pad_value)
-        return rebalance_nd_tensor(tensor[: len(own)], group)
-
-    return GenerationOutput(
-        gather(output.response_tokens, pad_id),
-        gather(output.response_lengths),
-        gather(output.is_end),
-        None if output.logprobs is None else gather(output.logprobs),
-    )

@@ -19,7 +19,7 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.replicas import checksum
 
-_LAYERS = "decoder.layers."
+LAYERS = "decoder.layers."
 
 
 def undivided(config: TransformerConfig) -> TransformerConfig:
@@ -51,7 +51,7 @@ def gather_stages(chunks: Sequence[Any], build: Callable[[], Any]) -> Any:
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     ranks = torch.distributed.get_process_group_ranks(group)
-    own = dict(_global_weights(chunks))
+    own = dict(global_weights(chunks))
     sizes = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
     stages: list[dict[str, Any]] = [{} for _ in ranks]
     torch.distributed.all_gather_object(stages, sizes, group=group)
@@ -63,7 +63,7 @@ def gather_stages(chunks: Sequence[Any], build: Callable[[], Any]) -> Any:
         stage = next(number for number, names in enumerate(stages) if name in names)
         shape, dtype = stages[stage][name]
         if ranks[stage] == torch.distributed.get_rank():
-            tensor.data = own[name]
+            tensor.data = own[name].detach()
         else:
             tensor.data = torch.empty(shape, dtype=dtype, device=get_device())
         torch.distributed.broadcast(tensor.data, src=ranks[stage], group=group)
@@ -72,18 +72,18 @@ def gather_stages(chunks: Sequence[Any], build: Callable[[], Any]) -> Any:
     return model
 
 
-def _global_weights(chunks: Sequence[Any]) -> list[tuple[str, Tensor]]:
-    """Weights of this stage by their names in a model of all layers."""
+def global_weights(chunks: Sequence[Any]) -> list[tuple[str, Tensor]]:
+    """Weights of this stage, the module's own tensors, by their names in a model of all layers."""
     weights = []
     for chunk in chunks:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor):
                 continue
-            if name.startswith(_LAYERS):
-                local, _, rest = name.removeprefix(_LAYERS).partition(".")
-                name = f"{_LAYERS}{numbers[int(local)]}.{rest}"
-            weights.append((name, tensor.detach()))
+            if name.startswith(LAYERS):
+                local, _, rest = name.removeprefix(LAYERS).partition(".")
+                name = f"{LAYERS}{numbers[int(local)]}.{rest}"
+            weights.append((name, tensor))
     return weights
 
 

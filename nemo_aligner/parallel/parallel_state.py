@@ -303,7 +303,10 @@ def get_expert_data_parallel_group() -> ProcessGroup | None:
 
 
 def is_trt_llm_reshard() -> bool:
-    """False, by NeMo-Aligner's name: generation never uses another split of the ranks."""
+    """False, by NeMo-Aligner's name: no function of this module ever speaks of another split.
+
+    `generation.split` has the groups of generation.
+    """
     return False
 
 

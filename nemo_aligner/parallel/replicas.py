@@ -45,6 +45,35 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
+@torch.no_grad()
+def checksum_of_shard(
+    tensor: Tensor, dim: int | None = None, parts: int = 1, rank: int = 0, ranks: int = 1
+) -> Tensor:
+    """int64 scalar of the exact bits of a rank's share of a weight and their positions in the
+    whole: the shares of all ranks sum to the same number, modulo 2**64, however they are cut.
+
+    The element at place r of its row, of M, in row i of the whole counts 2 (i M + r) + 1 times,
+    where a row has all elements at one index of `dim`. Any change of one element changes the sum.
+
+    Args:
+        dim: that is divided; None: no rank has a part only.
+        parts: pieces of the share, of equal size, each of them the `rank`-th of a part of the
+            whole.
+    """
+    bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+    bits = bits.movedim(dim or 0, 0).flatten(1) if bits.dim() > 1 else bits.reshape(-1, 1)
+    count, width = bits.shape
+    index = torch.arange(count, device=bits.device)
+    piece = max(count // parts, 1)
+    rows = (index // piece * ranks + rank) * piece + index % piece
+    columns = torch.arange(width, device=bits.device)
+    size = CPU_PIECE if bits.device.type == "cpu" else DEVICE_PIECE
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for some, at in zip(*(x.split(max(size // width, 1)) for x in (bits, rows)), strict=True):
+        total += (some * ((at.unsqueeze(1) * width + columns) * 2 + 1)).sum()
+    return total
+
+
 def _replica_groups() -> dict[str, ProcessGroup]:
     """Kind of weight -> the process group of several ranks over which it is replicated."""
     groups = {

@@ -51,7 +51,7 @@ class Workload:
         cache_memory: bytes of a rank that decide their number instead; 0: they do not.
         response: most tokens that are generated.
         merges: adapters are merged into a copy of their weights meanwhile.
-        gathers: each rank of a pipeline has all its weights meanwhile, and a part of the samples.
+        generation: tensor- and pipeline-parallel size meanwhile; None: those of training.
         reference: the weights of a reference policy lie in host memory, unless adapters are
             trained.
         swaps: so do those of a reward model (or its adapters), which takes turns with the critic.
@@ -74,7 +74,7 @@ class Workload:
     cache_memory: float = 0
     response: int = 0
     merges: bool = False
-    gathers: bool = False
+    generation: tuple[int, int] | None = None
     reference: bool = False
     swaps: bool = False
     offloads: bool = False
@@ -445,11 +445,16 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     parts: Parts = {}
     if w.merges:
         parts[MERGED] = weights.merged * a.number_bytes
-    if w.gathers and split.pp > 1:
-        w = replace(w, rollout_samples=-(-w.rollout_samples // split.pp))
-        split, stage, own = replace(split, pp=1), 0, weights.dense + weights.expert
+    trained, (tp, pp) = (split.tp, split.pp), w.generation or (split.tp, split.pp)
+    if (tp, pp) != trained:
+        # Copies divide the samples of a policy, or one copy has those of several.
+        w = replace(w, rollout_samples=-(-w.rollout_samples * tp * pp // (split.tp * split.pp)))
+        split, stage, own = replace(split, tp=tp, pp=pp), pp - 1, weights
         weights = count_weights(a, split, stage)
-        parts[GATHERED] = (weights.dense + weights.expert - own) * a.number_bytes
+        moved = weights.dense + weights.expert
+        if (tp, pp) == (trained[0], 1):  # the stage's own stay where they are
+            moved -= own.dense + own.expert
+        parts[GATHERED] = moved * a.number_bytes
     if w.cache_memory:
         one = cache_bytes(a, split, stage, replace(w, rollout_samples=1))
         w = replace(w, rollout_samples=max(1, int(w.cache_memory // one)) * split.cp)

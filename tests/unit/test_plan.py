@@ -257,13 +257,19 @@ def test_copies_in_host_memory():
 
 
 def test_stages_that_are_gathered_and_a_cache_of_given_size():
-    w = Workload(rollout_samples=8, response=2048, gathers=True)
+    w = Workload(rollout_samples=8, response=2048, generation=(1, 1))
     memory = job_memory(LLAMA_8B, Split(pp=4), w)
     parts = memory.phases["generation"]
     sample = 32 * 2 * 8 * 128 * 2 * 4096
     assert parts["KV cache"] == 2 * sample
     assert parts["weights of other stages"] + parts[WEIGHTS] == 2 * N
     assert "weights of other stages" not in job_memory(LLAMA_8B, Split(), w).phases["generation"]
+    at_tp4 = job_memory(LLAMA_8B, Split(tp=4), w).phases["generation"]
+    assert at_tp4["KV cache"] == 2 * sample
+    assert at_tp4["weights of other stages"] == 2 * N  # all of them beside the shards
+    wider = replace(w, generation=(2, 1))
+    parts = job_memory(LLAMA_8B, Split(), wider).phases["generation"]
+    assert parts["KV cache"] == 8 * sample  # twice the samples, half of each
     w = Workload(rollout_samples=8, response=2048, cache_memory=5.5 * sample)
     assert job_memory(LLAMA_8B, Split(), w).phases["generation"]["KV cache"] == 5 * sample
 

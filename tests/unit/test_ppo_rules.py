@@ -41,6 +41,11 @@ def test_names_of_choices_are_those_of_the_math():
         ),
         ("model.ppo.rollout_logprobs=sampler",),
         ("model.ppo.generation.reshard=auto", "model.ppo.generation.kv_cache_gb=0.5"),
+        (
+            "model.ppo.generation.reshard={tp: 1, pp: 1}",
+            "model.tensor_model_parallel_size=2",
+            "trainer.devices=2",
+        ),
         ("model.ppo.num_rollouts_per_prompt=2",),  # several responses are of use with a critic too
     ],
 )
@@ -58,6 +63,47 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
         (("model.ppo.kl_loss_coef=-1",), ["kl_loss_coef"], ()),
         (("model.ppo.rollout_logprobs=engine",), ["engine", "sampler"], ()),
         (("model.ppo.generation.reshard=tp",), ["reshard", "auto"], ()),
+        (("model.ppo.generation.reshard={tp: 1}",), ["reshard={tp: 1}", "both sizes"], ()),
+        (("model.ppo.generation.reshard={tp: 0, pp: 1}",), ["reshard.tp=0", "at least 1"], ()),
+        (
+            (
+                "model.ppo.generation.reshard={tp: 3, pp: 1}",
+                "model.tensor_model_parallel_size=2",
+                "trainer.devices=2",
+            ),
+            ["{tp: 3, pp: 1}", "2 ranks", "divide"],
+            ("model.ppo.generation.reshard=auto",),
+        ),
+        (
+            (
+                "model.ppo.generation.reshard={tp: 2, pp: 1}",
+                "trainer.devices=2",
+                "trainer.ppo.batch_iterator.use_flask=True",
+            ),
+            ["use_flask", "{tp: 2, pp: 1}"],
+            ("trainer.ppo.batch_iterator.use_flask=False",),
+        ),
+        (
+            (
+                "model.ppo.generation.reshard={tp: 2, pp: 1}",
+                "model.context_parallel_size=2",
+                "trainer.devices=4",
+            ),
+            ["{tp: 2, pp: 1}", "context_parallel_size=2"],
+            ("model.ppo.generation.reshard=auto",),
+        ),
+        (
+            (
+                "model.ppo.generation.reshard={tp: 1, pp: 1}",
+                "model.tensor_model_parallel_size=2",
+                "model.sequence_parallel=True",
+                "trainer.devices=2",
+                "model.bias=False",
+                "model.num_moe_experts=4",
+            ),
+            ["{tp: 1, pp: 1}", "num_moe_experts=4"],
+            ("model.ppo.generation.reshard=auto",),
+        ),
         (("model.ppo.generation.kv_cache_gb=0",), ["kv_cache_gb=0", "above 0"], ()),
         (
             (

@@ -13,15 +13,21 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 from omegaconf import DictConfig
 from torch import Tensor
 
+from nemo_aligner.config.rollout_rules import generation_sizes
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout
 from nemo_aligner.data.nlp.chat import chat_end_strings
 from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
-from nemo_aligner.generation.gathered_stages import undivided
+from nemo_aligner.generation.gathered_stages import gather_stages, undivided
 from nemo_aligner.generation.interface import Prompts
+from nemo_aligner.generation.resharding import divided, reshard
+from nemo_aligner.generation.split import Split, regrouped, training_split
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
 from nemo_aligner.models.nlp.gpt.reference_policy import LogProbsMixin
@@ -56,29 +62,60 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         self.generation_params = GenerationParams.from_config(
             self.settings.length_params, self.settings.sampling_params
         ).with_end_strings(chat_end_strings(self.cfg.get("data"), self.tokenizer))
-        gathers = (
-            self.settings.generation.reshard == "auto"
-            and self.transformer_config.pipeline_model_parallel_size > 1
-        )
         self.generator = MegatronGenerator(
             self.model,
             self.tokenizer,
             max_sequence_length=self.cfg.encoder_seq_length,
-            build_undivided=self._build_undivided if gathers else None,
+            split=self._generation_split(),
         )
 
-    def _build_undivided(self) -> GPTModel:
+    def _generation_split(self) -> Split:
+        """How the ranks share weights and samples in generation, by `generation.reshard`."""
+        config = self.transformer_config
+        trained = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+        tp, pp = generation_sizes(self.settings.generation.reshard, *trained)
+        if (tp, pp) == trained:
+            return training_split()
+        if self.padded_vocab_size % tp:
+            raise ConfigError(
+                f"model.{self.SECTION}.generation.reshard: tp={tp} does not divide the padded "
+                f"vocabulary of {self.padded_vocab_size} ids; choose a size that does, or set it "
+                "to auto."
+            )
+        if (tp, pp) == (trained[0], 1):
+            return regrouped(tp, pp, lambda _, chunks: [gather_stages(chunks, self._undivided)])
+        return regrouped(tp, pp, lambda split, chunks: [reshard(split, chunks, self._divided)])
+
+    def _undivided(self) -> GPTModel:
         """A module of all layers without values, for the weights of all pipeline stages."""
-        config = undivided(self.transformer_config)
-        module = GPTModel(
-            transformer_layer_spec=build_layer_spec(config),
-            pre_process=True,
-            post_process=True,
-            **(self.module_args() | {"config": config}),
-        )
-        if self.cfg.apply_embedding_scaling:
+        return self._module_for_generation(undivided(self.transformer_config), None)
+
+    def _divided(self, split: Split) -> GPTModel:
+        """This rank's module for `split`, without values."""
+        config = divided(self.transformer_config, split.tensor_ranks, split.pipeline_ranks)
+        return self._module_for_generation(config, split)
+
+    def _module_for_generation(self, config: TransformerConfig, split: Split | None) -> GPTModel:
+        """A module without values, for the groups of `split`; None: for those of training."""
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        stage, stages = 0, 1
+        if split is not None:
+            groups.tp, groups.pp, groups.mp = split.tensor, split.pipeline, split.copy
+            groups.embd = split.embedding
+            stage, stages = split.pipeline.rank(), split.pipeline_ranks
+        device = get_device()
+        # PyTorch's modules have initial values all the same; training is to draw as without them.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            module = GPTModel(
+                transformer_layer_spec=build_layer_spec(config),
+                pre_process=stage == 0,
+                post_process=stage == stages - 1,
+                pg_collection=groups,
+                **(self.module_args() | {"config": config}),
+            )
+        if self.cfg.apply_embedding_scaling and module.pre_process:
             scale_embeddings(module)
-        return module.to(get_device())
+        return module.to(device)
 
     # --- turns of generation and training -------------------------------------------------------
 

@@ -1,0 +1,264 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights for generation at another tensor- and pipeline-parallel size.
+
+Megatron Core plans and makes the copies (`megatron.core.resharding.swap_model_weights`). It finds
+weights by their names in a module and looks at the module's first chunk alone, so it knows no
+virtual stages. In 0.16 it copies no buffers, receives all weights of the model into second buffers
+and looks for a weight on data-parallel ranks that may not have it; 0.19 remembers its plan by
+parallel sizes, whatever the weights. So it is given the weights of one layer at a time, by their
+names in a model of all layers. `gathered_stages` serves where only the pipeline ends: there a
+stage's own weights stay where they are.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.resharding import refit
+from megatron.core.resharding.copy_services.base import CopyService
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup
+
+from nemo_aligner.generation.gathered_stages import LAYERS, global_weights, undivided
+from nemo_aligner.generation.split import Split
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.replicas import checksum_of_shard
+
+_Weights = dict[str, Tensor]
+_Copy = tuple[int, Tensor, int]  # number, tensor, other rank
+INPUT, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+class _Form(NamedTuple):
+    """Of a weight.
+
+    Attributes:
+        dim: dimension in which ranks divide it; None: they do not.
+        parts: pieces of a rank's share that do not lie side by side in the whole (two for a gated
+            linear unit).
+        dtype: of training.
+    """
+
+    dim: int | None
+    parts: int
+    dtype: torch.dtype
+
+
+def divided(config: TransformerConfig, tp: int, pp: int) -> TransformerConfig:
+    """A copy of `config` for a model with tp x pp ranks, built without initial values."""
+    config = undivided(config)
+    config.tensor_model_parallel_size = tp
+    config.pipeline_model_parallel_size = pp
+    config.sequence_parallel = config.sequence_parallel and tp > 1
+    config.pipeline_dtype = config.params_dtype
+    return config
+
+
+@torch.no_grad()
+def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) -> Any:
+    """A model with the weights of `chunks`, divided as `split` says; every rank of the job calls
+    it. It takes memory of its own until it is dropped.
+
+    Args:
+        chunks: bare `GPTModel`s of this rank, of the split of training.
+        build: makes the `GPTModel` of this rank for `split`, as `divided` describes it.
+
+    Raises:
+        RuntimeError: on every rank; a weight is nowhere to be had, or does not have the same bits
+            afterwards.
+    """
+    source = dict(global_weights(chunks))
+    if chunks[-1].share_embeddings_and_output_weights and INPUT in source:
+        source[OUTPUT] = source[INPUT]  # for a last stage that has no embedding
+    model = build(split)
+    target = dict(global_weights([model]))
+    forms = _forms(source, target)
+    for name, tensor in target.items():
+        tensor.data = torch.empty(tensor.shape, dtype=forms[name].dtype, device=get_device())
+    service, alone = (
+        _Transport(),
+        torch.distributed.new_group(
+            [torch.distributed.get_rank()], use_local_synchronization=True
+        ),
+    )
+    training = parallel_state.get_tensor_model_parallel_group()
+    assert training is not None
+    for names in _by_layer(forms):
+        refit.swap_model_weights(
+            _module(source, names, forms, training, alone),
+            _module(target, names, forms, split.tensor, alone),
+            service,
+        )
+        if hasattr(refit, "clear_plan_cache"):  # 0.19
+            refit.clear_plan_cache()
+    torch.distributed.destroy_process_group(alone)
+    _check(_checksums(source, forms, training), _checksums(target, forms, split.tensor))
+    return model
+
+
+def _forms(source: _Weights, target: _Weights) -> dict[str, _Form]:
+    """The form of each weight that any rank needs for generation; every rank of the job calls it.
+
+    Megatron Core marks how a weight is divided when it gives it initial values, which the weights
+    of `target` never get.
+    """
+    mine = {
+        name: _Form(
+            getattr(tensor, "partition_dim", 0)
+            if getattr(tensor, "tensor_model_parallel", False)
+            else None,
+            int(getattr(tensor, "partition_stride", 1)),
+            tensor.dtype,
+        )
+        for name, tensor in source.items()
+    }
+    found = _of_all_ranks((mine, set(target)))
+    wanted = set().union(*(names for _, names in found))
+    forms = {name: form for forms, _ in found for name, form in forms.items() if name in wanted}
+    if missing := sorted(wanted - set(forms)):
+        raise RuntimeError(
+            f"no rank trains {missing[0]}, which generation at another split needs; set "
+            "generation.reshard=none."
+        )
+    return dict(sorted(forms.items()))
+
+
+def _by_layer(names: Iterable[str]) -> Iterator[list[str]]:
+    """Names of the weights of one layer, or outside of layers."""
+
+    def layer(name: str) -> str:
+        return name.removeprefix(LAYERS).partition(".")[0] if name.startswith(LAYERS) else ""
+
+    for _, group in itertools.groupby(sorted(names, key=layer), layer):
+        yield list(group)
+
+
+def _module(
+    weights: _Weights,
+    names: list[str],
+    forms: dict[str, _Form],
+    tensor: ProcessGroup,
+    alone: ProcessGroup,
+) -> torch.nn.Module:
+    """A module of those `names` that this rank has, as Megatron Core's resharding reads it.
+
+    Args:
+        tensor: ranks that divide each weight.
+        alone: this rank. Its data-parallel group in Megatron Core's plan: any other rank may lack
+            the weight.
+    """
+    root: Any = torch.nn.Module()
+    root.config = SimpleNamespace(num_moe_experts=None)
+    root.pg_collection = SimpleNamespace(tp=tensor, pp=alone, ep=alone, dp=alone)
+    for name in names:
+        if name not in weights:
+            continue
+        parameter = torch.nn.Parameter(weights[name].data, requires_grad=False)
+        dim, parts, _ = forms[name]
+        if dim is not None:
+            set_tensor_model_parallel_attributes(parameter, True, dim, parts)
+        *path, last = name.split(".")
+        owner = root
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(last, parameter)
+    return root
+
+
+def _checksums(weights: _Weights, forms: dict[str, _Form], group: ProcessGroup) -> dict[str, int]:
+    """Of the whole weights that this rank has, or has a share of; the ranks of `group` call it."""
+    names = [name for name in forms if name in weights]
+    rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    own, shared = {}, {}
+    for name in names:
+        dim, parts, _ = forms[name]
+        if dim is None:
+            own[name] = checksum_of_shard(weights[name])
+        else:
+            shared[name] = checksum_of_shard(weights[name], dim, parts, rank, ranks)
+    sums = list(own.values()), list(shared.values())
+    if shared:
+        total = torch.stack(sums[1])
+        torch.distributed.all_reduce(total, group=group)
+        sums = sums[0], list(total)
+    return dict(zip([*own, *shared], map(int, itertools.chain(*sums)), strict=True))
+
+
+def _check(source: dict[str, int], target: dict[str, int]) -> None:
+    """Compare the checksums of all ranks; every rank of the job calls it.
+
+    Raises:
+        RuntimeError: on every rank.
+    """
+    everywhere = _of_all_ranks((source, target))
+    trained: dict[str, set[int]] = {}
+    for sums, _ in everywhere:
+        for name, value in sums.items():
+            trained.setdefault(name, set()).add(value)
+    for rank, (_, sums) in enumerate(everywhere):
+        for name, value in sums.items():
+            if value not in trained[name]:
+                raise RuntimeError(
+                    f"{name} of rank {rank} has other bits after it was moved for generation; set "
+                    "generation.reshard=none and check the network."
+                )
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found
+
+
+class _Transport(CopyService):
+    """Copies between ranks with the job's own backend.
+
+    Megatron Core's service for gloo needs CUDA streams and pinned memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent: list[_Copy] = []
+        self._received: list[_Copy] = []
+
+    def submit_send(self, src_tensor: Tensor, dest_rank: int, task_id: int | None = None) -> None:
+        assert task_id is not None
+        self._sent.append((task_id, src_tensor, dest_rank))
+
+    def submit_recv(self, dest_tensor: Tensor, src_rank: int, task_id: int | None = None) -> None:
+        assert task_id is not None
+        self._received.append((task_id, dest_tensor, src_rank))
+
+    def submit_send_with_id(self, task_id: int, src_tensor: Tensor, dest_rank: int) -> None:
+        """`submit_send` of 0.16, where a copy has a number."""
+        self.submit_send(src_tensor, dest_rank, task_id)
+
+    def submit_recv_with_id(self, task_id: int, dest_tensor: Tensor, src_rank: int) -> None:
+        """`submit_recv` of 0.16, where a copy has a number."""
+        self.submit_recv(dest_tensor, src_rank, task_id)
+
+    def run(self) -> None:
+        rank = torch.distributed.get_rank()
+        local = {number: tensor for number, tensor, other in self._sent if other == rank}
+        operations = []
+        # In the order of their numbers: messages between two ranks are told apart by it.
+        for number, tensor, other in sorted(self._received, key=lambda copy: copy[0]):
+            if other == rank:
+                tensor.copy_(local[number])
+            else:
+                operations.append(P2POp(torch.distributed.irecv, tensor, other))
+        for _, tensor, other in sorted(self._sent, key=lambda copy: copy[0]):
+            if other != rank:
+                operations.append(P2POp(torch.distributed.isend, tensor, other))
+        if operations:
+            for request in torch.distributed.batch_isend_irecv(operations):
+                request.wait()
+        self._sent, self._received = [], []

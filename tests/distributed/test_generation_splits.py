@@ -1,0 +1,180 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Generation at another split of the ranks gives the texts of the split of training."""
+
+import pytest
+import torch
+from megatron.core.parallel_state import destroy_model_parallel
+
+from nemo_aligner.generation import gathered_stages, resharding
+from nemo_aligner.parallel import parallel_state
+from tests.distributed import matrix
+from tests.distributed.launcher import progress, run_ranks
+from tests.tiny_models import PPO
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+SP2 = TP2 | {"sequence_parallel": True}
+# Architecture, split of training, `generation.reshard`.
+TWO_RANKS = {
+    "gpt2 PP2 to 1": ("gpt2", PP2, "auto"),
+    "llama VPP2 to 1": ("llama", VPP2, "auto"),
+    "lora PP2 to 1": ("lora", PP2, "auto"),
+    "gpt2 TP2 to 1": ("gpt2", TP2, {"tp": 1, "pp": 1}),
+    "llama TP2+SP to 1": ("llama", SP2, {"tp": 1, "pp": 1}),
+    "gpt2 VPP2 to TP2": ("gpt2", VPP2, {"tp": 2, "pp": 1}),
+    "llama DP2 to TP2": ("llama", {}, {"tp": 2, "pp": 1}),
+}
+TWO_RANKS_FULL = {
+    "moe PP2 to 1": ("moe", PP2, {"tp": 1, "pp": 1}),
+    "lora TP2 to 1": ("lora", TP2, {"tp": 1, "pp": 1}),
+    "llama PP2 to TP2": ("llama", PP2, {"tp": 2, "pp": 1}),
+    "gpt2 TP2 to PP2": ("gpt2", TP2, {"tp": 1, "pp": 2}),
+    "gpt2 DP2 to PP2": ("gpt2", {}, {"tp": 1, "pp": 2}),
+    "lora DP2 to TP2": ("lora", {}, {"tp": 2, "pp": 1}),
+}
+FOUR_RANKS = {
+    "TP2xPP2 to TP2": ("llama", PP2 | SP2, "auto"),
+    "PP2xCP2 to CP2": ("llama", PP2 | {"context_parallel_size": 2}, "auto"),
+    "PP2xDP2 to DP4": ("gpt2", VPP2, "auto"),
+    "PP2xEP2 to EP2": ("moe", PP2 | {"expert_model_parallel_size": 2}, "auto"),
+    "TP2xPP2 to 1": ("gpt2", PP2 | TP2, {"tp": 1, "pp": 1}),
+    "TP2xVPP2 to PP2": ("llama", VPP2 | SP2, {"tp": 1, "pp": 2}),
+    "TP2xPP2 to PP4": ("gpt2", PP2 | TP2, {"tp": 1, "pp": 4}),
+    "TP2xDP2 to DP4": ("llama", SP2, {"tp": 1, "pp": 1}),
+    "PP2xDP2 to TP2xPP2": ("gpt2", PP2, {"tp": 2, "pp": 2}),
+    "TP2xCP2 to CP2": ("lora", TP2 | {"context_parallel_size": 2}, {"tp": 1, "pp": 1}),
+}
+
+
+def generated(model):
+    with model.adapters_for_generation():
+        return matrix.generated(model)
+
+
+def streamed(model):
+    """Lengths and log-probs of `matrix.generated`'s prompts in batches of 3, by their places."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = torch.randint(0, 290, (10, 7), generator=generator)
+    inputs = (prompts, torch.randint(1, 8, (10,), generator=generator), torch.arange(10) + 50)
+    batches = zip(*(x.split(3) for x in inputs), strict=True)
+    params, found = matrix.GENERATION["sampled"], {}
+    with model.adapters_for_generation():
+        for places, output in model.generator.stream(batches, params, slots=2):
+            assert 1 <= len(places) <= 2
+            for place, tokens, length in zip(
+                places, output.response_tokens, output.response_lengths, strict=True
+            ):
+                found[place] = tokens[:length].tolist()
+    return [found[place] for place in range(10)]
+
+
+def compare(tokenizer_dir, folder, cases):
+    """On all ranks: with the weights as they are trained, then resharded."""
+    for name, (architecture, split, wanted) in cases.items():
+        progress(name)
+        model, *_ = matrix.build(tokenizer_dir, folder, architecture, "actor", split)
+        before = {n: t.detach().clone() for n, t in model._named_weights()}
+        state = torch.get_rng_state()
+        trained, streams = generated(model), streamed(model)
+        model.settings.generation.reshard = wanted
+        resharded = model._generation_split()
+        assert resharded.weights(model.unwrapped())[0] is not model.unwrapped()[0], name
+        model.generator.split = resharded
+        moved, moved_streams = generated(model), streamed(model)
+        for kind, samples in moved.items():
+            assert matrix.apart(samples, trained[kind]) < 1e-5, (name, kind)
+        assert moved_streams == streams, name
+        for n, tensor in model._named_weights():
+            assert torch.equal(tensor, before[n]), (name, n)
+        assert torch.equal(torch.get_rng_state(), state), name  # a resumed job draws the same
+        destroy_model_parallel()
+
+
+def configured_and_damaged(tokenizer_dir, folder):
+    """On all ranks: the configuration switches it on; bf16 weights are gathered as they are; a
+    weight that was changed on its way is found.
+    """
+    split = PP2 | {"ppo": {**PPO, "generation": {"reshard": "auto"}}, "precision": "bf16"}
+    model, *_ = matrix.build(tokenizer_dir, folder, "llama", "actor", split)
+    assert all(ended or len(ids) > 1 for ids, ended, _ in generated(model)["sampled"])
+    whole = gathered_stages.gather_stages(model.unwrapped(), model._undivided)
+    assert len(whole.decoder.layers) == 4
+    assert {tensor.dtype for tensor in whole.parameters()} == {torch.bfloat16}
+    honest = torch.distributed.broadcast
+
+    def flips(tensor, src, group):
+        honest(tensor, src=src, group=group)
+        if src == 0 and torch.distributed.get_rank() == 1:
+            tensor.view(torch.int16).view(-1)[0] ^= 1
+
+    torch.distributed.broadcast = flips
+    with pytest.raises(RuntimeError, match="different weights after the exchange"):
+        gathered_stages.gather_stages(model.unwrapped(), model._undivided)
+    torch.distributed.broadcast = honest
+    assert parallel_state.get_pipeline_model_parallel_world_size() == 2
+    destroy_model_parallel()
+
+
+def damaged_when_moved(tokenizer_dir, folder):
+    """On all ranks: bf16 weights arrive with their bits; one that does not is named on all ranks,
+    wherever it was changed.
+    """
+    wanted = {"tp": 1, "pp": 1}
+    split = SP2 | {"ppo": {**PPO, "generation": {"reshard": wanted}}, "precision": "bf16"}
+    model, *_ = matrix.build(tokenizer_dir, folder, "llama", "actor", split)
+    moved = model.generator.split
+    assert (moved.tensor_ranks, moved.pipeline_ranks, len(moved.dividing)) == (1, 1, 1)
+    (whole,) = moved.weights(model.unwrapped())
+    assert {tensor.dtype for tensor in whole.parameters()} == {torch.bfloat16}
+    assert whole.decoder.layers[0].mlp.linear_fc2.weight.shape[1] == model.cfg.ffn_hidden_size
+    honest = resharding.refit.swap_model_weights
+
+    def flips(source, target, service):
+        honest(source, target, service)
+        for name, tensor in target.named_parameters():
+            if (
+                torch.distributed.get_rank() == 1
+                and name == "decoder.layers.2.mlp.linear_fc1.weight"
+            ):
+                tensor.data.view(torch.int16)[7, 3] ^= 1
+
+    resharding.refit.swap_model_weights = flips
+    message = ""
+    try:
+        moved.weights(model.unwrapped())
+    except RuntimeError as error:
+        message = str(error)
+    assert "layers.2.mlp.linear_fc1.weight of rank 1 has other bits" in message
+    resharding.refit.swap_model_weights = honest
+    destroy_model_parallel()
+
+
+def two_ranks(tokenizer_dir, folder):
+    compare(tokenizer_dir, folder, TWO_RANKS)
+    configured_and_damaged(tokenizer_dir, folder)
+    damaged_when_moved(tokenizer_dir, folder)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_tokenizer_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    matrix.write_models(tiny_tokenizer_dir, folder)
+    return folder
+
+
+def test_texts_are_those_of_the_split_of_training(tiny_tokenizer_dir, models):
+    run_ranks(two_ranks, 2, 200, tiny_tokenizer_dir, models)
+
+
+@pytest.mark.full
+def test_more_texts_are_those_of_the_split_of_training(tiny_tokenizer_dir, models):
+    run_ranks(compare, 2, 200, tiny_tokenizer_dir, models, TWO_RANKS_FULL)
+
+
+@pytest.mark.full
+def test_texts_are_those_of_the_split_of_training_beside_other_splits(tiny_tokenizer_dir, models):
+    run_ranks(compare, 4, 280, tiny_tokenizer_dir, models, FOUR_RANKS)
