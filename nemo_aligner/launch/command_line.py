@@ -8,6 +8,8 @@ from collections.abc import Callable
 from hydra._internal.utils import _run_hydra, get_args_parser
 from omegaconf import DictConfig
 
+from nemo_aligner.core.endings import ExitCode
+
 # The script stays in its working directory, writes no .hydra folder and logs to stdout only;
 # `exp_manager` makes the folder of a job.
 HYDRA_OVERRIDES = ("hydra.output_subdir=null", "hydra/job_logging=stdout", "hydra.run.dir=.")
@@ -21,6 +23,8 @@ def hydra_runner(
     NeMo's own imports all of NeMo, which takes seconds; with this one, `--help` and a mistake in
     the configuration are answered at once. The command line is the same: `key=value`, `+key=`,
     `++key=`, `~key`, `--config-path`, `--config-name`, `--config-dir`, `--cfg job`, `--multirun`.
+    A command line of which Hydra can make no configuration ends the process with
+    `ExitCode.USER_ERROR`.
 
     Args:
         config_path: folder of the YAML files, relative to the script.
@@ -33,16 +37,29 @@ def hydra_runner(
             if cfg is not None:
                 main(cfg)
                 return
+            is_composed = False
+
+            @functools.wraps(main)
+            def task(cfg: DictConfig) -> None:
+                nonlocal is_composed
+                is_composed = True
+                main(cfg)
+
             parser = get_args_parser()
             args = parser.parse_args()
             args.overrides.extend(HYDRA_OVERRIDES)
-            _run_hydra(
-                args=args,
-                args_parser=parser,
-                task_function=main,
-                config_path=config_path,
-                config_name=config_name,
-            )
+            try:
+                _run_hydra(
+                    args=args,
+                    args_parser=parser,
+                    task_function=task,
+                    config_path=config_path,
+                    config_name=config_name,
+                )
+            except SystemExit as end:
+                if end.code and not is_composed:  # Hydra has said why, and ends with 1
+                    raise SystemExit(ExitCode.USER_ERROR) from None
+                raise
 
         return run
 

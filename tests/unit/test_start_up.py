@@ -53,6 +53,14 @@ def test_help_shows_the_configuration_and_imports_nothing_heavy(script):
     assert ended.stdout.splitlines()[-1] == "imported:"
 
 
+@pytest.mark.parametrize("argument", ["trainer.devises=2", "trainer.devices=[", "--config-name=x"])
+def test_what_hydra_refuses_is_an_error_of_the_user(argument):
+    """A launcher would start a job that has failed again."""
+    ended = run(SCRIPTS[0], argument)
+    assert ended.returncode == ExitCode.USER_ERROR, ended.stderr
+    assert "HYDRA_FULL_ERROR" in ended.stderr
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_an_unknown_key_is_one_message_and_imports_nothing_heavy(script):
     ended = run(script, "++trainer.devises=2")
