@@ -42,9 +42,9 @@ code_of() {
 
 # Run the job NAME with its command until it ends for good; SIGTERM goes to the job.
 keep_running() {
-  local name=$1 restarts=0 code asked=
+  local name=$1 restarts=0 code asked= job=
   shift
-  trap 'asked=1; kill -TERM "$job" 2>/dev/null' TERM
+  trap 'asked=1; [ -z "$job" ] || kill -TERM "$job" 2>/dev/null' TERM
   while :; do
     "$python" "$@" &
     job=$!
@@ -62,11 +62,13 @@ keep_running() {
   done
 }
 
+asked= actor_pid=
+trap 'asked=1; [ -z "$actor_pid" ] || kill -TERM "$actor_pid" 2>/dev/null' TERM USR1 INT
 keep_running server "${server[@]}" &
 server_pid=$!
 keep_running actor "${actor[@]}" &
 actor_pid=$!
-trap 'kill -TERM "$actor_pid" 2>/dev/null' TERM USR1 INT
+[ -z "$asked" ] || kill -TERM "$actor_pid" 2>/dev/null
 
 # Without its server the actor would wait for a long time.
 while kill -0 "$actor_pid" 2>/dev/null; do

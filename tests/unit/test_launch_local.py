@@ -15,8 +15,9 @@ import pytest
 from tests.patience import patience, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "scripts/launch_local.sh"
-# Each start adds a line to a file. The arguments are the exit codes of the starts, one after the
-# other; with "stay" the job runs until SIGTERM, and ends with 0 then, with "save" with 76.
+# Each start adds a line to a file; none ends before the server has started. The arguments are the
+# exit codes of the starts, one after the other; with "stay" the job runs until SIGTERM, and ends
+# with 0 then, with "save" with 76.
 JOB = """
     import os, pathlib, signal, sys, time
     log = pathlib.Path(__file__).with_suffix(".log")
@@ -27,6 +28,8 @@ JOB = """
     if end in ("stay", "save"):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(76 if end == "save" else 0))
         time.sleep(600)
+    while not pathlib.Path(__file__).with_name("server.log").exists():
+        time.sleep(0.05)
     time.sleep(0.3)
     if end == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -113,6 +116,17 @@ def test_the_actor_saves_when_the_script_is_asked_to_end(launch, tmp_path, numbe
     wait_until(lambda: starts(tmp_path, "actor") and starts(tmp_path, "server"), 60)
     process.send_signal(number)
     assert end(process)[0] == 76
+
+
+def test_a_signal_while_the_jobs_start_leaves_none_of_them(launch):
+    """One that comes as soon as the script has a child; it may not have started the actor yet."""
+    for _ in range(5):
+        process = launch(["stay"], ["save"])
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not children.read_text():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert end(process)[0] in (76, 128 + signal.SIGTERM)
 
 
 def test_without_two_commands_it_says_how_to_call_it():
