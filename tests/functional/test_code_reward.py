@@ -485,7 +485,7 @@ def test_a_server_that_was_stopped_and_continued_gets_requests_again(
     [
         (
             "inference.reward_fn=reward.py:scores",
-            ["no function 'scores'", "score, score_of, texts_only"],
+            ["no function 'scores'", "it has score, score_of, lengths_of_lines, texts_only"],
         ),
         ("trainer.devices=2", ["one process", "trainer.devices=1"]),
         ("model.tokenizer={library: null, type: null}", ["rm_model_file", "model.tokenizer"]),
