@@ -34,6 +34,7 @@ BENCHMARKS = (
     "ppo_step",
     "rs_step",
     "padding",
+    "reshard",
     "wire",
     "startup",
     "scaling",
