@@ -1,16 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Generation against Hugging Face's `generate`, on the same weights: fixed and skewed lengths,
-fp32 and bf16, several responses to one long prompt.
+fp32 and bf16, several responses to one long prompt, two ranks.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py
 
 Both give responses of the same lengths (`benchmarks/countdown.py`), which is checked. The bound is
 the time of the matrix products alone, each measured at its shape; `of the bound` is the bound over
-ours. With "n slots" ours keeps n samples in its batch, and the peer decodes batches of n.
+ours. With "n slots" ours keeps n samples in its batch, and the peer decodes batches of n. Of two
+ranks each generates half of the responses (DP 2), or all of them with half of the weights (TP 2);
+of the peer two processes generate half each. CPU seconds are those of both.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,7 +66,61 @@ CASES = {
 }
 
 
-def build_peer(at: countdown.Folders, precision: str) -> dict[str, Callable]:
+@dataclass
+class RanksCase:
+    """A case that two ranks share.
+
+    Attributes:
+        whole: the case.
+        tensor_parallel: number of ranks that divide the weights.
+    """
+
+    whole: Case
+    tensor_parallel: int
+
+    def of_rank(self, rank: int, ranks: int) -> Case:
+        """What one of `ranks` data-parallel ranks generates."""
+        return Case(self.whole.lengths[rank::ranks], self.whole.slots // ranks)
+
+
+RANKS = 2
+RANKS_CASES = {
+    "64 rows, 2 ranks (DP)": RanksCase(CASES["64 rows, 32 + 128 tokens"], 1),
+    "64 skewed responses, 2 ranks (DP)": RanksCase(CASES["64 skewed responses, 64 slots"], 1),
+    "64 rows, 2 ranks (TP)": RanksCase(CASES["64 rows, 32 + 128 tokens"], 2),
+}
+
+
+def build_peer_rank(
+    at: countdown.Folders, precision: str, rank: int, ranks: int, _port: int
+) -> dict[str, Callable]:
+    """Hugging Face's generation of a part of the responses of each case of ranks."""
+    parts = {name: case.of_rank(rank, ranks) for name, case in RANKS_CASES.items()}
+    return build_peer(at, precision, parts)
+
+
+def build_our_rank(
+    at: countdown.Folders, precision: str, tensor_parallel: int, rank: int, ranks: int, port: int
+) -> dict[str, Callable]:
+    """Our generation on one rank, of the cases with that many tensor-parallel ranks."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    parts = {
+        name: case.of_rank(rank // tensor_parallel, ranks // tensor_parallel)
+        for name, case in RANKS_CASES.items()
+        if case.tensor_parallel == tensor_parallel
+    }
+    return build_ours(at, precision, parts, tensor_model_parallel_size=tensor_parallel)
+
+
+def build_peer(
+    at: countdown.Folders, precision: str, cases: Mapping[str, Case] = CASES
+) -> dict[str, Callable]:
     """Hugging Face's generation of each case, in batches of its slots."""
     model = countdown.load_peer(at, precision)
 
@@ -83,14 +140,16 @@ def build_peer(at: countdown.Folders, precision: str) -> dict[str, Callable]:
             found = ended.to(torch.uint8).argmax(1) + 1
             assert torch.equal(found, lengths.repeat_interleave(case.copies)), found
 
-    return {name: partial(run, case) for name, case in CASES.items()}
+    return {name: partial(run, case) for name, case in cases.items()}
 
 
-def build_ours(at: countdown.Folders, precision: str) -> dict[str, Callable]:
-    """Our generation of each case, `slots` samples at a time."""
+def build_ours(
+    at: countdown.Folders, precision: str, cases: Mapping[str, Case] = CASES, **keys: Any
+) -> dict[str, Callable]:
+    """Our generation of each case, `slots` samples at a time; `keys` of section `model`."""
     from nemo_aligner.generation import GenerationParams
 
-    model = countdown.load_actor(at, precision)
+    model = countdown.load_actor(at, precision, **keys)
     model.set_eval()
 
     def run(case: Case) -> None:
@@ -102,7 +161,7 @@ def build_ours(at: countdown.Folders, precision: str) -> dict[str, Callable]:
         found = output.response_lengths - case.prompt
         assert torch.equal(found, case.expected), found
 
-    return {name: partial(run, case) for name, case in CASES.items()}
+    return {name: partial(run, case) for name, case in cases.items()}
 
 
 def matrix_seconds(rows: int, head_rows: int, precision: str) -> float:
@@ -154,6 +213,22 @@ def row(name: str, precision: str, sides: dict[str, measure.Side], repeats: int)
     )
 
 
+def ranks_rows(at: countdown.Folders, repeats: int) -> list[measure.Row]:
+    """Figures of two ranks, fp32."""
+    rows = []
+    with measure.Ranks(build_peer_rank, RANKS, at, "32") as peer:
+        for tensor_parallel in (1, RANKS):
+            with measure.Ranks(build_our_rank, RANKS, at, "32", tensor_parallel) as ours:
+                for name, case in RANKS_CASES.items():
+                    if case.tensor_parallel != tensor_parallel:
+                        continue
+                    figures = measure.in_turns({"ours": ours, "peer": peer}, name, repeats)
+                    tokens = round(int(case.whole.lengths.sum()) / figures["ours"].seconds)
+                    more = {"tokens per CPU s": tokens}
+                    rows.append(measure.pair_row(f"{name}, 32", figures, **more))
+    return rows
+
+
 def main() -> None:
     parser = measure.arguments(__doc__)
     parser.add_argument(
@@ -170,6 +245,7 @@ def main() -> None:
             ):
                 sides = {"ours": ours, "peer": peer}
                 rows += [row(name, precision, sides, args.repeats) for name in CASES]
+        rows += ranks_rows(at, min(args.repeats, 3))
     measure.report("generate", "Generation, against Hugging Face's `generate`", rows, args.json)
 
 

@@ -24,7 +24,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,15 +95,59 @@ class Side:
         Raises:
             EOFError: the process has ended; its error is on the terminal.
         """
-        self._ask("")  # which collects garbage
-        busy = busy_seconds()
-        cpu, wall = self._ask(case)
-        others = (busy_seconds() - busy - cpu) / wall / (os.cpu_count() or 1)
-        return cpu, wall, min(max(others, 0.0), 1.0)
+        return _run_together([self], case)
 
-    def _ask(self, case: str) -> tuple[float, float]:
+    def send(self, case: str) -> None:
+        """Have the process run a case; an empty one collects garbage."""
         self._connection.send(case)
+
+    def receive(self) -> tuple[float, float]:
+        """CPU seconds and seconds on the clock of what was sent."""
         return self._connection.recv()
+
+
+class Ranks:
+    """Sides that run each case at the same time, as the ranks of one job do.
+
+    Args:
+        build: as in `Side`; its last three arguments are the rank, the number of ranks, and a
+            port at which they can meet.
+        count: number of ranks.
+        arguments: of `build`, before these.
+    """
+
+    def __init__(
+        self, build: Callable[..., dict[str, Callable[[], object]]], count: int, *arguments: Any
+    ):
+        from nemo_aligner.servers.ports import find_free_port
+
+        port = find_free_port()
+        self._sides = [Side(build, *arguments, rank, count, port) for rank in range(count)]
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for side in self._sides:
+            side.__exit__(*error)
+
+    def run(self, case: str) -> tuple[float, float, float]:
+        """As `Side.run`: CPU seconds of all ranks together, seconds until the last one is done."""
+        return _run_together(self._sides, case)
+
+
+def _run_together(sides: Sequence[Side], case: str) -> tuple[float, float, float]:
+    for side in sides:
+        side.send("")
+    for side in sides:
+        side.receive()
+    busy = busy_seconds()
+    for side in sides:
+        side.send(case)
+    cpus, walls = zip(*(side.receive() for side in sides), strict=True)
+    cpu, wall = sum(cpus), max(walls)
+    others = (busy_seconds() - busy - cpu) / wall / (os.cpu_count() or 1)
+    return cpu, wall, min(max(others, 0.0), 1.0)
 
 
 def _serve(connection: Any, build: Callable, arguments: tuple) -> None:
@@ -124,7 +168,7 @@ def _serve(connection: Any, build: Callable, arguments: tuple) -> None:
         connection.send((time.process_time() - cpu, time.perf_counter() - wall))
 
 
-def in_turns(sides: dict[str, Side], case: str, repeats: int) -> dict[str, Figures]:
+def in_turns(sides: Mapping[str, Side | Ranks], case: str, repeats: int) -> dict[str, Figures]:
     """Figures of a case for each side; the first round does not count."""
     figures = {name: Figures() for name in sides}
     for repeat in range(repeats + 1):
