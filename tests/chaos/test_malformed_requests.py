@@ -132,7 +132,7 @@ def make_wrong(request: Request, draw: random.Random) -> None:
         if draw.random() < 0.5:
             head["inputs"].remove(tensor)
         else:
-            head["inputs"].append(dict(tensor, name=draw.choice([tensor["name"], "x", ""])))
+            head["inputs"].append(dict(tensor, name=draw.choice([tensor.get("name"), "x", ""])))
     elif way == "field":
         tensor = draw.choice(inputs)
         name = draw.choice(["name", "shape", "datatype", "parameters", "data"])
