@@ -14,6 +14,7 @@ nobody has closed it, as behind a router that has forgotten it, is noticed in SI
 long the request may take.
 """
 
+import contextlib
 import errno
 import http.client
 import json
@@ -275,13 +276,42 @@ def _get(
             raise UntrustedServerError(
                 f"its certificate is not one of tls_ca_file: {error.verify_message}"
             ) from error
-        if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        plain = error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
+        if plain or _speaks_http(host, port, timeout_s):
             raise UntrustedServerError("tls_ca_file is set, but it does not encrypt") from error
         return None
-    except (OSError, http.client.HTTPException):
+    except (ConnectionRefusedError, TimeoutError):
+        return None
+    except (OSError, http.client.HTTPException) as error:
+        if tls is None and _encrypts(host, port, timeout_s):
+            raise UntrustedServerError("it encrypts, but tls_ca_file is not set") from error
+        if tls is not None and _speaks_http(host, port, timeout_s):
+            raise UntrustedServerError("tls_ca_file is set, but it does not encrypt") from error
         return None
     finally:
         connection.close()
+
+
+def _encrypts(host: str, port: int, timeout_s: float) -> bool:
+    """Whether a server at this address encrypts, whoever it is; nothing is sent to it."""
+    anyone = ssl.create_default_context()
+    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host, port), timeout_s) as sock, anyone.wrap_socket(sock):
+            return True
+    except OSError:
+        return False
+
+
+def _speaks_http(host: str, port: int, timeout_s: float) -> bool:
+    """Whether a server at this address replies without encryption."""
+    with contextlib.closing(make_connection(host, port, timeout_s, None)) as connection:
+        try:
+            connection.request("GET", "/v2/health/live")
+            connection.getresponse()
+        except (OSError, http.client.HTTPException):
+            return False
+        return True
 
 
 class ModelProbe:

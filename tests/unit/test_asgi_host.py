@@ -21,7 +21,9 @@ from nemo_aligner.servers import admission, asgi_host
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.exchange import Exchange, InferRequest, token_header
 from nemo_aligner.servers.fleet import Fleet
+from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
+from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.schema import (
     RequestError,
     critic_save_endpoint,
@@ -78,8 +80,6 @@ def test_a_client_with_the_certificate_and_the_token_is_served(encrypted, certif
     assert send(encrypted, trusting, TOKEN).tolist() == [[3.0], [12.0]]
     with pytest.raises(ServerMismatchError, match="asks for a token"):
         send(encrypted, trusting)
-    with HTTPCommunicator(1.0) as communicator, pytest.raises(Exception, match="not reachable"):
-        communicator.add_server_by_name("reward_model", *encrypted.address)
 
 
 def test_a_fleet_sends_samples_and_token_encrypted(encrypted, certificates):
@@ -105,10 +105,32 @@ def test_another_server_is_refused_in_one_line(encrypted, certificates):
                 pass
 
 
-def test_a_server_that_does_not_encrypt_is_named(certificates):
+def test_a_server_that_does_not_encrypt_is_named_at_once(certificates):
+    tls = client_tls(certificates[0][0], "remote_rm")
     with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
-        with pytest.raises(ServerMismatchError, match="it does not encrypt"):
-            send(front, client_tls(certificates[0][0], "remote_rm"))
+        refused_at_once(front.address, tls, "tls_ca_file is set, but it does not encrypt")
+    address = "127.0.0.1", find_free_port()
+    front = Front(*address, "unused", [REWARD], Access())
+    front.open()
+    with contextlib.closing(front):
+        refused_at_once(address, tls, "tls_ca_file is set, but it does not encrypt")
+
+
+def test_a_server_that_encrypts_is_named_at_once(encrypted):
+    refused_at_once(encrypted.address, None, "it encrypts, but tls_ca_file is not set")
+
+
+def refused_at_once(address, tls, words):
+    """Client and fleet say in one line, long before their time limit, what is wrong."""
+    with HTTPCommunicator(600.0, tls=tls) as communicator:
+        with pytest.raises(ServerMismatchError, match=words) as caught:
+            communicator.add_server_by_name("reward_model", *address, REWARD)
+    assert "\n" not in str(caught.value)
+    spec = RewardModelSpec(None, "reward_model", (address,), 1.0, "remote_rm")
+    with contextlib.closing(Fleet(spec, REWARD, 600.0, 60.0, tls=tls)) as fleet:
+        with pytest.raises(ServerMismatchError, match=words):
+            while not fleet.wait_until_ready(1.0):
+                pass
 
 
 @pytest.mark.parametrize(
