@@ -23,8 +23,10 @@ FAULTS = (
     "silent reply",  # the server has done the work; nothing comes back, nobody closes anything
     "twice",  # the server gets the request a second time, over another connection
     "late",  # everything arrives, after `DELAY_S`
+    "reordered",  # the reply comes after that to the next request, if one comes in `OVERTAKEN_S`
 )
 DELAY_S = 0.5
+OVERTAKEN_S = 2.0
 
 
 class FaultyNetwork:
@@ -37,14 +39,17 @@ class FaultyNetwork:
 
     Attributes:
         happened: (path, fault) of each POST that had one.
+        overtaken: replies that have come after that to a later request.
     """
 
     def __init__(self, server: tuple[str, int], fault: Callable[[int, str], str | None]):
         self.server, self.fault = server, fault
         self.happened: list[tuple[str, str]] = []
-        self.posts = 0
+        self.posts = self.overtaken = 0
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._replies = 0  # that have gone to clients
+        self._replied = threading.Condition()
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -91,6 +96,10 @@ class FaultyNetwork:
         elif fault is None:
             with socket.create_connection(self.server) as server:
                 _pass_on(client, server, head)
+            if b"/infer" in head.split(b"\r\n")[0]:
+                with self._replied:
+                    self._replies += 1
+                    self._replied.notify_all()
         else:
             self._work(client, head + _read_body(client, head), fault)
 
@@ -120,6 +129,11 @@ class FaultyNetwork:
             if fault == "reset in the reply":
                 _reset(client)
         else:
+            if fault == "reordered":
+                with self._replied:
+                    before = self._replies
+                    overtaken = lambda: self._replies > before  # noqa: E731
+                    self.overtaken += self._replied.wait_for(overtaken, OVERTAKEN_S)
             client.sendall(reply)
 
     def _reply(self, request: bytes) -> bytes:

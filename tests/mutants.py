@@ -843,6 +843,67 @@ MUTANTS = [
         _unit("test_schedule.py", "test_check_progress"),
     ),
     Mutant(
+        "a rank that hangs is not noticed while another one waits for it",
+        "launch/watchdog.py",
+        "            if has_moved or total != of_all:",
+        "            if True:",
+        _unit("test_watchdog.py", "test_the_rank_that_hangs_is_named_by_the_one_that_waits"),
+    ),
+    Mutant(
+        "a rank that waits for a slow one counts as hung",
+        "launch/watchdog.py",
+        "            if has_moved or total != of_all:",
+        "            if has_moved:",
+        _unit("test_watchdog.py", "test_a_rank_may_wait_for_a_slow_one"),
+    ),
+    Mutant(
+        "a process that is stopped for good is left",
+        "launch/watchdog_process.py",
+        "        silent_s, last = silent_s + min(now - last, 2 * LOOK_S), now",
+        "        silent_s, last = 0.0, now",
+        _unit("test_watchdog.py", "test_a_process_that_is_stopped_for_good_is_killed"),
+    ),
+    Mutant(
+        "what living processes have is removed as left by killed ones",
+        "core/leftovers.py",
+        "        fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "",
+        _unit(
+            "test_leftovers.py",
+            "test_the_next_process_removes_what_a_killed_one_left_and_nothing_else",
+        ),
+    ),
+    Mutant(
+        "a forked process removes what its parent has",
+        "core/leftovers.py",
+        "    if os.getpid() != owner:\n        return\n",
+        "",
+        _unit("test_leftovers.py", "test_a_forked_process_keeps_what_its_parent_has"),
+    ),
+    Mutant(
+        "a record of leftovers may name anything",
+        "core/leftovers.py",
+        "        if not path.is_absolute() or not _OURS.fullmatch(path.name):",
+        "        if not path.is_absolute():",
+        _unit(
+            "test_leftovers.py", "test_records_that_were_tampered_with_remove_nothing_of_others"
+        ),
+    ),
+    Mutant(
+        "an error in one line names the first place of its traceback",
+        "core/errors.py",
+        '    return " ".join([one_line(lines[0]), *places[-1:]])',
+        '    return " ".join([one_line(lines[0]), *places[:1]])',
+        _unit("test_errors.py", "test_the_cause_and_its_place"),
+    ),
+    Mutant(
+        "the place of an error is in a library",
+        "core/errors.py",
+        "    own = [frame for frame in frames if _is_own(frame.filename)] or frames",
+        "    own = frames",
+        _unit("test_errors.py", "test_the_place_is_not_in_a_library"),
+    ),
+    Mutant(
         "a job at its time limit ends like one that has finished",
         "training/stop_requests.py",
         "stop = JobStopped(ExitCode.TIME,",

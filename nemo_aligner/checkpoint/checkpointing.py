@@ -72,6 +72,7 @@ from nemo_aligner.checkpoint.optimizer_forms import (
 )
 from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_save_hf
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
+from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel import parallel_state
 
 
@@ -199,6 +200,10 @@ class CheckpointCallback:
 
     def _export(self, folder: Path, is_train_end: bool) -> None:
         """Write what is asked for beside the checkpoint `folder`, whose weights are in memory."""
+        with progress.expected(False):
+            self._export_all(folder, is_train_end)
+
+    def _export_all(self, folder: Path, is_train_end: bool) -> None:
         if self.always_save_nemo or (is_train_end and self.save_nemo_on_train_end):
             self.model.save_to(str(self.root / f"{self.name}.nemo"))
         if self.save_hf == EVERY_CHECKPOINT or (is_train_end and self.save_hf):
@@ -428,7 +433,8 @@ class CheckpointCallback:
         stored = read_state(folder)
         assert stored is not None, f"{folder} is not complete"
         self.model.check_checkpoint(folder)
-        self._load(folder)
+        with progress.expected(False):
+            self._load(folder)
         _restore_rng(folder)
         if folder.resolve().parent == self.root.resolve():
             self.save_number, self.folder = stored["save_number"], folder

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nemo_aligner.checkpoint.forms import MARKER
 from nemo_aligner.core.errors import DamagedFileError, SaveError
+from nemo_aligner.core.progress import progress
 
 MANIFEST = "CHECKSUMS.xxh128"
 Checksums = dict[str, str]  # path below the folder -> hexadecimal digits
@@ -47,6 +48,7 @@ class _Stream:
     def write(self, data: Any) -> int:
         """Write `data`; returns its length."""
         self.hash.update(data)
+        progress.made()
         with self._noting_errors():
             return self.file.write(data)
 
@@ -117,6 +119,7 @@ def file_checksum(file: IO[bytes]) -> str:
     found = xxhash.xxh3_128()
     while block := file.read(_BLOCK_BYTES):
         found.update(block)
+        progress.made()
     return found.hexdigest()
 
 

@@ -150,6 +150,7 @@ def check_values(
     _check_sequence_lengths(values)
     values.whole("model.forward_micro_batch_size", 1)
     values.whole("model.seed", 0)
+    values.number("trainer.hang_timeout_s", 0, above=True)
     values.whole("model.dynamic_micro_batch_tokens", 1)
     if config_name == "inference_rm":
         check_reward_server(values, ranks)

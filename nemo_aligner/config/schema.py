@@ -47,7 +47,7 @@ def dotted(prefix: str, names: str) -> set[str]:
 _TRAINER = dotted(
     "trainer",
     """num_nodes devices accelerator precision logger enable_checkpointing use_distributed_sampler
-    max_time max_epochs max_steps""",
+    max_time max_epochs max_steps hang_timeout_s""",
 )
 _EXP_MANAGER = (
     dotted(  # the fields of nemo.utils.exp_manager.ExpManagerConfig and its CallbackParams

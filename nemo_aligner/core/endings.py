@@ -57,6 +57,11 @@ def keep_ending_in(folder: Path) -> None:
     (folder / ENDING_FILE).unlink(missing_ok=True)
 
 
+def ending_file() -> Path | None:
+    """Where the ending of this process is still to be written; None if it writes none."""
+    return None if _folder is None else _folder / ENDING_FILE
+
+
 def note_ending(code: ExitCode, reason: str, step: int | None = None) -> None:
     """Write `ending.json`, if this process keeps one. The first ending counts: what breaks later
     follows from it.

@@ -16,6 +16,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.generation.batch import DecodingBatch, FinishedSample, WaitingSample
 from nemo_aligner.generation.cache import DecodingPass, KeyValueCache, PrefillPass
@@ -245,6 +246,7 @@ class MegatronGenerator(TextGenerator):
             _on_all_expert_ranks(done=False, failure=error)
             raise
         while not _on_all_expert_ranks(done=True):
+            progress.made()
             self._dummy_pass(model)
 
     def _refill(
@@ -268,6 +270,7 @@ class MegatronGenerator(TextGenerator):
         cache.reserve(batch.width)
         cache.copy(refill.moves, batch.longest())
         for slots, start, stop in _prefill_passes(batch, refill.prefill):
+            progress.made()
             _on_all_expert_ranks(done=False)
             rows = torch.tensor(slots, device=batch.device)
             model.forward(
@@ -287,6 +290,7 @@ class MegatronGenerator(TextGenerator):
         Returns:
             Those that have ended, and their slots.
         """
+        progress.made()
         _on_all_expert_ranks(done=False)
         tokens, positions = batch.fed()
         hidden = model.forward(tokens, DecodingPass(cache, positions))

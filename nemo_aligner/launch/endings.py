@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 from nemo_aligner.core.endings import ExitCode, JobStopped, note_ending
 from nemo_aligner.core.errors import (
@@ -31,9 +31,8 @@ R = TypeVar("R")
 
 # Processes of this node that were started from this one (`processes.launch_processes`).
 started_processes: list[subprocess.Popen] = []
-# This process was started in that way. Lightning's launcher kills the whole job when such a
-# process ends with another code than 0.
-was_started = False
+# In the environment of such a process: who has started it.
+STARTED_BY = "NEMO_ALIGNER_STARTED_BY"
 
 # After an error: how long another process may take to fail for the same reason.
 _FAILURE_GRACE_S = 5.0
@@ -55,7 +54,7 @@ def user_errors_end_the_job(main: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with stop_requests.watching(lambda: _end_started_processes(0.0)):
+        with stop_requests.watching(lambda number: end_at_once(ExitCode.PRE_EMPTED, number)):
             return _run(main, *args, **kwargs)
 
     return run
@@ -76,7 +75,7 @@ def _run(main: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise SystemExit(code) from None
     except JobStopped:
         _end_started_processes(_EXIT_GRACE_S)
-        if was_started:
+        if _was_started():
             raise SystemExit(ExitCode.FINISHED) from None
         raise
     except BaseException as error:
@@ -88,6 +87,32 @@ def _run(main: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         raise SystemExit(ExitCode.FAILED)
     note_ending(ExitCode.FINISHED, "finished", stop_requests.step)
     return result
+
+
+def end_at_once(code: ExitCode, asked_by: int | None = None) -> NoReturn:
+    """End this process, which cannot do it in order, and with it the job; any thread calls it.
+
+    Where rank 0 has started this process, that one ends first: Lightning's launcher would end the
+    job with another code.
+
+    Args:
+        asked_by: the signal, which rank 0 is to get as well.
+    """
+    if _was_started():
+        for _ in range(2):  # the first one alone may wait for the end of a step
+            if asked_by is not None:
+                os.kill(os.getppid(), asked_by)
+            time.sleep(_RANK_ZERO_FIRST_S / 2)
+    _end_started_processes(0.0)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _was_started() -> bool:
+    """Whether rank 0 has started this process. Lightning's launcher kills the whole job when such
+    a process ends with another code than 0.
+    """
+    return os.environ.get(STARTED_BY) == str(os.getppid())
 
 
 def _exit_code(error: Exception) -> ExitCode:

@@ -27,6 +27,7 @@ from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.leftovers import sweep_once
 from nemo_aligner.launch import endings
+from nemo_aligner.launch.watchdog import watch
 from nemo_aligner.parallel.device import get_backend
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
 from nemo_aligner.parallel.rendezvous import join_on_loopback
@@ -171,14 +172,20 @@ def launch_processes(trainer: Trainer | None) -> None:
         # Lightning's own choice may be taken by the time that it is used.
         os.environ.setdefault("MASTER_PORT", str(find_free_port()))
     if strategy.launcher is not None:
-        strategy.launcher.launch(lambda: None, trainer=trainer)
+        os.environ[endings.STARTED_BY] = str(os.getpid())
+        try:
+            strategy.launcher.launch(lambda: None, trainer=trainer)
+        finally:
+            del os.environ[endings.STARTED_BY]
         endings.started_processes.extend(getattr(strategy.launcher, "procs", []))
         if starts_processes and environment.local_rank() > 0:
-            endings.was_started = True
             _end_with_parent()
     if isinstance(strategy, DDPStrategy):
         _join_on_loopback(strategy)
     strategy.setup_environment()  # joins the other ranks unless this process has
+    if isinstance(trainer, JobTrainer):
+        settings = complete(trainer.job_cfg.trainer, "gpt_sft", "trainer")
+        watch(settings.hang_timeout_s, trainer.global_rank, trainer.world_size)
 
 
 def _join_on_loopback(strategy: DDPStrategy) -> None:

@@ -98,6 +98,10 @@ class JobStore:
             return None
         return self._store.get(key).decode()
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 at first, and return it; without other ranks that is always 0."""
+        return 0 if self._store is None else self._store.add(key, amount)
+
     def delete(self, key: str) -> None:
         if self._store is not None:
             with contextlib.suppress(Exception):  # not every kind of store can delete

@@ -29,6 +29,7 @@ from nemo.utils import logging
 
 from nemo_aligner.config.server_rules import check_kind_of_rewards, check_reward_function_options
 from nemo_aligner.core.errors import ConfigError, UserError, cause_in
+from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.servers.schema import RequestError
 from nemo_aligner.servers.steps import reward_places
@@ -284,6 +285,7 @@ class RewardFunction:
             while left and not request.future.done():
                 kind, value = worker.receive(self.timeout_s)
                 request.record(left.popleft(), kind, value)
+                progress.made()
         except TimeoutError:
             return (
                 f"it took longer than {self.timeout_s:g} s (inference.reward_fn_timeout_s) and "

@@ -49,6 +49,7 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     cause_of,
 )
+from nemo_aligner.core.progress import progress
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore
@@ -180,7 +181,9 @@ class ServerLoop:
         try:
             with self._watcher():
                 self._start()
-                self._serve()
+                progress.before_exit = self._host.kill
+                with progress.expected():
+                    self._serve()
         except BaseException as error:
             with contextlib.suppress(Exception):  # the store may be gone, too
                 self._read_stop_request()  # the watcher thread may not have read it yet
@@ -238,6 +241,7 @@ class ServerLoop:
     def _serve(self) -> None:
         next_check = time.monotonic() + CHECK_INTERVAL_S
         while True:
+            progress.made()
             job = None
             if self.rank == 0:
                 with contextlib.suppress(queue.Empty):
@@ -268,7 +272,8 @@ class ServerLoop:
         try:
             if signal_ not in self.operations:
                 raise RuntimeError(f"{self.name} cannot handle the signal {signal_!r}")
-            result = self.operations[signal_](**(job.inputs if job else {}))
+            with progress.in_phase(signal_.name.lower()):
+                result = self.operations[signal_](**(job.inputs if job else {}))
         except Exception as error:
             kind = type(error).__name__
             cause = cause_of(error)

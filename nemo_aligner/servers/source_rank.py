@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
+from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.futures import FutureResult, PendingReply
@@ -68,6 +69,7 @@ def await_on_source(
 
 def _poll(pending: Awaitable | Exception | None, timeout_s: float) -> tuple[str, Any]:
     """Return ("done", result), ("failed", error) or, after `timeout_s`, ("pending", None)."""
+    progress.made()  # the peer has a time limit of its own
     try:
         if pending is None:
             raise RuntimeError("nothing was sent on the rank that sends")

@@ -32,6 +32,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import take_share
 from nemo_aligner.parallel.device import get_device
@@ -175,6 +176,7 @@ def _run_schedule(
     def forward_step(
         data_iterator: Iterator[tuple[Batch, int]], model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        progress.made()
         micro_batch, width = next(data_iterator)
         output = _call_model(model, micro_batch, width, model_inputs)
 

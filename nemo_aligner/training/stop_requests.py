@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from nemo_aligner.core.endings import ExitCode, JobStopped, note_ending
+from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:
@@ -53,23 +54,23 @@ class StopRequests:
         self._first_term: float | None = None
         self._last_boundary = 0.0
         self._step_s: float | None = None  # of the step before
-        self._before_exit: Callable[[], object] = lambda: None
+        self._exit: Callable[[int], object] = lambda _number: None
 
     # ---- signals ----
 
     @contextlib.contextmanager
-    def watching(self, before_exit: Callable[[], object]) -> Iterator[None]:
+    def watching(self, end: Callable[[int], object]) -> Iterator[None]:
         """Inside, SIGTERM and SIGUSR1 are requests. A thread sees them: the main thread may be in
         a collective that never ends.
 
         Args:
-            before_exit: called before the process ends at once.
+            end: ends the process at once, with what belongs to it; gets the signal.
         """
         if self._watching or threading.current_thread() is not threading.main_thread():
             yield
             return
         self._clear()
-        self._before_exit, self._watching = before_exit, True
+        self._exit, self._watching = end, True
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
@@ -115,12 +116,12 @@ class StopRequests:
             return
         if not self._in_loop:
             when = "before the first step" if self.step is None else "at the end of the job"
-            self._end_at_once(f"{number.name} {when}")
+            self._end_at_once(number, f"{number.name} {when}")
         if number == signal.SIGTERM:
             if self._first_term is None:
                 self._first_term = now
             elif now > self._first_term + REPEATED_S:
-                self._end_at_once("a second SIGTERM")
+                self._end_at_once(number, "a second SIGTERM")
         if self.received is None:
             self.received = number
             if is_rank_zero():
@@ -137,13 +138,11 @@ class StopRequests:
             text += f", in about {left:.0f} s by the step before"
         return f"{text}. A second SIGTERM ends it at once."
 
-    def _end_at_once(self, reason: str) -> None:
+    def _end_at_once(self, number: signal.Signals, reason: str) -> None:
         if is_rank_zero():
             _say(f"{reason}: the job ends at once, without saving. {AGAIN}")
         note_ending(ExitCode.PRE_EMPTED, reason, self.step)
-        self._before_exit()
-        sys.stdout.flush()
-        os._exit(ExitCode.PRE_EMPTED)
+        self._exit(number)
 
     # ---- the loop over the steps; every rank calls these ----
 
@@ -160,7 +159,8 @@ class StopRequests:
         self._step_s, self._last_boundary = None, time.monotonic()
         self._in_loop = True
         try:
-            yield
+            with progress.expected():
+                yield
         finally:
             self._in_loop = False
 

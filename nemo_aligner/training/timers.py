@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 
@@ -69,7 +70,8 @@ class ScopedTimer:
                 "it again"
             )
         start, began = self._now(), time.time()
-        yield
+        with progress.in_phase(name):
+            yield
         duration = self._now() - start
         self._durations.setdefault(name, []).append(duration)
         if self._on_scope is not None:

@@ -63,6 +63,7 @@ class Pair:
     steps: int = STEPS
     interval: int = 1  # of validations and checkpoints
     network_port: int | None = None  # of a relay that the actor goes through
+    hang_timeout_s: float = 600  # of both jobs
     port: int = field(default_factory=find_free_port)
     endings: list[Ending] = field(default_factory=list)
 
@@ -86,6 +87,7 @@ class Pair:
                 self.ranks,
                 "python",
                 test_ppo_job.CONSTANT_RATE,
+                f"trainer.hang_timeout_s={self.hang_timeout_s}",
                 script=script,
             )
         code = REWARD_FUNCTION.format(root=str(phases.ROOT), folder=str(self.folder))
@@ -114,6 +116,7 @@ class Pair:
             f"trainer.{section}.save_interval={self.interval}",
             f"model.{section}.rollout_micro_batch_size=2",
             test_ppo_job.CONSTANT_RATE,
+            f"trainer.hang_timeout_s={self.hang_timeout_s}",
         ]
         return job.actor(
             self.inputs,
@@ -187,11 +190,11 @@ class Pair:
             time.sleep(0.05)
         return int((self.folder / "reached").read_text())
 
-    def send(self, process: psutil.Process, number: int, stopped_s: float = 3.0) -> None:
-        """Send a signal; what was stopped goes on after `stopped_s`."""
+    def send(self, process: psutil.Process, number: int, stopped_s: float | None = 3.0) -> None:
+        """Send a signal; what was stopped goes on after `stopped_s`, with None never."""
         process.send_signal(number)
         (self.folder / "go").touch()
-        if number == signal.SIGSTOP:
+        if number == signal.SIGSTOP and stopped_s is not None:
             time.sleep(stopped_s)
             process.send_signal(signal.SIGCONT)
 

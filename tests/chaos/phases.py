@@ -132,7 +132,9 @@ def rank() -> int:
 def act(fault: dict[str, Any]) -> None:
     """Let the fault happen here, or wait until the test has made it happen."""
     folder = Path(fault["folder"])
-    pause(folder, fault["fault"].startswith("SIG"))
+    pause(folder, fault["fault"].startswith("SIG") or fault["fault"] == "stopped for good")
+    while fault["fault"] == "hung":
+        time.sleep(1)
     if fault["fault"] == "exception":
         raise RuntimeError(f"a fault of the test in {fault['phase']}")
     if fault["fault"] == "full disk":

@@ -28,6 +28,8 @@ SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 FROM_WITHIN = ("exception", "full disk", "clock jump")
 INSTANTS = int(os.environ.get("CHAOS_INSTANTS", 20))  # 200 in a long run
 CLOCK_JUMP_S = 86400.0
+HUNG = ("hung", "stopped for good")  # a loop that never ends, SIGSTOP without SIGCONT
+HANG_TIMEOUT_S = 20.0  # `trainer.hang_timeout_s` of the jobs that meet one of these
 
 
 class Cell(NamedTuple):
@@ -45,7 +47,7 @@ class Cell(NamedTuple):
     @property
     def ranks(self) -> int:
         """Of each job; two where one of them must notice the end of the other."""
-        ends = self.fault in ("SIGKILL", "SIGTERM", "exception", "full disk")
+        ends = self.fault in ("SIGKILL", "SIGTERM", "exception", "full disk", *HUNG)
         return 2 if self.role[-1] == "1" or (self.role[-1] == "0" and ends) else 1
 
 
@@ -65,6 +67,16 @@ CELLS = [
         for side, phases in (("actor", ACTOR_PHASES), ("critic", CRITIC_PHASES))
         for phase in (*phases, "resume")
         for rank in (0, 1)
+    ),
+    *(
+        Cell("ppo", f"{side} {rank}", phase, fault)
+        for side, phases in (
+            ("actor", ("generate", "train", "save")),
+            ("critic", ("score", "train", "save")),
+        )
+        for phase in phases
+        for rank in (0, 1)
+        for fault in HUNG
     ),
     *(
         Cell("ppo", f"{side} {rank}", "save", "full disk")
@@ -176,12 +188,13 @@ def happens(cell: Cell, new_pair, folder: Path) -> Pair:
     """Run a pair to the end with the fault in it."""
     if cell.role == "network":
         return network_fault(cell, new_pair, folder)
-    pair = new_pair(cell.kind, folder, ranks=cell.ranks)
+    more = {"hang_timeout_s": HANG_TIMEOUT_S} if cell.fault in HUNG else {}
+    pair = new_pair(cell.kind, folder, ranks=cell.ranks, **more)
     if cell.role.endswith("files"):
         damage(cell, pair)
     elif cell.role == "drawn":
         drawn(cell, pair)
-    elif cell.fault in SIGNALS:
+    elif cell.fault in (*SIGNALS, "stopped for good"):
         signal_in_phase(cell, pair)
     else:
         from_within(cell, pair)
@@ -192,7 +205,8 @@ def happens(cell: Cell, new_pair, folder: Path) -> Pair:
 
 
 def signal_in_phase(cell: Cell, pair: Pair) -> None:
-    number = getattr(signal, cell.fault)
+    number = getattr(signal, cell.fault, signal.SIGSTOP)
+    stopped_s = None if cell.fault in HUNG else 3.0
     if cell.phase == "resume":
         stop_early(pair)
     if cell.role == "reward worker":
@@ -204,7 +218,8 @@ def signal_in_phase(cell: Cell, pair: Pair) -> None:
         pid = pair.wait_until_reached()
         endpoint = ENDPOINTS[cell.phase][cell.kind == "rs"] if cell.role == "stub" else ""
         within = {"triton": "tritonserver", "stub": f"/{endpoint}/"}.get(cell.role)
-        pair.send(pair.of_triton(within) if within else psutil.Process(pid), number)
+        process = pair.of_triton(within) if within else psutil.Process(pid)
+        pair.send(process, number, stopped_s)
 
     side, rank = place(cell, pair)
     with chaos(pair, side, rank, cell.phase, cell.fault):
@@ -280,6 +295,8 @@ def network_fault(cell: Cell, new_pair, folder: Path) -> Pair:
     with FaultyNetwork(("127.0.0.1", pair.port), fault) as network:
         pair.network_port = network.port
         pair.run()
+    # A critic's updates and saves go one after another: nothing can overtake them.
+    assert network.overtaken or cell.fault != "reordered" or cell.phase != "score"
     assert network.happened and {what for _, what in network.happened} == {cell.fault}
     return pair
 
@@ -324,6 +341,10 @@ def check_endings(cell: Cell, pair: Pair) -> None:
         assert not pair.endings, pair.story("a job ended")
     elif cell.fault == "exception":
         assert f"a fault of the test in {cell.phase}" in logs, pair.story("no culprit")
+    elif cell.fault == "hung":
+        assert re.search(f"rank {cell.role[-1]} stands in phase", logs), pair.story("no culprit")
+    elif cell.fault == "stopped for good":
+        assert f"HUNG: rank {cell.role[-1]} of 2 has not run" in logs, pair.story("no culprit")
     elif cell.fault == "full disk":
         assert "no space left" in logs.lower(), pair.story("no culprit")
     elif cell.role in ("triton", "stub") and cell.fault == "SIGKILL":

@@ -7,6 +7,7 @@ limit. (An actor with its critic: test_ppo_job.py; a critic in its save: test_cr
 import json
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -91,9 +92,36 @@ def test_the_time_limit_has_a_code_of_its_own(data, tiny_tokenizer_dir, tmp_path
     assert (tmp_path / f"sft/checkpoints/step-step={found['step']}/COMPLETE").exists()
 
 
-def test_a_job_that_has_not_begun_ends_at_once(data, tiny_tokenizer_dir, tmp_path):  # noqa: F811
-    with sft(data, tiny_tokenizer_dir, tmp_path / "sft", ranks=2) as job:
+def second_rank(job):
+    """The process of rank 1 of a job that plain `python` started, once it takes signals."""
+    found = []
+
+    def takes_signals():
+        assert job.process.poll() is None, job.log[-3000:]
+        if started := psutil.Process(job.process.pid).children():
+            found[:] = [min(started, key=lambda child: (child.create_time(), child.pid))]
+            status = Path(f"/proc/{found[0].pid}/status").read_text()
+            return int(status.partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1
+        return False
+
+    wait_until(takes_signals, 60, lambda: job.log[-3000:], 0.05)
+    return found[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_that_has_not_begun_ends_at_once(
+    rank,
+    data,  # noqa: F811
+    tiny_tokenizer_dir,
+    tmp_path,
+):
+    with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *LONG, ranks=2) as job:
         wait_for_log(job, "*** configuration ***")
-        assert job.stop(10) == ExitCode.PRE_EMPTED, job.log[-3000:]
+        if rank == 0:
+            assert job.stop(10) == ExitCode.PRE_EMPTED, job.log[-3000:]
+        else:  # started by rank 0, which ends by the same request
+            second_rank(job).send_signal(signal.SIGTERM)
+            assert job.wait(20) == ExitCode.PRE_EMPTED, job.log[-3000:]
+            assert ending(tmp_path / "sft")["code"] == ExitCode.PRE_EMPTED
         assert not job.leftovers()
     assert "SIGTERM before the first step: the job ends at once" in job.log

@@ -92,12 +92,14 @@ def serve_function(cfg: DictConfig) -> None:
     """
     from nemo_aligner.algorithms.reward_server import RewardModelServer
     from nemo_aligner.launch.experiment import log_config
+    from nemo_aligner.launch.watchdog import watch
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import build_tokenizer
     from nemo_aligner.servers.reward_function import RewardFunction
 
     tokenizer = build_tokenizer(tokenizer_config(cfg))
     OmegaConf.resolve(cfg)
     log_config(cfg)
+    watch(cfg.trainer.hang_timeout_s)
     options = cfg.inference
     with RewardFunction(
         options.reward_fn,

@@ -1,0 +1,203 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The watchdog of a rank (launch/watchdog.py) at work in real processes: what hangs ends, with the
+culprit named, and what is slow does not.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_aligner.core.endings import ExitCode
+from nemo_aligner.servers.ports import find_free_port
+from tests.patience import patience, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+TIMEOUT_S = 4.0
+MOST_S = 24.0  # on a busy machine
+JOB = """
+import datetime, sys, threading, time
+from pathlib import Path
+import torch.distributed as dist
+from nemo_aligner.core.endings import keep_ending_in
+from nemo_aligner.core.progress import progress
+from nemo_aligner.launch.watchdog import watch
+
+WHAT, TIMEOUT_S, RANK, SIZE = sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:5])
+if SIZE > 1:
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{sys.argv[6]}", rank=RANK, world_size=SIZE)
+if RANK == 0:
+    keep_ending_in(Path(sys.argv[5]))
+watch(TIMEOUT_S, RANK, SIZE)
+
+def never_ends():
+    while True:
+        time.sleep(0.1)
+
+with progress.expected():
+    with progress.in_phase("train"):
+        print("ready", flush=True)
+        if WHAT == "slow":  # units of work that take a third of the time
+            for _ in range(5):
+                time.sleep(TIMEOUT_S / 3)
+                progress.made()
+        elif WHAT == "long":  # a unit of work of which nothing is known
+            with progress.expected(False):
+                time.sleep(1.5 * TIMEOUT_S)
+        elif WHAT == "rank 1 works" and RANK == 1:  # and rank 0 waits for it
+            for _ in range(5):
+                time.sleep(TIMEOUT_S / 3)
+                progress.made()
+        elif WHAT == "hangs" and RANK == SIZE - 1:
+            never_ends()
+        elif WHAT == "waits":
+            threading.Event().wait()
+        if SIZE > 1:
+            dist.barrier()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(what, rank, size) -> process`, which is at its work."""
+    port, jobs = find_free_port(), []
+
+    def start(what, rank=0, size=1):
+        timeout_s = min(patience(TIMEOUT_S), MOST_S)
+        words = map(str, [what, timeout_s, rank, size, tmp_path, port])
+        job = subprocess.Popen(
+            [sys.executable, "-c", JOB, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        guard = threading.Timer(patience(60), job.kill)
+        guard.start()
+        jobs.append((job, guard))
+        return job
+
+    yield start
+    for job, guard in jobs:
+        guard.cancel()
+        job.kill()
+        job.communicate()
+
+
+def is_alive(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ignores(process, number):
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.partition("SigIgn:")[2].split()[0], 16) >> (number - 1) & 1
+
+
+def beside(job):
+    """The processes that watch the job, once there is one."""
+    found = []
+
+    def is_there():
+        found[:] = [
+            process
+            for process in psutil.Process(job.pid).children()
+            if is_alive(process) and "watchdog_process.py" in " ".join(process.cmdline())
+        ]
+        return found
+
+    wait_until(is_there, 20, lambda: "a process beside the rank")
+    return found
+
+
+def ending(folder):
+    return json.loads((folder / "ending.json").read_text())
+
+
+@pytest.mark.parametrize("what", ["slow", "long"])
+def test_slow_work_goes_on(start, what):
+    job = start(what)
+    watcher = beside(job)
+    out, err = job.communicate()
+    assert (job.returncode, out) == (0, "ready\n"), err
+    wait_until(lambda: not any(map(is_alive, watcher)), 10, lambda: "its end")
+
+
+@pytest.mark.parametrize("what", ["hangs", "waits"])
+def test_a_main_thread_that_hangs_ends_the_job(start, what, tmp_path):
+    job = start(what)
+    _, err = job.communicate()
+    assert job.returncode == ExitCode.LOST_PEER, err
+    assert re.search(
+        r"\nERROR: no rank has made progress for \d+ s \(trainer.hang_timeout_s\): rank 0 stands "
+        r"in phase 'train' at .+:\d+ \(.+\)\. The same command continues\.\n",
+        err,
+    ), err
+    assert "Rank 0 stands here:" in err and "in <module>" in err
+    assert ending(tmp_path)["code"] == 77 and "phase 'train'" in ending(tmp_path)["reason"]
+
+
+def test_the_rank_that_hangs_is_named_by_the_one_that_waits(start, tmp_path):
+    jobs = [start("hangs", rank, 2) for rank in (0, 1)]
+    _, err = jobs[0].communicate()
+    assert jobs[0].returncode == ExitCode.LOST_PEER, err
+    assert "hang_timeout_s): rank 1 stands in phase 'train' at" in err
+    assert "Rank 1 stands here:" in err and "in never_ends" in err
+    assert "ERROR" not in jobs[1].communicate()[1]
+    assert jobs[1].returncode == ExitCode.LOST_PEER
+    assert "rank 1 stands" in ending(tmp_path)["reason"]
+
+
+def test_a_rank_may_wait_for_a_slow_one(start):
+    jobs = [start("rank 1 works", rank, 2) for rank in (0, 1)]
+    for job in jobs:
+        _, err = job.communicate()
+        assert job.returncode == 0, err
+
+
+def test_a_process_that_is_stopped_for_good_is_killed(start, tmp_path):
+    job = start("waits")
+    (watcher,) = beside(job)
+    assert job.stdout.readline() == "ready\n"
+    time.sleep(2)  # until the phase has been said
+    job.send_signal(signal.SIGSTOP)
+    _, err = job.communicate()
+    assert job.returncode == -signal.SIGKILL
+    assert re.search(
+        r"HUNG: rank 0 of 1 has not run for \d+ s in phase 'train' \(it was stopped, as by ",
+        err,
+    ), err
+    assert ending(tmp_path)["name"] == "SIGKILL"
+    wait_until(lambda: not is_alive(watcher), 10, lambda: "its end")
+
+
+def test_a_process_that_is_stopped_for_a_while_goes_on(start):
+    job = start("slow")
+    beside(job)
+    job.send_signal(signal.SIGSTOP)
+    time.sleep(1.0)
+    job.send_signal(signal.SIGCONT)
+    _, err = job.communicate()
+    assert job.returncode == 0, err
+
+
+def test_the_process_beside_a_rank_does_not_take_its_signals_and_is_started_again(start):
+    job = start("slow")
+    (watcher,) = beside(job)
+    wait_until(lambda: ignores(watcher, signal.SIGTERM), 10, lambda: "its start")
+    watcher.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert is_alive(watcher)
+    watcher.kill()
+    wait_until(lambda: beside(job)[0].pid != watcher.pid, 10, lambda: "another one")
+    _, err = job.communicate()
+    assert job.returncode == 0, err
