@@ -8,7 +8,7 @@ from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.generation import gathered_stages, resharding
 from nemo_aligner.parallel import parallel_state
-from tests.distributed import matrix
+from tests.distributed import matrix, matrix_reload
 from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO
 
@@ -153,10 +153,44 @@ def damaged_when_moved(tokenizer_dir, folder):
     destroy_model_parallel()
 
 
+def in_turns(tokenizer_dir, folder, name, reshard, resume=False):
+    """On all ranks: rollouts and two updates with dropout, in turns; saved after the first update,
+    or resumed there. Returns the second update's numbers, the last texts and the weights.
+    """
+    overrides = TP2 | {"ppo": {**PPO, "generation": {"reshard": reshard}}, "hidden_dropout": 0.1}
+    training = matrix.build(tokenizer_dir, folder, "gpt2", "actor", overrides)
+    model, *_ = training
+    callback = matrix_reload._callback(folder, name, "gpt2", "actor", *training)
+    if resume:
+        assert callback.load_latest() == {"step": 1}
+    else:
+        generated(model)
+        matrix_reload.step(*training, "actor")
+        callback.custom_save({}, trainer_state={"step": 1})
+    generated(model)
+    numbers = matrix_reload.step(*training, "actor")
+    texts = [ids for ids, *_ in generated(model)["sampled"]]
+    weights = {n: t.detach().clone() for n, t in model._named_weights()}
+    destroy_model_parallel()
+    return numbers, texts, weights
+
+
+def resumes_exactly(tokenizer_dir, folder):
+    moved = {"tp": 1, "pp": 1}
+    whole = in_turns(tokenizer_dir, folder, "moved", moved)
+    for other in (
+        in_turns(tokenizer_dir, folder, "moved", moved, resume=True),
+        in_turns(tokenizer_dir, folder, "kept", "none"),
+    ):
+        assert other[0] == whole[0] and other[1] == whole[1]
+        assert all(torch.equal(other[2][name], tensor) for name, tensor in whole[2].items())
+
+
 def two_ranks(tokenizer_dir, folder):
     compare(tokenizer_dir, folder, TWO_RANKS)
     configured_and_damaged(tokenizer_dir, folder)
     damaged_when_moved(tokenizer_dir, folder)
+    resumes_exactly(tokenizer_dir, folder)
 
 
 @pytest.fixture(scope="module")
