@@ -126,6 +126,7 @@ def test_records_that_were_tampered_with_remove_nothing_of_others(places, monkey
     (records / "folder").mkdir()
     os.mkfifo(records / "pipe")
     swept(records, monkeypatch)
+    assert other.is_dir()
     assert (temporary / name).is_symlink() and sorted(os.listdir(other)) == ["kept", name]
     assert not (records / "record").exists()
 

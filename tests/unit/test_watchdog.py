@@ -79,7 +79,7 @@ def start(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        guard = threading.Timer(patience(60), job.kill)
+        guard = threading.Timer(min(patience(60), 180), job.kill)
         guard.start()
         jobs.append((job, guard))
         return job
