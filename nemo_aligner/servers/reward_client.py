@@ -44,19 +44,19 @@ class RMFutureResult(FutureResult[Scores]):
         rm_future: `PendingReply` with the replies by name of the reward model, or the exception
             of an attempt to send, on the source rank of the model-parallel group; ignored
             elsewhere.
-        rollout: the micro-batch.
+        rollout: the micro-batch. Without it, as in NeMo-Aligner's call, a reply with rewards of
+            tokens is an error.
         weights: of each reward model of an ensemble, by name; None for a single reward model.
     """
 
     def __init__(
         self,
         rm_future: PendingReply | Exception | None,
-        rollout: Rollout,
+        rollout: Rollout | None = None,
         weights: Mapping[str, float] | None = None,
     ):
         self.rm_future, self.weights = rm_future, weights
-        self._width = rollout["response_tokens"].shape[1]
-        self._lengths = rollout["response_lengths"]
+        self._rollout = rollout
         self.pending = () if rm_future is None else (rm_future,)
 
     def result(self) -> Scores:
@@ -84,12 +84,22 @@ class RMFutureResult(FutureResult[Scores]):
         weighted = [weight * parts[name].double() for name, weight in self.weights.items()]
         token_rewards = None
         if of_tokens:
+            lengths = self._scored()["response_lengths"]
             for name in parts.keys() - of_tokens.keys():
-                of_tokens[name] = reward_at_last_token(parts[name], self._lengths, self._width)
+                of_tokens[name] = reward_at_last_token(parts[name], lengths, self._width)
             token_rewards = add_token_rewards(of_tokens, self.weights)
         return Scores(
             functools.reduce(torch.add, weighted).float(), parts=parts, token_rewards=token_rewards
         )
+
+    def _scored(self) -> Rollout:
+        if self._rollout is None:
+            raise ValueError("rewards of tokens need rollout, the micro-batch that was scored")
+        return self._rollout
+
+    @property
+    def _width(self) -> int:
+        return self._scored()["response_tokens"].shape[1]
 
     def _of_transitions(self, token_rewards: Tensor) -> Tensor:
         """[b, S-1], the reward of token t+1 in column t, from those of the columns that were sent;
