@@ -78,20 +78,23 @@ def scores_of_places(
     Raises:
         RuntimeError: a score at such a token is not finite.
     """
-    rewards = torch.full_like(scores, float("nan"))
+    has_reward = torch.zeros(scores.shape, dtype=torch.bool)
     bounds = zip(prompt_lengths.tolist(), lengths.tolist(), strict=True)
+    rows = tokens.tolist()
     for row, (start, end) in enumerate(bounds):
-        response = tokens[row, start:end].tolist()
+        response = rows[row][start:end]
         if per == "token":
             places = list(range(len(response)))
         else:
             assert step_end is not None
             places = step_ends(tokenizer, response, step_end)
         columns = [start + place for place in places]
-        rewards[row, columns] = scores[row, columns]
-        if not rewards[row, columns].isfinite().all():
-            raise RuntimeError(
-                f"the reward model's scores of the tokens of row {row} are not finite: look for "
-                "NaN in its weights (a diverged training, a damaged checkpoint)."
-            )
-    return rewards
+        has_reward[row, columns] = True
+    has_reward = has_reward.to(scores.device)
+    bad = (has_reward & ~scores.isfinite()).any(1).nonzero().flatten().tolist()
+    if bad:
+        raise RuntimeError(
+            f"the reward model's scores of the tokens of row {bad[0]} are not finite: look for "
+            "NaN in its weights (a diverged training, a damaged checkpoint)."
+        )
+    return scores.masked_fill(~has_reward, float("nan"))
