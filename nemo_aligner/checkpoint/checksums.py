@@ -183,11 +183,13 @@ def save_error(path: Path, error: OSError, needed: int | None = None) -> SaveErr
 
 
 def _free_space(path: Path) -> str:
-    try:
-        filesystem = os.statvfs(path)
-    except FileNotFoundError:  # not there yet, or another rank has removed the half already
-        filesystem = os.statvfs(path.parent)
-    return f"{_megabytes(filesystem.f_bavail * filesystem.f_frsize)} are free"
+    for place in (path, *path.parents):
+        try:
+            filesystem = os.statvfs(place)
+        except FileNotFoundError:  # not there yet, or another rank has removed it with its folder
+            continue
+        return f"{_megabytes(filesystem.f_bavail * filesystem.f_frsize)} are free"
+    return "an unknown size is free"
 
 
 def check_space(folder: Path, needed: int) -> None:

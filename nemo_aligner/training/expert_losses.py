@@ -20,6 +20,14 @@ def has_balance_losses(config: TransformerConfig) -> bool:
     return bool(config.num_moe_experts) and any(coefficients)
 
 
+def forget_balance_losses() -> None:
+    """Empty the table before a pass, of what one that failed or nobody asked for left in it.
+
+    Its rows are the layers of the model that wrote first: one with more layers would not fit.
+    """
+    take_balance_table()
+
+
 def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dict[str, float]:
     """Read and clear the balance losses of the last forward-backward pass; all ranks call it.
 

@@ -37,7 +37,11 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import take_share
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import shapes_exchanged
-from nemo_aligner.training.expert_losses import has_balance_losses, take_balance_losses
+from nemo_aligner.training.expert_losses import (
+    forget_balance_losses,
+    has_balance_losses,
+    take_balance_losses,
+)
 from nemo_aligner.training.finite import check_finite
 from nemo_aligner.training.rank_plans import Plan, plan_of_rank
 from nemo_aligner.training.token_counts import FORWARD, TRAIN, count_tokens
@@ -288,6 +292,8 @@ def forward_backward(
             totals[key] = totals.get(key, 0.0) + value.detach().double()
         return metrics if forward_only else (loss * scale, {})
 
+    if balanced:
+        forget_balance_losses()
     with torch.set_grad_enabled(not forward_only):
         _run_schedule(model_chunks, batch, plan, consume, model_inputs, forward_only=forward_only)
     metrics, moments = _sum_over_data_parallel(totals)

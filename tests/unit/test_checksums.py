@@ -4,6 +4,7 @@
 in each member, files that are missing or cut, and older ones that have no checksums.
 """
 
+import errno
 import io
 import json
 import logging
@@ -321,6 +322,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(saved, other_job, tmp_path, m
             assert folders_in(folder / "checkpoints") == ["checkpoint-step=1", "checkpoint-step=2"]
     assert len(begun) == len(messages) == 1
     assert re.search(r"no space left .* MB are needed, .* MB are free", messages[0])
+
+
+def test_a_full_disk_is_named_though_another_rank_removed_the_folder(tmp_path):
+    gone = tmp_path / "checkpoint-step=2.writing" / "weights"
+    error = checksums.save_error(gone, OSError(errno.ENOSPC, "No space left on device"))
+    assert re.search(rf"^no space left .* for {re.escape(str(gone))}: .* MB are free", str(error))
 
 
 def test_the_nemo_of_a_job_that_died_before_it_is_written_at_the_next_start(

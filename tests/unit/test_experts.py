@@ -6,10 +6,7 @@ loop over tokens; the losses that balance the experts; and combinations that are
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_utils import (
-    MoEAuxLossAutoScaler,
-    get_moe_layer_wise_logging_tracker,
-)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from nemo_aligner.checkpoint import nemo_writing
@@ -19,6 +16,7 @@ from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.megatron_releases import take_balance_table
 from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
 from tests.tiny_models import tiny_config
 
@@ -33,7 +31,7 @@ MOE = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": FFN, "init_method_std"
 def no_balance_losses_are_left_behind():
     """Routers that are called directly leave their losses in a table of the process."""
     yield
-    get_moe_layer_wise_logging_tracker().clear()
+    take_balance_table()
 
 
 def logits_of(model):
