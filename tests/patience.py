@@ -35,7 +35,8 @@ class _StolenTime:
             busy = wanted > os.sysconf("SC_CLK_TCK") * (now - self._last[0]) / 4
             self._factor = wanted / max(wanted - taken, 1) if busy else 1.0
             self._last = now, used, stolen
-        return min(self._factor, 4.0)
+        # At least 1: a machine that was moved or paused may count its stolen time backwards.
+        return min(max(self._factor, 1.0), 4.0)
 
 
 _stolen_time = _StolenTime()
