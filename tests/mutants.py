@@ -326,12 +326,40 @@ MUTANTS = [
         "first = starts[0]",
         _unit("test_kto_model.py", "test_only_the_response_to_a_conversation_counts"),
     ),
+    Mutant(
+        "the baseline of REINFORCE counts responses that did not end",
+        "algorithms/reinforce.py",
+        "valid=is_end & mask.bool().any(1)",
+        "valid=mask.bool().any(1)",
+        _unit("test_reinforce.py", "test_data_equal_a_naive_loop"),
+    ),
+    Mutant(
+        "the KL of REINFORCE is the sum over the tokens",
+        "algorithms/reinforce.py",
+        "masked_sum(kl, mask, dim=1) / mask.sum(1).clamp(min=1)",
+        "masked_sum(kl, mask, dim=1)",
+        _unit("test_reinforce.py", "test_data_equal_a_naive_loop"),
+    ),
+    Mutant(
+        "REINFORCE trains on responses that did not end",
+        "models/nlp/gpt/megatron_gpt_reinforce_actor.py",
+        'mask = batch["mask"] * batch["is_end"].unsqueeze(-1)',
+        'mask = batch["mask"]',
+        _unit("test_reinforce_actor.py", "test_loss_is_that_of_a_naive_loop"),
+    ),
+    Mutant(
+        "REINFORCE lowers the likelihood of good responses",
+        "core/losses.py",
+        "loss = -(weights * kept(advantages, weights) * kept(logprobs, weights)).sum()",
+        "loss = (weights * kept(advantages, weights) * kept(logprobs, weights)).sum()",
+        _unit("test_reinforce_actor.py", "test_loss_is_that_of_a_naive_loop"),
+    ),
     # --- rollouts: masks, rewards, advantages
     Mutant(
         "the first rollout is not compared with the reference",
         "algorithms/ppo.py",
-        'return first or self.rollout_logprobs == "recompute"',
-        'return self.rollout_logprobs == "recompute"',
+        'return "recompute" if first else self.rollout_logprobs',
+        "return self.rollout_logprobs",
         _unit(
             "test_ppo_trainer.py",
             "test_log_probs_of_the_sampler_save_a_pass_after_the_first_rollout",

@@ -3,31 +3,22 @@
 """Proximal policy optimization of a Megatron policy against a critic and a reward model in other
 processes.
 
-`PPOTrainer.generate_rollouts` and `PPOTrainer.learn` are the algorithm; `RolloutTrainer.run_step`
-calls one after the other. The trainer uses the policy only through `AlignableGenerativeInterface`
-and the critic only through futures (`Critic` of `core/interfaces.py`). It does not depend on
-tensor or pipeline parallelism: the ranks of one data-parallel (DP) replica hold equal batches and
-all call the same methods. `ppo_data.py` turns rewards into advantages. For estimators without a
-critic, the critic is replaced by an object that returns rewards only.
+`PolicyGradientTrainer.generate_rollouts` and `PPOTrainer.learn` are the algorithm;
+`RolloutTrainer.run_step` calls one after the other. The trainer uses the policy only through
+`AlignableGenerativeInterface` and the critic only through futures (`Critic` of
+`core/interfaces.py`). It does not depend on tensor or pipeline parallelism: the ranks of one
+data-parallel (DP) replica hold equal batches and all call the same methods. `ppo_data.py` turns
+rewards into advantages. For estimators without a critic, the critic is replaced by an object that
+returns rewards only.
 
-Shapes: N samples of a rollout over all DP ranks (prompts x responses to each), B of them on this
-rank, S padded length (prompt + response), G the global batch of one optimizer update. Tensors per
-transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment.
-
-The split of the work does not change the numbers:
-
-* a sample's random stream depends on (seed, step, dataset index, number of the response), not on
-  the rank or micro-batch that generates it;
-* a gathered rollout is put in the order of dataset index and response before it is shuffled,
-  whichever rank generated what;
-* one seeded permutation of the N samples is cut into global batches of G, and each of these into
-  one share per DP rank. So update k sees the same G samples with any number of ranks (`deal`).
+Rollouts are those of `PolicyGradientTrainer`, which also says why the split of the work does not
+change the numbers.
 
 References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss, eq. 11 for the
 advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL term in the reward.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any, cast
 
@@ -36,24 +27,20 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.algorithms.alarms import check_policy_equals_reference, rollout_health
+from nemo_aligner.algorithms.alarms import rollout_health
+from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
 from nemo_aligner.algorithms.ppo_data import (
     DataSettings,
     make_kl_controller,
     make_ppo_data,
     objective_of,
 )
-from nemo_aligner.algorithms.rollout_log import TRAIN_TABLE_ROWS
 from nemo_aligner.algorithms.rollout_state import changes_of_objective
-from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
+from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
+    PPORolloutBatch as PPORolloutBatch,
+)
 from nemo_aligner.algorithms.rollouts import (
-    PPORolloutBatch,
-    compute_num_rollout_microbatches,
-    first_sample,
-    local_places,
-    local_share,
-    sample_table,
-    shares_of_global_batches,
+    compute_num_rollout_microbatches as compute_num_rollout_microbatches,
 )
 from nemo_aligner.config.ppo_rules import check_estimator
 from nemo_aligner.core.errors import ConfigError
@@ -68,13 +55,13 @@ from nemo_aligner.core.interfaces import (
     RunTimer,
     Scheduler,
 )
-from nemo_aligner.core.types import InferenceBatch, PPOTrainBatch, Rollout, RolloutBatch, Scores
+from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.training.finite import naming_step
 
 
-class PPOTrainer(RolloutTrainer):
+class PPOTrainer(PolicyGradientTrainer):
     """Trains a policy with PPO; see `fit`.
 
     Attributes:
@@ -92,8 +79,6 @@ class PPOTrainer(RolloutTrainer):
         "val_rewards",
     )
     WAIT_TIMER = "critic_wait"
-
-    model: PolicyWithReference
 
     def __init__(
         self,
@@ -117,16 +102,8 @@ class PPOTrainer(RolloutTrainer):
         """As the base class, and:
 
         Args:
-            train_dataloader_builder, val_dataloader_builder: `builder(consumed_samples=...)` gives
-                a data loader whose batch sampler yields this rank's micro-batches of one rollout
-                after the other.
-            collate_fn: list of samples of the dataset to an `InferenceBatch`; must carry `idx`,
-                the dataset index.
             rm_critic: critic and reward model. With an `advantage_estimator` that needs no critic,
                 the reward model alone with the same methods.
-            batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to an
-                iterable of inference batches.
-            num_rollouts_per_prompt: responses to each training prompt.
             max_response_length: most tokens of a response, where an overlong penalty ends.
             kl_loss_coef: of the model's loss; above 0 the updates get the reference's log-probs.
             rollout_logprobs: where the policy's log-probs of a rollout come from: a pass of their
@@ -135,19 +112,24 @@ class PPOTrainer(RolloutTrainer):
         Raises:
             ConfigError: values of `trainer.ppo` and `model.ppo` that cannot work together.
         """
-        # Sizes that do not fit are refused now, not after the first steps.
-        val_dataloader_builder(consumed_samples=0)
-        sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
-        shared = cfg, model, optimizer, scheduler, sampler, logger, ckpt_callback, run_timer
-        super().__init__(*shared, num_rollouts_per_prompt, rm_critic.infer_rm_critic)
+        super().__init__(
+            cfg,
+            model,
+            optimizer,
+            scheduler,
+            train_dataloader_builder,
+            val_dataloader_builder,
+            collate_fn,
+            batch_iterator_cls,
+            logger,
+            ckpt_callback,
+            run_timer,
+            num_rollouts_per_prompt,
+            rm_critic.infer_rm_critic,
+        )
         cfg = self.cfg
         check_estimator(cfg.advantage_estimator)
-        self.train_dataloader_builder = train_dataloader_builder
-        self.val_dataloader_builder = val_dataloader_builder
-        self.collate_fn = collate_fn
         self.rm_critic = rm_critic
-        self.batch_iterator_cls = batch_iterator_cls
-        self.resumed = False
         self.critic_is_checked = False
 
         self.rollout_logprobs = rollout_logprobs
@@ -166,14 +148,10 @@ class PPOTrainer(RolloutTrainer):
             )
         self.objective = objective_of(cfg, self.data_settings, kl_loss_coef)
         self.kl_controller = make_kl_controller(cfg)
-        self.compute_init_policy_kl = cfg.initial_policy_kl_penalty > 0 or kl_loss_coef > 0
+        self.compute_init_policy_kl |= kl_loss_coef > 0
         if self.ppo_epochs < 1:
             raise ConfigError(f"trainer.ppo.ppo_epochs={self.ppo_epochs} must be at least 1.")
-        prompts, name = self.num_rollout_samples, "model.ppo.num_rollout_samples"
-        if self.num_rollouts_per_prompt != 1:
-            name += f"={prompts} x model.ppo.num_rollouts_per_prompt="
-            name += str(self.num_rollouts_per_prompt)
-        self.check_sizes(sampler, prompts * self.num_rollouts_per_prompt, name)
+        self.check_rollout("model.ppo.num_rollouts_per_prompt")
 
     ppo_optimization_step = property(attrgetter("optimization_step"))
 
@@ -198,47 +176,17 @@ class PPOTrainer(RolloutTrainer):
         overtake it.
         """
         critic_update = self.rm_critic.train(data)
-        metrics = self.train_policy(self._global_batches(data))
+        columns = cast(dict[str, Tensor], data)
+        metrics = self.train_policy(self.global_batches(columns, self.ppo_epochs))
         with self.timer("critic_train_wait"):
             metrics |= self._finish_critic_update(critic_update)
         kl = rollout_metrics["init_policy_kl_per_sample"]
         self.kl_controller.update(kl, num_samples=rollout_metrics["rollout_size"])
         return metrics
 
-    def generate_rollouts(
-        self, sampling_step: int | None = None
-    ) -> tuple[PPOTrainBatch, dict[str, Any], dict[str, float]]:
-        """One rollout with the current policy: `(data, metrics, timings)`; all ranks call it.
-
-        Args:
-            sampling_step: selects the random streams of the samples; `self.step` if not given.
-
-        Returns:
-            data: that of `generate_ppo_data` for this rank's samples, and `sample_order` (int64
-                `[B]`): the sample's place in the shuffled rollout of all ranks.
-
-        Raises:
-            UserError: a KL is to be measured, and the policy has no reference.
-        """
-        if self.compute_init_policy_kl:
-            self.model.check_reference_policy()
-        sampling_step = self.step if sampling_step is None else sampling_step
-        prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
-        with_logprobs = self.alarms.needs_sampling_logprobs or not self._recomputes_logprobs
-        with self.training_rollout(prompts, sampling_step, with_logprobs) as collected:
-            local = self._with_logprobs(collected.rollout)
-            scores = self.wait_for_scores(collected)
-            self._add_scores(local, scores)
-            data, ppo_metrics = self.generate_ppo_data(local)
-            ppo_metrics |= rollout_health(local, data)
-            ppo_metrics |= self._check_first_kl(local, data)
-            data["sample_order"] = local["sample_order"]
-
-        rollout = collected.columns
-        table = sample_table(rollout, scores, self.model.tokenizer, TRAIN_TABLE_ROWS)
-        metrics = self.rollout_metrics(rollout, scores) | ppo_metrics | {"table": table}
-        metrics["consumed_samples"] = self.consumed_samples
-        return data, metrics, self.generation_timings(rollout)
+    def make_data(self, local: RolloutBatch) -> tuple[PPOTrainBatch, dict[str, Any]]:
+        data, metrics = self.generate_ppo_data(local)
+        return data, metrics | rollout_health(local, data)
 
     def generate_ppo_data(
         self, rollout_batch: RolloutBatch
@@ -282,96 +230,15 @@ class PPOTrainer(RolloutTrainer):
         self.log_update(skipped)
         return metrics["loss"], metrics | skipped
 
-    def compute_rollout_metrics(self, rollout_batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Means over the samples of a rollout, with `table`, its first sample.
-
-        Args:
-            rollout_batch: a `Rollout` with `rewards` f32 `[N]`.
-        """
-        scores = Scores(rollout_batch["rewards"])
-        metrics = self.rollout_metrics(cast(Rollout, rollout_batch), scores)
-        return {**metrics, "table": first_sample(rollout_batch, self.model.tokenizer)}
-
     # ---------------------------------------------------------------------------- parts of a step
 
-    def validation_prompts(self) -> Iterable[InferenceBatch]:
-        return self._prompts(self.val_dataloader_builder, 0)
-
-    def _prompts(
-        self, dataloader_builder: PromptLoaderBuilder, consumed_samples: int
-    ) -> Iterable[InferenceBatch]:
-        """This rank's micro-batches of the next rollout."""
-        dataloader = dataloader_builder(consumed_samples=consumed_samples)
-        num_microbatches = compute_num_rollout_microbatches(dataloader)
-        with self.timer("batch_iterator_init"):
-            return self.batch_iterator_cls(
-                iter(dataloader.batch_sampler),
-                num_microbatches,
-                dataloader.dataset,
-                self.collate_fn,
-            )
-
     @property
-    def _recomputes_logprobs(self) -> bool:
-        """Before the first update always: policy and reference are compared to the bit."""
+    def source_of_logprobs(self) -> str:
+        """Before the first update always a pass of their own: policy and reference are compared to
+        the bit.
+        """
         first = not self.optimization_step and not self.resumed
-        return first or self.rollout_logprobs == "recompute"
-
-    def _local_share(self, rollout: PPORolloutBatch, epoch: int = 0) -> PPORolloutBatch:
-        """This rank's samples of a gathered rollout, as shuffled for `epoch` over it."""
-        return local_share(rollout, self.seed, self.step, self.cfg.model_gbs, epoch)
-
-    def _with_logprobs(self, rollout: PPORolloutBatch) -> RolloutBatch:
-        """This rank's samples of a gathered rollout, with the log-probs of the policy and of the
-        reference.
-        """
-        local = self._local_share(rollout).columns
-        local["sample_order"] = local_places(len(rollout["idx"]), self.cfg.model_gbs)
-        tokens, lengths = local["response_tokens"], local["response_lengths"]
-        if self._recomputes_logprobs:
-            with self.timer("logprobs"):
-                local["logprobs"] = self.model.get_inference_log_probs(
-                    tokens, response_lengths=lengths
-                )
-        else:
-            local["logprobs"] = local.pop("sampling_logprobs")
-        if self.compute_init_policy_kl:
-            with self.timer("init_logprobs"):
-                local["init_logprobs"] = self.model.get_init_policy_logprobs(
-                    tokens, response_lengths=lengths
-                )
-        return local
-
-    def _add_scores(self, local: RolloutBatch, scores: Scores) -> None:
-        """Add the rewards and values of this rank's samples."""
-        columns = PPORolloutBatch(rewards=scores.rewards)
-        if scores.values is not None:
-            columns["values"] = scores.values
-        if scores.token_rewards is not None:
-            columns["token_rewards"] = scores.token_rewards
-        local.update(self._local_share(columns).columns)
-
-    def _check_first_kl(self, local: RolloutBatch, data: PPOTrainBatch) -> dict[str, float]:
-        """Before the first update of a fresh run the policy must be its reference."""
-        if not self.compute_init_policy_kl or self.optimization_step or self.resumed:
-            return {}
-        return check_policy_equals_reference(
-            local["logprobs"], local["init_logprobs"], data["mask"]
-        )
-
-    def _global_batches(self, data: PPOTrainBatch) -> Iterator[dict[str, Tensor]]:
-        """This rank's share of each global batch, in `ppo_epochs` epochs over the rollout, each in
-        its own order.
-        """
-        first = PPORolloutBatch(cast(dict[str, Tensor], data))
-        gathered = first
-        for epoch in range(self.ppo_epochs):
-            if epoch == 1:  # later epochs deal all samples anew, so every rank needs all of them
-                gathered = first.gather_and_balance_globally()
-                gathered = gathered.select(gathered["sample_order"].argsort())
-            share = first if epoch == 0 else self._local_share(gathered, epoch)
-            trained_on = {key: tensor for key, tensor in share.items() if key != "sample_order"}
-            yield from shares_of_global_batches(trained_on, self.cfg.model_gbs)
+        return "recompute" if first else self.rollout_logprobs
 
     def update_counters(self, metrics: dict[str, Any]) -> dict[str, Any]:
         return {"actor_loss": metrics["loss"]} | super().update_counters(metrics)
@@ -430,7 +297,6 @@ class PPOTrainer(RolloutTrainer):
         if changes:
             logging.warning(changes)
         self.kl_controller.load_state_dict(state_dict)
-        self.resumed = True
 
 
 class EarlyStop:

@@ -85,12 +85,18 @@ class DataSettings:
         if name == "k1":
             return None
         key = f"kl_estimator={name}" if self.kl_estimator else "use_absolute_kl=True"
-        return (
-            f"trainer.ppo.{key}: in the reward this does not hold the policy to the reference, "
-            "however large initial_policy_kl_penalty is. It also punishes tokens for being rarer "
-            "than in the reference, until they have probability 0. Set use_absolute_kl=False and "
-            "kl_estimator=null (which is k1), unless you repeat an old run (docs/ppo.md)."
-        )
+        remedy = "use_absolute_kl=False and kl_estimator=null (which is k1)"
+        return harm_of_kl(f"trainer.ppo.{key}", remedy)
+
+
+def harm_of_kl(setting: str, remedy: str) -> str:
+    """What is wrong with a KL in the reward that is not k1, for a warning."""
+    return (
+        f"{setting}: in the reward this does not hold the policy to the reference, "
+        "however large initial_policy_kl_penalty is. It also punishes tokens for being rarer "
+        f"than in the reference, until they have probability 0. Set {remedy}, unless you repeat "
+        "an old run (docs/ppo.md)."
+    )
 
 
 def objective_of(cfg: DictConfig, settings: DataSettings, kl_loss_coef: float) -> dict[str, Any]:
@@ -280,18 +286,34 @@ def compare_responses(
     advantages = RESPONSE_ESTIMATORS[estimator](
         gathered["scores"], gathered["idx"], gathered["valid"]
     )
-    group, size = group_rows(gathered["idx"])
+    metrics = {
+        "fraction_of_prompts_without_signal": fraction_without_signal(
+            advantages, gathered["idx"], gathered["valid"]
+        )
+    }
+    return spread_over_response(own_samples(advantages, len(scores)), mask), metrics
+
+
+def fraction_without_signal(advantages: Tensor, idx: Tensor, valid: Tensor) -> float:
+    """Share of the prompts whose responses all have an advantage of 0.
+
+    Args:
+        advantages, idx, valid: `[N]`, gathered over all DP ranks; prompts without a valid response
+            do not count.
+    """
+    group, size = group_rows(idx)
 
     def any_in_group(samples: Tensor) -> Tensor:
         return torch.zeros_like(size).index_add_(0, group, samples.to(size)) > 0
 
     without_signal = ~any_in_group(advantages != 0)
-    counts = any_in_group(gathered["valid"])
-    metrics = {
-        "fraction_of_prompts_without_signal": masked_mean(without_signal.double(), counts).item()
-    }
-    first = parallel_state.get_data_parallel_rank() * len(scores)  # ranks have equal shares
-    return spread_over_response(advantages[first : first + len(scores)], mask), metrics
+    return masked_mean(without_signal.double(), any_in_group(valid)).item()
+
+
+def own_samples(gathered: Tensor, count: int) -> Tensor:
+    """The `count` samples of this DP rank among those of all; ranks have equal shares."""
+    first = parallel_state.get_data_parallel_rank() * count
+    return gathered[first : first + count]
 
 
 def compare_steps(token_rewards: Tensor, idx: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
@@ -311,8 +333,7 @@ def compare_steps(token_rewards: Tensor, idx: Tensor, scored: Tensor, mask: Tens
     advantages = calculate_grpo_step_advantages(
         gathered["rewards"], gathered["idx"], gathered["scored"], gathered["mask"]
     )
-    first = parallel_state.get_data_parallel_rank() * len(idx)  # ranks have equal shares
-    return advantages[first : first + len(idx)]
+    return own_samples(advantages, len(idx))
 
 
 def shape_advantages(

@@ -15,7 +15,7 @@ def check_rollout_size(state: dict[str, Any], section: str, num_rollout_samples:
 
     Args:
         state: may hold `num_rollout_samples` of the job that it is from.
-        section: "ppo" or "rs", for the message.
+        section: "ppo", "rs" or "reinforce", for the message.
         num_rollout_samples: prompts of one rollout of this job.
 
     Raises:

@@ -57,6 +57,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "train_gpt_ppo_actor.py": (),
     "serve_ppo_critic.py": (),
     "train_gpt_rs_actor.py": (),
+    "train_gpt_reinforce_actor.py": (),
     "train_reward_model.py": (),
     "train_gpt_dpo.py": (),
     "train_gpt_kto.py": (),
@@ -73,7 +74,6 @@ _GPT = "nlp/gpt/"
 OTHER_SCRIPTS: dict[str, tuple[str, ...]] = {
     "packed pairs of DPO": ("nlp/data/dpo/prepare_packed_dpo_dataset.py",),
     "SPIN": (f"{_GPT}train_gpt_spin.py",),
-    "REINFORCE": (f"{_GPT}train_gpt_reinforce_actor.py",),
     "knowledge distillation": (
         f"{_GPT}train_gpt_knowledge_distillation.py",
         "nlp/synthetic_data_gen/compute_topk_logits.py",

@@ -34,6 +34,7 @@ FALLBACKS = "model_fallbacks"
 LANGUAGE_MODEL_JOBS = (
     "gpt_ppo_actor",
     "gpt_rs_actor",
+    "gpt_reinforce_actor",
     "gpt_sft",
     "gpt_dpo",
     "gpt_knowledge_distillation",
@@ -58,7 +59,7 @@ JOB_SECTIONS = ("data", "overwrite_base_config", "optim")
 OFF_WHEN_NULL = (
     *(
         f"trainer.{kind}.alarms"
-        for kind in ("ppo", "rs", "rm", "sft", "dpo", "kto", "knowledge_distillation")
+        for kind in "ppo rs reinforce rm sft dpo kto knowledge_distillation".split()
     ),
     "exp_manager",
 )

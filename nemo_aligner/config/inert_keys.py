@@ -214,13 +214,14 @@ _DATASET_INERT = _inert(
     "model.data", "train_ds validation_ds test_ds", "name the files under model.data.data_prefix"
 )
 
-INERT = {
-    "gpt_ppo_actor": _INERT_COMMON
-    | _DATASET_INERT
-    | _inert("trainer.ppo", "trt_model_dir", _TRT, "/tmp/trt_llm_model")
-    | {
-        f"{section}.trt_llm.{key}": Inert(_TRT, neutral if section == "trainer.ppo" else (...,))
-        for section in ("trainer.ppo", "model.ppo")  # the second refers to the first
+
+def _of_trt_llm(kind: str) -> dict[str, Inert]:
+    """TensorRT-LLM's keys of an actor."""
+    return {
+        f"{section}.trt_llm.{key}": Inert(
+            _TRT, neutral if section == f"trainer.{kind}" else (...,)
+        )
+        for section in (f"trainer.{kind}", f"model.{kind}")  # the second refers to the first
         for key, neutral in {
             "model_type": ("llama", "gptj", "gptnext", "gemma", "falcon"),
             "unload_engine_train": (False,),
@@ -231,6 +232,36 @@ INERT = {
             "engine_path": (),
         }.items()
     }
+
+
+def _of_sampling(kind: str) -> dict[str, Inert]:
+    """Keys of sampling in an actor that have no part in it."""
+    prompts = "prompts are tokenized as they stand, by the data set"
+    passes = "log-probabilities come from their own pass"
+    section = f"model.{kind}.sampling_params"
+    return _inert(section, "add_BOS", prompts, False) | _inert(
+        section, "all_probs compute_logprob", passes, False
+    )
+
+
+def _of_reward_client(kind: str) -> dict[str, Inert]:
+    """Other keys of an actor whose rewards come from `remote_rm`."""
+    own = f"model.{kind}"
+    return (
+        _inert(own, "forward_mbs share_dir", _DEAD)
+        | _inert("model", "forward_mbs", f"{_DEAD}; use {own}.forward_micro_batch_size")
+        | _inert("model", "offload_adam_states", f"{_DEAD}; use {own}.offload_adam_states")
+        | _inert(
+            "remote_rm", "pad_sequence_length_to_multiple", _DEAD + "; use remote_rm.pad_to_length"
+        )
+    )
+
+
+INERT = {
+    "gpt_ppo_actor": _INERT_COMMON
+    | _DATASET_INERT
+    | _inert("trainer.ppo", "trt_model_dir", _TRT, "/tmp/trt_llm_model")
+    | _of_trt_llm("ppo")
     | _inert("trainer", "trt_llm", _TRT)
     | _inert("trainer.ppo.batch_iterator", "port", _FLASK, 5557)
     | _inert("trainer.ppo", "flask_server", _FLASK)
@@ -245,18 +276,7 @@ INERT = {
     | _inert("model", "forward_mbs", _DEAD + "; use model.ppo.forward_micro_batch_size")
     | _inert("model", "offload_adam_states", _DEAD + "; use model.ppo.offload_adam_states")
     | _inert("model.ppo", "share_dir", _DEAD)
-    | _inert(
-        "model.ppo.sampling_params",
-        "add_BOS",
-        "prompts are tokenized as they stand, by the data set",
-        False,
-    )
-    | _inert(
-        "model.ppo.sampling_params",
-        "all_probs compute_logprob",
-        "log-probabilities come from their own pass",
-        False,
-    )
+    | _of_sampling("ppo")
     | _inert(
         "remote_critic_rm",
         "pad_sequence_length_to_multiple",
@@ -288,26 +308,15 @@ INERT = {
         "ppo data",
         "the critic has no data of its own; batch sizes are those of the actor's requests",
     ),
-    "gpt_rs_actor": _INERT_COMMON
+    "gpt_rs_actor": _INERT_COMMON | _DATASET_INERT | _of_sampling("rs") | _of_reward_client("rs"),
+    "gpt_reinforce_actor": _INERT_COMMON
     | _DATASET_INERT
-    | _inert(
-        "model.rs.sampling_params",
-        "add_BOS",
-        "prompts are tokenized as they stand, by the data set",
-        False,
-    )
-    | _inert(
-        "model.rs.sampling_params",
-        "all_probs compute_logprob",
-        "log-probabilities come from their own pass",
-        False,
-    )
-    | _inert("model.rs", "forward_mbs share_dir", _DEAD)
-    | _inert("model", "forward_mbs", _DEAD + "; use model.rs.forward_micro_batch_size")
-    | _inert("model", "offload_adam_states", _DEAD + "; use model.rs.offload_adam_states")
-    | _inert(
-        "remote_rm", "pad_sequence_length_to_multiple", _DEAD + "; use remote_rm.pad_to_length"
-    ),
+    | _of_trt_llm("reinforce")
+    | _of_sampling("reinforce")
+    | _of_reward_client("reinforce")
+    | _inert("trainer.reinforce.batch_iterator", "port", _FLASK, 5557)
+    | _inert("trainer.reinforce", "flask_server", _FLASK)
+    | _inert("model.reinforce", "entropy_bonus ratio_eps", "its loss has no such term", ...),
     "inference_rm": _INERT_COMMON
     | _inert("model", "global_batch_size optim data", "a server trains nothing", ...)
     | _inert("exp_manager", "explicit_log_dir exp_dir name", "a reward server writes no files")

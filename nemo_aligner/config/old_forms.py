@@ -8,6 +8,7 @@ effect are in `inert_keys.py`, what is refused so far in `LATER`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.config.values import Values
@@ -38,7 +39,7 @@ def _clips_otherwise(v: Values) -> bool:
     value = v.get("trainer.gradient_clip_val")
     own = [
         v.get(f"trainer.{kind}.gradient_clip_val")
-        for kind in ("ppo", "rs", "rm", "sft", "dpo", "kto", "knowledge_distillation")
+        for kind in "ppo rs reinforce rm sft dpo kto knowledge_distillation".split()
     ]
     return value is not None and value not in own
 
@@ -53,6 +54,10 @@ def _recomputes_nothing(v: Values) -> bool:
 
 def _is_set(v: Values, key: str) -> bool:
     return v.get(key) is not None
+
+
+def _is_true(v: Values, key: str) -> bool:
+    return bool(v.get(key))
 
 
 OLD_FORMS = (
@@ -90,12 +95,15 @@ OLD_FORMS = (
         is_used=lambda v: _is_set(v, "model.optim") and v.get("model.optim.lr") is None,
         jobs=TRAINING_JOBS,
     ),
-    OldForm(
-        form="trainer.ppo.trt_llm.enable=True",
-        happens="TensorRT-LLM is gone; the built-in engine serves instead. For trt_llm.reshard "
-        "set model.ppo.generation.reshard=auto",
-        is_used=lambda v: bool(v.get("trainer.ppo.trt_llm.enable")),
-        jobs=("gpt_ppo_actor",),
+    *(
+        OldForm(
+            form=f"trainer.{kind}.trt_llm.enable=True",
+            happens="TensorRT-LLM is gone; the built-in engine serves instead. For "
+            f"trt_llm.reshard set model.{kind}.generation.reshard=auto",
+            is_used=partial(_is_true, key=f"trainer.{kind}.trt_llm.enable"),
+            jobs=(f"gpt_{kind}_actor",),
+        )
+        for kind in ("ppo", "reinforce")
     ),
     OldForm(
         form="model.answer_only_loss=False",

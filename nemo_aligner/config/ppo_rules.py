@@ -2,7 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot work for a PPO actor, above all for the variants of PPO (docs/ppo.md)."""
 
-from nemo_aligner.config.rollout_rules import check_policy, check_responses_differ
+from nemo_aligner.config.rollout_rules import (
+    check_compares_responses,
+    check_policy,
+    check_responses_differ,
+)
 from nemo_aligner.config.server_rules import check_source_of_rewards
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
@@ -130,11 +134,9 @@ def _check_adaptive_kl(v: Values) -> None:
 def _check_responses(v: Values) -> None:
     responses = v.size(MODEL + "num_rollouts_per_prompt")
     estimator = v.get(PPO + "advantage_estimator")
-    if ADVANTAGE_ESTIMATORS[estimator].compares_responses and responses == 1:
-        raise ConfigError(
-            f"trainer.ppo.advantage_estimator={estimator} compares the responses to a prompt, but "
-            "model.ppo.num_rollouts_per_prompt=1; set it to 2 or more (4 to 16 are common)."
-        )
+    if ADVANTAGE_ESTIMATORS[estimator].compares_responses:
+        name = f"trainer.ppo.advantage_estimator={estimator}"
+        check_compares_responses(name, MODEL + "num_rollouts_per_prompt", responses)
     check_responses_differ(v, MODEL, responses)
 
 

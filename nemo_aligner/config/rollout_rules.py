@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for policies that generate: those that the actors of PPO and of rejection sampling share,
-and those of rejection sampling alone.
+"""Rules for policies that generate: those that all of their actors share, and those of rejection
+sampling and of REINFORCE alone.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.parallel_rules import EP_REMEDY
 from nemo_aligner.config.reward_models import read_reward_models
-from nemo_aligner.config.values import Values
+from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
@@ -18,10 +18,10 @@ RESHARD = ("none", "auto")
 
 
 def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> None:
-    """Check what the actors of PPO and rejection sampling have in common.
+    """Check what the actors of PPO, rejection sampling and REINFORCE have in common.
 
     Args:
-        kind: "ppo" or "rs".
+        kind: "ppo", "rs" or "reinforce".
         remote: section of the servers that the job talks to.
         dp: `{"data parallel size": DP}`; empty while it is not known.
     """
@@ -193,22 +193,48 @@ def check_generation(v: Values, model: str = "") -> None:
     v.whole(sampling + "top_k", 0)
 
 
-def check_responses_differ(
-    v: Values, model: str, responses: int, key: str = "num_rollouts_per_prompt"
-) -> None:
+def check_responses_differ(v: Values, model: str, responses: int, key: str | None = None) -> None:
     """Raise `ConfigError` if several `responses` to a prompt would all be the same.
 
     Args:
-        model: "model.ppo.", "model.rs." or "".
-        key: that asks for them.
+        model: section of the sampling parameters, with a dot at its end; or "".
+        key: that asks for them; None: `num_rollouts_per_prompt` in that section.
     """
     sampling = model + "sampling_params."
     greedy = v.get(sampling + "use_greedy") or v.get(sampling + "top_k") == 1
     if responses > 1 and greedy:
+        key = key or model + "num_rollouts_per_prompt"
         raise ConfigError(
-            f"{model}{key}={responses} responses to a prompt would be the same "
+            f"{key}={responses} responses to a prompt would be the same "
             "with sampling_params.use_greedy=True or top_k=1; sample, or draw one response."
         )
+
+
+def check_compares_responses(name: str, key: str, responses: int) -> None:
+    """Raise `ConfigError` unless there are several responses to compare.
+
+    Args:
+        name: what compares them.
+        key: of their number.
+    """
+    if responses < 2:
+        raise ConfigError(
+            f"{name} compares the responses to a prompt, but {key}={responses}; set it to 2 or "
+            "more (4 to 16 are common)."
+        )
+
+
+def check_reinforce_actor(values: Values, dp: dict[str, int]) -> None:
+    """Check the configuration of a REINFORCE actor; `dp` as in `check_policy`."""
+    v, key = values, "trainer.reinforce.num_rollouts_per_prompt"
+    check_policy(v, "reinforce", "remote_rm", dp)
+    v.number("trainer.reinforce.initial_policy_kl_penalty", 0)
+    responses = v.size(key)
+    check_compares_responses("REINFORCE", key, responses)
+    check_responses_differ(v, "model.reinforce.", responses, key)
+    prompts, batch = v.size("model.reinforce.num_rollout_samples"), "model.global_batch_size"
+    name = f"model.reinforce.num_rollout_samples x {key}={responses}"
+    require_multiple(name, prompts * responses, {batch: v.size(batch)})
 
 
 def check_top_n(top_n_rollouts: int, num_rollouts_per_prompt: int) -> None:

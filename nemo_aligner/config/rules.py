@@ -42,7 +42,7 @@ from nemo_aligner.config.parallel_rules import (
 )
 from nemo_aligner.config.peft_rules import check_peft, trains_adapters
 from nemo_aligner.config.ppo_rules import check_ppo_actor
-from nemo_aligner.config.rollout_rules import check_rs_actor
+from nemo_aligner.config.rollout_rules import check_reinforce_actor, check_rs_actor
 from nemo_aligner.config.schema import (
     ARCHITECTURE_KEYS,
     COMMAND_NAMES,
@@ -68,6 +68,7 @@ SECTIONS = {
     "gpt_ppo_actor": "ppo",
     "gpt_ppo_critic": "ppo",
     "gpt_rs_actor": "rs",
+    "gpt_reinforce_actor": "reinforce",
     "training_rm": "rm",
     "gpt_sft": "sft",
     "gpt_dpo": "dpo",
@@ -78,6 +79,7 @@ SECTIONS = {
 PREFIX_DATA_JOBS = (
     "gpt_ppo_actor",
     "gpt_rs_actor",
+    "gpt_reinforce_actor",
     "training_rm",
     "gpt_dpo",
     "gpt_kto",
@@ -175,6 +177,8 @@ def check_values(
         check_ppo_actor(values, dp)
     elif config_name == "gpt_rs_actor":
         check_rs_actor(values, dp)
+    elif config_name == "gpt_reinforce_actor":
+        check_reinforce_actor(values, dp)
     elif config_name == "gpt_ppo_critic":
         check_critic_server(values)
     elif config_name == "gpt_sft":
@@ -205,7 +209,7 @@ def check_dynamic_micro_batches(values: Values) -> None:
     fixed = (
         f"model.dynamic_micro_batch_tokens={tokens} makes micro-batches of similar samples, but"
     )
-    for key in (f"model.{section}loss_reduction" for section in ("", "ppo.", "rs.")):
+    for key in (f"model.{section}loss_reduction" for section in ("", "ppo.", "rs.", "reinforce.")):
         if values.get(key) == "microbatch":
             raise ConfigError(
                 f"{fixed} {key}=microbatch depends on which samples share one; use token or "

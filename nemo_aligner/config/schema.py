@@ -21,6 +21,7 @@ CONFIG_NAMES = (
     "gpt_ppo_actor",
     "gpt_ppo_critic",
     "gpt_rs_actor",
+    "gpt_reinforce_actor",
     "training_rm",
     "inference_rm",
     "gpt_sft",
@@ -176,6 +177,11 @@ _ACTOR = (
         trt_llm.reshard""",
     )
 )
+_REMOTE_RM = dotted(
+    "remote_rm",
+    "pad_to_length init_timeout_s inference_timeout_s host port reward_models token_file "
+    "tls_ca_file",
+) | dotted("remote_rm.reward_model", _REWARD_ADDRESS)
 _RS = (
     dotted(
         "trainer.rs",
@@ -183,13 +189,19 @@ _RS = (
         gradient_clip_val rollout_batch_seq_length model_gbs model_mbs alarms.truncated_fraction
         alarms.replica_check_interval""",
     )
-    | dotted(
-        "remote_rm",
-        "pad_to_length init_timeout_s inference_timeout_s host port reward_models token_file "
-        "tls_ca_file",
-    )
-    | dotted("remote_rm.reward_model", _REWARD_ADDRESS)
+    | _REMOTE_RM
     | dotted("model.rs", f"{_POLICY} num_rollouts_per_prompt top_n_rollouts")
+)
+_REINFORCE = (
+    dotted(
+        "trainer.reinforce",
+        """max_epochs max_steps run_init_validation val_check_interval save_interval
+        gradient_clip_val rollout_batch_seq_length model_gbs model_mbs initial_policy_kl_penalty
+        use_absolute_kl num_rollouts_per_prompt trt_llm.enable trt_llm.reshard
+        batch_iterator.use_flask alarms.truncated_fraction alarms.replica_check_interval""",
+    )
+    | _REMOTE_RM
+    | dotted("model.reinforce", f"{_POLICY} trt_llm.enable trt_llm.reshard")
 )
 _FRONT = dotted("server", "frontend tls_certificate tls_key")
 _REWARD_SERVER = (
@@ -327,6 +339,7 @@ LIVE = {
         "exp_manager.checkpoint_callback_params.save_nemo_on_train_end",
     },
     "gpt_rs_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _GENERATES | _RS,
+    "gpt_reinforce_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _GENERATES | _REINFORCE,
     "training_rm": _COMMON
     | _CHECKPOINT
     | _DATA
@@ -361,6 +374,7 @@ FREE = (
     "model.hugging_face",
     "model.ppo.generation.reshard",
     "model.rs.generation.reshard",
+    "model.reinforce.generation.reshard",
     "exp_manager.summary_writer_kwargs",
     "exp_manager.wandb_logger_kwargs",
     "exp_manager.mlflow_logger_kwargs",
@@ -397,6 +411,11 @@ FLAGS = (
         adaptive_kl.enable batch_iterator.use_flask trt_llm.enable trt_llm.reshard
         combine_rm_and_critic_server require_lease""",
     )
+    | dotted(
+        "trainer.reinforce",
+        """run_init_validation use_absolute_kl batch_iterator.use_flask trt_llm.enable
+        trt_llm.reshard""",
+    )
     | dotted("trainer", "rs.run_init_validation rm.train_random_sampler rm.val_random_sampler")
     | {"remote_critic_rm.combine_rm_and_critic_server"}
     | dotted("sampling_params", "use_greedy add_BOS")
@@ -427,7 +446,9 @@ FLAGS = (
         knowledge_distillation.cross_tokenizer
         kto.preference_average_log_probs kto.sft_average_log_probs
         ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
-        ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy""",
+        ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy
+        reinforce.offload_adam_states reinforce.sampling_params.use_greedy
+        reinforce.trt_llm.enable reinforce.trt_llm.reshard""",
     )
     | dotted("model.data", "validation_drop_last apply_ftfy append_eod chat")
     | {
@@ -449,7 +470,7 @@ _REQUIRED_TRAINING = dotted("trainer", "num_nodes devices accelerator") | dotted
     """micro_batch_size global_batch_size encoder_seq_length seed optim.name optim.lr
     optim.weight_decay optim.betas optim.eps""",
 )
-_REQUIRED_POLICY = """rollout_micro_batch_size num_rollout_samples num_rollouts_per_prompt
+_REQUIRED_POLICY = """rollout_micro_batch_size num_rollout_samples
     forward_micro_batch_size val_rollout_micro_batch_size num_val_samples loss_reduction
     sampling_params.use_greedy sampling_params.temperature sampling_params.top_k
     sampling_params.top_p sampling_params.repetition_penalty length_params.max_length
@@ -471,8 +492,8 @@ REQUIRED = {
     | dotted("model", "data.num_workers data.seq_length")
     | dotted(
         "model.ppo",
-        f"""{_REQUIRED_POLICY} kl_loss_coef kl_loss_estimator ratio_eps entropy_bonus
-        rollout_logprobs""",
+        f"""{_REQUIRED_POLICY} num_rollouts_per_prompt kl_loss_coef kl_loss_estimator ratio_eps
+        entropy_bonus rollout_logprobs""",
     ),
     "gpt_ppo_critic": _REQUIRED_TRAINING
     | dotted(
@@ -482,7 +503,14 @@ REQUIRED = {
     "gpt_rs_actor": _REQUIRED_TRAINING
     | dotted("trainer.rs", _REQUIRED_LOOP)
     | dotted("model", "data.num_workers data.seq_length")
-    | dotted("model.rs", f"{_REQUIRED_POLICY} top_n_rollouts"),
+    | dotted("model.rs", f"{_REQUIRED_POLICY} num_rollouts_per_prompt top_n_rollouts"),
+    "gpt_reinforce_actor": _REQUIRED_TRAINING
+    | dotted(
+        "trainer.reinforce",
+        f"{_REQUIRED_LOOP} initial_policy_kl_penalty num_rollouts_per_prompt",
+    )
+    | dotted("model", "data.num_workers data.seq_length")
+    | dotted("model.reinforce", _REQUIRED_POLICY),
     "training_rm": _REQUIRED_TRAINING
     | dotted("trainer.rm", "max_steps val_check_interval save_interval")
     | dotted("model", "data.num_workers data.seq_length"),

@@ -203,6 +203,27 @@ def _dual_clip(surrogate: Tensor, advantages: Tensor, limit: float) -> tuple[Ten
     return torch.where(bounded, bound, surrogate), bounded
 
 
+def reinforce_loss(
+    *, logprobs: Tensor, advantages: Tensor, weights: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE (Williams 1992, https://doi.org/10.1007/BF00992696, eq. 11; for language models
+    Ahmadian et al. 2024, arXiv:2402.14740, eq. 6): -advantage * log pi(token).
+
+    It has no importance ratio: the gradient is that of the expected reward only for the policy
+    that wrote the responses.
+
+    Args:
+        logprobs: [B, S-1], carries the gradient.
+        advantages: [B, S-1], that of its response for each token.
+        weights: [B, S-1], from `loss_weights`.
+
+    Returns:
+        Partial sums: the loss and the metric `loss`.
+    """
+    loss = -(weights * kept(advantages, weights) * kept(logprobs, weights)).sum()
+    return loss, {"loss": loss.detach()}
+
+
 def ppo_critic_loss(
     *,
     values: Tensor,

@@ -17,8 +17,8 @@ _TRT = (
     "(nemo_aligner.generation.MegatronGenerator); set trainer.ppo.trt_llm.enable=False"
 )
 _OTHER = (
-    "{} belongs to an algorithm that this package does not have; it has PPO, rejection sampling, "
-    "DPO, KTO, knowledge distillation, SFT and reward models"
+    "{} belongs to an algorithm that this package does not have; it has PPO, REINFORCE, "
+    "rejection sampling, DPO, KTO, knowledge distillation, SFT and reward models"
 )
 _APEX = (
     "apex's optimizer is not used: model.offload_optimizer() and model.onload_optimizer() move "
@@ -65,10 +65,8 @@ _OWN_VALUE = "an inner constant of a server; the address and port are keys of th
 _GPT = "nemo_aligner.models.nlp.gpt"
 # Modules of NeMo-Aligner that cannot be imported, and constants (`module:NAME`): what they were.
 NOT_HERE: dict[str, str] = {
-    "nemo_aligner.algorithms.reinforce": _ABSENT,
     "nemo_aligner.algorithms.spin": _ABSENT,
     f"{_GPT}.gpt_steerlm_model": _ABSENT,
-    f"{_GPT}.megatron_gpt_reinforce_actor": _ABSENT,
     f"{_GPT}.megatron_gpt_spin_model": _ABSENT,
     "nemo_aligner.data.mm": "data sets of images",
     "nemo_aligner.models.mm": "models of images",

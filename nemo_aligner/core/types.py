@@ -125,6 +125,16 @@ class RSTrainBatch(TypedDict):
     mask: Tensor  # float32 [B, S-1]: 1 on the response's transitions (see above), else 0
 
 
+class ReinforceTrainBatch(TypedDict):
+    """What the optimizer steps of REINFORCE consume (`generate_reinforce_data`)."""
+
+    response_tokens: Tensor  # int64 [B, S]
+    is_end: Tensor  # bool [B]: the response ended by itself; others do not count in the loss
+    mask: Tensor  # float32 [B, S-1]: 1 on the response's transitions (see above), else 0
+    rewards_with_kl: Tensor  # float32 [B]: reward less the KL penalty
+    baseline: Tensor  # float32 [B]: what is subtracted from it to get the advantage
+
+
 class CriticTrainBatch(TypedDict):
     """What `critic_train` receives, and the critic's loss uses."""
 

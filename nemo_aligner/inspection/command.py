@@ -22,7 +22,9 @@ examples:
   python -m nemo_aligner.data inspect chats.jsonl --model Llama-3.2-1B-Instruct --job gpt_sft \\
       model.data.chat_template=tokenizer model.data.train_ds.max_seq_length=2048
 """
-JOBS = ("gpt_sft", "gpt_ppo_actor", "gpt_rs_actor", "gpt_dpo", "gpt_kto", "training_rm")
+JOBS = tuple(
+    "gpt_sft gpt_ppo_actor gpt_rs_actor gpt_reinforce_actor gpt_dpo gpt_kto training_rm".split()
+)
 
 
 def parser() -> CommandParser:

@@ -157,7 +157,8 @@ def _guess(file: str) -> tuple[str, list[str]]:
             return PPO, []
     raise UserError(
         f"the first record of {file} does not show which job it is for (a text may be a prompt, "
-        f"or one of a pair): add --job {SFT}, {PPO}, gpt_rs_actor, {DPO}, {KTO} or {RM}."
+        f"or one of a pair): add --job {SFT}, {PPO}, gpt_rs_actor, "
+        f"gpt_reinforce_actor, {DPO}, {KTO} or {RM}."
     )
 
 

@@ -31,6 +31,8 @@ PARALLEL_SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
+# Sections of other jobs, which a checkpoint that such a job trained may hold.
+OTHER_POLICIES = {"gpt_rs_actor": ("ppo",), "gpt_reinforce_actor": ("ppo", "rs")}
 
 
 def load_and_override_model_config(
@@ -62,8 +64,8 @@ def load_and_override_model_config(
     for key in PARALLEL_SIZES:
         if key not in merged:
             merged[key] = model_fallback(key)
-    if job_of_model(model_cfg_to_overwrite) == "gpt_rs_actor":
-        merged.pop("ppo", None)  # of a checkpoint that PPO trained: its lengths are not this job's
+    for section in OTHER_POLICIES.get(job_of_model(model_cfg_to_overwrite) or "", ()):
+        merged.pop(section, None)  # of the job that trained the checkpoint; it has other lengths
     check_loaded(model_cfg_to_overwrite, merged, restore_path)
     return merged
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of a job whose policy generates, PPO or rejection sampling."""
+"""The prompts of a job whose policy generates, PPO, REINFORCE or rejection sampling."""
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ def build_prompt_datasets(
 
     Args:
         cfg: the whole configuration.
-        kind: "ppo" or "rs".
+        kind: "ppo", "rs" or "reinforce".
         remote: section of the servers that score the responses.
     """
     train_ds, validation_ds, _ = build_configured_datasets(

@@ -117,7 +117,7 @@ def _updates(
             trainer.job_cfg.trainer[section], "gpt_ppo_critic", f"trainer.{section}"
         )
         return int(settings.max_steps)
-    if section in ("ppo", "rs"):
+    if section in ("ppo", "rs", "reinforce"):
         settings = complete(
             trainer.job_cfg.trainer[section], f"gpt_{section}_actor", f"trainer.{section}"
         )
@@ -127,7 +127,11 @@ def _updates(
         steps = compute_max_steps(
             len(train_ds) // rollout.num_rollout_samples, settings.max_epochs, settings.max_steps
         )
-        responses = rollout.top_n_rollouts if section == "rs" else rollout.num_rollouts_per_prompt
+        if section == "rs":
+            responses = rollout.top_n_rollouts
+        else:
+            holder = settings if section == "reinforce" else rollout
+            responses = holder.num_rollouts_per_prompt
         return compute_num_optimizer_steps(
             steps,
             rollout.num_rollout_samples * responses,

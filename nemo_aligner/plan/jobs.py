@@ -18,7 +18,7 @@ from nemo_aligner.config.defaults import complete_config, complete_model, drop_u
 from nemo_aligner.config.optim_rules import OPTIMIZERS
 from nemo_aligner.config.peft_rules import trains_adapters
 from nemo_aligner.config.rollout_rules import generation_sizes
-from nemo_aligner.config.rules import RESTORE_KEY, RESTORE_KEYS
+from nemo_aligner.config.rules import RESTORE_KEY, RESTORE_KEYS, SECTIONS
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.plan.memory import Workload
@@ -58,6 +58,7 @@ SCRIPTS = "examples/nlp/gpt"
 ACTOR = Job("actor", "gpt_ppo_actor", f"{SCRIPTS}/train_gpt_ppo_actor.py")
 CRITIC = Job("critic", "gpt_ppo_critic", f"{SCRIPTS}/serve_ppo_critic.py", head=True)
 RS_ACTOR = Job("actor", "gpt_rs_actor", f"{SCRIPTS}/train_gpt_rs_actor.py")
+REINFORCE_ACTOR = Job("actor", "gpt_reinforce_actor", f"{SCRIPTS}/train_gpt_reinforce_actor.py")
 REWARD_SERVER = Job("reward server", "inference_rm", f"{SCRIPTS}/serve_reward_model.py", head=True)
 SFT = Job("SFT", "gpt_sft", f"{SCRIPTS}/train_gpt_sft.py")
 REWARD_MODEL = Job("reward model", "training_rm", f"{SCRIPTS}/train_reward_model.py", head=True)
@@ -65,6 +66,7 @@ DPO = Job("DPO", "gpt_dpo", f"{SCRIPTS}/train_gpt_dpo.py")
 KTO = Job("KTO", "gpt_kto", f"{SCRIPTS}/train_gpt_kto.py")
 # What `--job` can be: the jobs that run at the same time.
 JOBS = {"ppo": (ACTOR, CRITIC), "rs": (RS_ACTOR, REWARD_SERVER), "sft": (SFT,)}
+JOBS |= {"reinforce": (REINFORCE_ACTOR, REWARD_SERVER)}
 JOBS |= {"rm": (REWARD_MODEL,), "dpo": (DPO,), "kto": (KTO,)}
 
 
@@ -182,13 +184,15 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         state_bytes=state_bytes,
         on_gpu=on_gpu,
     )
-    if job in (ACTOR, RS_ACTOR):
-        settings = model["ppo" if job is ACTOR else "rs"]
-        kl = trainer["ppo"]["initial_policy_kl_penalty"] if job is ACTOR else 0
+    if job in (ACTOR, RS_ACTOR, REINFORCE_ACTOR):
+        kind = SECTIONS[job.config_name]
+        settings = model[kind]
+        kl = trainer[kind].get("initial_policy_kl_penalty", 0)
+        with_logprobs = job is ACTOR or kl > 0
         rollout = settings["rollout_micro_batch_size"], settings["val_rollout_micro_batch_size"]
         return Workload(
             **common,
-            forward_samples=samples(settings["forward_micro_batch_size"]) if job is ACTOR else 0,
+            forward_samples=samples(settings["forward_micro_batch_size"]) if with_logprobs else 0,
             rollout_samples=max(rollout),
             cache_memory=(settings["generation"]["kv_cache_gb"] or 0) * 1e9,
             response=settings["length_params"]["max_length"],

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.parallel_rules import check_architecture, count_vocab_rows
-from nemo_aligner.config.rules import check_values
+from nemo_aligner.config.rules import SECTIONS, check_values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.plan.jobs import REWARD_SERVER, Job, head_outputs, read_workload
 from nemo_aligner.plan.memory import RankMemory, Workload, job_memory, rank_memory
@@ -208,9 +208,8 @@ def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Work
 
 def pass_keys(job: Job, w: Workload, given: Workload) -> dict[str, Any]:
     """The keys of the passes that were made smaller."""
-    section = {"gpt_ppo_actor": "model.ppo.", "gpt_rs_actor": "model.rs."}.get(
-        job.config_name, "model."
-    )
+    is_policy = job.config_name.endswith("_actor")
+    section = f"model.{SECTIONS[job.config_name]}." if is_policy else "model."
     keys: dict[str, Any] = {}
     if w.forward_samples != given.forward_samples and w.by_tokens:
         keys["model.dynamic_micro_batch_tokens"] = w.forward_samples * w.width

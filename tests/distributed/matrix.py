@@ -45,6 +45,9 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorM
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
     MegatronGPTRegressionRewardModel,
 )
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
+    MegatronGPTReinforceActorModel,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
@@ -186,6 +189,7 @@ ROLES = {
     "regression": Role(MegatronGPTRegressionRewardModel, "lm", ("labels",)),
     "sft": Role(GPTSFTModel, "lm"),
     "rs": Role(MegatronGPTRSModel, "lm"),
+    "reinforce": Role(MegatronGPTReinforceActorModel, "lm"),
     "dpo": Role(MegatronGPTDPOModel, "lm", ("pairs",)),
     "distillation": Role(GPTKnowledgeDistillationModel, "lm"),
     "kto": Role(MegatronGPTKTOModel, "lm", ("pairs",)),
@@ -200,7 +204,7 @@ VARIANTS = tuple((reduction, size) for reduction, sizes in SIZES.items() for siz
 # Where not all roles run.
 ROLES_OF_ARCHITECTURES = {
     "moe": ("actor", "sft"),
-    "lora": ("actor", "critic", "sft", "dpo", "distillation", "kto"),
+    "lora": ("actor", "critic", "sft", "dpo", "distillation", "kto", "reinforce"),
 }
 # What runs in `make test`: every role with one architecture, and the others with two roles;
 # test_experts.py has the experts.
@@ -269,6 +273,16 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
             "mask": responses[:, 1:].float(),
             "advantages": numbers(),
             "prev_logprobs": numbers(-5.5),
+        }
+    if role == "reinforce":
+        rewards = torch.randn(SAMPLES, generator=generator)
+        rewards[EMPTY_SAMPLE] = rewards[5] = masked_value
+        return {
+            "response_tokens": first,
+            "is_end": is_end,
+            "mask": responses[:, 1:].float(),
+            "rewards_with_kl": rewards,
+            "baseline": torch.randn(SAMPLES, generator=generator),
         }
     if role.startswith("critic"):
         return {
@@ -441,6 +455,11 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             "forward_micro_batch_size": 3,
         },
         rs={**PPO, "forward_micro_batch_size": 3},
+        reinforce={
+            **PPO,
+            "sampling_params": {**PPO["sampling_params"], "temperature": 1.3},
+            "forward_micro_batch_size": 3,
+        },
         # Means over tokens for the rewards: differences of sums would lose digits.
         dpo={
             "preference_average_log_probs": True,
@@ -537,7 +556,7 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
         halves = model.get_ref_policy_logprobs(batch).chunk(2)
         outputs |= {f"reference logprobs {n}": half for n, half in enumerate(halves)}
         model.set_eval()
-    if role in ("actor", "rs"):
+    if role in ("actor", "rs", "reinforce"):
         outputs["logprobs"] = model.get_inference_log_probs(tokens, response_lengths=lengths)
     if role == "actor" and model.use_peft:
         outputs["reference logprobs"] = model.get_init_policy_logprobs(tokens, lengths)

@@ -51,6 +51,23 @@ def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
     }
 
 
+def run_reinforce():
+    from tests.reinforce_fakes import make_reinforce_trainer
+
+    trainer = make_reinforce_trainer(val_check_interval=1)
+    trainer.fit()
+    return {
+        "batches": trainer.model.batches,
+        "sent_to_critic": [],
+        "weight": trainer.model.weight,
+        "metrics": [
+            entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")
+        ],
+        "tables": trainer.logger.tables,
+        "state": trainer.state_dict(),
+    }
+
+
 def rank_0_draws_everything(sampler_iter, num_microbatches, dataset, collate_fn):
     """A work queue that rank 0 has emptied before the other rank came."""
     everyones = [None] * torch.distributed.get_world_size()
@@ -69,6 +86,7 @@ def run_on_this_rank():
     parallel_state.initialize()
     results = {"default": run_trainer(), "queue": run_trainer(rank_0_draws_everything)}
     results |= {"grpo": run_trainer(settings=GRPO), "plus_plus": run_trainer(settings=PLUS_PLUS)}
+    results["reinforce"] = run_reinforce()
 
     state = {
         "step": torch.distributed.get_rank(),
@@ -113,6 +131,12 @@ def test_two_ranks_equal_one_with_groups_of_responses_and_an_early_stop(two_rank
 def test_two_ranks_equal_one_with_global_statistics(two_ranks):
     one, two = run_trainer(settings=PLUS_PLUS), [results["plus_plus"] for results in two_ranks]
     assert one["state"]["kl_coef"] > 0.01 and len(one["batches"]) == 24
+    assert_equal_runs(one, two)
+
+
+def test_two_ranks_equal_one_with_the_baseline_of_reinforce(two_ranks):
+    one, two = run_reinforce(), [results["reinforce"] for results in two_ranks]
+    assert len(one["batches"]) == 18 and one["weight"]
     assert_equal_runs(one, two)
 
 

@@ -34,6 +34,7 @@ NO_LAUNCHER = {}
 PREFIX_JOBS = (
     "gpt_ppo_actor",
     "gpt_rs_actor",
+    "gpt_reinforce_actor",
     "training_rm",
     "gpt_dpo",
     "gpt_kto",

@@ -179,10 +179,10 @@ def test_every_documented_command_is_there():
         "sft.rst": 4,
         "cai.rst": 4,
         "steerlm.rst": 6,
-        "reinforce.rst": 2,
+        "reinforce.rst": 4,
         "knowledge-distillation.rst": 4,
         "ppo.sh": 2,
-        "reinforce.sh": 1,
+        "reinforce.sh": 2,
         "rm.sh": 1,
         "sft.sh": 1,
     }
@@ -218,6 +218,8 @@ OLD_VALUES = {
         "model.max_position_embeddings": "${.encoder_seq_length}",
     },
     "gpt_rs_actor": training("rs") | {"trainer.num_nodes": 8},
+    "gpt_reinforce_actor": training("reinforce")
+    | {"trainer.num_nodes": 8, "trainer.reinforce.use_absolute_kl": True},
     "training_rm": training("rm") | {"trainer.num_nodes": 8},
     "inference_rm": {
         "trainer.devices": 8,
@@ -294,6 +296,9 @@ NEW_KEYS = {
     "gpt_rs_actor": """trainer.rs.run_init_validation trainer.rs.alarms remote_rm.init_timeout_s
         remote_rm.inference_timeout_s remote_rm.host remote_rm.port remote_rm.reward_models
         exp_manager.max_time_per_run model.rs.loss_reduction""",
+    "gpt_reinforce_actor": """trainer.reinforce.run_init_validation trainer.reinforce.alarms
+        remote_rm.init_timeout_s remote_rm.inference_timeout_s remote_rm.host remote_rm.port
+        remote_rm.reward_models exp_manager.max_time_per_run model.reinforce.loss_reduction""",
     "training_rm": f"""trainer.rm.limit_train_batches trainer.rm.alarms {_ARCHITECTURE}
         model.hidden_dropout model.attention_dropout model.tensor_model_parallel_size
         model.pipeline_model_parallel_size model.context_parallel_size
@@ -332,6 +337,7 @@ JOBS = {  # script, what a user must give, notes
         ["exp_manager.checkpoint_callback_params.save_nemo_on_train_end=True"],
     ),
     "gpt_rs_actor": ("train_gpt_rs_actor", [_START, _DATA], []),
+    "gpt_reinforce_actor": ("train_gpt_reinforce_actor", [_START, _DATA], []),
     "training_rm": ("train_reward_model", [_START, _DATA], []),
     "inference_rm": ("serve_reward_model", ["rm_model_file={model}"], []),
     "gpt_sft": (

@@ -262,6 +262,7 @@ HOMONYMS = {
     "enable_progress_bar": "the same",
     "dirpath": "of NeMo's callback, which its scripts have",
     "pin_memory": "an argument of PyTorch",
+    "entropy_bonus ratio_eps": "of PPO; REINFORCE's loss has no such term",
     "shuffle": "of the data sections of SFT; files of logits keep the order",
     "dtype": "of tensors",
     "drop_last": "an argument of samplers",
@@ -364,6 +365,7 @@ WRITTEN = (
     {"exp_manager": None},
     {"model.optim": {"name": "adamw"}},
     {"trainer.ppo.trt_llm.enable": True},
+    {"trainer.reinforce.trt_llm.enable": True},
     {"model.answer_only_loss": False},
     {"inference.micro_batch_size": 7},
 )

@@ -132,6 +132,22 @@ REFERENCE = {
         "model.data": DATA + " dataloader_type",
         "model.overwrite_base_config": "data.data_prefix",
     },
+    "gpt_reinforce_actor": COMMON
+    | {
+        "trainer": TRAINER + " max_time",
+        "trainer.reinforce": RS_TRAINER
+        + " run_init_validation initial_policy_kl_penalty use_absolute_kl num_rollouts_per_prompt"
+        " trt_llm.enable trt_llm.reshard batch_iterator.use_flask",
+        "remote_rm": "pad_to_length reward_model.name reward_model.ip reward_model.port host "
+        "port reward_models",
+        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
+        "pretrained_checkpoint": "restore_from_path",
+        "model.reinforce": RS_MODEL + " trt_llm loss_reduction",
+        "model.peft": PEFT,
+        "model": MODEL + " sequence_parallel",
+        "model.data": DATA,
+        "model.overwrite_base_config": "data.data_prefix",
+    },
     "inference_rm": {
         "": "rm_model_file",
         "trainer": "num_nodes devices accelerator logger precision",

@@ -294,6 +294,9 @@ def test_horizon_of_the_learning_rate():
     rs = {"num_rollout_samples": 8, "num_rollouts_per_prompt": 4, "top_n_rollouts": 1}
     job = job_of("rs", {"max_epochs": 1, "max_steps": -1}, rs)
     assert script_steps._updates(*job, None, prompts) == 6 * 2
+    reinforce = {"max_epochs": 1, "max_steps": -1, "num_rollouts_per_prompt": 4}
+    job = job_of("reinforce", reinforce, {"num_rollout_samples": 8})
+    assert script_steps._updates(*job, None, prompts) == 6 * 2 * 4
     trainer = SimpleNamespace(max_steps=-1, max_epochs=3)
     loader = SimpleNamespace(batch_sampler=SamplerOf12())
     assert script_steps._updates(trainer, None, loader, "data") == 18
@@ -305,6 +308,7 @@ def test_horizon_of_the_learning_rate():
 PREFIX_JOBS = (
     "gpt_ppo_actor",
     "gpt_rs_actor",
+    "gpt_reinforce_actor",
     "training_rm",
     "gpt_dpo",
     "gpt_kto",

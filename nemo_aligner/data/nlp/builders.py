@@ -103,7 +103,8 @@ def _make_rlhf_dataset(
 ) -> RLHFDataset:
     """Prompts of at most `seq_length - length_params.max_length` tokens, so that responses fit."""
     limit, reason = seq_length // 2, "half of it, as there is no length_params.max_length"
-    sections = {"model.": cfg, "model.rs.": cfg.get("rs"), "model.ppo.": cfg.get("ppo")}
+    sections = {"model.": cfg}
+    sections |= {f"model.{kind}.": cfg.get(kind) for kind in ("reinforce", "rs", "ppo")}
     for key, section in sections.items():
         max_length = ((section or {}).get("length_params") or {}).get("max_length")
         if max_length is not None:

@@ -224,7 +224,7 @@ def check_pad_to_length(
         cfg: whole configuration; `<remote>.pad_to_length` and
             `model.<section>.length_params.max_length` are read.
         remote: "remote_rm" or "remote_critic_rm".
-        section: "ppo" or "rs".
+        section: "ppo", "rs" or "reinforce".
         datasets: whose prompts responses are generated to.
     """
     pad_to_length = cfg[remote].pad_to_length

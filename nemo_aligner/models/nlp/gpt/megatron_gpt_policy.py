@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -68,6 +69,18 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
             max_sequence_length=self.cfg.encoder_seq_length,
             split=self._generation_split(),
         )
+
+    def take_logprobs_as_sampled(self) -> None:
+        """Compute log-probs at the temperature of the sampler, as policy gradients need them."""
+        params = self.generation_params
+        if params.changes_distribution:
+            logging.warning(
+                "top_k, top_p, repetition_penalty or min_length above 1 changes the distribution "
+                "that tokens are sampled from; the log-probs are those of softmax(logits / "
+                "temperature), so the updates are off-policy to that extent."
+            )
+        # Greedy decoding ignores the temperature, so the log-probs do too.
+        self.temperature = 1.0 if params.use_greedy else params.temperature
 
     def _generation_split(self) -> Split:
         """How the ranks share weights and samples in generation, by `generation.reshard`."""

@@ -48,21 +48,12 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
         self.kl_loss_coef: float = self.settings.kl_loss_coef
         self.kl_loss_estimator: str = self.settings.kl_loss_estimator
         self.train_on_truncated: bool = self.settings.train_on_truncated
-        if self.generation_params.changes_distribution:
-            logging.warning(
-                "top_k, top_p, repetition_penalty or min_length above 1 changes the distribution "
-                "that tokens are sampled from; PPO's log-probs are those of softmax(logits / "
-                "temperature), so the updates are off-policy to that extent."
-            )
         if self.kl_loss_coef and self.kl_loss_estimator == "k1":
             logging.warning(
                 "model.ppo.kl_loss_estimator=k1 has a gradient of 0 on average, so the KL in the "
                 "loss does not hold the policy to the reference; k2 and k3 do."
             )
-        # Greedy decoding ignores the temperature, so the log-probs do too.
-        self.temperature = (
-            1.0 if self.generation_params.use_greedy else self.generation_params.temperature
-        )
+        self.take_logprobs_as_sampled()
 
     # --- training -------------------------------------------------------------------------------
 

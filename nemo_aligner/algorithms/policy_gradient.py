@@ -1,0 +1,256 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What PPO and REINFORCE share: rollouts with the log-probs of the policy and of its reference,
+scored, and dealt to the ranks as training data.
+
+`PolicyGradientTrainer.generate_rollouts` is the first half of a step. What becomes of the rewards
+(`make_data`), and the second half, `learn`, are the algorithms': `ppo.py` and `reinforce.py`.
+
+Shapes: N samples of a rollout over all data-parallel (DP) ranks (prompts x responses to each), B
+of them on this rank, S padded length (prompt + response). Tensors per transition are `[B, S-1]`;
+`nemo_aligner.core.types` has their alignment.
+
+The split of the work does not change the numbers:
+
+* a sample's random stream depends on (seed, step, dataset index, number of the response), not on
+  the rank or micro-batch that generates it;
+* a gathered rollout is put in the order of dataset index and response before it is shuffled,
+  whichever rank generated what;
+* one seeded permutation of the N samples is cut into global batches of G, and each of these into
+  one share per DP rank. So update k sees the same G samples with any number of ranks (`deal`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+from omegaconf import DictConfig
+from torch import Tensor
+
+from nemo_aligner.algorithms.alarms import check_policy_equals_reference
+from nemo_aligner.algorithms.rollout_log import TRAIN_TABLE_ROWS
+from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
+from nemo_aligner.algorithms.rollouts import (
+    PPORolloutBatch,
+    compute_num_rollout_microbatches,
+    first_sample,
+    local_places,
+    local_share,
+    sample_table,
+    shares_of_global_batches,
+)
+from nemo_aligner.core.interfaces import (
+    CheckpointWriter,
+    Logger,
+    Optimizer,
+    PendingScores,
+    PromptIterator,
+    PromptLoaderBuilder,
+    RunTimer,
+    Scheduler,
+)
+from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
+from nemo_aligner.models.alignable_interface import PolicyWithReference
+
+
+class PolicyGradientTrainer(RolloutTrainer):
+    """Learns from advantages of the policy's own responses; see the base class for the loop.
+
+    Attributes:
+        compute_init_policy_kl: rollouts need the reference's log-probs.
+        resumed: the state is that of a checkpoint.
+    """
+
+    model: PolicyWithReference
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        model: PolicyWithReference,
+        optimizer: Optimizer,
+        scheduler: Scheduler,
+        train_dataloader_builder: PromptLoaderBuilder,
+        val_dataloader_builder: PromptLoaderBuilder,
+        collate_fn: Any,
+        batch_iterator_cls: PromptIterator,
+        logger: Logger,
+        ckpt_callback: CheckpointWriter,
+        run_timer: RunTimer,
+        num_rollouts_per_prompt: int,
+        score: Callable[[Rollout], PendingScores],
+    ):
+        """As the base class, and:
+
+        Args:
+            train_dataloader_builder, val_dataloader_builder: `builder(consumed_samples=...)` gives
+                a data loader whose batch sampler yields this rank's micro-batches of one rollout
+                after the other.
+            collate_fn: list of samples of the dataset to an `InferenceBatch`; must carry `idx`,
+                the dataset index.
+            batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to an
+                iterable of inference batches.
+            num_rollouts_per_prompt: responses to each training prompt.
+        """
+        # Sizes that do not fit are refused now, not after the first steps.
+        val_dataloader_builder(consumed_samples=0)
+        self.sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
+        shared = cfg, model, optimizer, scheduler, self.sampler, logger, ckpt_callback, run_timer
+        super().__init__(*shared, num_rollouts_per_prompt, score)
+        self.train_dataloader_builder = train_dataloader_builder
+        self.val_dataloader_builder = val_dataloader_builder
+        self.collate_fn = collate_fn
+        self.batch_iterator_cls = batch_iterator_cls
+        self.resumed = False
+        self.compute_init_policy_kl = self.cfg.initial_policy_kl_penalty > 0
+
+    def check_rollout(self, responses_key: str) -> None:
+        """Refuse sizes of rollouts that do not fit those of updates; see `check_sizes`.
+
+        Args:
+            responses_key: of `num_rollouts_per_prompt`, for the message.
+        """
+        prompts, responses = self.num_rollout_samples, self.num_rollouts_per_prompt
+        name = f"model.{self.SECTION}.num_rollout_samples"
+        if responses != 1:
+            name += f"={prompts} x {responses_key}={responses}"
+        self.check_sizes(self.sampler, prompts * responses, name)
+
+    # ------------------------------------------------------------------------------- the algorithm
+
+    def generate_rollouts(
+        self, sampling_step: int | None = None
+    ) -> tuple[Any, dict[str, Any], dict[str, float]]:
+        """One rollout with the current policy: `(data, metrics, timings)`; all ranks call it.
+
+        Args:
+            sampling_step: selects the random streams of the samples; `self.step` if not given.
+
+        Returns:
+            data: that of `make_data` for this rank's samples, and `sample_order` (int64 `[B]`):
+                the sample's place in the shuffled rollout of all ranks.
+
+        Raises:
+            UserError: a KL is to be measured, and the policy has no reference.
+        """
+        if self.compute_init_policy_kl:
+            self.model.check_reference_policy()
+        sampling_step = self.step if sampling_step is None else sampling_step
+        prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
+        sampled = self.alarms.needs_sampling_logprobs or self.source_of_logprobs == "sampler"
+        with self.training_rollout(prompts, sampling_step, sampled) as collected:
+            local = self._with_logprobs(collected.rollout)
+            scores = self.wait_for_scores(collected)
+            self._add_scores(local, scores)
+            data, data_metrics = self.make_data(local)
+            data_metrics |= self._check_first_kl(local, data["mask"])
+            data["sample_order"] = local["sample_order"]
+
+        rollout = collected.columns
+        table = sample_table(rollout, scores, self.model.tokenizer, TRAIN_TABLE_ROWS)
+        metrics = self.rollout_metrics(rollout, scores) | data_metrics | {"table": table}
+        metrics["consumed_samples"] = self.consumed_samples
+        return data, metrics, self.generation_timings(rollout)
+
+    @abstractmethod
+    def make_data(self, local: RolloutBatch) -> tuple[Any, dict[str, Any]]:
+        """What the updates consume, of this rank's samples, `mask` f32 `[B, S-1]` among it, and
+        metrics over all ranks, who all call it.
+        """
+
+    @property
+    def source_of_logprobs(self) -> str | None:
+        """Where a rollout's log-probs of the policy come from: "recompute", a pass of their own;
+        "sampler", generation; None: they are not needed.
+        """
+        return "recompute"
+
+    def compute_rollout_metrics(self, rollout_batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Means over the samples of a rollout, with `table`, its first sample.
+
+        Args:
+            rollout_batch: a `Rollout` with `rewards` f32 `[N]`.
+        """
+        scores = Scores(rollout_batch["rewards"])
+        metrics = self.rollout_metrics(cast(Rollout, rollout_batch), scores)
+        return {**metrics, "table": first_sample(rollout_batch, self.model.tokenizer)}
+
+    # ---------------------------------------------------------------------------- parts of a step
+
+    def validation_prompts(self) -> Iterable[InferenceBatch]:
+        return self._prompts(self.val_dataloader_builder, 0)
+
+    def _prompts(
+        self, dataloader_builder: PromptLoaderBuilder, consumed_samples: int
+    ) -> Iterable[InferenceBatch]:
+        """This rank's micro-batches of the next rollout."""
+        dataloader = dataloader_builder(consumed_samples=consumed_samples)
+        num_microbatches = compute_num_rollout_microbatches(dataloader)
+        with self.timer("batch_iterator_init"):
+            return self.batch_iterator_cls(
+                iter(dataloader.batch_sampler),
+                num_microbatches,
+                dataloader.dataset,
+                self.collate_fn,
+            )
+
+    def _local_share(self, rollout: PPORolloutBatch, epoch: int = 0) -> PPORolloutBatch:
+        """This rank's samples of a gathered rollout, as shuffled for `epoch` over it."""
+        return local_share(rollout, self.seed, self.step, self.cfg.model_gbs, epoch)
+
+    def _with_logprobs(self, rollout: PPORolloutBatch) -> RolloutBatch:
+        """This rank's samples of a gathered rollout, with the log-probs of the policy and of the
+        reference.
+        """
+        local = self._local_share(rollout).columns
+        local["sample_order"] = local_places(len(rollout["idx"]), self.cfg.model_gbs)
+        tokens, lengths = local["response_tokens"], local["response_lengths"]
+        if self.source_of_logprobs == "recompute":
+            with self.timer("logprobs"):
+                local["logprobs"] = self.model.get_inference_log_probs(
+                    tokens, response_lengths=lengths
+                )
+        elif self.source_of_logprobs == "sampler":
+            local["logprobs"] = local.pop("sampling_logprobs")
+        if self.compute_init_policy_kl:
+            with self.timer("init_logprobs"):
+                local["init_logprobs"] = self.model.get_init_policy_logprobs(
+                    tokens, response_lengths=lengths
+                )
+        return local
+
+    def _add_scores(self, local: RolloutBatch, scores: Scores) -> None:
+        """Add the rewards and values of this rank's samples."""
+        columns = PPORolloutBatch(rewards=scores.rewards)
+        if scores.values is not None:
+            columns["values"] = scores.values
+        if scores.token_rewards is not None:
+            columns["token_rewards"] = scores.token_rewards
+        local.update(self._local_share(columns).columns)
+
+    def _check_first_kl(self, local: RolloutBatch, mask: Tensor) -> dict[str, float]:
+        """Before the first update of a fresh run the policy must be its reference."""
+        if not self.compute_init_policy_kl or self.optimization_step or self.resumed:
+            return {}
+        return check_policy_equals_reference(local["logprobs"], local["init_logprobs"], mask)
+
+    def global_batches(
+        self, data: Mapping[str, Tensor], epochs: int = 1
+    ) -> Iterator[dict[str, Tensor]]:
+        """This rank's share of each global batch, in `epochs` epochs over the rollout, each in its
+        own order.
+        """
+        first = PPORolloutBatch(dict(data))
+        gathered = first
+        for epoch in range(epochs):
+            if epoch == 1:  # later epochs deal all samples anew, so every rank needs all of them
+                gathered = first.gather_and_balance_globally()
+                gathered = gathered.select(gathered["sample_order"].argsort())
+            share = first if epoch == 0 else self._local_share(gathered, epoch)
+            trained_on = {key: tensor for key, tensor in share.items() if key != "sample_order"}
+            yield from shares_of_global_batches(trained_on, self.cfg.model_gbs)
+
+    # ---------------------------------------------------------------------- checkpoint and resume
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.resumed = True

@@ -1,0 +1,189 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""REINFORCE of a Megatron policy against reward models in other processes, with the other
+responses to a prompt as the baseline.
+
+`PolicyGradientTrainer.generate_rollouts` with `ReinforceTrainer.make_data`, and
+`ReinforceTrainer.learn`, are the algorithm (RLOO, Ahmadian et al. 2024, arXiv:2402.14740):
+generate several responses to each prompt, score them, subtract the KL to the reference and the
+mean of the prompt's other responses, and raise the likelihood of each response by what is left.
+
+Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length.
+Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment.
+"""
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from nemo.utils import logging
+from omegaconf import DictConfig
+from torch import Tensor
+
+from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
+from nemo_aligner.algorithms.ppo_data import (
+    fraction_without_signal,
+    harm_of_kl,
+    mean_of_sample_means,
+    own_samples,
+)
+from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
+    PPORolloutBatch as ReinforceRolloutBatch,
+)
+from nemo_aligner.algorithms.rollouts import (
+    compute_num_rollout_microbatches as compute_num_rollout_microbatches,
+)
+from nemo_aligner.algorithms.rollouts import response_mask
+from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.rollout_rules import check_compares_responses
+from nemo_aligner.core.advantages import calculate_rloo_baseline
+from nemo_aligner.core.interfaces import (
+    CheckpointWriter,
+    Logger,
+    Optimizer,
+    PromptIterator,
+    PromptLoaderBuilder,
+    RewardSource,
+    RunTimer,
+    Scheduler,
+)
+from nemo_aligner.core.kl import calculate_kl_penalty
+from nemo_aligner.core.masks import masked_sum
+from nemo_aligner.core.types import ReinforceTrainBatch, RolloutBatch
+from nemo_aligner.models.alignable_interface import PolicyWithReference
+
+RESPONSES_KEY = "trainer.reinforce.num_rollouts_per_prompt"
+
+
+class ReinforceTrainer(PolicyGradientTrainer):
+    """Trains a policy with REINFORCE; see `fit`, and the base class for attributes.
+
+    `reinforce_optimization_step` counts the finished optimizer updates.
+    """
+
+    SECTION, NAME = "reinforce", "REINFORCE"
+    SHOWN = ("train_rewards", "train_init_policy_kl", "train_loss", "val_rewards")
+    WAIT_TIMER = "rm_wait"
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        model: PolicyWithReference,
+        optimizer: Optimizer,
+        scheduler: Scheduler,
+        train_dataloader_builder: PromptLoaderBuilder,
+        val_dataloader_builder: PromptLoaderBuilder,
+        collate_fn: Any,
+        rm: RewardSource,
+        batch_iterator_cls: PromptIterator,
+        logger: Logger,
+        ckpt_callback: CheckpointWriter,
+        run_timer: RunTimer,
+    ):
+        """As the base class; the number of responses to a prompt stands in `cfg`.
+
+        Args:
+            rm: the reward models.
+
+        Raises:
+            ConfigError: values of `trainer.reinforce` and `model.reinforce` that cannot work
+                together.
+        """
+        cfg = complete(cfg, "gpt_reinforce_actor", "trainer.reinforce")
+        check_compares_responses("REINFORCE", RESPONSES_KEY, cfg.num_rollouts_per_prompt)
+        super().__init__(
+            cfg,
+            model,
+            optimizer,
+            scheduler,
+            train_dataloader_builder,
+            val_dataloader_builder,
+            collate_fn,
+            batch_iterator_cls,
+            logger,
+            ckpt_callback,
+            run_timer,
+            cfg.num_rollouts_per_prompt,
+            rm.infer_rm,
+        )
+        self.rm = rm
+        if cfg.use_absolute_kl and self.compute_init_policy_kl:
+            setting = "trainer.reinforce.use_absolute_kl"
+            logging.warning(harm_of_kl(f"{setting}=True", f"{setting}=False"))
+        self.check_rollout(RESPONSES_KEY)
+
+    reinforce_optimization_step = property(attrgetter("optimization_step"))
+
+    def learn(self, data: ReinforceTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
+        """One update per global batch of the rollout."""
+        return self.train_policy(self.global_batches(cast(dict[str, Tensor], data)))
+
+    def make_data(self, local: RolloutBatch) -> tuple[ReinforceTrainBatch, dict[str, Any]]:
+        return self.generate_reinforce_data(local)
+
+    def generate_reinforce_data(
+        self, rollout_batch: RolloutBatch
+    ) -> tuple[ReinforceTrainBatch, dict[str, Any]]:
+        """Rewards less the KL, and their baselines, of this rank's samples: `(data, metrics)`; all
+        ranks call it.
+
+        The KL of a response is the mean over its tokens, as in NeMo-Aligner (in the paper it is
+        the sum). The baseline is the mean of the prompt's other responses that ended; those that
+        did not end train nothing (`calculate_rloo_baseline`).
+
+        Args:
+            rollout_batch: `response_tokens` int64 `[B, S]`; `response_lengths`, `prompt_lengths`,
+                `idx` int64 `[B]`; `is_end` bool `[B]`; `rewards` f32 `[B]`; with a KL penalty
+                `logprobs` and `init_logprobs` f32 `[B, S-1]`, whose slots outside the response may
+                hold anything, NaN included.
+
+        Returns:
+            data: a `ReinforceTrainBatch`.
+            metrics: of all ranks.
+        """
+        mask = response_mask(rollout_batch)
+        rewards, is_end = rollout_batch["rewards"], rollout_batch["is_end"]
+        kl = self._kl_of_tokens(cast(Mapping[str, Tensor], rollout_batch), mask)
+        kl_of_responses = masked_sum(kl, mask, dim=1) / mask.sum(1).clamp(min=1)
+        rewards_with_kl = rewards - self.cfg.initial_policy_kl_penalty * kl_of_responses
+
+        # The other responses to a prompt may be on other ranks.
+        gathered = ReinforceRolloutBatch(
+            rewards=rewards_with_kl, idx=rollout_batch["idx"], valid=is_end & mask.bool().any(1)
+        ).gather_and_balance_globally()
+        baselines = calculate_rloo_baseline(
+            gathered["idx"], gathered["rewards"].double(), gathered["valid"]
+        ).to(rewards.dtype)
+        advantages = torch.where(gathered["valid"], gathered["rewards"] - baselines, 0)
+        metrics = {
+            "init_policy_kl": mean_of_sample_means(kl, mask),
+            "rewards_with_kl": mean_of_sample_means(
+                rewards_with_kl[:, None].expand_as(mask), mask
+            ),
+            "fraction_of_prompts_without_signal": fraction_without_signal(
+                advantages, gathered["idx"], gathered["valid"]
+            ),
+        }
+        data: ReinforceTrainBatch = {
+            "response_tokens": rollout_batch["response_tokens"],
+            "is_end": is_end,
+            "mask": mask,
+            "rewards_with_kl": rewards_with_kl,
+            "baseline": own_samples(baselines, len(rewards)),
+        }
+        return data, metrics
+
+    @property
+    def source_of_logprobs(self) -> str | None:
+        """The log-probs of a rollout are for its KL alone."""
+        return "recompute" if self.compute_init_policy_kl else None
+
+    def _kl_of_tokens(self, rollout_batch: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        """`[B, S-1]`; 0 outside the response, and without a penalty."""
+        if not self.compute_init_policy_kl:
+            return torch.zeros_like(mask)
+        policy, reference = (
+            torch.where(mask != 0, rollout_batch[key], 0) for key in ("logprobs", "init_logprobs")
+        )
+        return calculate_kl_penalty(policy, reference, self.cfg.use_absolute_kl)

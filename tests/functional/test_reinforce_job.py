@@ -1,0 +1,170 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""REINFORCE from end to end: the real actor script against a real reward-model server, in their
+own processes; at several splits; resumed.
+"""
+
+import string
+
+import pytest
+
+from nemo_aligner.servers.ports import find_free_port
+from tests.functional.jobs import (
+    ScriptJob,
+    assert_ended_well,
+    must_fail_with,
+    read_metrics,
+    reward_server,
+    wait_until_serving,
+)
+from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
+from tests.functional.test_rs_job import validation_samples
+from tests.patience import patience
+
+pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
+
+COMPARED = [
+    "train_rollouts/rewards",
+    "train_rollouts/rewards_with_kl",
+    "train_rollouts/init_policy_kl",
+    "train_rollouts/fraction_of_prompts_without_signal",
+    "train_rollouts/response_lengths",
+    "train_optim/loss",
+    "train_optim/grad_norm",
+    "val_rollouts/rewards",
+]
+
+
+def actor(inputs, folder, port, steps, ranks=1, launcher="python", *extra):  # noqa: F811
+    folder.mkdir(exist_ok=True)
+    prompts = f"[{inputs}/prompts.jsonl]"
+    return ScriptJob(
+        "train_gpt_reinforce_actor.py",
+        folder / "actor.log",
+        [
+            "trainer.accelerator=cpu",
+            "trainer.precision=32",
+            f"trainer.reinforce.max_steps={steps}",
+            "trainer.reinforce.val_check_interval=2",
+            "trainer.reinforce.num_rollouts_per_prompt=3",
+            "trainer.reinforce.initial_policy_kl_penalty=0.1",
+            "remote_rm.host=127.0.0.1",
+            f"remote_rm.port={port}",
+            f"remote_rm.init_timeout_s={patience(90):.0f}",
+            f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
+            f"exp_manager.explicit_log_dir={folder}/actor",
+            "model.encoder_seq_length=48",
+            "model.micro_batch_size=2",
+            "model.global_batch_size=12",
+            "model.optim.lr=1e-3",
+            "model.optim.sched.name=constant",
+            "model.reinforce.num_rollout_samples=4",
+            "model.reinforce.rollout_micro_batch_size=2",
+            "model.reinforce.num_val_samples=4",
+            "model.reinforce.length_params.max_length=12",
+            # Random weights rarely end a response; letters end one often enough.
+            f"model.reinforce.sampling_params.end_strings={list(string.ascii_lowercase)}",
+            f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
+            *extra,
+        ],
+        ranks,
+        launcher,
+    )
+
+
+@pytest.fixture(scope="module")
+def server_port(inputs):  # noqa: F811
+    """Port of a reward-model server, which serves all jobs of this module."""
+    port = find_free_port()
+    with reward_server(inputs / "rm.nemo", inputs / "reinforce-server", port) as server:
+        wait_until_serving(server)
+        yield port
+        assert_ended_well(server, server.stop())
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, server_port):  # noqa: F811
+    """Folder of four steps with one rank."""
+    folder = inputs / "reinforce-whole"
+    with actor(inputs, folder, server_port, 4) as job:
+        assert_ended_well(job, job.wait())
+    return folder
+
+
+def test_a_run_starts_at_kl_zero_learns_and_saves(whole):
+    metrics = whole / "actor"
+    kl = read_metrics(metrics, "train_rollouts/init_policy_kl")
+    assert len(kl) == 4 and kl[0] == 0 and all(kl[1:])
+    assert read_metrics(metrics, "train_rollouts/policy_reference_difference") == [0]
+    assert read_metrics(metrics, "train_rollouts/rollout_size") == [12] * 4
+    assert read_metrics(metrics, "train_rollouts/consumed_samples") == [4, 8, 12, 16]
+    assert all(norm > 0 for norm in read_metrics(metrics, "train_optim/grad_norm"))
+    names = sorted(path.name for path in (metrics / "checkpoints").iterdir())
+    first = "megatron_gpt-step=4-consumed_samples=16-reinforce_optimization_step=4-epoch=0-val_rew"
+    assert any(name.startswith(first) for name in names), names
+    assert "megatron_gpt_reinforce_actor.nemo" in names
+
+
+def test_the_same_command_resumes(inputs, server_port, whole, tmp_path):  # noqa: F811
+    """Two steps, then the same command with four: as four uninterrupted ones, to the bit."""
+    for steps in (2, 4):
+        with actor(inputs, tmp_path, server_port, steps) as job:
+            assert_ended_well(job, job.wait())
+    for key in COMPARED:
+        expected = read_metrics(whole / "actor", key)
+        assert len(expected) >= 2 and read_metrics(tmp_path / "actor", key) == expected, key
+    assert validation_samples(tmp_path)[-4:] == validation_samples(whole)[-4:]
+
+
+@pytest.mark.parametrize(
+    "ranks, launcher, extra",
+    [
+        (2, "torchrun", []),  # DP2
+        pytest.param(
+            2, "python", ["++model.tensor_model_parallel_size=2"], marks=pytest.mark.full
+        ),
+    ],
+    ids=["dp2", "tp2"],
+)
+def test_any_split_gives_the_same_numbers(
+    inputs,  # noqa: F811
+    server_port,
+    whole,
+    tmp_path,
+    ranks,
+    launcher,
+    extra,
+):
+    with actor(inputs, tmp_path, server_port, 4, ranks, launcher, *extra) as job:
+        assert_ended_well(job, job.wait(240))
+    for key in COMPARED:
+        expected = read_metrics(whole / "actor", key)
+        values = read_metrics(tmp_path / "actor", key)
+        assert values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
+    assert validation_samples(tmp_path) == validation_samples(whole)
+
+
+@pytest.mark.full
+def test_adapters_learn_with_their_base_as_the_reference(inputs, server_port, tmp_path):  # noqa: F811
+    lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
+    with actor(inputs, tmp_path, server_port, 2, 1, "python", *lora) as job:
+        assert_ended_well(job, job.wait())
+    kl = read_metrics(tmp_path / "actor", "train_rollouts/init_policy_kl")
+    assert kl[0] == 0 and kl[1] != 0
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        (
+            "trainer.reinforce.num_rollouts_per_prompt=1",
+            ["trainer.reinforce.num_rollouts_per_prompt=1", "set it to 2 or more"],
+        ),
+        (
+            "model.reinforce.sampling_params.use_greedy=True",
+            ["trainer.reinforce.num_rollouts_per_prompt=3", "would be the same"],
+        ),
+    ],
+)
+def test_values_that_cannot_work_are_one_line(inputs, tmp_path, override, words):  # noqa: F811
+    must_fail_with(actor(inputs, tmp_path, 1, 1, 1, "python", override), *words)

@@ -1,0 +1,172 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The REINFORCE trainer with a fake policy and a fake reward model: its data against a naive loop,
+order of calls, KL of 0 at the start, resuming, bad values.
+"""
+
+import pytest
+import torch
+from nemo.utils import logging
+
+from nemo_aligner.core.errors import ConfigError, PolicyReferenceError
+from tests.reinforce_fakes import make_reinforce_trainer
+
+NAN = float("nan")
+
+
+def scored_rollout():
+    """Two prompts with three responses each, ragged: of the first one did not end; one of the
+    second has no response token that counts.
+    """
+    generator = torch.Generator().manual_seed(7)
+    prompt_lengths = torch.tensor([2, 2, 2, 3, 3, 3])
+    response_lengths = torch.tensor([5, 8, 4, 6, 7, 3])
+    rollout = {
+        "response_tokens": torch.randint(0, 40, (6, 8), generator=generator),
+        "response_lengths": response_lengths,
+        "prompt_lengths": prompt_lengths,
+        "idx": torch.tensor([4, 4, 4, 9, 9, 9]),
+        "is_end": torch.tensor([True, False, True, True, True, True]),
+        "rewards": torch.randn(6, generator=generator),
+    }
+    for key in ("logprobs", "init_logprobs"):
+        rollout[key] = -torch.rand(6, 7, generator=generator)
+        for row, (prompt, total) in enumerate(zip(prompt_lengths, response_lengths, strict=True)):
+            rollout[key][row, : prompt - 1] = NAN
+            rollout[key][row, total - 1 :] = NAN
+    return rollout
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("penalty", [0.0, 0.3])
+def test_data_equal_a_naive_loop(penalty, absolute):
+    """KL: the mean over the tokens of a response. Baseline: the mean of the other responses that
+    ended.
+    """
+    trainer = make_reinforce_trainer(initial_policy_kl_penalty=penalty, use_absolute_kl=absolute)
+    rollout = scored_rollout()
+    data, metrics = trainer.generate_reinforce_data(rollout)
+
+    kls, rewards = [], []
+    for row in range(6):
+        first, last = rollout["prompt_lengths"][row] - 1, rollout["response_lengths"][row] - 1
+        kl, count = 0.0, 0
+        for column in range(first, last):
+            ratio = float(rollout["logprobs"][row, column] - rollout["init_logprobs"][row, column])
+            kl += (abs(ratio) if absolute else ratio) if penalty else 0.0
+            count += 1
+        kls.append(kl / max(count, 1))
+        rewards.append(float(rollout["rewards"][row]) - penalty * kls[-1])
+    counts = [0, 2, 3, 4]  # ended, with at least one token
+    for row in range(6):
+        others = [r for r in counts if rollout["idx"][r] == rollout["idx"][row] and r != row]
+        baseline = sum(rewards[r] for r in others) / len(others)
+        assert float(data["baseline"][row]) == pytest.approx(baseline, rel=1e-5), row
+        assert float(data["rewards_with_kl"][row]) == pytest.approx(rewards[row], rel=1e-5), row
+    assert metrics["rewards_with_kl"] == pytest.approx(sum(rewards[:5]) / 5, rel=1e-5)
+    assert metrics["init_policy_kl"] == pytest.approx(sum(kls[:5]) / 5, rel=1e-5, abs=1e-9)
+    assert metrics["fraction_of_prompts_without_signal"] == 0
+    assert data["mask"].sum(1).tolist() == [3, 6, 2, 3, 4, 0]
+
+
+def test_advantages_of_a_prompt_add_up_to_zero_and_equal_rewards_teach_nothing():
+    trainer = make_reinforce_trainer()
+    rollout = scored_rollout() | {"is_end": torch.ones(6, dtype=torch.bool)}
+    rollout["init_logprobs"] = rollout["logprobs"]
+    data, _ = trainer.generate_reinforce_data(rollout)
+    advantages = data["rewards_with_kl"] - data["baseline"]
+    # Of a prompt's valid responses; the last row has none.
+    assert float(advantages[:3].sum()) == pytest.approx(0, abs=1e-6)
+    assert float(advantages[3:5].sum()) == pytest.approx(0, abs=1e-6)
+
+    rollout["rewards"] = torch.full((6,), 0.1)
+    data, metrics = trainer.generate_reinforce_data(rollout)
+    assert torch.equal(data["rewards_with_kl"][:5], data["baseline"][:5])
+    assert metrics["fraction_of_prompts_without_signal"] == 1
+
+
+def test_calls_of_a_step_come_in_order():
+    trainer = make_reinforce_trainer(max_steps=1)
+    trainer.fit()
+    events = trainer.events
+    assert [event for event in events if event in ("logprobs", "init_logprobs")] == [
+        "logprobs",
+        "init_logprobs",
+    ]
+    assert events.count("infer") == events.count("rm_infer") == 12  # 24 samples in rows of 2
+    assert events.count("update") == 6  # 24 samples in global batches of 4
+    # Log-probs are computed while the reward model works.
+    assert events.index("init_logprobs") < events.index("rm_result") < events.index("update")
+    assert trainer.reinforce_optimization_step == 6 and trainer.consumed_samples == 8
+
+
+def test_without_a_penalty_no_pass_is_spent_on_log_probs():
+    trainer = make_reinforce_trainer(max_steps=1, initial_policy_kl_penalty=0.0)
+    trainer.fit()
+    assert "logprobs" not in trainer.events and "init_logprobs" not in trainer.events
+    assert trainer.events.count("update") == 6
+
+
+def test_the_kl_is_0_at_the_start_and_a_reference_that_differs_ends_the_run():
+    trainer = make_reinforce_trainer(max_steps=2)
+    trainer.fit()
+    kl = trainer.logger.series("train_rollouts/init_policy_kl")
+    assert kl[0] == (0, 0.0) and kl[1][1] != 0
+    assert trainer.logger.series("train_rollouts/policy_reference_difference") == [(0, 0.0)]
+    other = make_reinforce_trainer()
+    other.model.reference_offset = 0.1
+    with pytest.raises(PolicyReferenceError):
+        other.fit()
+
+
+def test_good_responses_become_likelier():
+    """Rewards that grow with the log-prob's slope: the weight goes where the rewards are."""
+
+    def score(rollout):
+        return -(rollout["response_tokens"] % 7).float().mean(1)
+
+    trainer = make_reinforce_trainer(score=score, max_epochs=1)
+    trainer.fit()
+    assert trainer.model.weight > 0.01  # a larger weight makes tokens with a large t % 7 rarer
+
+
+def test_resume_continues_exactly():
+    settings = {"val_check_interval": 1, "save_interval": 1}
+    whole = make_reinforce_trainer(**settings)
+    whole.fit()
+    _, _, state = whole.ckpt_callback.saved[0]
+    assert state["step"] == 1 and state["reinforce_optimization_step"] == 6
+
+    resumed = make_reinforce_trainer(**settings)
+    first = make_reinforce_trainer(**settings, max_steps=1)
+    first.fit()
+    resumed.model.weight = first.model.weight
+    resumed.load_state_dict(state)
+    resumed.fit()
+    assert resumed.model.weight == whole.model.weight
+    for one, other in zip(resumed.model.batches, whole.model.batches[6:], strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_an_old_kl_is_warned_about(monkeypatch):
+    seen = []
+    monkeypatch.setattr(logging, "warning", lambda text, *_: seen.append(str(text)))
+    make_reinforce_trainer(use_absolute_kl=True)
+    assert any("trainer.reinforce.use_absolute_kl=True" in text for text in seen)
+    seen.clear()
+    make_reinforce_trainer(use_absolute_kl=True, initial_policy_kl_penalty=0.0)
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"num_rollouts_per_prompt": 1}, "trainer.reinforce.num_rollouts_per_prompt=1; set it to"),
+        ({"model_gbs": 5}, "model.reinforce.num_rollout_samples=8 x trainer.reinforce.num_roll"),
+        ({"max_epochs": 2}, "trainer.reinforce.max_epochs=2 needs a random sampler"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(changes, words):
+    with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
+        make_reinforce_trainer(**changes)
