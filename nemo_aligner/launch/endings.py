@@ -6,8 +6,10 @@ Imports nothing heavy.
 """
 
 import contextlib
+import ctypes
 import functools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -61,6 +63,7 @@ def user_errors_end_the_job(main: Callable[P, R]) -> Callable[P, R]:
 
 
 def _run(main: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    end_with_starter()
     try:
         adopt_mpi_ranks(os.environ)  # here, so that its error is one message too
         warn_of_unsupported_versions()
@@ -106,6 +109,21 @@ def end_at_once(code: ExitCode, asked_by: int | None = None) -> NoReturn:
     _end_started_processes(0.0)
     sys.stdout.flush()
     os._exit(code)
+
+
+def end_with_starter() -> None:
+    """If rank 0 has started this process, let it be killed when rank 0 ends, however that happens;
+    if rank 0 has ended already, end now.
+
+    Call it early: an orphan would wait for the other ranks until it runs into a time limit.
+    """
+    starter = os.environ.get(STARTED_BY)
+    if starter is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if starter != str(os.getppid()):  # it ended before the line above
+        os._exit(ExitCode.FAILED)
 
 
 def _was_started() -> bool:

@@ -3,10 +3,7 @@
 """The Lightning trainer of a job, and the processes that it starts and joins."""
 
 import atexit
-import ctypes
 import os
-import signal
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -167,19 +164,21 @@ def launch_processes(trainer: Trainer | None) -> None:
         return
     strategy = trainer.strategy
     environment = strategy.cluster_environment
-    starts_processes = isinstance(environment, LightningEnvironment)
-    if starts_processes and "LOCAL_RANK" not in os.environ:
+    endings.end_with_starter()
+    starts_others = isinstance(environment, LightningEnvironment)
+    starts_others = starts_others and "LOCAL_RANK" not in os.environ
+    if starts_others:
         # Lightning's own choice may be taken by the time that it is used.
         os.environ.setdefault("MASTER_PORT", str(find_free_port()))
     if strategy.launcher is not None:
-        os.environ[endings.STARTED_BY] = str(os.getpid())
+        others = {endings.STARTED_BY: str(os.getpid())} if starts_others else {}
+        os.environ.update(others)
         try:
             strategy.launcher.launch(lambda: None, trainer=trainer)
         finally:
-            del os.environ[endings.STARTED_BY]
+            for name in others:
+                del os.environ[name]
         endings.started_processes.extend(getattr(strategy.launcher, "procs", []))
-        if starts_processes and environment.local_rank() > 0:
-            _end_with_parent()
     if isinstance(strategy, DDPStrategy):
         _join_on_loopback(strategy)
     strategy.setup_environment()  # joins the other ranks unless this process has
@@ -214,9 +213,3 @@ def init_distributed(ptl_trainer: Trainer, ptl_model: object = None, use_te: boo
     has set up Megatron's groups, and the layers their own.
     """
     launch_processes(ptl_trainer)
-
-
-def _end_with_parent() -> None:
-    """End this process, which Lightning's launcher started, when its parent, rank 0, is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

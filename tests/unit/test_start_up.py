@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a script starts (launch/command_line.py) and ends (launch/endings.py)."""
 
+import contextlib
 import gc
 import io
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
 
@@ -24,6 +26,7 @@ from nemo_aligner.launch import endings, start_up
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.training.stop_requests import stop_requests
+from tests.patience import wait_until
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "examples/nlp/gpt").glob("*.py"))
 HEAVY = ("torch", "nemo", "lightning", "megatron", "transformers", "pandas")
@@ -179,6 +182,56 @@ def test_a_failure_ends_the_started_processes(monkeypatch):
     with pytest.raises(SystemExit):
         user_errors_end_the_job(lambda: (_ for _ in ()).throw(UserError("give b")))()
     assert process.returncode is not None
+
+
+# A job's process that another one starts; it says that it runs, and goes on for long.
+STARTED = """
+import sys, time
+from nemo_aligner.launch.endings import user_errors_end_the_job
+
+@user_errors_end_the_job
+def main():
+    print("runs", flush=True)
+    time.sleep(60)
+
+if "late" in sys.argv:
+    sys.stdin.read()
+main()
+"""
+STARTER = """
+import os, subprocess, sys
+from nemo_aligner.launch.endings import STARTED_BY
+
+environment = {**os.environ, STARTED_BY: str(os.getpid())}
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=environment)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_no_process_outlives_the_one_that_has_started_it(when):
+    """Killed before the other one's `main` begins ("late"), or after."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, STARTED, when], **pipes)
+    child = psutil.Process(int(starter.stdout.readline()))
+    try:
+        if when == "early":
+            assert starter.stdout.readline() == "runs\n"
+        starter.kill()
+        starter.wait()
+        if when == "late":
+            starter.stdin.close()  # it begins now
+        wait_until(lambda: not child.is_running(), 20, "the end of the other process", 0.05)
+        assert starter.stdout.read() == ""
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def test_a_process_that_nobody_has_started_goes_on(monkeypatch):
+    monkeypatch.delenv(endings.STARTED_BY, raising=False)
+    assert user_errors_end_the_job(lambda: "done")() == "done"
 
 
 # ---- imports and threads (launch/start_up.py) ----
