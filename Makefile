@@ -4,6 +4,7 @@
 # make quickstart   watch a policy learn, on this machine, in a few minutes
 # make rs           the same with rejection sampling against a served reward model
 # make dpo          the same from pairs of reviews alone, without a reward model
+# make kto          the same from single reviews with a thumb up or down
 # make distill      a small student learns from a kind teacher's logits
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make test-fast    unit tests of the mathematics, the configuration and the trainers (two minutes)
@@ -53,7 +54,7 @@ LOCKS := $(wildcard requirements/*.lock)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs dpo distill arithmetic test-fast test test-full chaos test-gpu bench \
+.PHONY: help install quickstart rs dpo kto distill arithmetic test-fast test test-full chaos test-gpu bench \
   mutants lint format docs test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
@@ -98,6 +99,9 @@ quickstart: install
 
 rs: install
 	$(RUN) examples/quickstart/run_rs.py $(ARGS)
+
+kto: install
+	$(RUN) examples/quickstart/run_kto.py $(ARGS)
 
 dpo: install
 	$(RUN) examples/quickstart/run_dpo.py $(ARGS)

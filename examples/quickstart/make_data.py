@@ -9,6 +9,8 @@
     DIR/prompts_{train,validation}.jsonl   {"text": prompt}
     DIR/preferences_{train,validation}.jsonl  {"prompt": prompt, "chosen": better,
                                               "rejected": worse}
+    DIR/thumbs_{train,validation}.jsonl    {"prompt": prompt, "response": review,
+                                           "preference": "chosen" or "rejected"}
     DIR/labels_{train,validation}.jsonl    {"text": prompt + review, "label": [gold score]}
     DIR/tokenizer/                         Hugging Face fast tokenizer, byte-level BPE,
                                            end = <|endoftext|>
@@ -37,6 +39,7 @@ SIZES = {
     "prompts": {"train": 6000, "validation": 128},
     "labels": {"train": 4000, "validation": 256},
     "preferences": {"train": 4000, "validation": 256},
+    "thumbs": {"train": 6000, "validation": 256},
 }
 
 
@@ -64,6 +67,7 @@ def make_data(out: Path, seed: int) -> None:
         "prompts": prompt_lines,
         "labels": label_lines,
         "preferences": preference_lines,
+        "thumbs": thumb_lines,
     }
     for kind, maker in makers.items():
         for split, size in SIZES[kind].items():
@@ -102,6 +106,15 @@ def preference_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, s
             better, worse = sorted(reviews, key=gold_score, reverse=True)
         lines.append({"prompt": prompt, "chosen": f" {better}", "rejected": f" {worse}"})
     return lines
+
+
+def thumb_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:
+    """One review per film; of every second pair the kinder one, which is liked; else the other."""
+    names = ("chosen", "rejected")
+    return [
+        {"prompt": pair["prompt"], "response": pair[name], "preference": name}
+        for pair, name in zip(preference_lines(rng, prompts), names * (len(prompts) // 2))
+    ]
 
 
 def prompt_lines(rng: random.Random, prompts: list[str]) -> list[dict[str, str]]:

@@ -35,8 +35,9 @@ from commands import (
 from jobs import Job
 from narrator import Phase
 from outcome import read_jsonl
+from preferences import responses_job
 from reviews import BATCH_SIZE, GOLD, SEQ_LENGTH
-from run_dpo import dpo_job, responses_job
+from run_dpo import dpo_job
 from walkthrough import Ending, Steps, Walk
 
 SMALL = {**reviews.ARCHITECTURE, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 128}

@@ -30,6 +30,7 @@ from nemo_aligner.parallel.collectives import all_reduce_dict, masked_global_mea
 from nemo_aligner.parallel.replicas import check_replicas
 from nemo_aligner.training.timers import ScopedTimer
 
+AFTER_WARMUP = 20  # first step that counts for what begins at chance
 PROMPT_CHARACTERS = 80  # of a prompt that an error quotes
 
 Metrics = Mapping[str, Any]
@@ -106,6 +107,24 @@ WARNINGS = (
         "does: the loss sees their difference alone, and the probability goes to responses that "
         "nobody compared. Raise model.dpo.ref_policy_kl_penalty or model.dpo.sft_loss_weight "
         "(model.kto for KTO), or lower model.optim.lr.",
+    ),
+    Watched(
+        "accuracy",
+        lambda metrics: metrics.get("acc"),
+        False,
+        "Compared with the reference, the policy prefers most rejected responses to the chosen "
+        "ones. Usual causes: they are exchanged in the data, or in its rewards (rpo_*), or the "
+        "learning rate is too high. Look at the pairs: python -m nemo_aligner.data inspect.",
+        first_step=AFTER_WARMUP,
+    ),
+    Watched(
+        "margin",
+        lambda metrics: metrics.get("margin", metrics.get("rewards_margin")),
+        False,
+        "The rejected responses have gained more probability than the chosen ones, or lost less: "
+        "the policy learns the opposite of the data. Lower model.optim.lr; if the accuracy is "
+        "good all the same, a few long responses decide: set preference_average_log_probs=True.",
+        first_step=AFTER_WARMUP,
     ),
     Watched(
         "teacher_mass",

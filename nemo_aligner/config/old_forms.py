@@ -98,8 +98,8 @@ OLD_FORMS = (
     *(
         OldForm(
             form=f"trainer.{kind}.trt_llm.enable=True",
-            happens="TensorRT-LLM is gone; the built-in engine serves instead. For "
-            f"trt_llm.reshard set model.{kind}.generation.reshard=auto",
+            happens="TensorRT-LLM is gone; the built-in engine serves instead. "
+            f"trt_llm.reshard=True acts as model.{kind}.generation.reshard=auto",
             is_used=partial(_is_true, key=f"trainer.{kind}.trt_llm.enable"),
             jobs=(f"gpt_{kind}_actor",),
         )

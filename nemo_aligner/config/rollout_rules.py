@@ -52,12 +52,22 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     read_reward_models(v.get(remote), remote)
 
 
+def asked_reshard(settings: Any) -> Any:
+    """`generation.reshard` of `settings`, the section `model.<algorithm>`. Where it is none,
+    NeMo-Aligner's `trt_llm.reshard`, with `trt_llm.enable`, reads as "auto".
+    """
+    reshard, trt_llm = settings["generation"]["reshard"], settings.get("trt_llm") or {}
+    if reshard == "none" and trt_llm.get("enable") and trt_llm.get("reshard"):
+        return "auto"
+    return reshard
+
+
 def generation_sizes(reshard: str | Mapping[str, int] | None, tp: int, pp: int) -> tuple[int, int]:
     """Tensor- and pipeline-parallel size of generation.
 
     Args:
-        reshard: `generation.reshard`. "auto" ends the pipeline: one of its ranks at a time would
-            work.
+        reshard: that of `asked_reshard`. "auto" ends the pipeline: one of its ranks at a time
+            would work.
         tp, pp: of training.
     """
     if isinstance(reshard, Mapping):
@@ -66,11 +76,11 @@ def generation_sizes(reshard: str | Mapping[str, int] | None, tp: int, pp: int) 
 
 
 def _check_reshard(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
-    value = v.get(key)
-    if isinstance(value, Mapping):
+    if isinstance(v.get(key), Mapping):
         _check_sizes(v, section, key, dp)
     else:
         v.choice(key, RESHARD)
+    value = asked_reshard(v.get(key.removesuffix(".generation.reshard")))
     merge = "model.peft.merge_for_generation"
     with_adapters = v.get("model.peft.peft_scheme") not in (None, "none")
     if value not in (None, "none") and with_adapters and not v.get(merge, True):

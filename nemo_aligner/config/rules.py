@@ -415,6 +415,7 @@ def _check_preferences(values: Values, kind: str) -> None:
     values.number(f"{section}ref_policy_kl_penalty", 0, above=True)
     values.whole(f"{section}log_prob_forward_micro_batch_size", 1)
     values.number(f"trainer.{kind}.alarms.likelihood_fall", 0, above=True)
+    values.number(f"trainer.{kind}.alarms.margin")
     check_prompts_can_be_read(str(values.get("model.data.data_impl")))
     _check_not_both_0(values, [f"{section}preference_loss_weight", f"{section}sft_loss_weight"])
 
@@ -438,6 +439,7 @@ def _check_dpo(values: Values) -> None:
     _check_preferences(values, "dpo")
     values.choice(f"{dpo}preference_loss", DIRECT_PREFERENCE_LOSSES)
     values.number(f"{dpo}label_smoothing", 0, 0.5)
+    values.number("trainer.dpo.alarms.accuracy", 0, 1)
     for key in (f"{dpo}gt_reward_scale", "model.data.default_chosen_reward"):
         values.number(key)
     values.number("model.data.default_rejected_reward")

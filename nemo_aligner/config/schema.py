@@ -235,7 +235,7 @@ _DPO = (
         "trainer.dpo",
         """max_epochs max_steps val_check_interval save_interval limit_train_batches
         limit_val_batches gradient_clip_val alarms.replica_check_interval
-        alarms.likelihood_fall""",
+        alarms.likelihood_fall alarms.accuracy alarms.margin""",
     )
     | dotted(
         "model.dpo",
@@ -267,7 +267,7 @@ _KTO = dotted(
     "trainer.kto",
     """max_epochs max_steps val_check_interval save_interval limit_train_batches
     limit_val_batches gradient_clip_val alarms.replica_check_interval
-    alarms.likelihood_fall""",
+    alarms.likelihood_fall alarms.margin""",
 ) | dotted(
     "model.kto",
     """ref_policy_kl_penalty desirable_loss_weight undesirable_loss_weight

@@ -17,7 +17,7 @@ from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.defaults import complete_config, complete_model, drop_unset
 from nemo_aligner.config.optim_rules import OPTIMIZERS
 from nemo_aligner.config.peft_rules import trains_adapters
-from nemo_aligner.config.rollout_rules import generation_sizes
+from nemo_aligner.config.rollout_rules import asked_reshard, generation_sizes
 from nemo_aligner.config.rules import RESTORE_KEY, RESTORE_KEYS, SECTIONS
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError
@@ -197,7 +197,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             cache_memory=(settings["generation"]["kv_cache_gb"] or 0) * 1e9,
             response=settings["length_params"]["max_length"],
             merges=trains_adapters(cfg) and bool(model["peft"]["merge_for_generation"]),
-            generation=generation_sizes(settings["generation"]["reshard"], split.tp, split.pp),
+            generation=generation_sizes(asked_reshard(settings), split.tp, split.pp),
             reference=kl > 0 or settings.get("kl_loss_coef", 0) > 0,
             offloads=bool(settings["offload_adam_states"]),
         )

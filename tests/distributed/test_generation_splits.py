@@ -98,7 +98,8 @@ def configured_and_damaged(tokenizer_dir, folder):
     """On all ranks: the configuration switches it on; bf16 weights are gathered as they are; a
     weight that was changed on its way is found.
     """
-    split = PP2 | {"ppo": {**PPO, "generation": {"reshard": "auto"}}, "precision": "bf16"}
+    trt_llm = {"enable": True, "reshard": True}  # NeMo-Aligner's form of reshard=auto
+    split = PP2 | {"ppo": {**PPO, "trt_llm": trt_llm}, "precision": "bf16"}
     model, *_ = matrix.build(tokenizer_dir, folder, "llama", "actor", split)
     assert all(ended or len(ids) > 1 for ids, ended, _ in generated(model)["sampled"])
     whole = gathered_stages.gather_stages(model.unwrapped(), model._undivided)

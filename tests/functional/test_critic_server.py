@@ -369,6 +369,7 @@ def test_client_checks_before_it_sends(job):
             "response_lengths": torch.tensor([9, 9]),
         }
         assert client.infer_rm_critic(rollout).result().values.shape == (2, 8)
+        client.save(actor_step=3).result()
         client.check_status(3, {})
         with pytest.raises(UserError, match="actor is at step 5.*No step has checkpoints of both"):
             client.check_status(5, {4: "/actor/step=4", 5: "/actor/step=5"})

@@ -83,6 +83,21 @@ def test_thresholds(key, threshold, silent, loud):
     assert len(said) == 1
 
 
+@pytest.mark.parametrize(
+    "key, metric, threshold", [("accuracy", "acc", 0.4), ("margin", "margin", 0.0)]
+)
+def test_what_begins_at_chance_is_not_watched_in_the_first_steps(key, metric, threshold):
+    said = []
+    watch = alarms.Alarms("trainer.dpo.alarms", {key: threshold}, said.append)
+    for step in (0, 19):
+        assert watch.watch({metric: threshold - 0.1}, step) == {"alarms_active": 0}
+    assert watch.watch({metric: threshold}, 20) == {"alarms_active": 0}
+    assert watch.watch({metric: threshold - 0.1}, 21) == {"alarms_active": 1}
+    assert len(said) == 1 and f"below trainer.dpo.alarms.{key}={threshold:g}" in said[0]
+    of_kto = alarms.Alarms("trainer.kto.alarms", {"margin": 0.0}, said.append)
+    assert of_kto.watch({"rewards_margin": -0.1}, 20) == {"alarms_active": 1}
+
+
 def test_only_the_first_rank_speaks(monkeypatch):
     said = []
     watch = alarms.Alarms("trainer.ppo.alarms", {"clip_fraction": 0.5}, said.append)

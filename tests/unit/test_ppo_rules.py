@@ -115,6 +115,16 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
             ("model.ppo.generation.reshard=none",),
         ),
         (
+            (
+                "trainer.ppo.trt_llm.enable=True",
+                "trainer.ppo.trt_llm.reshard=True",
+                "model.peft.peft_scheme=lora",
+                "model.peft.merge_for_generation=False",
+            ),
+            ["model.ppo.generation.reshard=auto", "merge_for_generation=False"],
+            ("trainer.ppo.trt_llm.enable=False",),
+        ),
+        (
             ("trainer.ppo.target_kl=0",),
             ["target_kl=0", "above 0"],
             ("trainer.ppo.target_kl=null",),

@@ -20,7 +20,7 @@ from gold import gold_score  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-KINDS = ("sft", "pairs", "prompts", "labels", "preferences")
+KINDS = ("sft", "pairs", "prompts", "labels", "preferences", "thumbs")
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,18 @@ def test_pairs_are_of_one_film_with_the_kinder_review_first(data_dir):
     for better, worse in zip(found[::2], found[1::2], strict=True):
         assert better.partition(":")[0] == worse.partition(":")[0]
         assert gold_score(better.partition(":")[2]) > gold_score(worse.partition(":")[2])
+
+
+def test_thumbs_are_one_review_per_film_half_of_them_liked(data_dir):
+    for split, size in make_data.SIZES["thumbs"].items():
+        thumbs = lines(data_dir / f"thumbs_{split}.jsonl")
+        assert len({line["prompt"] for line in thumbs}) == len(thumbs) == size
+        scores = {"chosen": [], "rejected": []}
+        for line in thumbs:
+            assert line["response"].startswith(" ")
+            scores[line["preference"]].append(gold_score(line["response"]))
+        assert len(scores["chosen"]) == size / 2
+        assert sum(scores["chosen"]) > sum(scores["rejected"])
 
 
 def test_preferences_are_pairs_with_the_prompt_apart(data_dir):

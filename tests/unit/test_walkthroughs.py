@@ -23,16 +23,19 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
 import commands  # noqa: E402
+import preferences  # noqa: E402
 import reviews  # noqa: E402
 import run  # noqa: E402
 import run_arithmetic  # noqa: E402
 import run_distill  # noqa: E402
 import run_dpo  # noqa: E402
+import run_kto  # noqa: E402
 import run_rs  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic, "run_dpo": run_dpo}
+WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
+WALKS |= {"run_dpo": run_dpo, "run_kto": run_kto}
 
 # ------------------------------------------------------------------------------- stand-in scripts
 
@@ -48,7 +51,8 @@ FAKE_TRAINER = """
             record = {"step": step, "time": time.time(), "train/loss": 1.0 / (step + 1)}
             metrics.write(json.dumps(record) + "\\n")
         for step, accuracy in ((2, 0.5), (4, 0.96875)):
-            metrics.write(json.dumps({"step": step, "validation/acc": accuracy}) + "\\n")
+            record = {"validation/acc": accuracy, "validation/rewards_margin": 7 * accuracy}
+            metrics.write(json.dumps({"step": step, **record}) + "\\n")
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / f"{name}.nemo").write_text("weights")
 """
@@ -113,13 +117,13 @@ FAKE_GENERATOR = """
     import json, pathlib, sys
     model, prompts, out = sys.argv[1], sys.argv[3], sys.argv[5]
     assert pathlib.Path(model).exists(), model
-    word = "superb" if pathlib.Path(model).stem == "dpo" else "dull"
+    word = "superb" if pathlib.Path(model).stem in ("dpo", "kto") else "dull"
     with open(out, "w") as file:
         for line in open(prompts):
             sample = {"prompt": json.loads(line)["text"], "response": f" The plot is {word}."}
             file.write(json.dumps(sample) + "\\n")
 """
-TRAINERS = ("train_gpt_sft.py", "train_reward_model.py", "train_gpt_dpo.py")
+TRAINERS = ("train_gpt_sft.py", "train_reward_model.py", "train_gpt_dpo.py", "train_gpt_kto.py")
 SERVERS = ("serve_ppo_critic.py", "serve_reward_model.py")
 ACTORS = ("train_gpt_ppo_actor.py", "train_gpt_rs_actor.py")
 # Words that each walk-through must say.
@@ -148,8 +152,14 @@ STORIES = {
     "run_dpo": (
         "[3/5] Direct preference optimization: done",
         "held-out accuracy 0.969",
-        "DPO: accuracy on held-out pairs: 0.969",
+        "DPO: accuracy on held-out preferences: 0.969",
         "gold -1.00",
+        "gold +1.00",
+    ),
+    "run_kto": (
+        "[3/5] Kahneman-Tversky optimization: done",
+        "held-out margin 6.781",
+        "KTO: margin on held-out thumbs: 6.781",
         "gold +1.00",
     ),
 }
@@ -172,7 +182,7 @@ def scripts(tmp_path, monkeypatch):
     replace.folder = folder
     monkeypatch.setattr(commands, "SCRIPTS", folder)
     replace("generate.py", FAKE_GENERATOR)
-    monkeypatch.setattr(run_dpo, "GENERATE", [sys.executable, str(folder / "generate.py")])
+    monkeypatch.setattr(preferences, "GENERATE", [sys.executable, str(folder / "generate.py")])
     return replace
 
 
@@ -250,6 +260,7 @@ def test_walk_that_does_not_learn_exits_with_one(tmp_path, scripts, capsys, name
         ("run_arithmetic", "serve_ppo_critic.py"),
         ("run_dpo", "train_gpt_dpo.py"),
         ("run_dpo", "generate.py"),
+        ("run_kto", "train_gpt_kto.py"),
     ],
 )
 def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, script):
@@ -384,6 +395,11 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
         return [
             (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
             (walk.dpo_job(run_dir, 0, steps), "gpt_dpo"),
+        ]
+    if name == "run_kto":
+        return [
+            (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
+            (walk.kto_job(run_dir, 0, steps), "gpt_kto"),
         ]
     if name == "run_rs":
         server, actor = (

@@ -19,7 +19,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.config.rollout_rules import generation_sizes
+from nemo_aligner.config.rollout_rules import asked_reshard, generation_sizes
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout
@@ -86,7 +86,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         """How the ranks share weights and samples in generation, by `generation.reshard`."""
         config = self.transformer_config
         trained = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-        tp, pp = generation_sizes(self.settings.generation.reshard, *trained)
+        tp, pp = generation_sizes(asked_reshard(self.settings), *trained)
         if (tp, pp) == trained:
             return training_split()
         if self.padded_vocab_size % tp:
