@@ -2,17 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prompts of a job whose policy generates, PPO, REINFORCE or rejection sampling."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from nemo_aligner.core.interfaces import PromptLoaderBuilder
 from nemo_aligner.data.nlp.builders import (
     build_configured_datasets,
+    build_dataloader,
     build_train_valid_test_rlhf_datasets,
     check_pad_to_length,
+    collate_with_pad_to_max_batch,
     single_validation_set,
 )
 from nemo_aligner.data.nlp.datasets import RLHFDataset
+from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 
 if TYPE_CHECKING:
     from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
@@ -34,3 +41,54 @@ def build_prompt_datasets(
     validation_ds = single_validation_set(validation_ds)
     check_pad_to_length(cfg, remote, kind, [train_ds, validation_ds])
     return train_ds, validation_ds
+
+
+@dataclass(frozen=True)
+class PromptLoaders:
+    """Where a trainer of policy gradients gets its prompts, as its arguments of these names say.
+
+    Attributes:
+        max_steps: rollouts of the whole job.
+    """
+
+    train_dataloader_builder: PromptLoaderBuilder
+    val_dataloader_builder: PromptLoaderBuilder
+    collate_fn: Callable[..., Any]
+    max_steps: int
+
+
+def build_prompt_loaders(
+    cfg: DictConfig, kind: str, remote: str, tokenizer: "TokenizerSpec"
+) -> PromptLoaders:
+    """Loaders of `build_prompt_datasets`, with the sizes of `model.<kind>`; arguments as there."""
+    settings, section = cfg.model[kind], cfg.trainer[kind]
+    train_ds, validation_ds = build_prompt_datasets(cfg, kind, remote, tokenizer)
+    train: Any = partial(
+        build_dataloader,
+        cfg,
+        train_ds,
+        mbs=settings.rollout_micro_batch_size,
+        gbs=settings.num_rollout_samples,
+        load_gbs=False,
+    )
+    validation: Any = partial(
+        build_dataloader,
+        cfg,
+        validation_ds,
+        mbs=settings.val_rollout_micro_batch_size,
+        gbs=settings.num_val_samples,
+        load_gbs=False,
+        use_random_sampler=False,
+    )
+    steps_per_epoch = compute_num_steps_per_epoch(train(consumed_samples=0).batch_sampler)
+    return PromptLoaders(
+        train,
+        validation,
+        collate_with_pad_to_max_batch(
+            settings.length_params.max_length,
+            tokenizer.eos_id,
+            cfg,
+            generate_masks_and_position_ids=False,
+        ),
+        compute_max_steps(steps_per_epoch, section.max_epochs, section.max_steps),
+    )

@@ -18,8 +18,6 @@ srun work as well. The same command resumes from the last checkpoint in
 `exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_actor.yaml, docs/config.md.
 """
 
-from functools import partial
-
 from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
@@ -45,15 +43,13 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.ppo import PPOTrainer
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
         from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
-        from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
         from nemo_aligner.launch.experiment import run_timer, set_up_training, start_job
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.pair import load_state_of_pair
-        from nemo_aligner.launch.prompts import build_prompt_datasets
+        from nemo_aligner.launch.prompts import build_prompt_loaders
         from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
         from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
-        from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = complete_model_config(restore_path, cfg.model, "gpt_ppo_actor")
@@ -68,39 +64,13 @@ def train(cfg: DictConfig) -> None:
         # Before a checkpoint is resumed: the reference stays the model that the job started from.
         model.set_reference_policy()
 
-    train_ds, validation_ds = build_prompt_datasets(
-        cfg, "ppo", "remote_critic_rm", model.tokenizer
-    )
-    train_dataloader_builder = partial(
-        build_dataloader,
-        cfg,
-        train_ds,
-        mbs=ppo.rollout_micro_batch_size,
-        gbs=ppo.num_rollout_samples,
-        load_gbs=False,
-    )
-    val_dataloader_builder = partial(
-        build_dataloader,
-        cfg,
-        validation_ds,
-        mbs=ppo.val_rollout_micro_batch_size,
-        gbs=ppo.num_val_samples,
-        load_gbs=False,
-        use_random_sampler=False,
-    )
-
-    steps_per_epoch = compute_num_steps_per_epoch(
-        train_dataloader_builder(consumed_samples=0).batch_sampler
-    )
-    ppo_steps = compute_max_steps(
-        steps_per_epoch, cfg.trainer.ppo.max_epochs, cfg.trainer.ppo.max_steps
-    )
+    prompts = build_prompt_loaders(cfg, "ppo", "remote_critic_rm", model.tokenizer)
     optimizer, scheduler, ckpt_callback = set_up_training(
         cfg,
         job,
         model,
         max_steps=compute_num_optimizer_steps(
-            ppo_steps,
+            prompts.max_steps,
             ppo.num_rollout_samples * ppo.num_rollouts_per_prompt,
             cfg.model.global_batch_size,
             cfg.trainer.ppo.ppo_epochs,
@@ -118,14 +88,9 @@ def train(cfg: DictConfig) -> None:
             model=model,
             optimizer=optimizer,
             scheduler=scheduler,
-            train_dataloader_builder=train_dataloader_builder,
-            val_dataloader_builder=val_dataloader_builder,
-            collate_fn=collate_with_pad_to_max_batch(
-                ppo.length_params.max_length,
-                model.tokenizer.eos_id,
-                cfg,
-                generate_masks_and_position_ids=False,
-            ),
+            train_dataloader_builder=prompts.train_dataloader_builder,
+            val_dataloader_builder=prompts.val_dataloader_builder,
+            collate_fn=prompts.collate_fn,
             rm_critic=rm_critic,
             batch_iterator_cls=get_batch_iterator_cls(cfg.trainer.ppo.batch_iterator),
             logger=job.logger,

@@ -13,8 +13,6 @@ srun work as well. The same command resumes from the last checkpoint in
 `exp_manager.explicit_log_dir`. Keys: conf/gpt_reinforce_actor.yaml, docs/config.md.
 """
 
-from functools import partial
-
 from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
@@ -39,7 +37,6 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.reinforce import ReinforceTrainer
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
         from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
-        from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
         from nemo_aligner.launch.experiment import (
             load_trainer_state,
             run_timer,
@@ -47,12 +44,11 @@ def train(cfg: DictConfig) -> None:
             start_job,
         )
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
-        from nemo_aligner.launch.prompts import build_prompt_datasets
+        from nemo_aligner.launch.prompts import build_prompt_loaders
         from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
             MegatronGPTReinforceActorModel,
         )
         from nemo_aligner.servers.reward_client import RemoteGPTRMClient
-        from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = complete_model_config(restore_path, cfg.model, "gpt_reinforce_actor")
@@ -67,35 +63,13 @@ def train(cfg: DictConfig) -> None:
         # Before a checkpoint is resumed: the reference stays the model that the job started from.
         model.set_reference_policy()
 
-    train_ds, validation_ds = build_prompt_datasets(cfg, "reinforce", "remote_rm", model.tokenizer)
-    train_dataloader_builder = partial(
-        build_dataloader,
-        cfg,
-        train_ds,
-        mbs=reinforce.rollout_micro_batch_size,
-        gbs=reinforce.num_rollout_samples,
-        load_gbs=False,
-    )
-    val_dataloader_builder = partial(
-        build_dataloader,
-        cfg,
-        validation_ds,
-        mbs=reinforce.val_rollout_micro_batch_size,
-        gbs=reinforce.num_val_samples,
-        load_gbs=False,
-        use_random_sampler=False,
-    )
-
-    steps_per_epoch = compute_num_steps_per_epoch(
-        train_dataloader_builder(consumed_samples=0).batch_sampler
-    )
-    reinforce_steps = compute_max_steps(steps_per_epoch, settings.max_epochs, settings.max_steps)
+    prompts = build_prompt_loaders(cfg, "reinforce", "remote_rm", model.tokenizer)
     optimizer, scheduler, ckpt_callback = set_up_training(
         cfg,
         job,
         model,
         max_steps=compute_num_optimizer_steps(
-            reinforce_steps,
+            prompts.max_steps,
             reinforce.num_rollout_samples * settings.num_rollouts_per_prompt,
             cfg.model.global_batch_size,
         ),
@@ -108,14 +82,9 @@ def train(cfg: DictConfig) -> None:
             model=model,
             optimizer=optimizer,
             scheduler=scheduler,
-            train_dataloader_builder=train_dataloader_builder,
-            val_dataloader_builder=val_dataloader_builder,
-            collate_fn=collate_with_pad_to_max_batch(
-                reinforce.length_params.max_length,
-                model.tokenizer.eos_id,
-                cfg,
-                generate_masks_and_position_ids=False,
-            ),
+            train_dataloader_builder=prompts.train_dataloader_builder,
+            val_dataloader_builder=prompts.val_dataloader_builder,
+            collate_fn=prompts.collate_fn,
             rm=rm,
             batch_iterator_cls=get_batch_iterator_cls(settings.batch_iterator),
             logger=job.logger,
