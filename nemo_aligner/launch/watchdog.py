@@ -129,9 +129,22 @@ class Watchdog:
                 flush=True,
             )
         note_ending(ExitCode.LOST_PEER, reason, stop_requests.step)
+        self._leave_after(min(found))
         if progress.before_exit is not None:
             progress.before_exit()
         endings.end_at_once(ExitCode.LOST_PEER)
+
+    def _leave_after(self, first: int) -> None:
+        """Return on rank `first` at once, on the others when that one has said what hangs: the end
+        of one rank is an error in the collectives of those that wait for it, and they would end
+        with that.
+        """
+        with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
+            if self.rank == first:
+                self._store.put("said", "yes")
+            deadline = time.monotonic() + REPLY_S
+            while not self._store.get("said") and time.monotonic() < deadline:
+                time.sleep(0.1)
 
     def _what_hangs(self, found: dict[int, dict]) -> str:
         """One line; `found` says of the ranks that have replied where they stand."""
