@@ -7,7 +7,7 @@
 # make kto          the same from single reviews with a thumb up or down
 # make distill      a small student learns from a kind teacher's logits
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
-# make test-fast    unit tests of the mathematics, the configuration and the trainers (two minutes)
+# make test-fast    unit tests of the mathematics, the configuration and the trainers (three minutes)
 # make test         all tests that run without a GPU, but for those marked full or chaos (30 minutes)
 # make test-full    the same, and those marked full: every split, the long jobs
 # make chaos        faults in every phase of a job, and what came of them (long)
