@@ -45,9 +45,10 @@ def build_prompt_datasets(
 
 @dataclass(frozen=True)
 class PromptLoaders:
-    """Where a trainer of policy gradients gets its prompts, as its arguments of these names say.
+    """The prompts of a `PPOTrainer` or `ReinforceTrainer`.
 
     Attributes:
+        train_dataloader_builder, val_dataloader_builder, collate_fn: arguments of the trainer.
         max_steps: rollouts of the whole job.
     """
 

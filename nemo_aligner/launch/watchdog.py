@@ -129,15 +129,16 @@ class Watchdog:
                 flush=True,
             )
         note_ending(ExitCode.LOST_PEER, reason, stop_requests.step)
-        self._leave_after(min(found))
+        self._wait_until_said(min(found))
         if progress.before_exit is not None:
             progress.before_exit()
         endings.end_at_once(ExitCode.LOST_PEER)
 
-    def _leave_after(self, first: int) -> None:
-        """Return on rank `first` at once, on the others when that one has said what hangs: the end
-        of one rank is an error in the collectives of those that wait for it, and they would end
-        with that.
+    def _wait_until_said(self, first: int) -> None:
+        """Wait until rank `first` has printed what hangs; that rank itself does not wait.
+
+        If another rank ended sooner, the collective in which rank `first` stands would fail, and
+        that rank would end with this error in place of the message.
         """
         with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
             if self.rank == first:

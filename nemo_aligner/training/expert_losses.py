@@ -21,7 +21,8 @@ def has_balance_losses(config: TransformerConfig) -> bool:
 
 
 def forget_balance_losses() -> None:
-    """Empty the table before a pass, of what one that failed or nobody asked for left in it.
+    """Empty the table before a pass: one that failed, or a router that was called directly, has
+    left its losses there.
 
     Its rows are the layers of the model that wrote first: one with more layers would not fit.
     """

@@ -145,7 +145,7 @@ def test_any_split_gives_the_same_numbers(
 
 
 @pytest.mark.full
-def test_adapters_learn_with_their_base_as_the_reference(inputs, server_port, tmp_path):  # noqa: F811
+def test_adapters_have_their_base_as_the_reference(inputs, server_port, tmp_path):  # noqa: F811
     lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
     with actor(inputs, tmp_path, server_port, 2, 1, "python", *lora) as job:
         assert_ended_well(job, job.wait())
