@@ -65,7 +65,7 @@ def naive_draw(probabilities, uniform: float) -> int:
 
 @torch.no_grad()
 def naive_generate(
-    model, prompt: list[int], seed: int, params, limit: int = 10**9
+    model, prompt: list[int], seed: int, params, limit: int = 10**9, drawn: int = 0
 ) -> tuple[list[int], bool]:
     """The ids of prompt and response, and whether the response ended by itself.
 
@@ -74,6 +74,7 @@ def naive_generate(
         params: `GenerationParams`. An end string of one token means that token; others are
             searched for in the decoded sample.
         limit: longest sample.
+        drawn: random numbers of the stream that earlier responses have used.
     """
     eos, vocab = model.tokenizer.eos_id, model.tokenizer.vocab_size
     ids = list(prompt)
@@ -98,10 +99,33 @@ def naive_generate(
         else:
             shape |= dict(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
             token = naive_draw(
-                naive_probabilities(logits, ids, **shape), naive_uniform(seed, step)
+                naive_probabilities(logits, ids, **shape), naive_uniform(seed, drawn + step)
             )
         ids.append(token)
         decoded = model.tokenizer.ids_to_text(ids)
         if step >= params.min_length and (token in end_ids or decoded.endswith(end_texts)):
             return ids, True
     return ids, False
+
+
+def naive_conversation(model, prompt: list[int], seed: int, params, reply, max_turns, limit):
+    """A sample of several turns: its ids, `[(first, beyond the last)]` of the responses, their
+    rewards, and whether it ended by itself.
+
+    Args:
+        reply: (prompt, responses so far), ids, to (observation, reward, done).
+        limit: longest sample.
+    """
+    ids, responses, spans, rewards, drawn = list(prompt), [], [], [], 0
+    while True:
+        start = len(ids)
+        ids, is_end = naive_generate(model, ids, seed, params, limit, drawn)
+        drawn += len(ids) - start
+        responses.append(ids[start:])
+        spans.append((start, len(ids)))
+        observation, reward, done = reply(prompt, responses)
+        rewards.append(reward)
+        no_room = len(ids) + len(observation) >= limit
+        if done or not is_end or len(responses) == max_turns or no_room:
+            return ids, spans, rewards, done and is_end
+        ids += observation

@@ -154,12 +154,16 @@ def rise(score: Score, before: list[dict], after: list[dict]) -> Rise:
 
 
 def _pairs(before: list[dict], after: list[dict], scores: Sequence[Score]) -> list[dict]:
-    """The responses to the same prompt side by side, in the order of the first validation."""
-    after_by_prompt = {sample["prompt"]: sample for sample in after}
+    """The responses to the same prompt side by side, in the order of the first validation; of a
+    prompt that comes several times, the first ones, the second ones, and so on.
+    """
+    after_by_prompt: dict[str, list[dict]] = {}
+    for sample in after:
+        after_by_prompt.setdefault(sample["prompt"], []).append(sample)
     pairs = []
     for old in before:
-        new = after_by_prompt.get(old["prompt"])
-        if new is not None:
+        if after_by_prompt.get(old["prompt"]):
+            new = after_by_prompt[old["prompt"]].pop(0)
             pair = {"prompt": old["prompt"], "before": old["response"], "after": new["response"]}
             for score in scores:
                 pair |= {f"{score.key}_before": score.of(old), f"{score.key}_after": score.of(new)}

@@ -27,6 +27,7 @@ from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
     compute_rollout_metrics,
     gather_scores,
+    generated_tokens,
     repeat_prompts,
     sample_table,
     select_scores,
@@ -478,8 +479,7 @@ class RolloutTrainer(ABC):
     def generation_timings(self, rollout: Rollout) -> dict[str, float]:
         """Seconds of the phases since the last call, and tokens generated per second."""
         timings = rollout_log.consume_timings(self.timer)
-        lengths = rollout["response_lengths"] - rollout["prompt_lengths"]
-        generated = float(lengths.double().sum())
+        generated = float(generated_tokens(rollout).double().sum())
         timings["generated_tokens_per_s"] = generated / max(timings["generate"], 1e-9)
         return timings
 

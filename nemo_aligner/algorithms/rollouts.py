@@ -253,7 +253,12 @@ def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Te
     kept = {"idx", "sample_key", "loss_multiplier"}
     prompts = cast(dict[str, Tensor], batch)
     columns = {key: prompts[key].to(get_device()) for key in kept if key in prompts}
-    return {**cast(dict[str, Tensor], rollout), **columns}
+    generated = {
+        key: column
+        for key, column in cast(dict[str, Tensor], rollout).items()
+        if key != "token_rewards"  # they come back as scores
+    }
+    return {**generated, **columns}
 
 
 def gather_scores(scores: list[Scores], width: int) -> Scores:
@@ -320,8 +325,8 @@ class CollectedRollout:
 def response_mask(rollout: Rollout) -> Tensor:
     """f32 `[B, S-1]`: 1 on the transitions of the responses, their end tokens included.
 
-    It is 0 on prompts and padding, and in the whole row of a stand-in for a prompt that could not
-    be used (`loss_multiplier` 0).
+    It is 0 on prompts, observations and padding, and in the whole row of a stand-in for a prompt
+    that could not be used (`loss_multiplier` 0).
     """
     tokens = rollout["response_tokens"]
     mask = create_mask(
@@ -329,9 +334,17 @@ def response_mask(rollout: Rollout) -> Tensor:
         prompt_lengths=rollout["prompt_lengths"],
         response_lengths=rollout["response_lengths"],
     )
+    if "observed" in rollout:
+        mask = mask * ~rollout["observed"]
     if "loss_multiplier" in rollout:
         mask = mask * (rollout["loss_multiplier"] > 0)[:, None]
     return mask
+
+
+def generated_tokens(rollout: Rollout) -> Tensor:
+    """How many tokens of each sample the policy has generated, int64 `[B]`."""
+    tokens = rollout["response_lengths"] - rollout["prompt_lengths"]
+    return tokens - rollout["observed"].sum(1) if "observed" in rollout else tokens
 
 
 def sample_table(
@@ -360,7 +373,7 @@ def sample_table(
 
 def compute_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
     """Means over the samples of a gathered rollout (lengths in tokens), with `rewards_<name>` for
-    each reward model of an ensemble.
+    each reward model of an ensemble; with an environment `turns`, responses of a sample.
 
     Stand-ins for prompts that could not be used (`loss_multiplier` 0) train nothing and are left
     out of the means.
@@ -374,11 +387,16 @@ def compute_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
     def mean(values: Tensor) -> float:
         return ((values.float() * counts).sum() / counts.sum()).item()
 
+    turns = {}
+    if "observed" in rollout and scores.token_rewards is not None:
+        has_reward = response_mask(rollout).bool() & ~scores.token_rewards.isnan()
+        turns["turns"] = mean(has_reward.sum(1))
     return {
         "rollout_size": len(lengths),
         "response_lengths": mean(lengths),  # prompt + response
         "prompt_lengths": mean(prompt_lengths),
-        "generation_length": mean(lengths - prompt_lengths),
+        "generation_length": mean(generated_tokens(rollout)),
+        **turns,
         "rewards": mean(scores.rewards),
         **{f"rewards_{name}": mean(part) for name, part in scores.parts.items()},
         "fraction_of_samples_properly_ended": mean(rollout["is_end"]),

@@ -4,6 +4,7 @@
 sampling and of REINFORCE alone.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,7 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     check_generation(v, model)
     _check_reshard(v, section, model + "generation.reshard", dp)
     v.number(model + "generation.kv_cache_gb", 0, above=True)
+    _check_environment(v, kind, remote)
     v.whole(f"{remote}.pad_to_length", 1)
     check_shared_queue(
         section,
@@ -50,6 +52,53 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     read_token(v.get(f"{remote}.token_file"), remote)
     client_tls(v.get(f"{remote}.tls_ca_file"), remote)
     read_reward_models(v.get(remote), remote)
+
+
+def _check_environment(v: Values, kind: str, remote: str) -> None:
+    """Check `model.<kind>.environment`, if there is one."""
+    section = f"model.{kind}.environment"
+    settings = v.get(section)
+    if settings["path"] is None:
+        return
+    options = (settings[key] for key in ("max_turns", "workers", "timeout_s", "fallback"))
+    check_environment_options(section, *options)
+    gives = f"{section}.path={settings['path']} gives the rewards"
+    if v.get(f"{remote}.combine_rm_and_critic_server", False):
+        raise ConfigError(
+            f"{gives}, so the critic's server cannot ({remote}.combine_rm_and_critic_server=True);"
+            " set that to False, in both jobs."
+        )
+    if v.get(f"{remote}.reward_models"):
+        raise ConfigError(
+            f"{gives}, so {remote}.reward_models would not be asked; leave it null."
+        )
+    if v.get(f"trainer.{kind}.overlong_buffer_len", 0):
+        raise ConfigError(
+            f"trainer.{kind}.overlong_buffer_len={v.get(f'trainer.{kind}.overlong_buffer_len')} "
+            f"is for single responses, but {section}.path={settings['path']} makes samples of "
+            "several; set it to 0, and let the environment judge lengths."
+        )
+
+
+def check_environment_options(
+    section: str, max_turns: int, workers: int, timeout_s: float, fallback: float | None
+) -> None:
+    """Raise `ConfigError` unless an environment can run with these options.
+
+    Args:
+        section: of the configuration that has them.
+    """
+    for key, value in (("max_turns", max_turns), ("workers", workers)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{section}.{key}={value} must be a whole number, 1 or more.")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise ConfigError(f"{section}.timeout_s={timeout_s} must be a number of seconds above 0.")
+    if fallback is not None and (
+        isinstance(fallback, bool)
+        or not isinstance(fallback, int | float)
+        or not math.isfinite(fallback)
+    ):
+        raise ConfigError(f"{section}.fallback={fallback} must be null or a finite number.")
 
 
 def asked_reshard(settings: Any) -> Any:

@@ -146,7 +146,8 @@ _REWARD_ADDRESS = "name ip port"
 _POLICY = f"""rollout_micro_batch_size num_rollout_samples forward_micro_batch_size
     val_rollout_micro_batch_size num_val_samples offload_adam_states loss_reduction {_SAMPLING}
     length_params.max_length length_params.min_length generation.reshard
-    generation.kv_cache_gb"""
+    generation.kv_cache_gb environment.path environment.max_turns environment.workers
+    environment.timeout_s environment.fallback"""
 _ACTOR = (
     dotted(
         "trainer.ppo",
@@ -474,7 +475,8 @@ _REQUIRED_POLICY = """rollout_micro_batch_size num_rollout_samples
     forward_micro_batch_size val_rollout_micro_batch_size num_val_samples loss_reduction
     sampling_params.use_greedy sampling_params.temperature sampling_params.top_k
     sampling_params.top_p sampling_params.repetition_penalty length_params.max_length
-    length_params.min_length generation.reshard"""
+    length_params.min_length generation.reshard environment.max_turns environment.workers
+    environment.timeout_s"""
 _REQUIRED_GENERATE = dotted("trainer", "num_nodes devices accelerator") | set(
     """responses_per_prompt micro_batch_size model.seed sampling_params.use_greedy
     sampling_params.temperature sampling_params.top_k sampling_params.top_p

@@ -32,7 +32,8 @@ def calculate_advantages_and_returns(
 
     Values and rewards outside the mask are replaced by 0 *before* the recursion. Otherwise a
     critic's value after the end token would be bootstrapped into every advantage of the sample.
-    Prompt columns receive an advantage too; only the loss mask removes it.
+    Prompt columns receive an advantage too; only the loss mask removes it. Slots between masked
+    ones, where the policy reads an observation, are no steps: t+1 is the next slot that counts.
 
     Args:
         values: [B, S-1].
@@ -51,19 +52,29 @@ def calculate_advantages_and_returns(
         keep = mask != 0
         # A selection, not a product: 0 * NaN is NaN.
         values, rewards = torch.where(keep, values, 0), torch.where(keep, rewards, 0)
-    advantages = _gae(values, rewards, discount_factor, gae_lambda)
+        skipped = ~keep & (keep.cumsum(1) > 0)
+    else:
+        skipped = torch.zeros_like(values, dtype=torch.bool)
+    advantages = _gae(values, rewards, skipped, discount_factor, gae_lambda)
     if critic_gae_lambda is None or critic_gae_lambda == gae_lambda:
         return advantages, advantages + values
-    return advantages, _gae(values, rewards, discount_factor, critic_gae_lambda) + values
+    of_critic = _gae(values, rewards, skipped, discount_factor, critic_gae_lambda)
+    return advantages, of_critic + values
 
 
-def _gae(values: Tensor, rewards: Tensor, discount_factor: float, gae_lambda: float) -> Tensor:
+def _gae(
+    values: Tensor, rewards: Tensor, skipped: Tensor, discount_factor: float, gae_lambda: float
+) -> Tensor:
+    """Advantages [B, S-1]; slots that are `skipped`, bool [B, S-1], are no steps and have those of
+    the next one.
+    """
     advantages = torch.zeros_like(values)
     next_advantage = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + discount_factor * next_value - values[:, t]
-        next_advantage = delta + discount_factor * gae_lambda * next_advantage
-        next_value = values[:, t]
+        advantage = delta + discount_factor * gae_lambda * next_advantage
+        next_advantage = torch.where(skipped[:, t], next_advantage, advantage)
+        next_value = torch.where(skipped[:, t], next_value, values[:, t])
         advantages[:, t] = next_advantage
     return advantages
 

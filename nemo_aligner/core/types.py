@@ -22,6 +22,9 @@ token t+1 from the tokens 0..t. So for a sample with P=3 prompt tokens, R=6 toke
 Where the mask is False a slot may hold anything, NaN included: no loss, gradient or metric depends
 on it.
 
+A sample of several turns is prompt, response, observation, response, ..., response; R counts all of
+it, and the mask is False at the columns that predict observed tokens.
+
 Batches are plain dicts, because Megatron's data iterator and the wire need dicts; the classes
 below name their entries.
 """
@@ -58,6 +61,10 @@ class Rollout(_Responses, total=False):
     """
 
     sampling_logprobs: Tensor  # float32 [B, S-1]: with `return_logprobs`; 0 outside the response
+    observed: Tensor  # bool [B, S-1]: True where an observation is predicted; in several turns
+    # float32 [B, S-1], optional: rewards of tokens, with an environment those of its responses at
+    # their last tokens; NaN where a token has none
+    token_rewards: Tensor
     idx: Tensor  # int64 [B]: as in the prompts, and so are the next two
     sample_key: Tensor  # int64 [B]
     loss_multiplier: Tensor  # float32 [B]
@@ -70,10 +77,7 @@ class RolloutBatch(Rollout, total=False):
 
     logprobs: Tensor  # float32 [B, S-1]: of the policy that generated, at its temperature
     init_logprobs: Tensor  # float32 [B, S-1]: of the reference; only if a KL is measured
-    rewards: Tensor  # float32 [B]: scalar reward of the whole response
-    # float32 [B, S-1], optional: rewards of tokens in place of `rewards`, their sum; NaN where a
-    # token has none
-    token_rewards: Tensor
+    rewards: Tensor  # float32 [B]: of the whole response; the sum of `token_rewards` if given
     values: Tensor  # float32 [B, S-1]: of the critic; absent without one
     sample_order: Tensor  # int64 [B]: place of the sample in the shuffled rollout of all ranks
 

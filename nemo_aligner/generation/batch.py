@@ -5,6 +5,9 @@ cache.
 
 Shapes: c slots, b of them in use, P prompt length, R total length (prompt and response), V
 vocabulary.
+
+A sample may have several turns (`turns.py`): its slot then pauses at the end of each response,
+until an observation extends it or it is finished.
 """
 
 from collections import deque
@@ -16,6 +19,7 @@ from torch import Tensor
 from nemo_aligner.generation.end_conditions import EndConditions
 from nemo_aligner.generation.params import GenerationParams
 from nemo_aligner.generation.sampling import choose_tokens, sample_uniforms, seen_tokens
+from nemo_aligner.generation.turns import Conversation
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class WaitingSample:
     Attributes:
         number: of the sample, in the order in which samples came.
         prompt: its ids.
-        limit: longest R.
+        limit: longest R; of several turns, at the end of the first.
         seed: of its random stream.
     """
 
@@ -44,7 +48,8 @@ class FinishedSample:
         prompt_length: P.
         tokens: int64 `[R]`.
         is_end: the response ended by itself.
-        logprobs: float32 `[R - P]` of the response's tokens, or None.
+        logprobs: float32 `[R - P]` of the tokens after the prompt, 0 for observed ones; or None.
+        observed, token_rewards: bool and float32 `[R - 1]`, as in `GenerationOutput`; or None.
     """
 
     number: int
@@ -52,6 +57,8 @@ class FinishedSample:
     tokens: Tensor
     is_end: bool
     logprobs: Tensor | None
+    observed: Tensor | None = None
+    token_rewards: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,9 @@ class DecodingBatch:
     """Samples that wait, and samples in the slots: the first `active` slots are in use.
 
     Tensors have one entry per slot. A sample in a slot has `lengths` tokens, the last of which has
-    not been fed to the model.
+    not been fed to the model. `starts` is where its response begins, the last one of several
+    turns; `foreign` counts its tokens that the policy did not generate, of prompt and
+    observations.
 
     Args:
         slots: c.
@@ -81,9 +90,13 @@ class DecodingBatch:
         end: when a response has ended.
         vocab_size: number of ids.
         device: of the tensors.
+        max_turns: most responses of a sample.
+
+    Attributes:
+        pausing: slots whose response has ended, while the sample may go on.
     """
 
-    _PER_SLOT = "tokens prompt_lengths lengths limits uniforms seen logprobs".split()
+    _PER_SLOT = "tokens starts foreign lengths limits uniforms seen logprobs pauses".split()
 
     def __init__(
         self,
@@ -92,6 +105,7 @@ class DecodingBatch:
         end: EndConditions,
         vocab_size: int,
         device: torch.device,
+        max_turns: int = 1,
     ) -> None:
         self.slots = slots
         self.params = params
@@ -103,16 +117,20 @@ class DecodingBatch:
         self.samples: list[WaitingSample] = []  # of the slots; those beyond `active` have left
         self.width = 0
         self.tokens = self._new(torch.int64, 0)
-        self.prompt_lengths, self.lengths, self.limits = (self._new(torch.int64) for _ in range(3))
+        self.starts, self.foreign = self._new(torch.int64), self._new(torch.int64)
+        self.lengths, self.limits = self._new(torch.int64), self._new(torch.int64)
+        self.pauses = self._new(torch.bool)
+        self.pausing = 0
+        self.most = max_turns * params.max_length  # tokens that a sample may draw
         self.uniforms: Tensor | None = None
         if not params.use_greedy:
-            self.uniforms = self._new(torch.float64, params.max_length)
+            self.uniforms = self._new(torch.float64, self.most)
         self.seen: Tensor | None = None
         if params.repetition_penalty != 1.0:
             self.seen = self._new(torch.bool, vocab_size)
-        self.logprobs: Tensor | None = None  # of the response's tokens, from column 0 on
+        self.logprobs: Tensor | None = None  # of the tokens drawn, from column 0 on
         if params.return_logprobs:
-            self.logprobs = self._new(torch.float32, params.max_length)
+            self.logprobs = self._new(torch.float32, self.most)
         self.end_token_ids = torch.tensor(end.token_ids, device=device)
 
     def _new(self, dtype: torch.dtype, *widths: int) -> Tensor:
@@ -163,10 +181,7 @@ class DecodingBatch:
         """Put samples that waited into slots."""
         if not taken:
             return
-        width = max(sample.limit for _, sample in taken)
-        if width > self.width:
-            self.tokens = torch.nn.functional.pad(self.tokens, (0, width - self.width))
-            self.width = width
+        self._widen(max(sample.limit for _, sample in taken))
         for slot, sample in taken:
             if slot == len(self.samples):
                 self.samples.append(sample)
@@ -178,17 +193,62 @@ class DecodingBatch:
         numbers = [(slot, len(each.prompt), each.limit, each.seed) for slot, each in taken]
         slots, lengths, limits, seeds = torch.tensor(numbers, device=self.device).T
         self.tokens[slots, :longest] = prompts
-        self.prompt_lengths[slots] = self.lengths[slots] = lengths
+        self.starts[slots] = self.foreign[slots] = self.lengths[slots] = lengths
         self.limits[slots] = limits
+        self.pauses[slots] = False
         if self.uniforms is not None:
-            self.uniforms[slots] = sample_uniforms(seeds, self.params.max_length)
+            self.uniforms[slots] = sample_uniforms(seeds, self.most)
         if self.seen is not None:
             self.seen[slots] = seen_tokens(prompts, lengths, self.vocab_size)
+
+    def _widen(self, width: int) -> None:
+        if width > self.width:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, width - self.width))
+            self.width = width
+
+    # --- several turns --------------------------------------------------------------------------
+
+    def pause(self, slot: int) -> tuple[int, ...]:
+        """Stop decoding in `slot` for a while; returns the response that has ended there."""
+        self.pauses[slot] = True
+        self.pausing += 1
+        ids: list[int] = self.tokens[slot, self.starts[slot] : self.lengths[slot]].tolist()
+        return tuple(ids)
+
+    def resume(self, slot: int) -> None:
+        """End the pause of `slot`."""
+        self.pauses[slot] = False
+        self.pausing -= 1
+
+    def extend(self, slot: int, observation: tuple[int, ...], longest: int) -> tuple[int, int]:
+        """Append an observation to the sample in `slot`, whose next response begins.
+
+        Args:
+            longest: most R.
+
+        Returns:
+            The first position that is to be fed to the model before, and the one beyond the last.
+        """
+        start = int(self.lengths[slot])
+        stop = start + len(observation)
+        limit = min(stop + self.params.max_length, longest)
+        self._widen(limit)
+        ids = torch.tensor(observation, device=self.device)
+        self.tokens[slot, start:stop] = ids
+        if self.seen is not None:
+            self.seen[slot, ids] = True
+        self.starts[slot] = self.lengths[slot] = stop
+        self.foreign[slot] += len(observation)
+        self.limits[slot] = limit
+        return start - 1, stop - 1
 
     # --- a step ---------------------------------------------------------------------------------
 
     def fed(self) -> tuple[Tensor, Tensor]:
-        """The tokens to feed next, int64 `[b, 1]`, and their positions, int64 `[b]`."""
+        """The tokens to feed next, int64 `[b, 1]`, and their positions, int64 `[b]`.
+
+        A slot that pauses is fed its last token again and again, which changes nothing.
+        """
         positions = self.lengths[: self.active] - 1
         return self.tokens[: self.active].gather(1, positions.unsqueeze(1)), positions
 
@@ -203,10 +263,12 @@ class DecodingBatch:
             The tokens, and their log-probs `[b]` if `params.return_logprobs`.
         """
         params, b = self.params, self.active
-        generated = self.lengths[:b] - self.prompt_lengths[:b]
         uniforms = None
         if self.uniforms is not None:
-            uniforms = self.uniforms[:b].gather(1, generated.unsqueeze(1)).squeeze(1)
+            # A slot that pauses may have drawn them all; its token is not used.
+            drawn = (self.lengths[:b] - self.foreign[:b]).clamp(max=self.most - 1)
+            uniforms = self.uniforms[:b].gather(1, drawn.unsqueeze(1)).squeeze(1)
+        generated = self.lengths[:b] - self.starts[:b]
         tokens = choose_tokens(
             logits,
             uniforms=uniforms,
@@ -224,48 +286,64 @@ class DecodingBatch:
         scores = (logits / temperature).log_softmax(dim=1)
         return tokens, scores.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1)
 
-    def append(
-        self, tokens: Tensor, logprobs: Tensor | None
-    ) -> tuple[list[FinishedSample], list[int]]:
-        """Append the chosen `tokens` `[b]` to their samples.
+    def append(self, tokens: Tensor, logprobs: Tensor | None) -> list[tuple[int, bool]]:
+        """Append the chosen `tokens` `[b]` to their samples, but for those that pause.
 
         Returns:
-            The samples that have ended, and their slots.
+            The slots whose response has ended, and whether by itself.
 
         Raises:
             RuntimeError: the model's logits are not finite.
         """
-        b = self.active
-        lengths, generated = self.lengths[:b], self.lengths[:b] - self.prompt_lengths[:b]
+        slots = torch.arange(self.active, device=self.device)
+        if self.pausing:
+            slots = slots[~self.pauses[: self.active]]
+            tokens, logprobs = tokens[slots], None if logprobs is None else logprobs[slots]
+        lengths, starts = self.lengths[slots], self.starts[slots]
         if bool((tokens < 0).any()):
             position = int(lengths[tokens < 0].min()) - 1
             raise RuntimeError(
                 f"the model's logits at position {position} are not finite: its weights hold NaN "
                 "or infinity, or its activations overflow. Was the learning rate too high?"
             )
-        self.tokens[:b].scatter_(1, lengths.unsqueeze(1), tokens.unsqueeze(1))
+        self.tokens[slots, lengths] = tokens
         if self.seen is not None:
-            self.seen[:b].scatter_(1, tokens.unsqueeze(1), True)
+            self.seen[slots, tokens] = True
         if logprobs is not None and self.logprobs is not None:
-            self.logprobs[:b].scatter_(1, generated.unsqueeze(1), logprobs.unsqueeze(1))
+            self.logprobs[slots, lengths - self.foreign[slots]] = logprobs
+        rows = self.tokens[: self.active] if len(slots) == self.active else self.tokens[slots]
         ended = self.end.ended(
-            self.tokens[:b],
-            lengths,
-            generated >= self.params.min_length,
-            first=self.prompt_lengths[:b],
+            rows, lengths, lengths - starts >= self.params.min_length, first=starts
         )
-        lengths += 1
-        done: list[int] = (ended | (lengths >= self.limits[:b])).nonzero()[:, 0].tolist()
-        return [self._finished(slot, bool(ended[slot])) for slot in done], done
+        lengths = lengths + 1
+        self.lengths[slots] = lengths
+        over = (ended | (lengths >= self.limits[slots])).nonzero()[:, 0]
+        return list(zip(slots[over].tolist(), ended[over].tolist(), strict=True))
 
-    def _finished(self, slot: int, is_end: bool) -> FinishedSample:
+    def finished(
+        self, slot: int, is_end: bool, conversation: Conversation | None = None
+    ) -> FinishedSample:
+        """The sample in `slot`, which is complete.
+
+        Args:
+            conversation: its turns, if there are several.
+        """
         sample, length = self.samples[slot], int(self.lengths[slot])
+        start = len(sample.prompt)
+        observed = token_rewards = logprobs = None
+        if conversation is not None:
+            observed = conversation.observed_tokens(length, self.device)
+            token_rewards = conversation.token_rewards(length, self.device)
+        if self.logprobs is not None:
+            drawn = self.logprobs[slot, : length - int(self.foreign[slot])]
+            logprobs = torch.zeros(length - start, device=self.device)
+            logprobs[slice(None) if observed is None else ~observed[start - 1 :]] = drawn
         return FinishedSample(
             sample.number,
-            len(sample.prompt),
+            start,
             self.tokens[slot, :length].clone(),
             is_end,
-            None
-            if self.logprobs is None
-            else self.logprobs[slot, : length - len(sample.prompt)].clone(),
+            logprobs,
+            observed,
+            token_rewards,
         )

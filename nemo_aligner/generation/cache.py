@@ -190,14 +190,60 @@ class PrefillPass:
             mask = distance >= 0
             if how.window is not None:
                 mask &= distance <= how.window
-        queries = mixed[..., :-2, :].flatten(2, 3).permute(1, 2, 0, 3)
-        context = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=how.scale,
-            enable_gqa=queries.size(1) != keys.size(1),
-        )
-        return context.permute(2, 0, 1, 3).flatten(2)
+        return _attention_of_many(mixed, keys, values, mask, how.scale)
+
+
+class ExtensionPass:
+    """s tokens for each of some slots, each from a place of its own on.
+
+    Rows may be padded on the right, as in `PrefillPass`.
+
+    Args:
+        cache: holds what came before, and has room for all that is fed; what is padded beyond its
+            end goes to its last position.
+        slots: int64 `[b]`.
+        starts: int64 `[b]`, place of the first token of each row.
+        width: s.
+    """
+
+    def __init__(self, cache: KeyValueCache, slots: Tensor, starts: Tensor, width: int) -> None:
+        self.cache = cache
+        self.slots = slots
+        places = starts.unsqueeze(1) + torch.arange(width, device=slots.device)
+        self.positions = places.clamp(max=cache.width - 1)
+        self._width = int(self.positions.max()) + 1
+
+    def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
+        """See `Pass.attend`."""
+        new = mixed[..., -2:, :]  # [s, b, ng, 2, hn]
+        layer = self.cache.layer(how.layer, new)
+        layer[:, self.slots[:, None], :, self.positions] = new.permute(1, 0, 3, 2, 4)
+        keys, values = layer[:, self.slots, :, : self._width]
+        places = torch.arange(self._width, device=mixed.device)
+        distance = self.positions.unsqueeze(-1) - places
+        mask = distance >= 0
+        if how.window is not None:
+            mask &= distance <= how.window
+        return _attention_of_many(mixed, keys, values, mask.unsqueeze(1), how.scale)
+
+
+def _attention_of_many(
+    mixed: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Attention `[s, b, np * hn]` of the queries of `mixed` (see `Pass.attend`) to `keys` and
+    `values` `[b, ng, W, hn]`.
+
+    Args:
+        mask: bool, True where a query attends, that broadcasts to `[b, np, s, W]`; None: causal.
+    """
+    queries = mixed[..., :-2, :].flatten(2, 3).permute(1, 2, 0, 3)
+    context = F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=queries.size(1) != keys.size(1),
+    )
+    return context.permute(2, 0, 1, 3).flatten(2)

@@ -19,13 +19,19 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.generation.batch import DecodingBatch, FinishedSample, WaitingSample
-from nemo_aligner.generation.cache import DecodingPass, KeyValueCache, PrefillPass
+from nemo_aligner.generation.cache import (
+    DecodingPass,
+    ExtensionPass,
+    KeyValueCache,
+    PrefillPass,
+)
 from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.generation.end_conditions import EndConditions
 from nemo_aligner.generation.interface import GenerationOutput, OnTokens, Prompts, TextGenerator
 from nemo_aligner.generation.params import GenerationParams
 from nemo_aligner.generation.shared_samples import divide, drawn, join, until_all_end
 from nemo_aligner.generation.split import Split, training_split
+from nemo_aligner.generation.turns import Conversation, Environment, Reply
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import decoding_mode
@@ -65,6 +71,10 @@ class MegatronGenerator(TextGenerator):
     and dropped after the last; ranks may divide the samples of a policy, or generate those of
     several data-parallel ranks together, which then call `generate` equally often.
 
+    With an environment (`turns.py`), one rank of each copy of the weights asks it
+    (`asks_environment`) and tells the others. The other samples are decoded meanwhile, and a
+    conversation goes on from its cached keys.
+
     Args:
         model: model chunks of this pipeline stage, wrapped or not.
         tokenizer: NeMo tokenizer; its eos ends a response and pads the batch.
@@ -100,6 +110,7 @@ class MegatronGenerator(TextGenerator):
         sample_seeds: Tensor,
         params: GenerationParams,
         on_tokens: OnTokens | None = None,
+        environment: Environment | None = None,
         slots: int | None = None,
     ) -> GenerationOutput:
         """See `TextGenerator.generate`; every rank of a TP x PP x CP group calls it.
@@ -108,12 +119,15 @@ class MegatronGenerator(TextGenerator):
         numbers as the caller does.
 
         Args:
+            environment: given on every rank; only that which `asks_environment` uses it.
             slots: samples that are decoded together at most, by all ranks that divide them; None:
                 all.
         """
         inputs = prompts, prompt_lengths, sample_seeds
         with self._decoding_model() as model:
-            return self._generate(model, inputs, params, slots or len(prompts), on_tokens)
+            return self._generate(
+                model, inputs, params, slots or len(prompts), environment, on_tokens
+            )
 
     def _generate(
         self,
@@ -121,6 +135,7 @@ class MegatronGenerator(TextGenerator):
         inputs: Prompts,
         params: GenerationParams,
         slots: int,
+        environment: Environment | None = None,
         on_tokens: OnTokens | None = None,
     ) -> GenerationOutput:
         """`generate` with `model`."""
@@ -134,7 +149,7 @@ class MegatronGenerator(TextGenerator):
 
         def decode(prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
             batches = iter([(prompts, lengths, seeds)])
-            samples = self._decode(model, batches, params, own_slots, on_tokens)
+            samples = self._decode(model, batches, params, own_slots, environment, on_tokens)
             return self._joined(sorted(samples, key=lambda sample: sample.number))
 
         for group in self.split.dividing:
@@ -149,9 +164,18 @@ class MegatronGenerator(TextGenerator):
         with decoding_mode(chunks):
             yield DecodingModel(chunks, self.vocab_size, self.split)
 
+    @property
+    def asks_environment(self) -> bool:
+        """Whether this rank is the one of its copy of the weights that asks an environment."""
+        return torch.distributed.get_rank(self.split.copy) == 0
+
     @torch.no_grad()
     def stream(
-        self, batches: Iterable[Prompts], params: GenerationParams, slots: int
+        self,
+        batches: Iterable[Prompts],
+        params: GenerationParams,
+        slots: int,
+        environment: Environment | None = None,
     ) -> Iterator[tuple[list[int], GenerationOutput]]:
         """See `TextGenerator.stream`; every rank of a TP x PP x CP group calls it and iterates to
         the end.
@@ -160,7 +184,7 @@ class MegatronGenerator(TextGenerator):
         """
         with self._decoding_model() as model:
             if self.split.dividing or self.split.joined is not None:
-                yield from self._stream_divided(model, iter(batches), params, slots)
+                yield from self._stream_divided(model, iter(batches), params, slots, environment)
                 return
 
             def checked() -> Iterator[Prompts]:
@@ -169,7 +193,7 @@ class MegatronGenerator(TextGenerator):
                     yield prompts, lengths, seeds
 
             ready: list[FinishedSample] = []
-            for sample in self._decode(model, checked(), params, slots):
+            for sample in self._decode(model, checked(), params, slots, environment):
                 ready.append(sample)
                 if len(ready) == slots:
                     yield [each.number for each in ready], self._joined(ready)
@@ -183,13 +207,14 @@ class MegatronGenerator(TextGenerator):
         batches: Iterator[Prompts],
         params: GenerationParams,
         slots: int,
+        environment: Environment | None,
     ) -> Iterator[tuple[list[int], GenerationOutput]]:
         """`stream` where ranks divide the samples, or generate those of each other."""
         number, rounds = 0, drawn(batches, DRAWN_AHEAD * slots)
         if self.split.joined is not None:
             rounds = until_all_end(rounds, self.split.joined)
         for inputs in rounds:
-            output = self._generate(model, inputs, params, slots)
+            output = self._generate(model, inputs, params, slots, environment)
             for places in torch.arange(len(inputs[1])).split(slots) if len(inputs[1]) else ():
                 yield (places + number).tolist(), output.at(places)
             number += len(inputs[1])
@@ -226,20 +251,34 @@ class MegatronGenerator(TextGenerator):
         prompts: Iterator[Prompts],
         params: GenerationParams,
         slots: int,
+        environment: Environment | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Iterator[FinishedSample]:
         """The samples as they end; all ranks of a TP x PP group iterate to the end."""
         cache = model.new_cache(slots)
         batch = DecodingBatch(
-            slots, params, self._end_conditions_of(params), self.vocab_size, get_device()
+            slots,
+            params,
+            self._end_conditions_of(params),
+            self.vocab_size,
+            get_device(),
+            1 if environment is None else environment.max_turns,
         )
         queue = self._numbered(prompts, params)
+        conversations: dict[int, Conversation] = {}
         try:
             self._refill(model, cache, batch, queue, [])
             while batch.active:
-                finished, done = self._step(model, cache, batch, on_tokens)
-                yield from finished
-                self._refill(model, cache, batch, queue, done)
+                ended = []
+                if batch.pausing < batch.active:
+                    ended = self._step(model, cache, batch, on_tokens)
+                if environment is None:
+                    over = [(slot, batch.finished(slot, is_end)) for slot, is_end in ended]
+                else:
+                    self._ask(environment, batch, conversations, ended)
+                    over = self._go_on(environment, model, cache, batch, conversations)
+                yield from (sample for _, sample in over)
+                self._refill(model, cache, batch, queue, [slot for slot, _ in over])
         except _FailedElsewhere:
             raise
         except Exception as error:
@@ -284,11 +323,9 @@ class MegatronGenerator(TextGenerator):
         cache: KeyValueCache,
         batch: DecodingBatch,
         on_tokens: OnTokens | None,
-    ) -> tuple[list[FinishedSample], list[int]]:
-        """Advance the samples in the slots by one token.
-
-        Returns:
-            Those that have ended, and their slots.
+    ) -> list[tuple[int, bool]]:
+        """Advance the samples in the slots by one token; returns what `DecodingBatch.append`
+        does.
         """
         progress.made()
         _on_all_expert_ranks(done=False)
@@ -300,6 +337,91 @@ class MegatronGenerator(TextGenerator):
         if on_tokens is not None:
             on_tokens(torch.tensor([sample.number for sample in batch.samples]), tokens)
         return ended
+
+    def _ask(
+        self,
+        environment: Environment,
+        batch: DecodingBatch,
+        conversations: dict[int, Conversation],
+        ended: list[tuple[int, bool]],
+    ) -> None:
+        """Have the slots whose responses have `ended` pause until the environment replies."""
+        for slot, is_end in ended:
+            sample = batch.samples[slot]
+            conversation = conversations.setdefault(
+                sample.number, Conversation(len(sample.prompt))
+            )
+            conversation.responses.append(batch.pause(slot))
+            conversation.is_end = is_end
+            if self.asks_environment:
+                environment.submit(
+                    sample.number, sample.seed, sample.prompt, tuple(conversation.responses)
+                )
+
+    def _go_on(
+        self,
+        environment: Environment,
+        model: DecodingModel,
+        cache: KeyValueCache,
+        batch: DecodingBatch,
+        conversations: dict[int, Conversation],
+    ) -> list[tuple[int, FinishedSample]]:
+        """Take the replies that have come: some conversations get an observation.
+
+        Returns:
+            The slots of the others, whose conversation is over, and their samples.
+        """
+        if not batch.pausing:
+            return []
+        replies = self._replies(environment, wait=batch.pausing == batch.active)
+        over, fed = [], []
+        for slot, sample in enumerate(batch.samples[: batch.active]):
+            if (reply := replies.get(sample.number)) is None:
+                continue
+            batch.resume(slot)
+            conversation, length = conversations[sample.number], int(batch.lengths[slot])
+            conversation.rewards.append((length - 1, reply.reward))
+            # A response of one token must have room after the observation.
+            room = length + len(reply.observation) < self.max_sequence_length
+            more = conversation.is_end and len(conversation.responses) < environment.max_turns
+            if not reply.done and more and room:
+                start, stop = batch.extend(slot, reply.observation, self.max_sequence_length)
+                conversation.observed.append((start + 1, stop + 1))
+                fed.append((slot, start, stop))
+                continue
+            if not reply.done and self.asks_environment:
+                environment.end(sample.number)
+            is_end = reply.done and conversation.is_end
+            over.append((slot, batch.finished(slot, is_end, conversation)))
+            del conversations[sample.number]
+        cache.reserve(batch.width)
+        for rows, starts, width in _extension_passes(fed):
+            progress.made()
+            _on_all_expert_ranks(done=False)
+            slots, places = torch.tensor([rows, starts], device=batch.device)
+            extension = ExtensionPass(cache, slots, places, width)
+            model.forward(batch.tokens[slots[:, None], extension.positions], extension)
+        return over
+
+    def _replies(self, environment: Environment, wait: bool) -> dict[int, Reply]:
+        """`environment.replies`, on every rank that holds a part of the same copy of the weights.
+
+        Raises:
+            UserError: on all of them, if it failed.
+        """
+        group, box = self.split.copy, [({}, None)]
+        if self.asks_environment:
+            try:
+                box = [(dict(environment.replies(wait)), None)]
+            except UserError as error:
+                box = [({}, str(error))]
+        ranks = torch.distributed.get_process_group_ranks(group)
+        if len(ranks) > 1:
+            torch.distributed.broadcast_object_list(box, src=ranks[0], group=group)
+        replies, failure = box[0]
+        if failure is not None:
+            raise UserError(failure)
+        return replies
 
     def _dummy_pass(self, model: DecodingModel) -> None:
         """One token through the model, for the ranks that need this one's experts."""
@@ -393,6 +515,13 @@ class MegatronGenerator(TextGenerator):
             padding_value=self.tokenizer.eos_id,
         )
         device, logprobs = tokens.device, None
+
+        def padded(columns: list[Tensor | None], value: float) -> Tensor | None:
+            given = [column for column in columns if column is not None]
+            if not given:
+                return None
+            return torch.nn.utils.rnn.pad_sequence(given, batch_first=True, padding_value=value)
+
         if samples[0].logprobs is not None:
             logprobs = torch.zeros(len(samples), tokens.size(1) - 1, device=device)
             for row, sample in zip(logprobs, samples, strict=True):
@@ -403,6 +532,8 @@ class MegatronGenerator(TextGenerator):
             torch.tensor([len(sample.tokens) for sample in samples], device=device),
             torch.tensor([sample.is_end for sample in samples], device=device),
             logprobs,
+            padded([sample.observed for sample in samples], False),
+            padded([sample.token_rewards for sample in samples], float("nan")),
         )
 
 
@@ -423,6 +554,29 @@ def _prefill_passes(
         for start in range(0, longest, PREFILL_TOKENS):
             yield rows, start, min(start + PREFILL_TOKENS, longest)
         left = left[len(rows) :]
+
+
+def _extension_passes(
+    fed: list[tuple[int, int, int]],
+) -> Iterator[tuple[list[int], list[int], int]]:
+    """(slots, first positions, width) of the passes that feed some slots the positions from a
+    first one up to (not including) another. Those of similar number share a pass.
+
+    Args:
+        fed: (slot, first position, position beyond the last) each.
+    """
+    left = sorted(fed, key=lambda each: each[1] - each[2])
+    while left:
+        most = left[0][2] - left[0][1]
+        share = [
+            each
+            for each in left[: max(1, PREFILL_TOKENS // most)]
+            if each[2] - each[1] >= LEAST_FILLED * most
+        ]
+        left = left[len(share) :]
+        for done in range(0, most, PREFILL_TOKENS):
+            width = min(PREFILL_TOKENS, most - done)
+            yield [slot for slot, _, _ in share], [start + done for _, start, _ in share], width
 
 
 class _FailedElsewhere(RuntimeError):

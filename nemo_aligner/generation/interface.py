@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemo_aligner.generation.params import GenerationParams
+from nemo_aligner.generation.turns import Environment
 
 # Prompts int64 `[b, W]`, padded on the right, their lengths int64 `[b]`, and the seeds of the
 # samples' random streams, int64 `[b]`.
@@ -33,12 +34,18 @@ class GenerationOutput:
         logprobs: float32 `[b, max R - 1]` or None. Column t scores token t+1, on `[P-1, R-1)`, 0
             elsewhere; over the whole vocabulary at the sampling temperature (1 if greedy), before
             repetition penalty, top-k and top-p.
+        observed: bool `[b, max R - 1]`, True in the columns that predict tokens of an environment;
+            None without one.
+        token_rewards: float32 `[b, max R - 1]`, the environment's reward of a response in the
+            column that predicts its last token, NaN elsewhere; None without one.
     """
 
     response_tokens: Tensor
     response_lengths: Tensor
     is_end: Tensor
     logprobs: Tensor | None = None
+    observed: Tensor | None = None
+    token_rewards: Tensor | None = None
 
     def at(self, places: Tensor) -> "GenerationOutput":
         """The samples at `places`, int64 `[n]`."""
@@ -47,7 +54,10 @@ class GenerationOutput:
             self.response_tokens[places],
             self.response_lengths[places],
             self.is_end[places],
-            None if self.logprobs is None else self.logprobs[places],
+            *(
+                None if column is None else column[places]
+                for column in (self.logprobs, self.observed, self.token_rewards)
+            ),
         )
 
 
@@ -62,8 +72,9 @@ class TextGenerator(ABC):
         sample_seeds: Tensor,
         params: GenerationParams,
         on_tokens: OnTokens | None = None,
+        environment: Environment | None = None,
     ) -> GenerationOutput:
-        """Generate one response to each prompt.
+        """Generate one response to each prompt, or with an `environment` a conversation.
 
         A response depends on its prompt, its seed, `params` and the weights: not on other samples,
         their order, the rank or the split (up to rounding: in bf16 two near-equal logits may
@@ -77,19 +88,27 @@ class TextGenerator(ABC):
             sample_seeds: int64 `[b]`, seeds of the samples' random streams.
             params: how to generate.
             on_tokens: called with the tokens as they are generated.
+            environment: replies to responses; the limits of `params` are those of each response.
+                A conversation ends when the environment says so, with a response that was cut
+                off, after `environment.max_turns` responses, or where an observation leaves no
+                room for a response.
 
         Returns:
             The responses, on `get_device()`; the same on all ranks of a model.
 
         Raises:
             UserError: a prompt is empty, leaves no room for a response, or has ids outside the
-                vocabulary.
+                vocabulary; or the environment failed.
             RuntimeError: the model's logits are not finite.
         """
 
     @abstractmethod
     def stream(
-        self, batches: Iterable[Prompts], params: GenerationParams, slots: int
+        self,
+        batches: Iterable[Prompts],
+        params: GenerationParams,
+        slots: int,
+        environment: Environment | None = None,
     ) -> Iterator[tuple[list[int], GenerationOutput]]:
         """Generate one response to each prompt of all `batches`; responses come as they end.
 
@@ -99,6 +118,7 @@ class TextGenerator(ABC):
             params: how to generate.
             slots: samples that are decoded together at most, and responses that are given out
                 together (the last group may be smaller).
+            environment: as in `generate`.
 
         Yields:
             Places of the samples, counted through all batches, and their responses.

@@ -114,7 +114,9 @@ def divide(
         raise error or RuntimeError(messages[0])
     pad = max(width for _, width in outcomes) - width
 
-    def gather(tensor: Tensor, pad_value: float = 0.0) -> Tensor:
+    def gather(tensor: Any, pad_value: float = 0.0) -> Any:
+        if tensor is None:
+            return None
         if tensor.dim() > 1:
             tensor = torch.nn.functional.pad(tensor, (0, pad), value=pad_value)
         return rebalance_nd_tensor(tensor[: len(own)], group)
@@ -123,5 +125,7 @@ def divide(
         gather(output.response_tokens, pad_id),
         gather(output.response_lengths),
         gather(output.is_end),
-        None if output.logprobs is None else gather(output.logprobs),
+        gather(output.logprobs),
+        gather(output.observed),
+        gather(output.token_rewards, float("nan")),
     )

@@ -32,7 +32,7 @@ from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.payloads import scoring_payload, training_payload, used_values
 from nemo_aligner.servers.reward_client import (
     RewardModels,
-    RMFutureResult,
+    ScoreSource,
     complete_section,
     make_communicator,
 )
@@ -73,7 +73,7 @@ class RMCriticFutureResult(FutureResult[Scores]):
     def __init__(
         self,
         critic_future: PendingReply | Exception | None,
-        rm_future: RMFutureResult | None,
+        rm_future: FutureResult[Scores] | None,
         combine_rm_and_critic_server: bool,
         og_seq_length: int,
     ):
@@ -155,6 +155,8 @@ class RemoteGPTRMCriticClient:
             comparison.
         max_length: longest sample of the policy, to which widths of requests may be rounded up;
             None: they are not rounded.
+        environment: gives the rewards in place of reward models, which are not connected then;
+            only with separate servers.
 
     Raises:
         ConfigError: the section cannot work.
@@ -166,7 +168,11 @@ class RemoteGPTRMCriticClient:
     SETTING = "remote_critic_rm"
 
     def __init__(
-        self, cfg: DictConfig, tokenizer: object | None = None, max_length: int | None = None
+        self,
+        cfg: DictConfig,
+        tokenizer: object | None = None,
+        max_length: int | None = None,
+        environment: ScoreSource | None = None,
     ):
         cfg = self.cfg = complete_section(cfg, self.SETTING)
         self.fingerprint = tokenizer_fingerprint(tokenizer)
@@ -179,8 +185,8 @@ class RemoteGPTRMCriticClient:
         self.status_name = names.get("status", schema.CRITIC_STATUS)
         self.resume_name = names.get("resume", schema.CRITIC_RESUME)
         check_source_of_rewards(cfg)
-        self.reward_models: RewardModels | None = None
-        if not self.combine_rm_and_critic_server:
+        self.reward_models: ScoreSource | None = environment
+        if environment is None and not self.combine_rm_and_critic_server:
             self.reward_models = RewardModels(cfg, self.communicator, self.SETTING)
         self._connect()
 

@@ -10,6 +10,7 @@ calls the same methods; only the source rank of each model-parallel group talks 
 import functools
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -196,6 +197,17 @@ def send_to_fleets(fleets: Mapping[str, Fleet], payload: Arrays) -> PendingReply
     return PendingReply(sent, lambda replies: dict(replies))
 
 
+class ScoreSource(Protocol):
+    """What gives the rewards of samples: `RewardModels`, or an environment, which has given them
+    already (`environment.py`).
+    """
+
+    def score(
+        self, rollout_batch: Rollout, make_payload: Callable[[], Arrays]
+    ) -> FutureResult[Scores]:
+        """The pending rewards of a micro-batch; see `RewardModels.score`."""
+
+
 class RemoteGPTRMClient:
     """Remote reward models alone: one or several, each on one or several servers (a
     `RewardSource`). Every rank constructs it, together.
@@ -209,6 +221,7 @@ class RemoteGPTRMClient:
         setting: name of the section, `remote_rm` or `remote_critic_rm`.
         max_length: longest sample of the policy, to which widths of requests may be rounded up;
             None: they are not rounded.
+        environment: gives the rewards in place of reward models; nothing is connected then.
 
     Raises:
         ConfigError: the section cannot work.
@@ -221,15 +234,18 @@ class RemoteGPTRMClient:
         tokenizer: object | None = None,
         setting: str = "remote_rm",
         max_length: int | None = None,
+        environment: ScoreSource | None = None,
     ):
         self.cfg = complete_section(cfg, setting)
         self.setting = setting
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.pad_to_length, self.max_length = self.cfg.pad_to_length, max_length
         self.communicator = make_communicator(self.cfg, setting)
-        self.reward_models = RewardModels(self.cfg, self.communicator, setting)
+        self.reward_models: ScoreSource = environment or RewardModels(
+            self.cfg, self.communicator, setting
+        )
 
-    def infer_rm(self, rollout_batch: Rollout) -> RMFutureResult:
+    def infer_rm(self, rollout_batch: Rollout) -> FutureResult[Scores]:
         """Send a micro-batch to be scored; returns at once.
 
         An error is raised by the future's `result()`.

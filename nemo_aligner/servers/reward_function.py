@@ -21,18 +21,19 @@ import contextlib
 import dataclasses
 import queue
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.config.server_rules import check_kind_of_rewards, check_reward_function_options
-from nemo_aligner.core.errors import ConfigError, UserError, cause_in
+from nemo_aligner.core.errors import UserError, cause_in
 from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.servers import reward_worker
 from nemo_aligner.servers.schema import RequestError
 from nemo_aligner.servers.steps import reward_places
+from nemo_aligner.servers.user_code import Workers, split_spec
 from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 # Samples that a worker gets at once: they share the cost of a message, and wait behind a slow one.
 MAX_CHUNK = 32
-# How long the function's file may take to load.
-LOAD_TIMEOUT_S = 120.0
 # Characters of a prompt or response in a message.
 SHOWN_CHARACTERS = 200
 
@@ -81,7 +80,9 @@ class RewardFunction:
         step_end: str | None = None,
     ):
         self.spec, self.tokenizer = spec, tokenizer
-        self.path, self.name = _split_spec(spec)
+        path, name = split_spec(
+            spec, "inference.reward_fn", "function", "examples/rewards/arithmetic.py:exact_answer"
+        )
         check_kind_of_rewards(per, step_end)
         self.per, self.step_end = per, step_end
         check_reward_function_options(workers, timeout_s, fallback)
@@ -89,7 +90,9 @@ class RewardFunction:
         self._chunks: queue.SimpleQueue[tuple[_Request, range] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._running: set[WorkerProcess] = set()
+        self._processes = Workers(
+            path, name, reward_worker.__file__, f"inference.reward_fn={spec}"
+        )
         self._requests: set[_Request] = set()
         ready: list[concurrent.futures.Future[None]] = [
             concurrent.futures.Future() for _ in range(self.workers)
@@ -119,11 +122,10 @@ class RewardFunction:
         """Kill the workers; requests in progress fail. Any thread may call it, more than once."""
         with self._lock:
             self._closed = True
-            workers, requests = list(self._running), list(self._requests)
+            requests = list(self._requests)
         for request in requests:
             request.fail(RewardFunctionError(f"the reward function {self.spec} is shutting down"))
-        for worker in workers:
-            worker.kill()
+        self._processes.close()
         for _ in self._threads:
             self._chunks.put(None)
         for thread in self._threads:
@@ -238,7 +240,7 @@ class RewardFunction:
         """
         worker = None
         try:
-            worker = self._start_worker()
+            worker = self._processes.start()
             ready.set_result(None)
             while (chunk := self._chunks.get()) is not None:
                 worker = self._work_off(worker, *chunk)
@@ -247,7 +249,7 @@ class RewardFunction:
                 raise
             ready.set_exception(error)
         finally:
-            self._end_worker(worker)
+            self._processes.end(worker)
 
     def _work_off(
         self, worker: WorkerProcess | None, request: "_Request", samples: range
@@ -257,18 +259,18 @@ class RewardFunction:
         try:
             while left and not request.future.done():
                 if worker is None or not worker.is_alive():
-                    self._end_worker(worker)
+                    self._processes.end(worker)
                     worker = None
-                    worker = self._start_worker()
+                    worker = self._processes.start()
                 why = self._feed(worker, request, left)
                 if why is not None:
-                    self._end_worker(worker)
+                    self._processes.end(worker)
                     worker = None
                     request.record(left.popleft(), "error", why)
         except Exception as error:  # no new worker could start: not the fault of a sample
             request.fail(error)
         if left:  # the worker still has samples of a request that failed
-            self._end_worker(worker)
+            self._processes.end(worker)
             return None
         return worker
 
@@ -294,56 +296,6 @@ class RewardFunction:
         except WorkerEndedError as error:
             return f"it ended its process ({error})"
         return None
-
-    def _start_worker(self) -> WorkerProcess:
-        """Start a worker and wait until it has loaded the function.
-
-        Raises:
-            UserError: it cannot be loaded.
-        """
-        worker = WorkerProcess(self.path, self.name)
-        with self._lock:
-            self._running.add(worker)
-            closed = self._closed
-        try:
-            if closed:
-                raise RewardFunctionError(f"the reward function {self.spec} is shut down")
-            kind, text = worker.receive(LOAD_TIMEOUT_S)
-        except TimeoutError:
-            kind, text = "error", f"loading the file took longer than {LOAD_TIMEOUT_S:g} s"
-        except WorkerEndedError as error:
-            kind, text = "error", f"loading the file ended the process ({error})"
-        except BaseException:
-            self._end_worker(worker)
-            raise
-        if kind == "error":
-            self._end_worker(worker)
-            raise UserError(f"inference.reward_fn={self.spec} ({self.path}): {text}")
-        return worker
-
-    def _end_worker(self, worker: WorkerProcess | None) -> None:
-        if worker is not None:
-            worker.kill()
-            worker.release()
-            with self._lock:
-                self._running.discard(worker)
-
-
-def _split_spec(spec: str) -> tuple[str, str]:
-    """Return (absolute path, function name) of "path/to/file.py:function"."""
-    path, _, name = str(spec).rpartition(":")
-    if not path.endswith(".py") or not name.isidentifier():
-        raise ConfigError(
-            f"inference.reward_fn={spec} does not name a function; write "
-            "path/to/file.py:function, such as examples/rewards/arithmetic.py:exact_answer."
-        )
-    absolute = Path(path).expanduser().absolute()
-    if not absolute.is_file():
-        raise UserError(
-            f"inference.reward_fn={spec}: the file {absolute} does not exist; a relative path "
-            "counts from the folder in which the server is started."
-        )
-    return str(absolute), name
 
 
 def _to_numpy(array: "np.ndarray | Tensor") -> np.ndarray:
@@ -426,12 +378,12 @@ class _Request:
         if "\n" in why:
             logging.error(f"{failed}: {why}")
         return (
-            f"{failed}: {cause_in(why)}; prompt {_shown(prompt)}, response {_shown(response)}, "
+            f"{failed}: {cause_in(why)}; prompt {shown(prompt)}, response {shown(response)}, "
             f"length {length}"
         )
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     text = repr(text)
     return (
         text

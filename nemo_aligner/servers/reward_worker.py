@@ -30,7 +30,7 @@ import reprlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -45,6 +45,22 @@ class LoadError(Exception):
 
 def main() -> None:
     """Load the function, then score samples until the server closes the pipe."""
+    run(load_function, score_samples)
+
+
+# What goes back for a message: its kind and a JSON value.
+Outcome = tuple[str, Any]
+
+
+def run(
+    load: Callable[[str, str], Any], respond: Callable[[Any, str, Any], Iterable[Outcome]]
+) -> None:
+    """Load the user's code, then respond to messages until the other side closes the pipe.
+
+    Args:
+        load: (path, name) to what is used of the file; may raise `LoadError`.
+        respond: (what was loaded, path, message) to the replies.
+    """
     path, name = sys.argv[1:3]
     requests_fd, replies_fd, parent = map(int, sys.argv[3:6])
     _end_with(parent)
@@ -57,21 +73,20 @@ def main() -> None:
     requests = os.fdopen(requests_fd, "r", encoding="ascii")
     replies = os.fdopen(replies_fd, "w", encoding="ascii")
     try:
-        function = load_function(path, name)
+        loaded = load(path, name)
     except LoadError as error:
         _send(replies, "error", str(error))
         return
     _send(replies, "ready", None)
     own_pid = os.getpid()
     for line in requests:
-        for prompt, response, length, count in json.loads(line):
-            outcome = score_sample(function, path, prompt, response, length, count)
+        for outcome in respond(loaded, path, json.loads(line)):
             if os.getpid() != own_pid:
                 os._exit(1)  # the function forked, and its child came back here
             _send(replies, *outcome)
 
 
-def _send(replies: TextIO, kind: str, value: str | float | list[float] | None) -> None:
+def _send(replies: TextIO, kind: str, value: Any) -> None:
     print(json.dumps([kind, value]), file=replies, flush=True)
 
 
@@ -92,11 +107,15 @@ def _prefer_for_out_of_memory_kill() -> None:
 # ---- loading ----
 
 
-def load_function(path: str, name: str) -> Callable[..., Any]:
-    """Return the callable `name` of the file at `path`, which may import modules beside it.
+def load_named(path: str, name: str, kind: str, is_kind: Callable[[Any], bool]) -> Any:
+    """Return what is called `name` in the file at `path`, which may import modules beside it.
+
+    Args:
+        kind: "function" or "class", for messages.
+        is_kind: whether something in the file is of that kind.
 
     Raises:
-        LoadError: the file cannot be run, or holds no such function of three arguments.
+        LoadError: the file cannot be run, or holds nothing of that name.
     """
     sys.path[0] = os.path.dirname(path)  # where Python put this script's folder
     module_name = os.path.basename(path).removesuffix(".py")
@@ -108,17 +127,21 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except BaseException as error:  # SystemExit too
-        raise LoadError(f"the file cannot be imported:\n{_traceback(error, path)}") from None
-    function = getattr(module, name, None)
-    if function is None:
-        own = [
-            n
-            for n, v in vars(module).items()
-            if inspect.isfunction(v) and v.__module__ == module_name
-        ]
-        raise LoadError(
-            f"the file has no function '{name}'; it has {', '.join(own) or 'none at all'}"
-        )
+        raise LoadError(f"the file cannot be imported:\n{format_error(error, path)}") from None
+    found = getattr(module, name, None)
+    if found is None:
+        own = [n for n, v in vars(module).items() if is_kind(v) and v.__module__ == module_name]
+        raise LoadError(f"the file has no {kind} '{name}'; it has {', '.join(own) or 'none at all'}")
+    return found
+
+
+def load_function(path: str, name: str) -> Callable[..., Any]:
+    """Return the callable `name` of the file at `path`.
+
+    Raises:
+        LoadError: the file cannot be run, or holds no such function of three arguments.
+    """
+    function = load_named(path, name, "function", inspect.isfunction)
     if not callable(function):
         raise LoadError(f"'{name}' is a {type(function).__name__}, not a function")
     if inspect.iscoroutinefunction(function):
@@ -135,7 +158,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _traceback(error: BaseException, path: str) -> str:
+def format_error(error: BaseException, path: str) -> str:
     """Format the traceback from the user's file on, without the frames of this program."""
     frames: TracebackType | None = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != path:
@@ -147,6 +170,12 @@ def _traceback(error: BaseException, path: str) -> str:
 
 
 # ---- scoring ----
+
+
+def score_samples(function: Callable[..., Any], path: str, samples: Any) -> Iterable[Outcome]:
+    """Yield the outcome of each sample, (prompt, response, length, count)."""
+    for prompt, response, length, count in samples:
+        yield score_sample(function, path, prompt, response, length, count)
 
 
 class BadScoreError(Exception):
@@ -172,7 +201,7 @@ def score_sample(
     except BadScoreError as error:
         return "error", str(error)
     except BaseException as error:  # sys.exit() in a function fails its sample
-        return "error", f"it raised:\n{_traceback(error, path)}"
+        return "error", f"it raised:\n{format_error(error, path)}"
 
 
 def to_score(scores: Any) -> float:
@@ -184,7 +213,7 @@ def to_score(scores: Any) -> float:
     Raises:
         BadScoreError: it is something else, or not finite in float32.
     """
-    return _number(_only_item(scores, "one number"), scores)
+    return finite_number(_only_item(scores, "one number"), scores)
 
 
 def to_scores(scores: Any, count: int) -> list[float]:
@@ -199,14 +228,14 @@ def to_scores(scores: Any, count: int) -> list[float]:
     values = _only_item(scores, f"a list of {count} numbers")
     if not _is_sequence(values):
         raise BadScoreError(
-            f"it returned {_brief(scores)}, whose item is a {type(values).__name__}, not a list "
+            f"it returned {brief(scores)}, whose item is a {type(values).__name__}, not a list "
             f"of {count} numbers (inference.rewards_per)"
         )
-    numbers = [_number(value, scores) for value in values]
+    numbers = [finite_number(value, scores) for value in values]
     if len(numbers) != count:
         raise BadScoreError(
             f"it returned {len(numbers)} rewards for a response of {count} "
-            f"(inference.rewards_per): {_brief(scores)}"
+            f"(inference.rewards_per): {brief(scores)}"
         )
     return numbers
 
@@ -218,28 +247,28 @@ def _is_sequence(value: Any) -> bool:
 def _only_item(scores: Any, wanted: str) -> Any:
     """The item for the one sample in what a function returned."""
     if not _is_sequence(scores):
-        raise BadScoreError(f"it returned {_brief(scores)}, not a list with {wanted} per sample")
+        raise BadScoreError(f"it returned {brief(scores)}, not a list with {wanted} per sample")
     values = list(scores)
     if len(values) != 1:
-        raise BadScoreError(f"it returned {len(values)} scores for 1 sample: {_brief(scores)}")
+        raise BadScoreError(f"it returned {len(values)} scores for 1 sample: {brief(scores)}")
     return values[0]
 
 
-def _number(value: Any, scores: Any) -> float:
+def finite_number(value: Any, scores: Any) -> float:
     """`value`, one of the returned `scores`, as a finite float32."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise BadScoreError(
-            f"it returned {_brief(scores)}, whose score is a {type(value).__name__}, not a number"
+            f"it returned {brief(scores)}, whose score is a {type(value).__name__}, not a number"
         )
     number = float(value)
     if not math.isfinite(number) or abs(number) > LARGEST_FLOAT32:
         raise BadScoreError(
-            f"it returned {_brief(scores)}, which is not a finite number in float32"
+            f"it returned {brief(scores)}, which is not a finite number in float32"
         )
     return number
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
     short = reprlib.Repr()
     short.maxother = short.maxstring = 100
     return short.repr(value)

@@ -7,10 +7,10 @@ The PPO trainer then stays as it is: it asks for scores, and has the critic trai
 
 from omegaconf import DictConfig
 
-from nemo_aligner.core.types import PPOTrainBatch, Rollout
+from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.futures import FutureResult
-from nemo_aligner.servers.reward_client import RemoteGPTRMClient, RMFutureResult
+from nemo_aligner.servers.reward_client import RemoteGPTRMClient, ScoreSource
 
 
 class NoCriticFuture(FutureResult[None]):
@@ -29,16 +29,22 @@ class RewardsInPlaceOfCritic:
     Args:
         cfg: `remote_critic_rm`, of which `critic` is not read; otherwise as for
             `RemoteGPTRMClient`, which also lists the errors.
-        tokenizer, max_length: of the policy, as there.
+        tokenizer, max_length, environment: as there.
     """
 
     def __init__(
-        self, cfg: DictConfig, tokenizer: object | None = None, max_length: int | None = None
+        self,
+        cfg: DictConfig,
+        tokenizer: object | None = None,
+        max_length: int | None = None,
+        environment: ScoreSource | None = None,
     ):
-        self.rm = RemoteGPTRMClient(cfg, tokenizer, RemoteGPTRMCriticClient.SETTING, max_length)
+        self.rm = RemoteGPTRMClient(
+            cfg, tokenizer, RemoteGPTRMCriticClient.SETTING, max_length, environment
+        )
         self.communicator = self.rm.communicator
 
-    def infer_rm_critic(self, rollout_batch: Rollout) -> RMFutureResult:
+    def infer_rm_critic(self, rollout_batch: Rollout) -> FutureResult[Scores]:
         """As `RemoteGPTRMClient.infer_rm`: scores without values."""
         return self.rm.infer_rm(rollout_batch)
 

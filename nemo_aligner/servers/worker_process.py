@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The server's handle on a process that runs a user's reward function (`reward_worker.py`)."""
+"""The handle on a process that runs code of a user (`reward_worker.py`,
+`environment_worker.py`).
+"""
 
 import contextlib
 import json
@@ -11,9 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from nemo_aligner.servers import reward_worker, worker_keeper
+from nemo_aligner.servers import worker_keeper
 
 # A worker that has died without closing its pipe (a process that it started may hold it, too) is
 # noticed this fast.
@@ -27,23 +30,31 @@ class WorkerEndedError(Exception):
 class WorkerProcess:
     """A worker process and the two pipes to it. One thread uses it; any thread may kill it.
 
+    Args:
+        path, name: the user's file, and what is used of it.
+        program: path of the program that uses it.
+
     Attributes:
         process: its keeper (`worker_keeper.py`), which ends as the worker does and takes with it
             what the function has started. A Ctrl-C on the server's terminal does not reach them.
     """
 
-    def __init__(self, path: str, name: str):
+    def __init__(self, path: str, name: str, program: str):
         requests_end, self._requests = os.pipe()
         self._replies, replies_end = os.pipe()
         numbers = [str(number) for number in (os.getpid(), requests_end, replies_end)]
         keeper = [sys.executable, "-I", "-S", worker_keeper.__file__, *numbers]
-        worker = [sys.executable, "-X", "faulthandler", reward_worker.__file__, path, name]
+        worker = [sys.executable, "-X", "faulthandler", program, path, name]
+        # A program may import its neighbours, also where the package is not installed.
+        package = str(Path(__file__).parents[2])
+        paths = [path for path in (os.environ.get("PYTHONPATH"), package) if path]
         try:
             self.process = subprocess.Popen(
                 keeper + worker,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests_end, replies_end),
                 start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
         except BaseException:
             self.release()
@@ -61,14 +72,15 @@ class WorkerProcess:
         """Whether the process runs."""
         return self.process.poll() is None
 
-    def send(self, samples: Sequence[Any], timeout_s: float) -> None:
-        """Send samples, (prompt, response, length, count) each.
+    def send(self, message: Sequence[Any], timeout_s: float) -> None:
+        """Send a message, of what the program takes: for a reward function samples, (prompt,
+        response, length, count) each.
 
         Raises:
             TimeoutError: the process does not read.
             WorkerEndedError: it has ended.
         """
-        data = memoryview(json.dumps(samples).encode() + b"\n")
+        data = memoryview(json.dumps(message).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
         while data:
             self._wait(self._writer, deadline)

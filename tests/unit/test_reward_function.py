@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.servers import reward_function
+from nemo_aligner.servers import reward_function, user_code
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.schema import RequestError
 from tests.patience import Deadline, patience
@@ -173,7 +173,7 @@ def test_a_file_that_cannot_serve_is_one_error_that_names_it(tmp_path, text, wor
 
 def test_a_file_that_never_ends_loading(tmp_path, monkeypatch):
     before = family()
-    monkeypatch.setattr(reward_function, "LOAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(user_code, "LOAD_TIMEOUT_S", 0.3)
     with pytest.raises(UserError, match="longer than 0.3 s"):
         RewardFunction(
             write(tmp_path, "import time\ntime.sleep(60)\ndef score(p, r, l): return [1]"), None

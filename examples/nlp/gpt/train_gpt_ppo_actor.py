@@ -13,6 +13,9 @@ rewards come from a reward model or a function that serve_reward_model.py serves
         model.ppo.num_rollouts_per_prompt=8 remote_critic_rm.reward_model.port=5555 \
         remote_critic_rm.combine_rm_and_critic_server=False
 
+With `model.ppo.environment.path=file.py:Class` samples have several turns, and the rewards come
+from a Python class in processes of this job (docs/environments.md).
+
 One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
 srun work as well. The same command resumes from the last checkpoint in
 `exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_actor.yaml, docs/config.md.
@@ -33,8 +36,16 @@ from nemo_aligner.launch.start_up import long_imports, share_cores
 def main(cfg: DictConfig) -> None:
     cfg = complete_config(cfg, "gpt_ppo_actor")
     check_config(cfg, "gpt_ppo_actor")
-    share_cores(cfg.trainer.devices, 2 if cfg.remote_critic_rm.combine_rm_and_critic_server else 3)
+    share_cores(cfg.trainer.devices, 1 + number_of_servers(cfg))
     train(cfg)
+
+
+def number_of_servers(cfg: DictConfig) -> int:
+    """Of rewards and critic, if they are on the same machine."""
+    has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
+    if cfg.model.ppo.environment.path is not None:
+        return int(has_critic)
+    return 1 if cfg.remote_critic_rm.combine_rm_and_critic_server else 2
 
 
 def train(cfg: DictConfig) -> None:
@@ -43,6 +54,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.ppo import PPOTrainer
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
         from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
+        from nemo_aligner.launch.environments import start_environment
         from nemo_aligner.launch.experiment import run_timer, set_up_training, start_job
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.pair import load_state_of_pair
@@ -80,7 +92,10 @@ def train(cfg: DictConfig) -> None:
     has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
     rm_critic_cls = RemoteGPTRMCriticClient if has_critic else RewardsInPlaceOfCritic
     rm_critic = rm_critic_cls(
-        cfg.remote_critic_rm, model.tokenizer, max_length=cfg.model.encoder_seq_length
+        cfg.remote_critic_rm,
+        model.tokenizer,
+        max_length=cfg.model.encoder_seq_length,
+        environment=start_environment(ppo.environment, "model.ppo.environment", model),
     )
     try:
         ppo_trainer = PPOTrainer(

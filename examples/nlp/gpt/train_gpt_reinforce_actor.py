@@ -27,7 +27,7 @@ from nemo_aligner.launch.start_up import long_imports, share_cores
 def main(cfg: DictConfig) -> None:
     cfg = complete_config(cfg, "gpt_reinforce_actor")
     check_config(cfg, "gpt_reinforce_actor")
-    share_cores(cfg.trainer.devices, 2)
+    share_cores(cfg.trainer.devices, 1 if cfg.model.reinforce.environment.path else 2)
     train(cfg)
 
 
@@ -37,6 +37,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.reinforce import ReinforceTrainer
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
         from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
+        from nemo_aligner.launch.environments import start_environment
         from nemo_aligner.launch.experiment import (
             load_trainer_state,
             run_timer,
@@ -75,7 +76,13 @@ def train(cfg: DictConfig) -> None:
         ),
     )
 
-    rm = RemoteGPTRMClient(cfg.remote_rm, model.tokenizer, max_length=cfg.model.encoder_seq_length)
+    environment = cfg.model.reinforce.environment
+    rm = RemoteGPTRMClient(
+        cfg.remote_rm,
+        model.tokenizer,
+        max_length=cfg.model.encoder_seq_length,
+        environment=start_environment(environment, "model.reinforce.environment", model),
+    )
     try:
         reinforce_trainer = ReinforceTrainer(
             cfg=settings,

@@ -29,7 +29,7 @@ from nemo_aligner.launch.start_up import long_imports, share_cores
 def main(cfg: DictConfig) -> None:
     cfg = complete_config(cfg, "gpt_rs_actor")
     check_config(cfg, "gpt_rs_actor")
-    share_cores(cfg.trainer.devices, 2)
+    share_cores(cfg.trainer.devices, 1 if cfg.model.rs.environment.path else 2)
     train(cfg)
 
 
@@ -39,6 +39,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
         from nemo_aligner.algorithms.rs import RSTrainer
         from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
+        from nemo_aligner.launch.environments import start_environment
         from nemo_aligner.launch.experiment import (
             load_trainer_state,
             run_timer,
@@ -95,7 +96,12 @@ def train(cfg: DictConfig) -> None:
         ),
     )
 
-    rm = RemoteGPTRMClient(cfg.remote_rm, model.tokenizer, max_length=cfg.model.encoder_seq_length)
+    rm = RemoteGPTRMClient(
+        cfg.remote_rm,
+        model.tokenizer,
+        max_length=cfg.model.encoder_seq_length,
+        environment=start_environment(rs.environment, "model.rs.environment", model),
+    )
     try:
         rs_trainer = RSTrainer(
             cfg=cfg.trainer.rs,

@@ -29,6 +29,7 @@ from nemo_aligner.generation.gathered_stages import gather_stages, undivided
 from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.generation.resharding import divided, reshard
 from nemo_aligner.generation.split import Split, regrouped, training_split
+from nemo_aligner.generation.turns import Environment
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
 from nemo_aligner.models.nlp.gpt.reference_policy import LogProbsMixin
@@ -47,6 +48,8 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         SECTION: name of the part of `cfg` that holds the settings of this policy.
         settings: that part.
         temperature: of the log-probs; the sampler's is in `generation_params`.
+        environment: replies to responses, so that samples have several turns; None: one response
+            is a sample.
 
     Shapes: B samples on this rank, S padded length, P prompt length, R total length (prompt +
     response).
@@ -63,6 +66,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         self.generation_params = GenerationParams.from_config(
             self.settings.length_params, self.settings.sampling_params
         ).with_end_strings(chat_end_strings(self.cfg.get("data"), self.tokenizer))
+        self.environment: Environment | None = None
         self.generator = MegatronGenerator(
             self.model,
             self.tokenizer,
@@ -164,15 +168,18 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
                 stream of a sample depends on `model.seed` and its prompt alone.
 
         Returns:
-            The samples, on `get_device()`; `sampling_logprobs` only with `return_logprobs`.
+            The samples, on `get_device()`; `sampling_logprobs` only with `return_logprobs`,
+            `observed` and `token_rewards` only with an `environment`.
 
         Raises:
-            UserError: a prompt leaves no room for a response.
+            UserError: a prompt leaves no room for a response, or the environment failed.
         """
         prompts, lengths, seeds = self._prompts(inference_batch)
         params = self._params(inference_batch)
         with self.adapters_for_generation():
-            generated = self.generator.generate(prompts, lengths, seeds, params)
+            generated = self.generator.generate(
+                prompts, lengths, seeds, params, environment=self.environment
+            )
         return _rollout(generated, lengths)
 
     @torch.no_grad()
@@ -206,7 +213,8 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         memory = self.settings.generation.kv_cache_gb
         slots = size if memory is None else self.generator.slots_within(memory * 1e9)
         with self.adapters_for_generation():
-            for places, generated in self.generator.stream(prompts(), params, slots):
+            stream = self.generator.stream(prompts(), params, slots, self.environment)
+            for places, generated in stream:
                 for part in torch.arange(len(places)).split(size):
                     group: Any = {
                         key: torch.stack([values[places[i]] for i in part])
@@ -288,4 +296,7 @@ def _rollout(generated: GenerationOutput, prompt_lengths: Tensor) -> Rollout:
     }
     if generated.logprobs is not None:
         rollout["sampling_logprobs"] = generated.logprobs
+    if generated.observed is not None and generated.token_rewards is not None:
+        rollout["observed"] = generated.observed
+        rollout["token_rewards"] = generated.token_rewards
     return rollout

@@ -1,0 +1,103 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Python code of a user, a function or a class in a file, and the processes that run it."""
+
+import threading
+from pathlib import Path
+
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
+
+# How long the file may take to load.
+LOAD_TIMEOUT_S = 120.0
+
+
+def split_spec(spec: str, key: str, kind: str, example: str) -> tuple[str, str]:
+    """Return (absolute path, name) of "path/to/file.py:name".
+
+    Args:
+        key: of the configuration that has `spec`.
+        kind: what the name is of, for the message: "function" or "class".
+        example: of a good value.
+
+    Raises:
+        ConfigError: it is not of that form.
+        UserError: there is no such file.
+    """
+    path, _, name = str(spec).rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise ConfigError(
+            f"{key}={spec} does not name a {kind}; write path/to/file.py:{kind}, such as "
+            f"{example}."
+        )
+    absolute = Path(path).expanduser().absolute()
+    if not absolute.is_file():
+        raise UserError(
+            f"{key}={spec}: the file {absolute} does not exist; a relative path counts from the "
+            "folder in which the job is started."
+        )
+    return str(absolute), name
+
+
+class ClosedError(UserError):
+    """The workers are shut down, so none can start."""
+
+
+class Workers:
+    """The worker processes that run one function or class. Any thread may call the methods; a
+    worker ends with the thread that started it.
+
+    Args:
+        path, name: of the file, and of what it holds.
+        program: path of the program that a worker runs (`reward_worker.py`).
+        setting: "key=value" of the configuration, for messages.
+    """
+
+    def __init__(self, path: str, name: str, program: str, setting: str):
+        self.path, self.name, self.program, self.setting = path, name, program, setting
+        self._lock = threading.Lock()
+        self._closed = False
+        self._running: set[WorkerProcess] = set()
+
+    def start(self) -> WorkerProcess:
+        """Start a worker and wait until it has loaded the code.
+
+        Raises:
+            UserError: it cannot be loaded.
+            ClosedError: after `close`.
+        """
+        worker = WorkerProcess(self.path, self.name, self.program)
+        with self._lock:
+            self._running.add(worker)
+            closed = self._closed
+        try:
+            if closed:
+                raise ClosedError(f"{self.setting} is shut down")
+            kind, text = worker.receive(LOAD_TIMEOUT_S)
+        except TimeoutError:
+            kind, text = "error", f"loading the file took longer than {LOAD_TIMEOUT_S:g} s"
+        except WorkerEndedError as error:
+            kind, text = "error", f"loading the file ended the process ({error})"
+        except BaseException:
+            self.end(worker)
+            raise
+        if kind == "error":
+            self.end(worker)
+            raise UserError(f"{self.setting} ({self.path}): {text}")
+        return worker
+
+    def end(self, worker: WorkerProcess | None) -> None:
+        """Kill a worker; only the thread that started it calls it. None is nothing to do."""
+        if worker is not None:
+            worker.kill()
+            worker.release()
+            with self._lock:
+                self._running.discard(worker)
+
+    def close(self) -> None:
+        """Kill all workers, and start none from now on."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._running)
+        for worker in workers:
+            worker.kill()
