@@ -195,6 +195,8 @@ def actor_job(run_dir: Path, seed: int, steps: int, advantages: dict) -> Job:
         "model.ppo.num_val_samples": guessing_data.NUM_VALIDATION,
         "model.ppo.length_params.max_length": MAX_RESPONSE,
         "model.ppo.sampling_params.end_strings": ["!"],
+        # A guess without its mark is no accident of the length: it is to become unlikely.
+        "model.ppo.train_on_truncated": True,
         "model.ppo.environment.path": f"{GAME}:GuessingGame",
         "model.ppo.environment.workers": 1,  # a reply takes microseconds
         "model.data.data_prefix": data_prefix(run_dir / "data", "prompts"),

@@ -69,9 +69,7 @@ def _check_environment(v: Values, kind: str, remote: str) -> None:
             " set that to False, in both jobs."
         )
     if v.get(f"{remote}.reward_models"):
-        raise ConfigError(
-            f"{gives}, so {remote}.reward_models would not be asked; leave it null."
-        )
+        raise ConfigError(f"{gives}, so {remote}.reward_models would not be asked; leave it null.")
     if v.get(f"trainer.{kind}.overlong_buffer_len", 0):
         raise ConfigError(
             f"trainer.{kind}.overlong_buffer_len={v.get(f'trainer.{kind}.overlong_buffer_len')} "

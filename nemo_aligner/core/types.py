@@ -22,8 +22,8 @@ token t+1 from the tokens 0..t. So for a sample with P=3 prompt tokens, R=6 toke
 Where the mask is False a slot may hold anything, NaN included: no loss, gradient or metric depends
 on it.
 
-A sample of several turns is prompt, response, observation, response, ..., response; R counts all of
-it, and the mask is False at the columns that predict observed tokens.
+A sample of several turns is prompt, response, observation, response, ..., response; R counts all
+of it, and the mask is False at the columns that predict observed tokens.
 
 Batches are plain dicts, because Megatron's data iterator and the wire need dicts; the classes
 below name their entries.

@@ -409,7 +409,8 @@ class MegatronGenerator(TextGenerator):
         Raises:
             UserError: on all of them, if it failed.
         """
-        group, box = self.split.copy, [({}, None)]
+        group = self.split.copy
+        box: list[tuple[dict[int, Reply], str | None]] = [({}, None)]
         if self.asks_environment:
             try:
                 box = [(dict(environment.replies(wait)), None)]

@@ -131,7 +131,9 @@ def load_named(path: str, name: str, kind: str, is_kind: Callable[[Any], bool]) 
     found = getattr(module, name, None)
     if found is None:
         own = [n for n, v in vars(module).items() if is_kind(v) and v.__module__ == module_name]
-        raise LoadError(f"the file has no {kind} '{name}'; it has {', '.join(own) or 'none at all'}")
+        raise LoadError(
+            f"the file has no {kind} '{name}'; it has {', '.join(own) or 'none at all'}"
+        )
     return found
 
 

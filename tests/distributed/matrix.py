@@ -55,6 +55,7 @@ from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import optimizer_step
 from tests.distributed.launcher import progress
 from tests.padded_runs import as_padded
+from tests.scripted_environment import ScriptedEnvironment
 from tests.tiny_models import PPO, tiny_config
 
 SAMPLES, WIDTH, ATTRIBUTES, STEPS = 8, 13, 2, 3
@@ -583,15 +584,19 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
 
 def generated(model) -> dict[str, list]:
     """Token ids, whether the response ended, and the sampler's log-probs, for ten ragged
-    prompts.
+    prompts; "turns": of conversations with an environment.
     """
     generator = torch.Generator().manual_seed(5)
     prompts = torch.randint(0, 290, (10, 7), generator=generator)
     share = my_samples()
     arguments = (prompts, torch.randint(1, 8, (10,), generator=generator), torch.arange(10) + 50)
     results = {}
-    for name, params in GENERATION.items():
-        output = model.generator.generate(*(x[share] for x in arguments), params)
+    for name, params in {**GENERATION, "turns": GENERATION["sampled"]}.items():
+        environment = ScriptedEnvironment() if name == "turns" else None
+        output = model.generator.generate(
+            *(x[share] for x in arguments), params, environment=environment
+        )
+        assert name != "turns" or output.observed.any()
         mine = [
             (
                 output.response_tokens[i, :length].tolist(),

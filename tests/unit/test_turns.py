@@ -4,8 +4,6 @@
 what becomes of observations in masks, rewards, advantages and metrics.
 """
 
-import random
-
 import pytest
 import torch
 
@@ -21,9 +19,9 @@ from nemo_aligner.core.advantages import (
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.types import Scores
 from nemo_aligner.generation import GenerationParams, MegatronGenerator, engine
-from nemo_aligner.generation.turns import Reply
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from tests.naive_generation import naive_conversation
+from tests.scripted_environment import ScriptedEnvironment, reply_to
 from tests.tiny_models import PPO, tiny_config
 
 ROWS, LIMIT, TURNS = 12, 48, 3
@@ -43,44 +41,6 @@ def prompts(tiny_tokenizer):
     lengths = torch.tensor([3, 1, 9, 4, 4, 7, 2, 9, 1, 5, 8, 6])
     tokens = torch.randint(0, tiny_tokenizer.vocab_size - 1, (ROWS, 9), generator=generator)
     return tokens, lengths, torch.arange(100, 100 + ROWS)
-
-
-def reply_to(prompt, responses, longest=6):
-    """A reply that depends on all that was said: (observation, reward, done)."""
-    draws = random.Random(str((list(prompt), [list(each) for each in responses])))
-    observation = [draws.randrange(200) for _ in range(draws.randint(1, longest))]
-    return observation, draws.random(), draws.random() < 0.25
-
-
-class Scripted:
-    """An `Environment` whose replies come after a while, in any order."""
-
-    def __init__(self, reply=reply_to, max_turns=TURNS, seed=0):
-        self.reply, self.max_turns = reply, max_turns
-        self.draws = random.Random(seed)
-        self.waiting, self.open, self.most_waiting = [], set(), 0
-
-    def submit(self, number, seed, prompt, responses):
-        assert (number in self.open) == (len(responses) > 1)
-        self.open.add(number)
-        self.waiting.append((number, prompt, responses))
-        self.most_waiting = max(self.most_waiting, len(self.waiting))
-
-    def replies(self, wait):
-        come = [each for each in self.waiting if self.draws.random() < 0.2]
-        if wait and not come:
-            come = self.waiting[:1]
-        self.waiting = [each for each in self.waiting if each not in come]
-        found = {}
-        for number, prompt, responses in come:
-            observation, reward, done = self.reply(prompt, responses)
-            found[number] = Reply(tuple(observation), reward, done)
-            if done:
-                self.open.discard(number)
-        return found
-
-    def end(self, number):
-        self.open.remove(number)
 
 
 def converse(actor, prompts, params, environment, slots):
@@ -118,10 +78,8 @@ def converse(actor, prompts, params, environment, slots):
 @pytest.mark.parametrize("slots", [1, 5, ROWS])
 def test_conversations_are_those_of_a_naive_loop(actor, prompts, options, slots, monkeypatch):
     monkeypatch.setattr(engine, "PREFILL_TOKENS", 4)  # observations go in pieces, and together
-    params = GenerationParams(
-        max_length=7, end_strings=LETTERS, return_logprobs=True, **options
-    )
-    environment = Scripted(seed=slots)
+    params = GenerationParams(max_length=7, end_strings=LETTERS, return_logprobs=True, **options)
+    environment = ScriptedEnvironment(seed=slots)
     samples = converse(actor, prompts, params, environment, slots)
     turns = []
     for i, (ids, policy, rewards, is_end, logprobs) in enumerate(samples):
@@ -145,7 +103,7 @@ def test_conversations_are_those_of_a_naive_loop(actor, prompts, options, slots,
 @pytest.mark.slow
 def test_the_samplers_log_probs_are_those_of_the_whole_sample(actor, prompts):
     params = GenerationParams(max_length=7, end_strings=LETTERS, return_logprobs=True)
-    for ids, policy, _, _, logprobs in converse(actor, prompts, params, Scripted(), 4):
+    for ids, policy, _, _, logprobs in converse(actor, prompts, params, ScriptedEnvironment(), 4):
         whole = actor.get_inference_log_probs(torch.tensor([ids]))[0]
         assert torch.allclose(logprobs[policy], whole[policy], atol=1e-4)
 
@@ -156,7 +114,7 @@ def test_a_conversation_ends_where_there_is_no_room(actor, prompts):
         return [7] * 20, 0.5, False
 
     params = GenerationParams(max_length=7, end_strings=LETTERS, return_logprobs=True)
-    samples = converse(actor, prompts, params, Scripted(talkative, max_turns=9), 5)
+    samples = converse(actor, prompts, params, ScriptedEnvironment(talkative, max_turns=9), 5)
     assert not any(is_end for *_, is_end, _ in samples)
     lengths = [len(ids) for ids, *_ in samples]
     assert max(lengths) <= LIMIT
@@ -169,7 +127,7 @@ def test_a_conversation_ends_where_there_is_no_room(actor, prompts):
 
 @pytest.mark.slow
 def test_a_failed_environment_fails_generation(actor, prompts):
-    class Broken(Scripted):
+    class Broken(ScriptedEnvironment):
         def replies(self, wait):
             raise UserError("the environment is broken")
 
@@ -233,7 +191,5 @@ def test_advantages_leave_observations_out(gamma, lambda_):
                 later = value
                 expected.insert(0, advantage + (value if name == "returns" else 0.0))
             assert columns[row, kept].tolist() == pytest.approx(expected, abs=1e-5), name
-        to_come = [
-            sum(gamma**k * later for k, later in enumerate(r[t:])) for t in range(len(r))
-        ]
+        to_come = [sum(gamma**k * later for k, later in enumerate(r[t:])) for t in range(len(r))]
         assert returns[row, kept].tolist() == pytest.approx(to_come, abs=1e-5)

@@ -1,0 +1,315 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A user's class as the environment of conversations: real worker processes, and environments that
+do what environments should not.
+"""
+
+import os
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.generation.turns import Reply
+from nemo_aligner.servers.environment import EnvironmentFailedError, PythonEnvironment
+from tests.patience import patience, wait_until
+
+pytestmark = pytest.mark.slow
+
+REPLY_S = round(patience(0.5), 1)
+GUESSING = Path(__file__).resolve().parents[2] / "examples" / "environments" / "guessing.py"
+# What a response asks the environment to do; anything else is noted and drawn from `random`.
+NAUGHTY = """
+    import os, random, sys, time
+
+    class Notes:
+        def reset(self, prompt):
+            return [prompt, random.random()]
+
+        def step(self, state, response):
+            state.append(response)
+            if response == "raise":
+                raise KeyError("no such key")
+            if response == "sleep":
+                time.sleep(60)
+            if response == "die":
+                os._exit(7)
+            if response == "exit":
+                sys.exit("enough")
+            odd = {
+                "none": None, "pair": ("a", 1.0), "number": (3, 1.0, False), "text": "abc",
+                "empty": ("", 1.0, False), "nan": ("a", float("nan"), False),
+                "string": ("a", "1", False), "unsure": ("a", 1.0, "no"),
+                "over": (None, 2, True),
+            }
+            if response in odd:
+                return odd[response]
+            told = " ".join(map(str, state[:1] + state[2:]))
+            return f"{told} {state[1]:.6f} {random.random():.6f}", 0.5, False
+"""
+
+
+class Letters:
+    """A tokenizer of characters; "~" ends a response, and "_" has no token."""
+
+    eos_id, bos_id, vocab_size = ord("~"), None, 256
+
+    def text_to_ids(self, text):
+        return [ord(letter) for letter in text if letter != "_"]
+
+    def ids_to_text(self, ids, **_options):
+        return "".join(map(chr, ids))
+
+
+def ids(text):
+    return tuple(map(ord, text))
+
+
+def write(folder, text, name="notes.py", of="Notes"):
+    (folder / name).write_text(textwrap.dedent(text))
+    return f"{folder}/{name}:{of}"
+
+
+def environment(folder, text=NAUGHTY, **options):
+    return PythonEnvironment(write(folder, text), Letters(), **{"timeout_s": REPLY_S} | options)
+
+
+def ask(played, number, *responses, seed=1):
+    """The reply to the last of `responses`, as (observation, reward, done)."""
+    played.submit(number, seed, ids("start"), tuple(ids(response) for response in responses))
+    (found,) = played.replies(wait=True).items()
+    assert found[0] == number
+    reply = found[1]
+    return "".join(map(chr, reply.observation)), reply.reward, reply.done
+
+
+@pytest.fixture(scope="module")
+def naughty(tmp_path_factory):
+    with environment(tmp_path_factory.mktemp("naughty")) as played:
+        yield played
+
+
+def test_a_conversation_keeps_its_state_and_its_random_stream(naughty):
+    first, reward, done = ask(naughty, 0, "a~")
+    assert (first.split()[:2], reward, done) == (["start", "a"], 0.5, False)
+    between = ask(naughty, 2, "x", seed=2)[0]  # of the same worker
+    second = ask(naughty, 0, "a~", "b")[0]
+    assert second.split()[:3] == ["start", "a", "b"]
+    drawn = first.split()[-2:] + second.split()[-1:]
+    assert second.split()[-2] == drawn[0] and len({*drawn, *between.split()[-2:]}) == 5
+
+    naughty.end(0)
+    assert ask(naughty, 0, "a~")[0] == first
+    assert ask(naughty, 0, "a~", "b")[0] == second
+
+
+def test_replies_come_as_they_are_ready(tmp_path):
+    text = """
+    import time
+    class Notes:
+        def reset(self, prompt): return prompt
+        def step(self, state, response):
+            time.sleep(float(response)); return response, 0.0, False
+    """
+    with environment(tmp_path, text, timeout_s=60.0) as played:
+        assert played.replies(wait=False) == {}
+        played.submit(0, 0, ids("p"), (ids("0.6"),))
+        played.submit(1, 0, ids("p"), (ids("0"),))
+        assert list(played.replies(wait=True)) == [1]
+        assert played.replies(wait=True) == {0: Reply(ids("0.6"), 0.0, False)}
+
+
+@pytest.mark.parametrize("reason", ["die", "sleep"])
+def test_conversations_go_on_after_another_one_ended_their_worker(tmp_path, reason):
+    with environment(tmp_path, workers=1, fallback=-1.0) as played:
+        ask(played, 0, "a")
+        expected = ask(played, 0, "a", "b")
+        played.end(0)
+        ask(played, 0, "a")
+        assert ask(played, 1, reason) == ("", -1.0, True)
+        assert ask(played, 0, "a", "b") == expected
+
+
+@pytest.mark.parametrize(
+    "response, words",
+    [
+        ("raise", ["KeyError: 'no such key'"]),
+        ("exit", ["SystemExit: enough"]),
+        ("sleep", [f"longer than {REPLY_S:g} s (model.ppo.environment.timeout_s)"]),
+        ("die", ["it ended its process (exit code 7)"]),
+        ("none", ["step returned None, not (observation, reward, done)"]),
+        ("pair", ["not (observation, reward, done)"]),
+        ("text", ["not (observation, reward, done)"]),
+        ("number", ["whose observation is a int, not a text"]),
+        ("empty", ["an empty observation", "nothing to read"]),
+        ("nan", ["not a finite number"]),
+        ("string", ["a str, not a number"]),
+        ("unsure", ["whose done is not True or False"]),
+    ],
+)
+def test_a_response_without_a_reply_is_one_clear_error(tmp_path, response, words):
+    with environment(tmp_path, section="model.ppo.environment") as played:
+        played.submit(0, 1, ids("start"), (ids("a"),))
+        assert played.replies(wait=True)[0].reward == 0.5
+        played.submit(0, 1, ids("start"), (ids("a"), ids(response)))
+        with pytest.raises(EnvironmentFailedError) as error:
+            played.replies(wait=True)
+    message = str(error.value)
+    assert "\n" not in message and "Traceback" not in message
+    for word in [
+        *words,
+        "failed on response 2 of a conversation",
+        "prompt 'start'",
+        f"response '{response}'",
+        "model.ppo.environment.fallback",
+    ]:
+        assert word in message, message
+
+
+def test_an_observation_of_no_token_is_an_error(tmp_path):
+    text = """
+    class Notes:
+        def reset(self, prompt): return None
+        def step(self, state, response): return "___", 0.0, False
+    """
+    with environment(tmp_path, text) as played:
+        played.submit(0, 0, ids("p"), (ids("a"),))
+        with pytest.raises(EnvironmentFailedError, match="observation '___' has no token"):
+            played.replies(wait=True)
+
+
+def test_an_environment_that_is_not_repeatable_is_found_out(tmp_path):
+    text = """
+    import os
+    from pathlib import Path
+    count = Path(__file__).with_name("count")
+    class Notes:
+        def reset(self, prompt): return None
+        def step(self, state, response):
+            if response == "die":
+                os._exit(1)
+            count.write_text(count.read_text() + "x" if count.exists() else "x")
+            return "on", 0.0, len(count.read_text()) > 1
+    """
+    with environment(tmp_path, text, workers=1, fallback=0.0) as played:
+        assert ask(played, 0, "a") == ("on", 0.0, False)
+        assert ask(played, 1, "die")[2]
+        played.fallback = None
+        played.submit(0, 1, ids("start"), (ids("a"), ids("b")))
+        with pytest.raises(EnvironmentFailedError, match="that it had continued when it was"):
+            played.replies(wait=True)
+
+
+def test_the_end_needs_no_observation(naughty):
+    assert ask(naughty, 5, "over") == ("", 2.0, True)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("x = 1", "the file has no class 'Notes'; it has none at all"),
+        ("class Other: pass", "the file has no class 'Notes'; it has Other"),
+        ("Notes = 3", "'Notes' is a int, not a class"),
+        ("class Notes: pass", "has no method reset(self, prompt)"),
+        (
+            "class Notes:\n    def reset(self, prompt): pass",
+            "has no method step(self, state, response)",
+        ),
+        (
+            "class Notes:\n    def reset(self): pass\n    def step(self, a, b): pass",
+            "Notes.reset cannot be called as reset(self, prompt)",
+        ),
+        (
+            "class Notes:\n    async def reset(self, p): pass\n    def step(self, a, b): pass",
+            "Notes.reset is an async method",
+        ),
+        (
+            "class Notes:\n    def __init__(self): raise OSError('no disk')\n"
+            "    def reset(self, p): pass\n    def step(self, a, b): pass",
+            "OSError: no disk",
+        ),
+        ("import no_such_module", "No module named 'no_such_module'"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, text, words):
+    with pytest.raises(UserError) as error:
+        environment(tmp_path, text)
+    assert words in str(error.value) and "environment.path=" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("guessing.py", "does not name a class; write path/to/file.py:class"),
+        ("no/such/file.py:Game", "no/such/file.py does not exist"),
+    ],
+)
+def test_paths_that_name_nothing(spec, words):
+    with pytest.raises(UserError, match=words):
+        PythonEnvironment(spec, Letters())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_turns": 0},
+        {"max_turns": True},
+        {"workers": 0},
+        {"timeout_s": 0},
+        {"timeout_s": "soon"},
+        {"fallback": float("inf")},
+        {"fallback": "none"},
+    ],
+)
+def test_options_that_cannot_work(options):
+    (key,) = options
+    with pytest.raises(ConfigError, match=f"environment.{key}={options[key]}"):
+        PythonEnvironment(f"{GUESSING}:GuessingGame", Letters(), **options)
+
+
+def test_a_rank_that_does_not_ask_starts_nothing():
+    before = psutil.Process().children()
+    played = PythonEnvironment(
+        f"{GUESSING}:GuessingGame", Letters(), max_turns=4, starts_workers=False
+    )
+    assert psutil.Process().children() == before and played.max_turns == 4
+    played.close()
+
+
+def test_nothing_is_left_after_the_end(tmp_path):
+    own = psutil.Process(os.getpid())
+    before = {process.pid for process in own.children(recursive=True)}
+    with environment(tmp_path):
+        started = [p for p in own.children(recursive=True) if p.pid not in before]
+        assert len(started) >= 4  # two keepers and their workers
+    wait_until(lambda: not any(p.is_running() for p in started), 10, lambda: str(started))
+
+
+def test_rewards_of_conversations_are_scores():
+    nan = float("nan")
+    rewards = torch.tensor([[nan, 0.25, nan, 1.0], [nan, nan, -2.0, nan]])
+    played = PythonEnvironment(f"{GUESSING}:GuessingGame", Letters(), starts_workers=False)
+    scores = played.score({"token_rewards": rewards}).result()
+    assert scores.rewards.tolist() == [1.25, -2.0] and scores.values is None
+    assert torch.equal(scores.token_rewards.nan_to_num(9.0), rewards.nan_to_num(9.0))
+
+
+def test_the_guessing_game():
+    with PythonEnvironment(f"{GUESSING}:GuessingGame", Letters()) as played:
+        for seed in range(20):
+            low, high, said = 1, 9, []
+            while True:
+                guess = (low + high) // 2
+                said.append(f"{guess}!")
+                hint, reward, done = ask(played, seed, *said, seed=seed)
+                if done:
+                    break
+                assert hint in ("more", "less") and reward == 0.0
+                low, high = (guess + 1, high) if hint == "more" else (low, guess - 1)
+            assert reward == 1.0 and len(said) <= 4
+        assert ask(played, 50, "12!") == ask(played, 51, "four") == ("", 0.0, True)
+        lost = [ask(played, 52, *["9!"] * k, seed=3)[1:] for k in range(1, 5)]
+        assert lost == [(0.0, False)] * 3 + [(0.0, True)]
