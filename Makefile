@@ -7,6 +7,7 @@
 # make kto          the same from single reviews with a thumb up or down
 # make distill      a small student learns from a kind teacher's logits
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
+# make guessing     PPO on a game of several turns, played with a Python class
 # make test-fast    unit tests of the mathematics, the configuration and the trainers (three minutes)
 # make test         all tests that run without a GPU, but for those marked full or chaos (30 minutes)
 # make test-full    the same, and those marked full: every split, the long jobs
@@ -54,7 +55,7 @@ LOCKS := $(wildcard requirements/*.lock)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs dpo kto distill arithmetic test-fast test test-full chaos test-gpu bench \
+.PHONY: help install quickstart rs dpo kto distill arithmetic guessing test-fast test test-full chaos test-gpu bench \
   mutants lint format docs test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
@@ -111,6 +112,9 @@ distill: install
 
 arithmetic: install
 	$(RUN) examples/quickstart/run_arithmetic.py $(ARGS)
+
+guessing: install
+	$(RUN) examples/quickstart/run_guessing.py $(ARGS)
 
 # Files with servers and ranks go first and in this order: the short ones keep the workers busy to
 # the end. Two workers: with three on two cores, processes of Triton failed now and then.

@@ -91,7 +91,7 @@ def naive_generate(
         )
         shape = dict(
             penalty=params.repetition_penalty,
-            forbidden=end_ids if step < params.min_length else [],
+            forbidden=end_ids if drawn + step < params.min_length else [],
         )
         if params.use_greedy:
             probabilities = naive_probabilities(logits, ids, **shape)
@@ -103,7 +103,7 @@ def naive_generate(
             )
         ids.append(token)
         decoded = model.tokenizer.ids_to_text(ids)
-        if step >= params.min_length and (token in end_ids or decoded.endswith(end_texts)):
+        if drawn + step >= params.min_length and (token in end_ids or decoded.endswith(end_texts)):
             return ids, True
     return ids, False
 

@@ -263,12 +263,11 @@ class DecodingBatch:
             The tokens, and their log-probs `[b]` if `params.return_logprobs`.
         """
         params, b = self.params, self.active
-        uniforms = None
+        generated, uniforms = self.lengths[:b] - self.foreign[:b], None
         if self.uniforms is not None:
             # A slot that pauses may have drawn them all; its token is not used.
-            drawn = (self.lengths[:b] - self.foreign[:b]).clamp(max=self.most - 1)
-            uniforms = self.uniforms[:b].gather(1, drawn.unsqueeze(1)).squeeze(1)
-        generated = self.lengths[:b] - self.starts[:b]
+            places = generated.clamp(max=self.most - 1).unsqueeze(1)
+            uniforms = self.uniforms[:b].gather(1, places).squeeze(1)
         tokens = choose_tokens(
             logits,
             uniforms=uniforms,
@@ -299,7 +298,8 @@ class DecodingBatch:
         if self.pausing:
             slots = slots[~self.pauses[: self.active]]
             tokens, logprobs = tokens[slots], None if logprobs is None else logprobs[slots]
-        lengths, starts = self.lengths[slots], self.starts[slots]
+        lengths = self.lengths[slots]
+        generated = lengths - self.foreign[slots]
         if bool((tokens < 0).any()):
             position = int(lengths[tokens < 0].min()) - 1
             raise RuntimeError(
@@ -310,10 +310,10 @@ class DecodingBatch:
         if self.seen is not None:
             self.seen[slots, tokens] = True
         if logprobs is not None and self.logprobs is not None:
-            self.logprobs[slots, lengths - self.foreign[slots]] = logprobs
+            self.logprobs[slots, generated] = logprobs
         rows = self.tokens[: self.active] if len(slots) == self.active else self.tokens[slots]
         ended = self.end.ended(
-            rows, lengths, lengths - starts >= self.params.min_length, first=starts
+            rows, lengths, generated >= self.params.min_length, first=self.starts[slots]
         )
         lengths = lengths + 1
         self.lengths[slots] = lengths

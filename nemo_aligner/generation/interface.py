@@ -88,10 +88,10 @@ class TextGenerator(ABC):
             sample_seeds: int64 `[b]`, seeds of the samples' random streams.
             params: how to generate.
             on_tokens: called with the tokens as they are generated.
-            environment: replies to responses; the limits of `params` are those of each response.
-                A conversation ends when the environment says so, with a response that was cut
-                off, after `environment.max_turns` responses, or where an observation leaves no
-                room for a response.
+            environment: replies to responses; `params.max_length` is that of each response,
+                `min_length` that of all of them together. A conversation ends when the environment
+                says so, with a response that was cut off, after `environment.max_turns` responses,
+                or where an observation leaves no room for a response.
 
         Returns:
             The responses, on `get_device()`; the same on all ranks of a model.

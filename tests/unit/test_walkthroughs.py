@@ -29,13 +29,16 @@ import run  # noqa: E402
 import run_arithmetic  # noqa: E402
 import run_distill  # noqa: E402
 import run_dpo  # noqa: E402
+import run_guessing  # noqa: E402
 import run_kto  # noqa: E402
 import run_rs  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
-WALKS |= {"run_dpo": run_dpo, "run_kto": run_kto}
+WALKS |= {"run_dpo": run_dpo, "run_kto": run_kto, "run_guessing": run_guessing}
+# The score that rises, by its key in summary.json; of the others it is "gold".
+SCORES = {"run_arithmetic": "exact", "run_guessing": "won"}
 
 # ------------------------------------------------------------------------------- stand-in scripts
 
@@ -84,12 +87,15 @@ FAKE_ACTOR = """
         for step, word in ((0, "dull"), (2, "superb")):
             for index, prompt in enumerate(prompts):
                 sample = {"step": step, "prompt": prompt, "reward": step + index % 2}
+                if prompt == "?":  # of the game
+                    sample["reward"] = word == "superb"
                 sample["response"] = respond(prompt, word)
                 samples.write(json.dumps(sample) + "\\n")
     with (folder / "metrics.jsonl").open("w") as metrics:
         for step in range(2):
             record = {"step": step, "train_rollouts/init_policy_kl": 0.1 * step}
             record |= {f"train_rollouts/{name}": step for name in ("rewards", "global_rewards")}
+            record["train_rollouts/turns"] = 2.5
             metrics.write(json.dumps(record) + "\\n")
 """
 FAKE_SERVER = """
@@ -148,6 +154,12 @@ STORIES = {
         "exact 1",
         "KL 0.1",
         "share of exact responses",
+    ),
+    "run_guessing": (
+        "[1/3] Games and tokenizer: done",
+        "won 1",
+        "guesses 2.5",
+        "share of games won",
     ),
     "run_dpo": (
         "[3/5] Direct preference optimization: done",
@@ -212,7 +224,7 @@ def test_walk_tells_the_story_and_leaves_nothing_behind(tmp_path, scripts, capsy
         assert text in said
     assert (tmp_path / "a run" / "report.html").exists()
     summary = json.loads((tmp_path / "a run" / "summary.json").read_text())
-    score = summary["exact" if name == "run_arithmetic" else "gold"]
+    score = summary[SCORES.get(name, "gold")]
     assert summary["learned"] and score["after"] == 1.0 and summary["peak_memory_bytes"] > 1e6
     with_reward_model = name in ("run", "run_rs")
     assert summary.get("reward_model_accuracy") == (0.96875 if with_reward_model else None)
@@ -258,6 +270,7 @@ def test_walk_that_does_not_learn_exits_with_one(tmp_path, scripts, capsys, name
         ("run_rs", "train_gpt_rs_actor.py"),
         ("run_arithmetic", "serve_reward_model.py"),
         ("run_arithmetic", "serve_ppo_critic.py"),
+        ("run_guessing", "serve_ppo_critic.py"),
         ("run_dpo", "train_gpt_dpo.py"),
         ("run_dpo", "generate.py"),
         ("run_kto", "train_gpt_kto.py"),
@@ -285,6 +298,17 @@ def test_sums_without_a_critic_start_no_critic_server(tmp_path, scripts, capsys)
     )
     assert "The policy has learned" in capsys.readouterr().out
     assert not list((tmp_path / "run").glob("critic*"))
+
+
+def test_games_without_a_critic_start_no_server(tmp_path, scripts, capsys):
+    scripts("train_gpt_ppo_actor.py", FAKE_ACTOR.replace("assert ports", "assert not ports"))
+    arguments = ["--run-dir", str(tmp_path / "run"), "--steps", "2", "--estimator", "rloo"]
+    assert run_guessing.main(arguments) == 0
+    assert "The policy has learned" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "run").glob("*.log")) == [
+        "ppo_actor.log",
+        "sft.log",
+    ]
 
 
 def test_exact_responses_are_judged_by_the_data_not_by_the_reward(tmp_path):
@@ -407,9 +431,10 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
             walk.actor_job(run_dir, 0, steps, reward),
         )
         return [*first, (server, "inference_rm"), (actor, "gpt_rs_actor")]
+    advantages = run_guessing.with_critic(critic) if walk is run_guessing else critic
     server, actor = (
         walk.critic_job(run_dir, 0, steps, critic),
-        walk.actor_job(run_dir, 0, steps, critic),
+        walk.actor_job(run_dir, 0, steps, advantages),
     )
     return [*first, (server, "gpt_ppo_critic"), (actor, "gpt_ppo_actor")]
 
