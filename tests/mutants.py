@@ -90,8 +90,8 @@ MUTANTS = [
     Mutant(
         "a sample that moves to another slot leaves its random stream behind",
         "generation/batch.py",
-        "tokens prompt_lengths lengths limits uniforms seen",
-        "tokens prompt_lengths lengths limits seen",
+        "tokens starts foreign lengths limits uniforms seen",
+        "tokens starts foreign lengths limits seen",
         _unit("test_generation.py", "test_samples_that_end_early_leave_the_others_alone"),
     ),
     Mutant(
@@ -353,6 +353,49 @@ MUTANTS = [
         "loss = -(weights * kept(advantages, weights) * kept(logprobs, weights)).sum()",
         "loss = (weights * kept(advantages, weights) * kept(logprobs, weights)).sum()",
         _unit("test_reinforce_actor.py", "test_loss_is_that_of_a_naive_loop"),
+    ),
+    # --- several turns
+    Mutant(
+        "the policy is trained on observations",
+        "algorithms/rollouts.py",
+        'mask = mask * ~rollout["observed"]',
+        'mask = mask * rollout["observed"].new_ones(())',
+        _unit("test_turns.py", "test_observations_are_not_in_the_mask"),
+    ),
+    Mutant(
+        "an observation is as many steps as it has tokens",
+        "core/advantages.py",
+        "skipped = ~keep & (keep.cumsum(1) > 0)",
+        "skipped = torch.zeros_like(keep)",
+        _unit("test_turns.py", "test_advantages_leave_observations_out"),
+    ),
+    Mutant(
+        "the last token before an observation is not read",
+        "generation/batch.py",
+        "return start - 1, stop - 1",
+        "return start, stop - 1",
+        _unit("test_turns.py", "test_conversations_are_those_of_a_naive_loop"),
+    ),
+    Mutant(
+        "the random stream of a sample begins anew in each turn",
+        "generation/batch.py",
+        "generated, uniforms = self.lengths[:b] - self.foreign[:b], None",
+        "generated, uniforms = self.lengths[:b] - self.starts[:b], None",
+        _unit("test_turns.py", "test_conversations_are_those_of_a_naive_loop"),
+    ),
+    Mutant(
+        "the reward of a response stands at the token before its last",
+        "generation/turns.py",
+        "rewards[position - 1] = reward",
+        "rewards[position - 2] = reward",
+        _unit("test_turns.py", "test_conversations_are_those_of_a_naive_loop"),
+    ),
+    Mutant(
+        "conversations share Python's random numbers",
+        "servers/environment_worker.py",
+        "            random.setstate(stream)\n",
+        "",
+        _unit("test_environment.py", "test_a_conversation_keeps_its_state_and_its_random_stream"),
     ),
     # --- rollouts: masks, rewards, advantages
     Mutant(

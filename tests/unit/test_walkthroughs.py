@@ -411,6 +411,13 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
                 "gpt_ppo_actor",
             ),
         ]
+    if name == "run_guessing":
+        actors = (walk.with_critic(critic), walk.without_critic("grpo"))
+        return [
+            (walk.sft_job(run_dir, 0, steps), "gpt_sft"),
+            (walk.critic_job(run_dir, 0, steps, critic), "gpt_ppo_critic"),
+            *((walk.actor_job(run_dir, 0, steps, each), "gpt_ppo_actor") for each in actors),
+        ]
     first = [
         (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
         (reviews.reward_model_job(run_dir, 0, steps), "training_rm"),
@@ -431,10 +438,9 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
             walk.actor_job(run_dir, 0, steps, reward),
         )
         return [*first, (server, "inference_rm"), (actor, "gpt_rs_actor")]
-    advantages = run_guessing.with_critic(critic) if walk is run_guessing else critic
     server, actor = (
         walk.critic_job(run_dir, 0, steps, critic),
-        walk.actor_job(run_dir, 0, steps, advantages),
+        walk.actor_job(run_dir, 0, steps, critic),
     )
     return [*first, (server, "gpt_ppo_critic"), (actor, "gpt_ppo_actor")]
 
