@@ -370,10 +370,10 @@ MUTANTS = [
         _unit("test_turns.py", "test_advantages_leave_observations_out"),
     ),
     Mutant(
-        "the last token before an observation is not read",
-        "generation/batch.py",
-        "return start - 1, stop - 1",
-        "return start, stop - 1",
+        "the token before the last of an observation is not read",
+        "generation/engine.py",
+        "fed.append((slot, start, stop))",
+        "fed.append((slot, start, max(start + 1, stop - 1)))",
         _unit("test_turns.py", "test_conversations_are_those_of_a_naive_loop"),
     ),
     Mutant(
