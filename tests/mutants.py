@@ -214,6 +214,65 @@ MUTANTS = [
         "[x for",
         _unit("test_dpo_model.py", "test_only_the_last_response_of_a_conversation_counts"),
     ),
+    Mutant(
+        "log-probs of the reference that are kept belong to the next token",
+        "data/nlp/reference_log_probs.py",
+        "row[item[mask][1:] != 0].float()",
+        "row[item[mask][:-1] != 0].float()",
+        _unit("test_reference_log_probs.py", "test_the_data_have_what_was_computed_once"),
+    ),
+    Mutant(
+        "of two samples of an item the kept log-probs are exchanged",
+        "algorithms/reference_log_probs.py",
+        "torch.stack(logprobs.chunk(samples), dim=1)",
+        "torch.stack(logprobs.chunk(samples)[::-1], dim=1)",
+        _unit("test_reference_log_probs.py", "test_the_data_have_what_was_computed_once"),
+    ),
+    Mutant(
+        "kept log-probs of other weights are used",
+        "algorithms/reference_log_probs.py",
+        "[weights, _fingerprint_of_checkpoint(checkpoint), str",
+        "[str",
+        _unit(
+            "test_reference_log_probs.py",
+            "test_of_another_model_or_other_data_they_are_computed_again",
+        ),
+    ),
+    Mutant(
+        "kept log-probs of another form of conversations are used",
+        "algorithms/reference_log_probs.py",
+        "[tokenizer_fingerprint(model.tokenizer), dataset.encoder.settings()()]",
+        "[tokenizer_fingerprint(model.tokenizer)]",
+        _unit(
+            "test_reference_log_probs.py",
+            "test_the_key_sees_lengths_templates_tokenizers_and_checkpoints",
+        ),
+    ),
+    Mutant(
+        "damaged files of kept log-probs are read",
+        "algorithms/reference_log_probs.py",
+        "        check_files_together(folder)\n",
+        "",
+        _unit(
+            "test_reference_log_probs.py", "test_damaged_files_are_computed_again_with_one_line"
+        ),
+    ),
+    Mutant(
+        "kept log-probs are those of the policy with its adapters",
+        "models/nlp/gpt/reference_policy.py",
+        "        if self.use_peft:\n            return self.adapters_disabled()",
+        "        if self.use_peft and not self._is_reference:\n"
+        "            return self.adapters_disabled()",
+        ("tests/distributed/test_reference_log_probs.py",),
+    ),
+    Mutant(
+        "a rank whose disk is full leaves the others waiting",
+        "algorithms/reference_log_probs.py",
+        "        with failing_together(folder):\n            if writer is not None:\n"
+        "                for",
+        "        if True:\n            if writer is not None:\n                for",
+        ("tests/distributed/test_reference_log_probs.py",),
+    ),
     # --- a student and its teacher
     Mutant(
         "forward and backward KL to a teacher are exchanged",

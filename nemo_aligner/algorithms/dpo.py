@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Direct preference optimization (DPO, IPO, RPO): the supervised loop, with the log-probs of the
-reference policy computed for each batch.
+reference policy in each batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,14 +44,15 @@ class DPOTrainer(SupervisedTrainer):
         return super().validation_step(self.with_reference(batch))
 
     def with_reference(self, batch: Any) -> Any:
-        """`batch` with the log-probs of the reference policy."""
-        pairs = batch if self.collate_fn is None else self.collate_fn(batch)
-        chosen, rejected = self.model.get_ref_policy_logprobs(pairs).chunk(2)
-        return {
-            **pairs,
-            "ref_policy_log_probs_chosen": chosen,
-            "ref_policy_log_probs_rejected": rejected,
-        }
+        """`batch` with the log-probs of the reference policy; they are computed unless the data
+        have them.
+        """
+        samples = batch if self.collate_fn is None else self.collate_fn(batch)
+        columns = tuple(self.model.REFERENCE_COLUMNS)
+        if all(column in samples for column in columns):
+            return samples
+        logprobs = self.model.get_ref_policy_logprobs(samples).chunk(len(columns))
+        return {**samples, **dict(zip(columns, logprobs, strict=True))}
 
 
 def dpo_custom_collate(

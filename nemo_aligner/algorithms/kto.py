@@ -4,8 +4,6 @@
 desirable or not.
 """
 
-from typing import Any
-
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -21,16 +19,6 @@ class KTOTrainer(DPOTrainer):
     """
 
     JOB = ("gpt_kto", "trainer.kto")
-
-    def with_reference(self, batch: Any) -> Any:
-        """`batch` with the log-probs of the reference policy."""
-        samples = batch if self.collate_fn is None else self.collate_fn(batch)
-        own, mismatched = self.model.get_ref_policy_logprobs(samples).chunk(2)
-        return {
-            **samples,
-            "ref_policy_log_probs_samples": own,
-            "ref_policy_log_probs_kl_samples": mismatched,
-        }
 
 
 def kto_custom_collate(

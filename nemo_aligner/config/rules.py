@@ -416,6 +416,12 @@ def _check_preferences(values: Values, kind: str) -> None:
     values.whole(f"{section}log_prob_forward_micro_batch_size", 1)
     values.number(f"trainer.{kind}.alarms.likelihood_fall", 0, above=True)
     values.number(f"trainer.{kind}.alarms.margin")
+    folder = values.get(f"{section}ref_log_probs_dir")
+    if folder is not None and not isinstance(folder, str):
+        raise ConfigError(
+            f"{section}ref_log_probs_dir={folder!r} must be a folder, or null: the log-probs of "
+            "the reference policy are not kept."
+        )
     check_prompts_can_be_read(str(values.get("model.data.data_impl")))
     _check_not_both_0(values, [f"{section}preference_loss_weight", f"{section}sft_loss_weight"])
 

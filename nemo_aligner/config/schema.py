@@ -242,7 +242,7 @@ _DPO = (
         "model.dpo",
         """preference_loss ref_policy_kl_penalty label_smoothing preference_average_log_probs
         sft_average_log_probs gt_reward_scale preference_loss_weight sft_loss_weight
-        log_prob_forward_micro_batch_size""",
+        log_prob_forward_micro_batch_size ref_log_probs_dir""",
     )
     | dotted("model.data", "default_chosen_reward default_rejected_reward")
 )
@@ -273,7 +273,7 @@ _KTO = dotted(
     "model.kto",
     """ref_policy_kl_penalty desirable_loss_weight undesirable_loss_weight
     preference_average_log_probs sft_average_log_probs preference_loss_weight sft_loss_weight
-    log_prob_forward_micro_batch_size""",
+    log_prob_forward_micro_batch_size ref_log_probs_dir""",
 )
 _SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length drop_last
     label_key add_eos add_sep add_bos truncation_field truncation_method prompt_template

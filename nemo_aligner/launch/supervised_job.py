@@ -3,11 +3,13 @@
 """What all jobs that learn from labelled data do: build their data loaders, train, resume."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 from torch.utils.data import DataLoader
 
+from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.builders import Datasets, build_configured_datasets, build_dataloader
@@ -38,6 +40,7 @@ def build_dataloaders(
     train_random: bool = True,
     validation_random: bool = False,
     samples_per_item: int = 1,
+    prepare: Callable[[Any, str], Any] = lambda dataset, name: dataset,
 ) -> Loaders:
     """Loaders of the data that `model.data.data_prefix` names.
 
@@ -47,8 +50,15 @@ def build_dataloaders(
         train_random, validation_random: shuffle. The test data keep their order.
         samples_per_item: how many of the samples that `model.micro_batch_size` and
             `model.global_batch_size` count an item of the datasets holds.
+        prepare: (dataset, name of the set) to what the loader reads in its place.
     """
     train, validation, test = build_configured_datasets(cfg, build, tokenizer)
+    sets = validation if isinstance(validation, dict) else {"validation": validation}
+    train, test = (
+        None if dataset is None else prepare(dataset, name)
+        for dataset, name in ((train, "train"), (test, "test"))
+    )
+    sets = {name: prepare(dataset, name) for name, dataset in sets.items() if dataset is not None}
 
     def loader(dataset: Any, random: bool, drop_last: bool) -> DataLoader[Any]:
         return build_dataloader(
@@ -63,17 +73,38 @@ def build_dataloaders(
             collate_fn=getattr(dataset, "collate_fn", None),
         )
 
-    sets = validation if isinstance(validation, dict) else {"validation": validation}
     drop_last = cfg.model.data.validation_drop_last
     return Loaders(
         train=loader(train, train_random, drop_last=True),
         validation={
-            name: loader(dataset, validation_random, drop_last)
-            for name, dataset in sets.items()
-            if dataset is not None
+            name: loader(dataset, validation_random, drop_last) for name, dataset in sets.items()
         },
         test=None if test is None else loader(test, False, drop_last),
     )
+
+
+def build_preference_dataloaders(
+    cfg: DictConfig, kind: str, build: Callable[..., Datasets], model: Any
+) -> Loaders:
+    """`build_dataloaders` for a job of DPO or KTO, whose reference policy is `model` with its
+    present weights. With `ref_log_probs_dir` the batches have the log-probs of the reference
+    policy; without, `model` keeps a copy of its weights. All ranks call it, before a checkpoint is
+    resumed.
+
+    Args:
+        kind: section of `cfg.model`: "dpo" or "kto".
+        model: of DPO or KTO.
+    """
+    root = cfg.model[kind].ref_log_probs_dir
+    if root is None:
+        model.set_reference_policy()
+        return build_dataloaders(cfg, build, model.tokenizer)
+    checkpoint = Path(cfg.pretrained_checkpoint.restore_from_path)
+
+    def prepare(dataset: Any, name: str) -> Any:
+        return with_reference_log_probs(model, dataset, Path(root), checkpoint, f"{kind}-{name}")
+
+    return build_dataloaders(cfg, build, model.tokenizer, prepare=prepare)
 
 
 def train_supervised(

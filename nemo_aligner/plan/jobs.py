@@ -211,7 +211,8 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
     if job in (DPO, KTO):
         settings = model["dpo" if job is DPO else "kto"]
         forward = samples(settings["log_prob_forward_micro_batch_size"], together)
-        return Workload(**common, forward_samples=forward, reference=True)
+        kept = settings["ref_log_probs_dir"] is not None
+        return Workload(**common, forward_samples=forward, reference=not kept)
     return Workload(**common)
 
 

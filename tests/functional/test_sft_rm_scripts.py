@@ -242,6 +242,25 @@ def test_dpo_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
 
 
+def test_dpo_with_log_probs_of_the_reference_that_are_kept(data, sft_run, tmp_path):
+    """The same training on one rank; a job of two ranks finds them when it resumes."""
+    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    without = "++model.hidden_dropout=0.0"  # two ranks draw other numbers than one
+    keep = [without, f"model.dpo.ref_log_probs_dir={tmp_path / 'kept'}"]
+    must_succeed(dpo(data, base, tmp_path / "fresh", without))
+    must_succeed(dpo(data, base, tmp_path / "keeps", *keep))
+    assert len(list((tmp_path / "kept").iterdir())) == 2  # training and validation data
+    for key in ("train/loss", "train/margin", "train/grad_norm", "validation/loss"):
+        fresh, keeps = (read_metrics(tmp_path / name, key) for name in ("fresh", "keeps"))
+        assert keeps == pytest.approx(fresh, rel=1e-4, abs=1e-5), key
+    resume_from(tmp_path / "keeps", tmp_path / "again", lost_step=4)
+    job = dpo(data, base, tmp_path / "again", *keep, ranks=2)
+    must_succeed(job)
+    assert "log-probs of" not in job.log
+    again, keeps = (read_metrics(tmp_path / name, "train/loss") for name in ("again", "keeps"))
+    assert again == pytest.approx(keeps[2:], rel=1e-4)
+
+
 def test_dpo_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, sft_run, tmp_path):
     """A script with the calls of NeMo-Aligner's gives the same numbers."""
     base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"

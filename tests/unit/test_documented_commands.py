@@ -313,11 +313,12 @@ NEW_KEYS = {
         model.precision {_ARCHITECTURE} model.share_embeddings_and_output_weights
         model.peft.restore_from_ckpt model.optim.bucket_cap_mb model.optim.overlap_grad_sync
         model.optim.contiguous_grad_buffer model.data.dataloader_type""",
-    "gpt_dpo": """trainer.dpo.alarms model.dpo.label_smoothing model.encoder_seq_length
+    "gpt_dpo": """trainer.dpo.alarms model.dpo.label_smoothing model.dpo.ref_log_probs_dir
+        model.encoder_seq_length model.max_position_embeddings model.sequence_parallel
+        model.precision model.data.validation_drop_last""",
+    "gpt_kto": """trainer.kto.alarms model.kto.ref_log_probs_dir model.encoder_seq_length
         model.max_position_embeddings model.sequence_parallel model.precision
         model.data.validation_drop_last""",
-    "gpt_kto": """trainer.kto.alarms model.encoder_seq_length model.max_position_embeddings
-        model.sequence_parallel model.precision model.data.validation_drop_last""",
     "gpt_knowledge_distillation": """trainer.knowledge_distillation.alarms
         exp_manager.max_time_per_run exp_manager.resume_from_checkpoint
         exp_manager.checkpoint_callback_params.always_save_nemo model.loss_reduction

@@ -317,6 +317,7 @@ def test_an_alarm_when_both_responses_become_unlikely(
         (["model.data.data_impl=mmap"], "where a response begins"),
         (["model.dpo.preference_average_log_probs=maybe"], "must be True or False"),
         (["model.dpo.beta=0.1"], "model.dpo.beta"),
+        (["model.dpo.ref_log_probs_dir=True"], "ref_log_probs_dir=True must be a folder"),
         (["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
     ],
 )

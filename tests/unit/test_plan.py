@@ -588,6 +588,14 @@ def test_the_text_names_what_counts(model_file, capsys):
         assert words in text
 
 
+@pytest.mark.parametrize("job", ["dpo", "kto"])
+def test_log_probs_that_are_kept_leave_no_reference_in_host_memory(model_file, capsys, job):
+    arguments = model_file(), "--gpus", "8", "--memory", "80GB", "--job", job
+    (fresh,) = plan(capsys, *arguments)["jobs"]
+    (kept,) = plan(capsys, *arguments, f"model.{job}.ref_log_probs_dir=/shared/kept")["jobs"]
+    assert "reference policy" in json.dumps(fresh) and "reference policy" not in json.dumps(kept)
+
+
 def test_a_nemo_file(tiny_tokenizer_dir, tmp_path, capsys):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     model.save_to(str(tmp_path / "tiny.nemo"))

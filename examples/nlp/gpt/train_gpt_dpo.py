@@ -39,7 +39,10 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.data.nlp.builders import build_train_valid_test_dpo_datasets
         from nemo_aligner.launch.experiment import start_job
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
-        from nemo_aligner.launch.supervised_job import build_dataloaders, train_supervised
+        from nemo_aligner.launch.supervised_job import (
+            build_preference_dataloaders,
+            train_supervised,
+        )
         from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 
     base = cfg.pretrained_checkpoint.restore_from_path
@@ -49,9 +52,7 @@ def train(cfg: DictConfig) -> None:
     model = load_from_nemo(MegatronGPTDPOModel, cfg.model, job.trainer, restore_path=base)
     model.init_peft(cfg.model.peft)
     # Before a checkpoint is resumed: the reference stays the model that the job started from.
-    model.set_reference_policy()
-
-    loaders = build_dataloaders(cfg, build_train_valid_test_dpo_datasets, model.tokenizer)
+    loaders = build_preference_dataloaders(cfg, "dpo", build_train_valid_test_dpo_datasets, model)
     train_supervised(cfg, job, model, loaders, DPOTrainer)
 
 

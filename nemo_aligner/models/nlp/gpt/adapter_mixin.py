@@ -83,9 +83,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             tuning = {"peft_scheme": LORA, "lora_tuning": settings.to_config()}
             check_peft(Values({"model": {**plain_dict(self.cfg, resolve=True), "peft": tuning}}))
         path = None if self.restore_path is None else str(Path(self.restore_path).resolve())
-        self._base = adapters.Base(
-            path, adapters.checksum_of_model(super().sharded_weights(), _add_over_ranks)
-        )
+        self._base = adapters.Base(path, self.checksum_of_base())
         self._adapters = lora_layers.add_adapters(
             self.unwrapped(), settings, self.transformer_config, self.cfg.seed
         )
@@ -105,6 +103,12 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         if start is not None:
             self.load_adapters(start)
         self._log_sizes(start)
+
+    def checksum_of_base(self) -> str:
+        """Checksum of the weights without adapters (`adapters.checksum_of_model`); all ranks call
+        it.
+        """
+        return adapters.checksum_of_model(super().sharded_weights(), _add_over_ranks)
 
     def _parameters_of_chunks(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for module in self.unwrapped():

@@ -7,6 +7,7 @@ Notation: B samples on this data-parallel rank, S padded length.
 """
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -37,6 +38,11 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
     """
 
     CONFIG_NAME = "gpt_kto"
+    # As in `MegatronGPTDPOModel`.
+    REFERENCE_COLUMNS: ClassVar[Mapping[str, str]] = {
+        "ref_policy_log_probs_samples": "sample_mask",
+        "ref_policy_log_probs_kl_samples": "kl_sample_mask",
+    }
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)

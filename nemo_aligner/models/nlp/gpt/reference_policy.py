@@ -5,6 +5,8 @@
 Shapes: B samples on this rank, S padded length, R total length of a sample.
 """
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -83,6 +85,7 @@ class ReferencePolicyMixin(LogProbsMixin):
     """
 
     init_policy_state_dict: dict[str, Tensor] | None = None
+    _is_reference = False  # the present weights are the reference's
     without_reference = ""  # what to do instead, for the message of `check_reference_policy`
 
     @property
@@ -105,9 +108,20 @@ class ReferencePolicyMixin(LogProbsMixin):
         if not self.use_peft:
             self.init_policy_state_dict = self.weights_to_cpu()
 
+    @contextlib.contextmanager
+    def as_reference_policy(self) -> Iterator[None]:
+        """Inside, the present weights (with adapters: their base) are the reference policy, which
+        needs no copy. For the time before training and before a checkpoint is resumed.
+        """
+        self._is_reference = True
+        try:
+            yield
+        finally:
+            self._is_reference = False
+
     def check_reference_policy(self) -> None:
         """Raise `UserError` if `set_reference_policy` was not called."""
-        if self.init_policy_state_dict is None and not self.use_peft:
+        if self.init_policy_state_dict is None and not self.use_peft and not self._is_reference:
             raise UserError(
                 "the policy has no reference to compare with; call "
                 "model.set_reference_policy() before training and before a checkpoint is resumed"
@@ -137,5 +151,7 @@ class ReferencePolicyMixin(LogProbsMixin):
         """Inside, the model computes as the reference policy."""
         if self.use_peft:
             return self.adapters_disabled()
+        if self._is_reference:
+            return contextlib.nullcontext()
         assert self.init_policy_state_dict is not None
         return self.swapped_weights(self.init_policy_state_dict)

@@ -1,0 +1,105 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs of the reference policy that are kept in files: every split writes those of one rank,
+and a job of another split finds them; a full disk on one rank is an error on all.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.parallel_state import destroy_model_parallel
+
+from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
+from nemo_aligner.core.errors import SaveError
+from nemo_aligner.data.nlp.preference_pairs import DPOModelDataset
+from nemo_aligner.data.nlp.reference_log_probs import ShardWriter
+from tests.distributed import matrix
+from tests.distributed.launcher import progress, run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+WIDTH, ITEMS = 40, 19
+SPLITS = {
+    "DP2": ("llama", {}),
+    "TP2+SP": ("llama", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "PP2": ("llama", {"pipeline_model_parallel_size": 2}),
+    "CP2": ("llama", {"context_parallel_size": 2}),
+    "EP2": ("moe", {"expert_model_parallel_size": 2}),
+    "LoRA TP2": ("lora", {"tensor_model_parallel_size": 2}),
+}
+
+
+def kept(tokenizer_dir, folder: Path, root: str, architecture: str, split: dict):
+    """All log-probs `[ITEMS, 2, WIDTH - 1]` that a job keeps below `root`, and how many passes it
+    made; all ranks call it.
+    """
+    model, *_ = matrix.build(tokenizer_dir, folder, architecture, "dpo", split)
+    if architecture == "lora":  # adapters that do something
+        with torch.no_grad():
+            for chunk in model.model:
+                for parameter in chunk.parameters():
+                    if parameter.requires_grad:
+                        parameter.fill_(0.1)
+    passes, compute = [], model.get_ref_policy_logprobs
+    model.get_ref_policy_logprobs = lambda batch: passes.append(1) or compute(batch)
+    data = DPOModelDataset([str(folder / "pairs.jsonl")], model.tokenizer, WIDTH)
+    checkpoint = folder / "llama-lm.nemo"
+    found = with_reference_log_probs(model, data, folder / root, checkpoint, "train")
+    assert model.init_policy_state_dict is None
+    rows = torch.stack(
+        [torch.stack([found[i][name] for name in model.REFERENCE_COLUMNS]) for i in range(ITEMS)]
+    )
+    destroy_model_parallel()
+    return rows, len(passes)
+
+
+def one_rank(tokenizer_dir, folder):
+    return {name: kept(tokenizer_dir, folder, name, a, {})[0] for name, (a, _) in SPLITS.items()}
+
+
+def two_ranks(tokenizer_dir, folder):
+    results = {}
+    for name, (architecture, split) in SPLITS.items():
+        progress(name)
+        again, passes = kept(tokenizer_dir, folder, name, architecture, split)
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(folder / name)
+        torch.distributed.barrier()
+        results[name] = again, passes, *kept(tokenizer_dir, folder, name, architecture, split)
+    add = ShardWriter.add
+
+    def full(self, *args):
+        if torch.distributed.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        add(self, *args)
+
+    ShardWriter.add = full
+    with pytest.raises(SaveError, match="no space left"):
+        kept(tokenizer_dir, folder, "full", "llama", {})
+    destroy_model_parallel()
+    torch.distributed.barrier()
+    assert not list((folder / "full").iterdir())
+    return results
+
+
+def test_every_split_keeps_the_log_probs_of_one_rank(tiny_tokenizer_dir, tmp_path):
+    matrix.write_models(tiny_tokenizer_dir, tmp_path)
+    texts = ["was a joy", " is dull, and far too long", " bad"]
+    lines = [
+        {"prompt": f"the film {i}", "chosen": texts[i % 3], "rejected": texts[(i + 1) % 3]}
+        for i in range(ITEMS)
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (whole,) = run_ranks(one_rank, 1, 120, tiny_tokenizer_dir, tmp_path)
+    for results in run_ranks(two_ranks, 2, 120, tiny_tokenizer_dir, tmp_path):
+        for name, (again, without, fresh, passes) in results.items():
+            assert (without, passes > 0) == (0, True), name
+            assert torch.equal(again, whole[name]), name
+            assert matrix.deviation(fresh, whole[name]) < 1e-5, name
+    assert not torch.equal(whole["DP2"], whole["EP2"])  # of another model
+    assert torch.equal(whole["DP2"], whole["LoRA TP2"])  # of the base
