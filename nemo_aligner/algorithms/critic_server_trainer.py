@@ -133,6 +133,9 @@ class CriticServerTrainer:
             self.vocab_size,
             self.max_length,
             tokenizer=getattr(model, "tokenizer", None),
+            passes=(self._score_values, self._score_rewards)
+            if cfg.combine_rm_and_critic_server
+            else (),
         )
 
         self.alarms = Alarms("trainer.ppo.alarms", cfg.alarms)
@@ -222,9 +225,10 @@ class CriticServerTrainer:
         if whole is None:
             return {"loss_mean": np.array([np.nan], dtype=np.float32)}
         arrays = {name: pad_rows(array, self.gbs) for name, array in whole.items()}
-        if request_id is None:
-            return self._submit(ServerSignal.TRAIN, arrays)
-        self._train_once(request_id, arrays)
+        with self._scorer.turns.changing():
+            if request_id is None:
+                return self._submit(ServerSignal.TRAIN, arrays)
+            self._train_once(request_id, arrays)
         return self._reply_to(request_id)
 
     def _reply_to(self, request_id: str) -> Arrays:
@@ -274,7 +278,9 @@ class CriticServerTrainer:
     def server_resume(self, **inputs: Array) -> Arrays:
         """Handle `critic_resume`."""
         actor_step = int(np.asarray(inputs["actor_step"]).reshape(-1)[0])
-        self._submit(ServerSignal.RESUME, {"actor_step": np.array([actor_step], dtype=np.int64)})
+        arrays = {"actor_step": np.array([actor_step], dtype=np.int64)}
+        with self._scorer.turns.changing():
+            self._submit(ServerSignal.RESUME, arrays)
         return self.server_status()
 
     def server_status(self, **_inputs: Array) -> Arrays:
@@ -330,14 +336,34 @@ class CriticServerTrainer:
         self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
         """Return values [n, S] and, when combined, rewards [n, 1] of this rank's samples."""
+        if not self.combine_rm_and_critic_server:
+            return self._score_values(tokens, lengths)
+        with self._scoring():
+            rewards, values = self.model.infer_rm_critic((tokens, lengths))
+            return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
+
+    def _score_values(
+        self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return the values [n, S] of this rank's samples."""
+        with self._scoring():
+            return {"values": self.model.infer((tokens, lengths))}
+
+    def _score_rewards(
+        self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return the rewards [n, 1] of this rank's samples."""
+        with self._scoring():
+            rewards = self.model.infer_rewards((tokens, lengths))
+            return {"rewards": torch.as_tensor(rewards).reshape(-1, 1)}
+
+    @contextlib.contextmanager
+    def _scoring(self) -> Iterator[None]:
         with (
             logged_phase(self.logger, self.step, "score"),
             self._prepared(self.model.prepare_for_inference, self.model.finish_inference),
         ):
-            if not self.combine_rm_and_critic_server:
-                return {"values": self.model.infer((tokens, lengths))}
-            rewards, values = self.model.infer_rm_critic((tokens, lengths))
-            return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
+            yield
 
     def _prepare_training(self, inputs: Inputs) -> Arrays:
         """Return the checked arrays of a train request, with empty rows (mask 0) up to a multiple

@@ -57,6 +57,9 @@ class RewardModelServer:
         token_file: of the token that clients must bring; None: that in the environment, if there
             is one (config/access.py). Needed if other machines can reach `host`.
         max_request_mb: largest body of a request, in MiB.
+        slice_rows: of a large request, so many samples per data-parallel rank are scored before
+            other requests have their turn, in their order; None: as many micro-batches as
+            `servers/slices.py` says, which suits a model.
         frontend, tls_certificate, tls_key: section `server` of the configuration: "triton" or
             "asgi", and files with which the latter encrypts.
 
@@ -81,6 +84,7 @@ class RewardModelServer:
     tokenizer: Any = None
     token_file: str | None = None
     max_request_mb: float = 64
+    slice_rows: int | None = None
     frontend: str = "triton"
     tls_certificate: str | None = None
     tls_key: str | None = None
@@ -101,6 +105,7 @@ class RewardModelServer:
             self.max_length,
             self.needs_prompt_lengths,
             self.tokenizer,
+            slice_rows=self.slice_rows,
         )
 
     def run_server(self) -> None:

@@ -108,6 +108,12 @@ class CriticModelInterface(SupervisedInterface, Inferrable):
     def infer_rm_critic(self, *args: Any, **kwargs: Any) -> Any:
         """(rewards, values) of the same sequences, in this order."""
 
+    def infer_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        """The rewards alone, which a server of both asks for where it scores many sequences; a
+        model whose values cost more than that overrides it.
+        """
+        return self.infer_rm_critic(*args, **kwargs)[0]
+
 
 class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
     """A policy: generation (`infer`) and training alternate.

@@ -4,7 +4,7 @@
 
 The wire is that of Triton (kserve.py), what may enter is the same (admission.py), and requests are
 handed on in the same way: those to one endpoint one after the other, in the order in which they
-came, those to several endpoints side by side. It needs no process beside rank 0, no shared memory
+came, large scoring requests in a line of their own, those to several endpoints side by side. It needs no process beside rank 0, no shared memory
 and no PyTriton, and it can encrypt.
 
 uvicorn reads and writes HTTP. ASGI has no message for a sign of life ("100 Continue" while a
@@ -15,7 +15,6 @@ Each request fails alone, with an error of its own in one line.
 """
 
 import asyncio
-import concurrent.futures
 import json
 import socket
 import ssl
@@ -34,7 +33,6 @@ from nemo_aligner.core.errors import cause_of
 from nemo_aligner.servers.admission import (
     BODY_S,
     FIRST_REQUEST_S,
-    HEAD_SIZE_HEADER,
     MOST_CONNECTIONS,
     NEXT_REQUEST_S,
     Access,
@@ -42,22 +40,15 @@ from nemo_aligner.servers.admission import (
     Admitted,
     RefusedError,
     error_body,
-    failure_of,
     read_head,
 )
+from nemo_aligner.servers.direct_replies import JSON, DirectReplies, Reply, error_reply
 from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, INSTANCE_HEADER
-from nemo_aligner.servers.kserve import (
-    decode_request,
-    encode_reply,
-    model_config,
-    model_metadata,
-    wanted_outputs,
-)
+from nemo_aligner.servers.kserve import model_config, model_metadata
 from nemo_aligner.servers.lease import LEASE_HEADER
 from nemo_aligner.servers.ports import check_port_is_free, port_error
 from nemo_aligner.servers.schema import Endpoint, Handler
 
-_JSON, _BINARY = "application/json", "application/octet-stream"
 # Names of functions of the connection, in the state of an ASGI scope.
 _ADMITTED, _CONTINUE = "admitted", "continue"
 STOP_S = 2.0  # for the last replies, when the server ends
@@ -184,7 +175,7 @@ class _Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = error_body(msg)
             headers = [
-                ("Content-Type", _JSON),
+                ("Content-Type", JSON),
                 ("Content-Length", str(len(body))),
                 ("Connection", "close"),
             ]
@@ -248,16 +239,8 @@ class _Body:
         return data
 
 
-# Status, headers and body of a reply.
-_Reply = tuple[int, dict[str, str], bytes]
-
-
-def _error_reply(status: int, line: str) -> _Reply:
-    return status, {"Content-Type": _JSON}, error_body(line)
-
-
 class App:
-    """The ASGI application: the endpoints of a server job, each with a thread of its own.
+    """The ASGI application: the endpoints of a server job.
 
     Args:
         endpoints: each with the function that handles its requests.
@@ -266,17 +249,12 @@ class App:
 
     def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]], access: Access):
         self._endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
-        self._handlers = {endpoint.name: function for endpoint, function in endpoints}
-        self._threads = {
-            name: concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=name)
-            for name in self._endpoints
-        }
+        self._replies = DirectReplies(endpoints)
         self.admission = Admission(list(self._endpoints.values()), access)
 
     def close(self) -> None:
         """Drop the requests that no thread has begun to work on."""
-        for threads in self._threads.values():
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._replies.close()
 
     async def __call__(
         self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[..., Any]
@@ -285,16 +263,16 @@ class App:
         try:
             status, headers, body = await self._reply(scope, receive)
         except RefusedError as refusal:
-            status, headers, body = _error_reply(refusal.status, str(refusal))
+            status, headers, body = error_reply(refusal.status, str(refusal))
         except Exception as error:
             logging.error(f"{scope['path']}: {traceback.format_exc()}")
-            status, headers, body = _error_reply(500, cause_of(error))
+            status, headers, body = error_reply(500, cause_of(error))
         headers |= {INSTANCE_HEADER: self.admission.instance, "Content-Length": str(len(body))}
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": encoded})
         await send({"type": "http.response.body", "body": body})
 
-    async def _reply(self, scope: dict[str, Any], receive: Callable[[], Any]) -> _Reply:
+    async def _reply(self, scope: dict[str, Any], receive: Callable[[], Any]) -> Reply:
         found = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
 
         def header(name: str) -> str | None:
@@ -307,14 +285,15 @@ class App:
         if request is None:
             return 200, {}, b""
         if request.what != "infer":
-            return 200, {"Content-Type": _JSON}, self._describe(request)
+            return 200, {"Content-Type": JSON}, self._describe(request)
         with self.admission.leases.working_for(header(LEASE_HEADER)):
             body = _Body(receive)
             head = read_head(await body.read(request.head_size))
             tensors = await body.read(request.length - request.head_size)
             assert request.endpoint is not None
-            work = asyncio.get_running_loop().run_in_executor(
-                self._threads[request.endpoint], self._infer, request.endpoint, head, tensors
+            large = self._replies.is_large(request.endpoint, head, request.length)
+            work = asyncio.wrap_future(
+                self._replies.submit(request.endpoint, head, tensors, large)
             )
             while not (await asyncio.wait([work], timeout=HEARTBEAT_S))[0]:
                 if header(HEARTBEAT_HEADER) is not None:
@@ -337,16 +316,3 @@ class App:
         else:
             about = model_metadata(self._endpoints[request.endpoint])
         return json.dumps(about).encode()
-
-    def _infer(self, name: str, head: dict[str, Any], tensors: bytearray) -> _Reply:
-        """Thread of an endpoint: work on one request."""
-        endpoint = self._endpoints[name]
-        try:
-            wanted = wanted_outputs(endpoint, head)
-            arrays = self._handlers[name](**decode_request(endpoint, head, tensors))
-            size, body = encode_reply(endpoint, arrays, head, wanted)
-        except Exception as error:
-            return _error_reply(*failure_of(name, error))
-        if size is None:
-            return 200, {"Content-Type": _JSON}, body
-        return 200, {"Content-Type": _BINARY, HEAD_SIZE_HEADER: str(size)}, body

@@ -6,11 +6,15 @@ Triton itself listens on a Unix socket that only this user can open (socket_trit
 of its HTTP interface that admission.py does not let in does not exist here: repositories of
 models, shared memory, logging, tracing, chunked bodies (one of many chunks ends this Triton).
 
+A large scoring request does not go to Triton, which would let the small ones behind it wait: rank 0
+works on it itself (direct_replies.py).
+
 Triton knows only errors of all requests that it has handed over together; so each request that is
 passed on has a name (REQUEST_PARAMETER), under which the server's own error comes here by
 `Front.fail`.
 """
 
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -37,15 +41,16 @@ from nemo_aligner.servers.admission import (
     NEXT_REQUEST_S,
     Access,
     Admission,
+    Admitted,
     RefusedError,
-    error_body,
     read_head,
     unreadable,
 )
+from nemo_aligner.servers.direct_replies import DirectReplies, error_reply
 from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, INSTANCE_HEADER
 from nemo_aligner.servers.lease import LEASE_HEADER
 from nemo_aligner.servers.ports import check_port_is_free, port_error
-from nemo_aligner.servers.schema import Endpoint
+from nemo_aligner.servers.schema import Endpoint, Handler
 
 PART_BYTES = 2**20  # bodies are passed on in parts of this size
 _SENT_ON = ("Content-Type", "Content-Length", HEAD_SIZE_HEADER)
@@ -77,7 +82,7 @@ class Front(socketserver.ThreadingTCPServer):
     Args:
         host, port: to listen on.
         socket_path: of Triton's Unix socket.
-        endpoints: that are served.
+        endpoints: that are served, each with the function that handles its requests.
         access: what is asked of the clients.
 
     Raises:
@@ -94,13 +99,14 @@ class Front(socketserver.ThreadingTCPServer):
         host: str,
         port: int,
         socket_path: str,
-        endpoints: Sequence[Endpoint],
+        endpoints: Sequence[tuple[Endpoint, Handler]],
         access: Access,
     ):
         super().__init__((host, port), _Handler, bind_and_activate=False)
         self.address = host, port
         self.socket_path = socket_path
-        self.admission = Admission(endpoints, access)
+        self.admission = Admission([endpoint for endpoint, _function in endpoints], access)
+        self.direct = DirectReplies(endpoints)
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._relaying = 0
         self._failures: dict[object, tuple[int, str] | None] = {}
@@ -124,15 +130,16 @@ class Front(socketserver.ThreadingTCPServer):
         if self._serving.is_alive():
             self.shutdown()
         self.server_close()
+        self.direct.close()
 
     def wait_for_replies(self, timeout_s: float) -> None:
-        """Wait until the replies of Triton have been passed on, at most `timeout_s`."""
+        """Wait until all replies have been sent, at most `timeout_s`."""
         with self._idle:
             self._idle.wait_for(lambda: not self._relaying, timeout_s)
 
     @contextlib.contextmanager
     def relaying(self, name: str) -> Iterator[None]:
-        """Count a request that Triton has; until the end it may `fail`."""
+        """Count a request that has no reply yet; until the end it may `fail`."""
         with self._idle:
             self._relaying += 1
             self._failures[name] = None
@@ -207,12 +214,17 @@ class _Handler(BaseHTTPRequestHandler):
         admission = self.server.admission
         name = uuid.uuid4().hex
         head, rest = b"", 0
+        large: Admitted | None = None
         try:
             request = admission.admit(self.command, self.path, self.headers.get)
             self.connection.settimeout(BODY_S)
             if request is not None and request.what == "infer":
-                head = _named(read_head(self._read(request.head_size)), name)
+                content = read_head(self._read(request.head_size))
+                head = _named(content, name)
                 rest = request.length - request.head_size
+                assert request.endpoint is not None
+                if self.server.direct.is_large(request.endpoint, content, request.length):
+                    large = request
         except RefusedError as refusal:
             self._refuse(refusal)
             return
@@ -220,6 +232,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response_only(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
+        elif large is not None:
+            with self.server.relaying(name):
+                self._reply_directly(large.endpoint or "", content, self._read(rest))
         else:
             headers = {key: self.headers[key] for key in _SENT_ON if key in self.headers}
             headers["Content-Length"] = str(len(head) + rest)
@@ -262,13 +277,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ---- the reply ----
 
+    def _reply_directly(self, endpoint: str, head: dict[str, Any], tensors: bytes) -> None:
+        """Reply to a large scoring request without Triton."""
+        work = self.server.direct.submit(endpoint, head, tensors, large=True)
+        while not concurrent.futures.wait([work], HEARTBEAT_S).done:
+            self._give_sign_of_life()
+        try:
+            status, headers, body = work.result()
+        except concurrent.futures.CancelledError:  # nobody had begun to work on it
+            self._send_error_line(503, "the server is shutting down")
+            return
+        self._send(status, headers, body)
+
     def _give_signs_of_life(self, triton: socket.socket) -> None:
         """Return once Triton replies; until then tell the client that its request is alive."""
-        if HEARTBEAT_HEADER not in self.headers:
-            return
         waiting = select.poll()
         waiting.register(triton, select.POLLIN)
         while not waiting.poll(1000 * HEARTBEAT_S):
+            self._give_sign_of_life()
+
+    def _give_sign_of_life(self) -> None:
+        """Tell the client that its request is worked on, if it wants to know."""
+        if HEARTBEAT_HEADER in self.headers:
             self.send_response_only(100)
             self.end_headers()
 
@@ -310,10 +340,14 @@ class _Handler(BaseHTTPRequestHandler):
         return line
 
     def _send_error_line(self, status: int, line: str) -> None:
-        body = error_body(line)
+        self._send(*error_reply(status, line))
+
+    def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        """Send a reply that this process has made."""
         self.send_response_only(status)
         self.send_header(INSTANCE_HEADER, self.server.admission.instance)
-        self.send_header("Content-Type", "application/json")
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         if self.close_connection:
             self.send_header("Connection", "close")

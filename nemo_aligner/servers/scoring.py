@@ -4,9 +4,9 @@
 
 A request is checked, tokenized and padded on a Triton thread of rank 0 (`Scorer.reply_to`), its
 samples are shared out to the data-parallel ranks, scored, and gathered in their order
-(`Scorer.forward`). Padding, stripping and the merging of requests never change a score. N is the
-number of samples of a request, n that of one data-parallel rank's share, S the padded token
-length.
+(`Scorer.forward`). A large request is scored in slices (slices.py). Padding, stripping, slices and
+the merging of requests never change a score. N is the number of samples of a request, n that of
+one data-parallel rank's share, S the padded token length.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +30,16 @@ from nemo_aligner.servers.requests import (
     process_inputs,
 )
 from nemo_aligner.servers.schema import Arrays, RequestError
-from nemo_aligner.servers.server_loop import ServerLoop
+from nemo_aligner.servers.server_loop import OperationFailedError, ServerLoop
+from nemo_aligner.servers.slices import Turns, cut_rows, slice_size
 from nemo_aligner.servers.validation import validate_scoring_inputs, validate_tokenizer
 
 # Arrays of a request by wire name; optional inputs that were not sent are absent or None.
 Inputs = Mapping[str, np.ndarray | None]
+# See `Scorer`.
+ScoreRows = Callable[[Tensor, Tensor, Tensor | None], dict[str, Tensor]]
+# Name, among the arrays of a slice, of the number of its pass.
+_PASS = "pass"
 
 
 def share_of_rank(start: int, count: int) -> slice:
@@ -111,11 +116,19 @@ class Scorer:
         needs_prompt_lengths: refuse a request that does not say where its responses start.
         tokenizer: of the served model or function; a request that names another one is refused.
             None refuses none.
+        passes: functions like `score_rows`, which together give what it gives. A request of
+            several slices is scored by the first of them in all its slices, then by the next, so
+            that weights which take turns in one module are not swapped for each slice.
+        slice_rows: samples per data-parallel rank that make a slice, in their order. None: whole
+            micro-batches, with the longest samples first, as many as slices.py says.
+
+    Attributes:
+        turns: what changes the model takes its turn there.
     """
 
     def __init__(
         self,
-        score_rows: Callable[[Tensor, Tensor, Tensor | None], dict[str, Tensor]],
+        score_rows: ScoreRows,
         tokenize_func: Callable[[list[str]], tuple],
         micro_batch_size: int,
         strip_sequence_length_to_multiple: int | None = None,
@@ -123,8 +136,12 @@ class Scorer:
         max_length: int | None = None,
         needs_prompt_lengths: bool = False,
         tokenizer: Any = None,
+        passes: Sequence[ScoreRows] = (),
+        slice_rows: int | None = None,
     ):
         self.score_rows = score_rows
+        self.passes, self.slice_rows = passes or (score_rows,), slice_rows
+        self.turns = Turns()
         self.tokenize_func = tokenize_func
         self.micro_batch_size = micro_batch_size
         self.strip_sequence_length_to_multiple = strip_sequence_length_to_multiple
@@ -141,10 +158,24 @@ class Scorer:
         return self._control
 
     def reply_to(self, inputs: Inputs, loop: ServerLoop | None) -> Arrays:
-        """Score a request on a Triton thread of rank 0: `loop` has all ranks run `forward`."""
+        """Score a request on a thread of rank 0's host: `loop` has all ranks run `forward`, once
+        for each slice.
+        """
         assert loop is not None, "the server does not run"
         arrays, finish = self._prepare(inputs)
-        return finish(loop.submit(ServerSignal.FORWARD, arrays))
+
+        def score(rows: np.ndarray, slice_: Arrays) -> Arrays:
+            try:
+                return loop.submit(ServerSignal.FORWARD, slice_)
+            except OperationFailedError as error:
+                if self.slice_rows is None or len(rows) == len(arrays["tokens"]):
+                    raise
+                # An error that counts samples counts those of the slice.
+                where = f"in the slice of the samples {rows[0]} to {rows[-1]}"
+                raise OperationFailedError(f"{where}: {error}") from error
+
+        with self.turns.scoring():
+            return finish(self._score_slices(arrays, score))
 
     def run(self, inputs: Inputs) -> Arrays:
         """Score a request without a server; every rank calls it.
@@ -162,7 +193,8 @@ class Scorer:
             arrays, finish = self._prepare(inputs)
             return arrays
 
-        outputs = self._score(self.control.from_rank_zero(prepare))
+        arrays = self.control.from_rank_zero(prepare)
+        outputs = self._score_slices(arrays, lambda _rows, slice_: self._score(slice_))
         return finish(outputs) if finish else outputs
 
     def forward(self, **arrays: np.ndarray) -> Arrays:
@@ -210,13 +242,46 @@ class Scorer:
 
         return arrays, finish
 
+    def _score_slices(
+        self, arrays: Arrays, score: Callable[[np.ndarray, Arrays], Arrays]
+    ) -> Arrays:
+        """Score a padded batch by `score`, which gets the places of a slice's samples and its
+        arrays, and may return {}; so does this function then.
+        """
+        outputs: Arrays = {}
+        slices = self._cut(arrays)
+        if len(slices) == 1:
+            return score(slices[0], arrays)
+        for number in range(len(self.passes)):
+            for rows in slices:
+                slice_ = {name: array[rows] for name, array in arrays.items()}
+                for name, found in score(rows, {**slice_, _PASS: np.array([number])}).items():
+                    if name not in outputs:
+                        shape = len(arrays["tokens"]), *found.shape[1:]
+                        outputs[name] = np.empty(shape, found.dtype)
+                    outputs[name][rows] = found
+        return outputs
+
+    def _cut(self, arrays: Arrays) -> list[np.ndarray]:
+        """Return the places of the samples of each slice of a padded batch."""
+        width = max(arrays["tokens"].shape[1], 1)
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        size = self.slice_rows or slice_size(width, self.micro_batch_size, stages)
+        shares = parallel_state.get_data_parallel_world_size()
+        return cut_rows(arrays["sequence_lengths"], shares, size, self.slice_rows is None)
+
     def _score(self, arrays: Arrays) -> Arrays:
-        """Score a padded batch, each data-parallel rank its share; {} on ranks above 0."""
+        """Score a padded batch or a slice of one, each data-parallel rank its share; {} on ranks
+        above 0.
+        """
+        arrays = dict(arrays)
+        number = arrays.pop(_PASS, None)
+        score_rows = self.score_rows if number is None else self.passes[int(number[0])]
         own = share_of_rank(0, arrays["tokens"].shape[0])
         share = {
             name: torch.from_numpy(array[own]).to(get_device()) for name, array in arrays.items()
         }
-        outputs = self.score_rows(
+        outputs = score_rows(
             share["tokens"], share["sequence_lengths"], share.get("prompt_lengths")
         )
         # Sorted: every rank must gather in the same order.

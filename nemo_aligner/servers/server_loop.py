@@ -11,6 +11,8 @@ Who does what:
 * Announcements go over a gloo group of their own (`ControlGroup`), once a second even when idle,
   so that an idle rank never waits in a collective of the model's groups, a lost rank is noticed,
   and a stop request on any rank reaches all.
+* A large scoring request comes in slices, each a job of its own (slices.py): other requests, a
+  stop request and the watch over the host have their turns between them.
 * A watcher thread on every rank sees signals even while the main thread is in a collective, passes
   them on through the job's store, and ends the process when the main thread cannot.
 
@@ -246,7 +248,7 @@ class ServerLoop:
             if self.rank == 0:
                 with contextlib.suppress(queue.Empty):
                     job = self._current = self._queue.get(timeout=self.heartbeat_s)
-                if job is None and time.monotonic() >= next_check:
+                if time.monotonic() >= next_check:
                     next_check = time.monotonic() + CHECK_INTERVAL_S
                     ended = self._host.what_has_ended()
                     if ended is not None and self._stop_reason is None:

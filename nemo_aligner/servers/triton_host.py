@@ -71,8 +71,7 @@ class TritonHost:
         from nemo_aligner.servers.socket_triton import SocketTriton
 
         triton = SocketTriton(self._directory, self._memory_prefix)
-        served = [endpoint for endpoint, _function in endpoints]
-        self._front = Front(self.host, self.port, triton.socket_path, served, self._access)
+        self._front = Front(self.host, self.port, triton.socket_path, endpoints, self._access)
         self._triton = triton
         try:
             for endpoint, function in endpoints:

@@ -115,6 +115,13 @@ def build_model():
             return self(tokens)
 
         @torch.no_grad()
+        def infer_rewards(self, inputs):
+            assert self.prepared == "inference"
+            tokens, lengths = inputs
+            self.misbehave(tokens)
+            return self.reward[tokens.gather(1, lengths[:, None] - 1)]
+
+        @torch.no_grad()
         def infer_rm_critic(self, inputs):
             tokens, lengths = inputs
             values = self.infer(inputs)
@@ -174,7 +181,7 @@ def main() -> None:
     parallel_state.initialize(tensor_model_parallel_size=settings["tp"])
 
     from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
-    from nemo_aligner.servers import server_loop
+    from nemo_aligner.servers import server_loop, slices
 
     class Logger:
         def log_metrics(self, metrics, step, prefix):
@@ -236,6 +243,7 @@ def main() -> None:
         trainer.load_state_dict(json.loads(Path(settings["checkpoint"]).read_text()))
     trainer.failure_grace_s = patience(3.0)
     server_loop.SAVE_GRACE_S = settings["save_grace_s"]
+    slices.SLICE_TOKENS = settings["slice_tokens"]
     trainer.run_server()
     parallel_state.destroy()
 
@@ -251,6 +259,7 @@ class CriticJob:
         combined: the server also gives rewards.
         save_s: how long a save takes.
         save_grace_s: how long it may take after SIGTERM.
+        slice_tokens: of a slice of a scoring request.
         server: the section `server` of the configuration.
     """
 
@@ -263,6 +272,7 @@ class CriticJob:
         gbs=4,
         save_s=0.0,
         save_grace_s=60.0,
+        slice_tokens=512,
         server=None,
         **cfg,
     ):
@@ -275,6 +285,7 @@ class CriticJob:
             "gbs": gbs,
             "save_s": save_s,
             "save_grace_s": save_grace_s,
+            "slice_tokens": slice_tokens,
             "server": server or {},
             "metrics": str(self.directory / "metrics.jsonl"),
             "checkpoint": str(self.directory / "checkpoint.json"),

@@ -29,7 +29,7 @@ from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.distributed.launcher import run_ranks
-from tests.functional.critic_job import RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
+from tests.functional.critic_job import NAP, RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
 from tests.patience import patience, wait_until
 
 pytestmark = [
@@ -205,6 +205,41 @@ def test_save_and_status(job):
         "critic_step": 2,
         "saved_critic_step": 2,
     }
+
+
+def test_small_requests_are_served_between_the_slices_of_a_large_one(job, mirror):
+    """512 long samples in 64 slices, each scored twice (values and rewards), 16 of these 128
+    passes of half a second. What changes the model waits for the last slice.
+    """
+    tokens = torch.randint(1, NAP - 1, (512, 64), generator=torch.Generator().manual_seed(3))
+    tokens[::64, 7] = NAP
+    lengths = torch.full((512,), 64)
+    rewards, values = expected_scores(mirror, tokens, lengths)
+    data = make_training_data(4, 9, seed=5)
+    raw = Raw(job)
+    raw("critic_status", dummy_var=[0])
+    step = int(raw("critic_status", dummy_var=[0])["critic_step"][0])
+
+    def score_all():
+        return raw("critic_infer", tokens=tokens, sequence_lengths=lengths[:, None])
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        start = time.monotonic()
+        large = pool.submit(score_all)
+        time.sleep(0.5)
+        update = pool.submit(raw, "critic_train", **{k: v.numpy() for k, v in data.items()})
+        small = raw("critic_infer", tokens=tokens[:1] * 0 + 5, sequence_lengths=[[64]])
+        assert int(raw("critic_status", dummy_var=[0])["critic_step"][0]) == step
+        after = time.monotonic() - start
+        assert not large.done() and not update.done(), f"a reply after {after:.1f} s"
+        answer = large.result()
+        update.result()
+    np.testing.assert_allclose(answer["values"], values.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(answer["rewards"], rewards[:, None].numpy(), rtol=1e-6)
+    ones = expected_scores(mirror, tokens[:1] * 0 + 5, [64])[0]
+    np.testing.assert_allclose(small["rewards"][0], ones, rtol=1e-6)
+    expected_update(mirror, data, gbs=4)
+    assert_serving(raw, mirror)
 
 
 TRAIN = {name: tensor.nan_to_num().numpy() for name, tensor in make_training_data(2, 5).items()}

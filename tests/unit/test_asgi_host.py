@@ -110,7 +110,7 @@ def test_a_server_that_does_not_encrypt_is_named_at_once(certificates):
     with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
         refused_at_once(front.address, tls, "tls_ca_file is set, but it does not encrypt")
     address = "127.0.0.1", find_free_port()
-    front = Front(*address, "unused", [REWARD], Access())
+    front = Front(*address, "unused", [(REWARD, score)], Access())
     front.open()
     with contextlib.closing(front):
         refused_at_once(address, tls, "tls_ca_file is set, but it does not encrypt")

@@ -27,10 +27,12 @@ from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.front import REQUEST_PARAMETER, Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.lease import LeaseTakenError
+from nemo_aligner.servers.kserve import decode_reply, encode_request
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.schema import (
     critic_infer_endpoint,
     critic_save_endpoint,
+    critic_train_endpoint,
     reward_model_endpoint,
 )
 from nemo_aligner.servers.served_model import ServerMismatchError
@@ -41,7 +43,8 @@ pytestmark = pytest.mark.timeout(120)
 
 INFER = "/v2/models/critic_infer/infer"
 SAVE = "/v2/models/critic_save/infer"
-ENDPOINTS = [critic_infer_endpoint(True), critic_save_endpoint()]
+TRAIN = "/v2/models/critic_train/infer"
+ENDPOINTS = [critic_infer_endpoint(True), critic_save_endpoint(), critic_train_endpoint()]
 
 
 TENSORS = [
@@ -91,15 +94,8 @@ def triton(tmp_path):
         server.shutdown()
 
 
-def make_triton_front(triton, token=None, lease_required=True):
-    access = Access(token, 3 * 2**20, lease_required)
-    server = Front("127.0.0.1", find_free_port(), triton.server_address, ENDPOINTS, access)
-    server.open()
-    return server
-
-
-def make_asgi_front(triton, token=None, lease_required=True):
-    """`triton` notes the requests, as that behind the other front does."""
+def handlers(triton):
+    """The endpoints, with functions that note the requests as `triton` does."""
 
     def handler(endpoint):
         def handle(**arrays):
@@ -108,7 +104,19 @@ def make_asgi_front(triton, token=None, lease_required=True):
 
         return endpoint, handle
 
-    return AsgiFront(map(handler, ENDPOINTS), Access(token, 3 * 2**20, lease_required))
+    return list(map(handler, ENDPOINTS))
+
+
+def make_triton_front(triton, token=None, lease_required=True):
+    access = Access(token, 3 * 2**20, lease_required)
+    address = "127.0.0.1", find_free_port()
+    server = Front(*address, triton.server_address, handlers(triton), access)
+    server.open()
+    return server
+
+
+def make_asgi_front(triton, token=None, lease_required=True):
+    return AsgiFront(handlers(triton), Access(token, 3 * 2**20, lease_required))
 
 
 @pytest.fixture(params=[make_triton_front, make_asgi_front], ids=FRONTENDS)
@@ -141,13 +149,17 @@ def ask(front, method, path, body=None, **headers):
             return 0, {}, b""
 
 
-def test_a_request_and_its_reply_pass_unchanged(triton_front, triton):
-    front = triton_front
+def test_a_request_and_its_reply_pass_unchanged(triton):
+    with contextlib.closing(make_triton_front(triton, lease_required=False)) as front:
+        pass_requests(front, triton)
+
+
+def pass_requests(front, triton):
     head = b'{"inputs": [], "id": "7", "parameters": {"binary_data_output": true, "x": "y"}}'
     for size in (0, 10, 2 * 2**20 + 3):  # in one part, and in several
         body = head + bytes(range(256)) * (size // 256) + b"x" * (size % 256)
         status, headers, reply = ask(
-            front, "POST", INFER, body, Inference_Header_Content_Length=str(len(head))
+            front, "POST", TRAIN, body, Inference_Header_Content_Length=str(len(head))
         )
         passed_on = int(headers["Inference-Header-Content-Length"])
         assert (status, reply[passed_on:]) == (200, body[len(head) :])
@@ -165,6 +177,31 @@ def test_a_request_and_its_reply_pass_unchanged(triton_front, triton):
     ):
         assert ask(front, "GET", path)[0] == 200
         assert triton.seen[-1] == ("GET", path, 0)
+
+
+@pytest.mark.parametrize(
+    "rows, columns, direct",
+    [(32, 1, False), (33, 1, True), (1, 2**14, True), (1, 2**14 - 100, False)],
+)
+def test_large_scoring_requests_do_not_go_to_triton(triton_front, triton, rows, columns, direct):
+    arrays = {
+        "tokens": np.ones((rows, columns), np.int64),
+        "sequence_lengths": np.ones((rows, 1), np.int64),
+    }
+    head, parts = encode_request(arrays)
+    body = b"".join([head, *parts])
+    headers = {"Inference_Header_Content_Length": str(len(head))}
+    status, found, reply = ask(triton_front, "POST", INFER, body, **headers)
+    (seen,) = triton.seen
+    assert status == 200 and (seen == ("POST", "critic_infer", 2)) == direct
+    if direct:
+        outputs = decode_reply(reply, int(found["Inference-Header-Content-Length"]))
+        assert {name: float(array[0, 0]) for name, array in outputs.items()} == {
+            "values": 0.0,
+            "rewards": 0.0,
+        }
+        status, _headers, reply = ask(triton_front, "POST", INFER, body[:-8], **headers)
+        assert status == 400 and "cannot be read" in json.loads(reply)["error"]
 
 
 @pytest.mark.parametrize(

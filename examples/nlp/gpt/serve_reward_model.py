@@ -118,6 +118,8 @@ def serve_function(cfg: DictConfig) -> None:
             needs_prompt_lengths=True,
             per_token=options.rewards_per != "response",
             tokenizer=tokenizer,
+            # A few rounds of all workers.
+            slice_rows=8 * function.workers,
             **endpoint_options(options),
             **cfg.server,
         ).run_server()

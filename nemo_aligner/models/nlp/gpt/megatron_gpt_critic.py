@@ -261,3 +261,14 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
             self._load(state)
             outputs[state] = super().infer(inputs, add_BOS=add_BOS, add_EOS=add_EOS)
         return outputs[StateDictState.REWARD].reshape(-1), outputs[StateDictState.CRITIC]
+
+    @torch.no_grad()
+    def infer_rewards(
+        self,
+        inputs: list[str] | tuple[Tensor, Tensor],
+        add_BOS: bool = False,
+        add_EOS: bool = False,
+    ) -> Tensor:
+        """Rewards float32 [N] alone; arguments and callers as for `infer`."""
+        self._load(StateDictState.REWARD)
+        return super().infer(inputs, add_BOS=add_BOS, add_EOS=add_EOS).reshape(-1)

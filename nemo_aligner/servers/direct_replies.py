@@ -1,0 +1,87 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that are worked on in rank 0 itself: all of a server without Triton (asgi_host.py), and
+the large scoring requests of one with Triton (front.py), which hands an endpoint's requests over
+one after the other.
+
+Each endpoint has a thread, and a second one for its large scoring requests: a small one never
+stands in a line behind a large one.
+"""
+
+import concurrent.futures
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_aligner.servers.admission import HEAD_SIZE_HEADER, error_body, failure_of
+from nemo_aligner.servers.kserve import Buffer, decode_request, encode_reply, wanted_outputs
+from nemo_aligner.servers.schema import Endpoint, Handler
+from nemo_aligner.servers.slices import is_large
+
+JSON, BINARY = "application/json", "application/octet-stream"
+
+# Status, headers and body.
+Reply = tuple[int, dict[str, str], bytes]
+
+
+def error_reply(status: int, line: str) -> Reply:
+    """Return the reply that is an error."""
+    return status, {"Content-Type": JSON}, error_body(line)
+
+
+class DirectReplies:
+    """The endpoints of a server, and the threads that work on their requests.
+
+    Args:
+        endpoints: each with the function that handles its requests.
+    """
+
+    def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]]):
+        self._endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
+        self._handlers = {endpoint.name: function for endpoint, function in endpoints}
+        self._lines = {
+            (endpoint.name, large): concurrent.futures.ThreadPoolExecutor(
+                1, thread_name_prefix=f"{endpoint.name}{'-large' if large else ''}"
+            )
+            for endpoint, _function in endpoints
+            for large in (False, True)
+            if endpoint.batching or not large
+        }
+
+    def is_large(self, name: str, head: dict[str, Any], length: int) -> bool:
+        """Whether this is a scoring request for the line of the large ones.
+
+        Args:
+            name: of the endpoint.
+            head, length: JSON of the request, and bytes of its body.
+        """
+        return self._endpoints[name].batching and is_large(head, length)
+
+    def submit(
+        self, name: str, head: dict[str, Any], tensors: Buffer, large: bool
+    ) -> "concurrent.futures.Future[Reply]":
+        """Have a request worked on in its line.
+
+        Args:
+            name: of the endpoint.
+            head, tensors: JSON of the request, and what follows it in the body.
+            large: what `is_large` says of it.
+        """
+        return self._lines[name, large].submit(self._reply, name, head, tensors)
+
+    def close(self) -> None:
+        """Drop the requests that no thread has begun to work on."""
+        for line in self._lines.values():
+            line.shutdown(wait=False, cancel_futures=True)
+
+    def _reply(self, name: str, head: dict[str, Any], tensors: Buffer) -> Reply:
+        """Thread of a line: work on one request."""
+        endpoint = self._endpoints[name]
+        try:
+            wanted = wanted_outputs(endpoint, head)
+            arrays = self._handlers[name](**decode_request(endpoint, head, tensors))
+            size, body = encode_reply(endpoint, arrays, head, wanted)
+        except Exception as error:
+            return error_reply(*failure_of(name, error))
+        if size is None:
+            return 200, {"Content-Type": JSON}, body
+        return 200, {"Content-Type": BINARY, HEAD_SIZE_HEADER: str(size)}, body
