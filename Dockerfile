@@ -8,8 +8,8 @@
 #
 # BASE_IMAGE: an image with the CUDA toolkit, PyTorch 2.6 to 2.13 and Python 3.10 to 3.12, such as
 # NVIDIA's PyTorch container; docs/versions.md compares two of its releases with our ranges.
-# --ipc=host (or --shm-size=8g): requests to the critic pass through /dev/shm, whose default size
-# of 64 MB is too small.
+# --ipc=host (or --shm-size=1g): NCCL and Triton's processes share memory through /dev/shm, whose
+# default size is 64 MB.
 ARG BASE_IMAGE
 FROM ${BASE_IMAGE}
 

@@ -69,10 +69,8 @@ def name_of_this_machine() -> Finding:
 
 
 def shared_memory(path: Path) -> Finding:
-    """Whether requests fit in the shared memory between Triton and its processes.
-
-    A request of 64 MiB (`max_request_mb`) and its response are there at once, and the processes of
-    an endpoint have some from the start.
+    """Whether there is enough shared memory between Triton and its processes: each has some from
+    the start. Tensors of requests do not pass through it.
     """
     subject, remedy = str(path), "In a container: docker run --shm-size=1g; else mount it anew"
     try:

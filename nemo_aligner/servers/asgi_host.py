@@ -3,9 +3,9 @@
 """A server job without Triton: its endpoints behind uvicorn, an ASGI server, in rank 0.
 
 The wire is that of Triton (kserve.py), what may enter is the same (admission.py), and requests are
-handed on in the same way: those to one endpoint one after the other, in the order in which they
-came, large scoring requests in a line of their own, those to several endpoints side by side. It needs no process beside rank 0, no shared memory
-and no PyTriton, and it can encrypt.
+worked on by the same threads (direct_replies.py): those to one endpoint one after the other, large
+scoring requests in a line of their own, those to several endpoints side by side. It needs no
+process beside rank 0, no shared memory and no PyTriton, and it can encrypt.
 
 uvicorn reads and writes HTTP. ASGI has no message for a sign of life ("100 Continue" while a
 request is worked on), so the connections are of a subclass of uvicorn's. Imports uvicorn, so only

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are worked on in rank 0 itself: all of a server without Triton (asgi_host.py), and
-the large scoring requests of one with Triton (front.py), which hands an endpoint's requests over
-one after the other.
+"""The threads of rank 0 that work on requests: behind uvicorn (asgi_host.py) on all that come,
+behind Triton (front.py) on those that it hands over.
 
 Each endpoint has a thread, and a second one for its large scoring requests: a small one never
 stands in a line behind a large one.

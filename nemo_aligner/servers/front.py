@@ -6,12 +6,12 @@ Triton itself listens on a Unix socket that only this user can open (socket_trit
 of its HTTP interface that admission.py does not let in does not exist here: repositories of
 models, shared memory, logging, tracing, chunked bodies (one of many chunks ends this Triton).
 
-A large scoring request does not go to Triton, which would let the small ones behind it wait: rank 0
-works on it itself (direct_replies.py).
-
-Triton knows only errors of all requests that it has handed over together; so each request that is
-passed on has a name (REQUEST_PARAMETER), under which the server's own error comes here by
-`Front.fail`.
+The front and the functions that reply to requests run in the same process. So a request's tensors
+stay here: Triton gets the request under a name (REQUEST_PARAMETER), with zeros in place of the
+tensors, puts it in its queue, and hands it over when its turn has come (`Front.hand_over`); then a
+thread of its endpoint works on it (direct_replies.py). Sent through Triton, the bytes of a request
+would be copied five times, twice into shared memory, and a small scoring request would wait for
+the large one before it.
 """
 
 import concurrent.futures
@@ -27,9 +27,11 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import cause_in
@@ -44,16 +46,16 @@ from nemo_aligner.servers.admission import (
     Admitted,
     RefusedError,
     read_head,
-    unreadable,
 )
-from nemo_aligner.servers.direct_replies import DirectReplies, error_reply
+from nemo_aligner.servers.direct_replies import DirectReplies, Reply, error_reply
 from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, INSTANCE_HEADER
+from nemo_aligner.servers.kserve import Buffer, encode_request, rows_of
 from nemo_aligner.servers.lease import LEASE_HEADER
+from nemo_aligner.servers.pieces import MOST_ROWS
 from nemo_aligner.servers.ports import check_port_is_free, port_error
 from nemo_aligner.servers.schema import Endpoint, Handler
 
-PART_BYTES = 2**20  # bodies are passed on in parts of this size
-_SENT_ON = ("Content-Type", "Content-Length", HEAD_SIZE_HEADER)
+PART_BYTES = 2**20
 # Parameter of a request that holds its name.
 REQUEST_PARAMETER = "nemo_aligner_request"
 
@@ -74,6 +76,24 @@ class SocketConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self.path)
+
+
+@dataclass
+class Passing:
+    """A request from when Triton gets it until it is replied to.
+
+    Attributes:
+        endpoint: its name.
+        head, tensors: JSON of the request, and what follows it in the body.
+        length: of the body, in bytes.
+        reply: pending; None until Triton has handed the request over.
+    """
+
+    endpoint: str
+    head: dict[str, Any]
+    tensors: Buffer
+    length: int
+    reply: "concurrent.futures.Future[Reply] | None" = None
 
 
 class Front(socketserver.ThreadingTCPServer):
@@ -105,11 +125,11 @@ class Front(socketserver.ThreadingTCPServer):
         super().__init__((host, port), _Handler, bind_and_activate=False)
         self.address = host, port
         self.socket_path = socket_path
-        self.admission = Admission([endpoint for endpoint, _function in endpoints], access)
-        self.direct = DirectReplies(endpoints)
+        self.endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
+        self.admission = Admission(list(self.endpoints.values()), access)
+        self._direct = DirectReplies(endpoints)
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self._relaying = 0
-        self._failures: dict[object, tuple[int, str] | None] = {}
+        self._passing: dict[object, Passing] = {}
         self._idle = threading.Condition()
         self._serving = threading.Thread(
             target=self.serve_forever, args=(0.1,), daemon=True, name="front"
@@ -130,42 +150,33 @@ class Front(socketserver.ThreadingTCPServer):
         if self._serving.is_alive():
             self.shutdown()
         self.server_close()
-        self.direct.close()
+        self._direct.close()
 
     def wait_for_replies(self, timeout_s: float) -> None:
         """Wait until all replies have been sent, at most `timeout_s`."""
         with self._idle:
-            self._idle.wait_for(lambda: not self._relaying, timeout_s)
+            self._idle.wait_for(lambda: not self._passing, timeout_s)
 
     @contextlib.contextmanager
-    def relaying(self, name: str) -> Iterator[None]:
-        """Count a request that has no reply yet; until the end it may `fail`."""
+    def passing(self, name: str, request: Passing) -> Iterator[None]:
+        """Keep a request, which Triton gets under this name."""
         with self._idle:
-            self._relaying += 1
-            self._failures[name] = None
+            self._passing[name] = request
         try:
             yield
         finally:
             with self._idle:
-                self._relaying -= 1
-                del self._failures[name]
+                del self._passing[name]
                 self._idle.notify_all()
 
-    def fail(self, name: object, status: int, line: str) -> bool:
-        """Have the request of this name get an error in place of Triton's reply.
-
-        Returns:
-            Whether Triton has such a request.
-        """
+    def hand_over(self, name: object) -> None:
+        """Have the request that Triton got under this name worked on; returns at once."""
         with self._idle:
-            if name in self._failures:
-                self._failures[name] = status, line
-            return name in self._failures
-
-    def failure_of(self, name: str) -> tuple[int, str] | None:
-        """Return HTTP status and error of a request that Triton has; None if it did not fail."""
-        with self._idle:
-            return self._failures[name]
+            request = self._passing.get(name)
+            if request is not None and request.reply is None:  # else nobody waits for it any more
+                direct, part = self._direct, (request.endpoint, request.head)
+                large = direct.is_large(*part, request.length)
+                request.reply = direct.submit(*part, request.tensors, large)
 
     def verify_request(self, request: object, client_address: object) -> bool:
         """Close a connection at once while there are too many."""
@@ -212,82 +223,83 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self) -> None:
         admission = self.server.admission
-        name = uuid.uuid4().hex
-        head, rest = b"", 0
-        large: Admitted | None = None
         try:
             request = admission.admit(self.command, self.path, self.headers.get)
             self.connection.settimeout(BODY_S)
-            if request is not None and request.what == "infer":
-                content = read_head(self._read(request.head_size))
-                head = _named(content, name)
-                rest = request.length - request.head_size
-                assert request.endpoint is not None
-                if self.server.direct.is_large(request.endpoint, content, request.length):
-                    large = request
+            if request is None:
+                self._send(200, {}, b"")
+            elif request.what == "infer":
+                head = read_head(bytes(self._read(request.head_size)))
+                tensors = self._read(request.length - request.head_size)
+                with admission.leases.working_for(self.headers.get(LEASE_HEADER)):
+                    self._infer(request, head, tensors)
+            else:
+                with self._asking_triton(self.command, self.path) as response:
+                    self._pass_on(response)
         except RefusedError as refusal:
             self._refuse(refusal)
             return
-        if request is None:
-            self.send_response_only(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-        elif large is not None:
-            with self.server.relaying(name):
-                self._reply_directly(large.endpoint or "", content, self._read(rest))
-        else:
-            headers = {key: self.headers[key] for key in _SENT_ON if key in self.headers}
-            headers["Content-Length"] = str(len(head) + rest)
-            if HEAD_SIZE_HEADER in headers:
-                headers[HEAD_SIZE_HEADER] = str(len(head))
-            connection = SocketConnection(self.server.socket_path, None)
-            with (
-                contextlib.closing(connection),
-                self.server.relaying(name),
-                admission.leases.working_for(self.headers.get(LEASE_HEADER)),
-            ):
-                try:
-                    connection.connect()
-                except OSError as error:
-                    self._refuse(RefusedError(503, f"Server is not ready: {error}"))
-                    return
-                connection.request(self.command, self.path, self._body(head, rest), headers)
-                self._give_signs_of_life(connection.sock)
-                self._reply(connection.getresponse(), self.server.failure_of(name))
         self.connection.settimeout(NEXT_REQUEST_S)
 
-    # ---- the request ----
-
-    def _body(self, head: bytes, rest: int) -> bytes | Iterator[bytes]:
-        """Return the whole body if it is small, else its parts."""
-        return self._parts(head, rest) if rest > PART_BYTES else head + self._read(rest)
-
-    def _parts(self, head: bytes, left: int) -> Iterator[bytes]:
-        yield head
-        while left:
-            part = self._read(min(left, PART_BYTES))
-            left -= len(part)
-            yield part
-
-    def _read(self, size: int) -> bytes:
-        data = self.rfile.read(size)
-        if len(data) < size:
+    def _read(self, size: int) -> memoryview:
+        """Return the next bytes of the body; nothing else uses their memory."""
+        data = np.empty(size, np.uint8).data
+        if size and self.rfile.readinto(data) < size:
             raise ConnectionError("the client has closed the connection within a body")
         return data
 
+    @contextlib.contextmanager
+    def _asking_triton(
+        self, method: str, path: str, body: bytes | None = None, head_size: int | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send a request to Triton; gives its reply, of which only the headers have come.
+
+        Raises:
+            RefusedError: Triton does not listen.
+        """
+        connection = SocketConnection(self.server.socket_path, None)
+        headers = {} if head_size is None else {HEAD_SIZE_HEADER: str(head_size)}
+        with contextlib.closing(connection):
+            try:
+                connection.connect()
+            except OSError as error:
+                raise RefusedError(503, f"Server is not ready: {error}") from error
+            connection.request(method, path, body, headers)
+            self._give_signs_of_life(connection.sock)
+            response = connection.getresponse()
+            if response.length is None:
+                raise ConnectionError("Triton's reply was cut short within its headers")
+            yield response
+
+    def _infer(self, request: Admitted, head: dict[str, Any], tensors: memoryview) -> None:
+        """Pass a request on to Triton without its tensors, and reply to it when it is done."""
+        assert request.endpoint is not None
+        endpoint, name = self.server.endpoints[request.endpoint], uuid.uuid4().hex
+        passing = Passing(endpoint.name, head, tensors, request.length)
+        rows = min(max(rows_of(head), 1), MOST_ROWS)  # what else it says is refused by `Passing`
+        zeros_head, zeros = encode_request(endpoint.empty_request(rows), {REQUEST_PARAMETER: name})
+        body = b"".join([zeros_head, *zeros])
+        with self.server.passing(name, passing):
+            with self._asking_triton("POST", self.path, body, len(zeros_head)) as response:
+                said = self._read_error(response) if response.status != 200 else None
+            if passing.reply is not None:
+                self._send(*self._wait_for(passing.reply))
+            elif said is not None:
+                self._send(*error_reply(response.status, said))
+            else:
+                line = f"Triton has not handed over a request to {endpoint.name}"
+                self._send(*error_reply(500, line))
+
     # ---- the reply ----
 
-    def _reply_directly(self, endpoint: str, head: dict[str, Any], tensors: bytes) -> None:
-        """Reply to a large scoring request without Triton."""
-        work = self.server.direct.submit(endpoint, head, tensors, large=True)
-        while not concurrent.futures.wait([work], HEARTBEAT_S).done:
+    def _wait_for(self, reply: "concurrent.futures.Future[Reply]") -> Reply:
+        """Return a reply that is being made."""
+        while not concurrent.futures.wait([reply], HEARTBEAT_S).done:
             self._give_sign_of_life()
         try:
-            status, headers, body = work.result()
+            return reply.result()
         except concurrent.futures.CancelledError:  # nobody had begun to work on it
-            self._send_error_line(503, "the server is shutting down")
-            return
-        self._send(status, headers, body)
+            return error_reply(503, "the server is shutting down")
 
     def _give_signs_of_life(self, triton: socket.socket) -> None:
         """Return once Triton replies; until then tell the client that its request is alive."""
@@ -302,30 +314,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response_only(100)
             self.end_headers()
 
-    def _reply(self, response: http.client.HTTPResponse, failure: tuple[int, str] | None) -> None:
-        """Pass on what Triton replies, or the error of the request; an incomplete reply ends the
-        connection.
-        """
-        if response.length is None:
-            raise ConnectionError("Triton's reply was cut short within its headers")
-        if failure is None and response.status != 200 and response.length:
-            failure = response.status, self._read_error(response)
-        if failure is not None:
-            self._send_error_line(*failure)
+    def _pass_on(self, response: http.client.HTTPResponse) -> None:
+        """Pass on what Triton says of itself; an incomplete reply ends the connection."""
+        if response.status != 200 and response.length:
+            self._send(*error_reply(response.status, self._read_error(response)))
             return
-        self.send_response_only(response.status)
-        self.send_header(INSTANCE_HEADER, self.server.admission.instance)
-        for name in _SENT_ON:
-            if (value := response.getheader(name)) is not None:
-                self.send_header(name, value)
-        self.end_headers()
-        left = response.length
-        while left:
-            part = response.read(min(left, PART_BYTES))
-            if not part:
-                raise ConnectionError("Triton's reply was cut short")
-            left -= len(part)
-            self.wfile.write(part)
+        kind = response.getheader("Content-Type")
+        self._send(
+            response.status, {} if kind is None else {"Content-Type": kind}, response.read()
+        )
 
     def _read_error(self, response: http.client.HTTPResponse) -> str:
         """Return an error of Triton's or PyTriton's own in one line; the log gets all of it."""
@@ -339,11 +336,7 @@ class _Handler(BaseHTTPRequestHandler):
             logging.error(f"{self.path}: {text}")
         return line
 
-    def _send_error_line(self, status: int, line: str) -> None:
-        self._send(*error_reply(status, line))
-
     def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        """Send a reply that this process has made."""
         self.send_response_only(status)
         self.send_header(INSTANCE_HEADER, self.server.admission.instance)
         for name, value in headers.items():
@@ -357,25 +350,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, refusal: RefusedError) -> None:
         """Reply with an error and close the connection, whose body was not read."""
         self.close_connection = True
-        self._send_error_line(refusal.status, str(refusal))
+        self._send(*error_reply(refusal.status, str(refusal)))
         # A client that still sends would get a reset instead of the reply.
         self.connection.shutdown(socket.SHUT_WR)
         self.connection.settimeout(1.0)
         deadline = time.monotonic() + BODY_S
         while time.monotonic() < deadline and self.rfile.read1(PART_BYTES):
             pass
-
-
-def _named(head: dict[str, Any], name: str) -> bytes:
-    """Return the JSON of a request that is passed on under this name.
-
-    Raises:
-        RefusedError: it is nested too deeply to be written.
-    """
-    # Other parameters mean nothing here, and Triton hands them on.
-    binary = head.get("parameters", {}).get("binary_data_output", False)
-    parameters = {"binary_data_output": binary, REQUEST_PARAMETER: name}
-    try:
-        return json.dumps({**head, "parameters": parameters}).encode()
-    except RecursionError as error:
-        raise unreadable(error) from error

@@ -154,10 +154,17 @@ def _read_tensors(entries: list[dict[str, Any]], data: memoryview) -> Arrays:
 # ---- requests ----
 
 
-def encode_request(data: Mapping[str, Array]) -> tuple[bytes, list[Buffer]]:
-    """Return the head of a request and the bytes of its tensors."""
+def encode_request(
+    data: Mapping[str, Array], parameters: Mapping[str, str] | None = None
+) -> tuple[bytes, list[Buffer]]:
+    """Return the head of a request, with these parameters of its own, and the bytes of its
+    tensors.
+    """
     inputs, buffers = _describe(data)
-    head = {"inputs": inputs, "parameters": {"binary_data_output": True}}
+    head = {
+        "inputs": inputs,
+        "parameters": {"binary_data_output": True, **(parameters or {})},
+    }
     return json.dumps(head).encode(), buffers
 
 
@@ -181,6 +188,18 @@ def decode_request(endpoint: Endpoint, head: dict[str, Any], tensors: Buffer) ->
                 f"<= {MOST_ROWS} and at least 1. Send them in several requests."
             )
     return arrays
+
+
+def rows_of(head: dict[str, Any]) -> int:
+    """Return how many samples a request says that it has; 0 if it says nothing that can be read.
+
+    Args:
+        head: JSON of the request, in which anything may stand.
+    """
+    try:
+        return max(int(tensor["shape"][0]) for tensor in head["inputs"])
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+        return 0
 
 
 # ---- replies ----

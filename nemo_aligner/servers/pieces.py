@@ -16,8 +16,7 @@ from nemo.utils import logging
 
 from nemo_aligner.servers.schema import Arrays, RequestError
 
-# Body of one piece. Triton, its stub and PyTriton each hold a copy of the one they pass on, two of
-# them in shared memory, and keep that memory for the next.
+# Body of one piece: at most half of what a server of this package takes by default.
 PIECE_BYTES = 2**25
 # Most samples of a scoring request: between two requests of a client others have their turn.
 MOST_ROWS = 512

@@ -100,12 +100,23 @@ class Endpoint:
         """Whether its requests hold a few numbers, never samples."""
         return not self.batching and not any(-1 in spec.shape for spec in self.inputs)
 
+    def empty_request(self, rows: int) -> Arrays:
+        """Return zeros in the form of a request of `rows` samples, with no more than Triton asks
+        for.
+        """
+        required = [spec for spec in self.inputs if not spec.optional]
+        numbers = [spec for spec in self.inputs if spec.dtype is not np.bytes_]
+        return self._zeros(required or numbers[:1], rows)
+
     def empty_reply(self, rows: int) -> Arrays:
         """Return zeros in the form of the reply to a request of `rows` samples."""
+        return self._zeros(self.outputs, rows)
+
+    def _zeros(self, specs: Iterable[TensorSpec], rows: int) -> Arrays:
         first = (rows,) if self.batching else ()
         return {
             spec.name: np.zeros((*first, *(max(size, 1) for size in spec.shape)), spec.dtype)
-            for spec in self.outputs
+            for spec in specs
         }
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.servers.kserve import rows_of
+
 # Tokens of a slice per data-parallel rank, padding included, unless one micro-batch has more.
 SLICE_TOKENS = 2**14
 # Micro-batches of a slice per pipeline stage, where there are several: the stages wait for each
@@ -38,11 +40,7 @@ def is_large(head: dict[str, Any], length: int) -> bool:
         head: JSON of the request, in which anything may stand.
         length: of the body, in bytes.
     """
-    try:
-        rows = max(int(tensor["shape"][0]) for tensor in head["inputs"])
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
-        rows = 0  # it is refused where it is read
-    return rows > SMALL_ROWS or length > SMALL_BYTES
+    return rows_of(head) > SMALL_ROWS or length > SMALL_BYTES
 
 
 def slice_size(width: int, micro_batch_size: int, pipeline_stages: int) -> int:

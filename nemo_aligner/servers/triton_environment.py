@@ -25,13 +25,6 @@ def find_libpython() -> str | None:
     return None
 
 
-# Triton and its stubs keep as much memory for the next request as one of this size needs. By
-# default the C library gives it back after each request, and the system maps and clears all of it
-# again for the next: for 10 MB a sixth of the time of the whole request.
-KEPT_BYTES = 2**28
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES), "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES)}
-
-
 def prepare_triton_environment() -> None:
     """Prepare this process to start Triton with a Python backend.
 
@@ -47,8 +40,6 @@ def prepare_triton_environment() -> None:
     paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
     if directory not in paths:
         os.environ["LD_LIBRARY_PATH"] = ":".join([directory] + paths)
-    for name, value in ALLOCATOR.items():
-        os.environ.setdefault(name, value)  # read by the processes that this one starts
 
 
 def check_numpy() -> None:

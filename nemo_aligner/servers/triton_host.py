@@ -18,7 +18,7 @@ import psutil
 from nemo.utils import logging
 
 from nemo_aligner.core.leftovers import SHARED_MEMORY, shared_memory_prefix, temporary_folder
-from nemo_aligner.servers.admission import Access, failure_of
+from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, SocketConnection
 from nemo_aligner.servers.locks import lock_method
 from nemo_aligner.servers.pieces import MOST_ROWS
@@ -74,8 +74,8 @@ class TritonHost:
         self._front = Front(self.host, self.port, triton.socket_path, endpoints, self._access)
         self._triton = triton
         try:
-            for endpoint, function in endpoints:
-                self._bind(endpoint, function, batcher)
+            for endpoint, _function in endpoints:
+                self._bind(endpoint, self._front, batcher)
             self._run(should_stop)
         except Exception:
             with contextlib.suppress(OSError), open(triton.log_path, errors="replace") as log:
@@ -84,19 +84,15 @@ class TritonHost:
                 )
             raise
 
-    def _bind(self, endpoint: Endpoint, function: Handler, batcher: Mapping[str, Any]) -> None:
-        from pytriton.decorators import batch, sample
+    def _bind(self, endpoint: Endpoint, front: Front, batcher: Mapping[str, Any]) -> None:
         from pytriton.model_config import DynamicBatcher, ModelConfig
 
-        def call(**arrays: Any) -> Arrays:
-            return function(**arrays)
-
-        answer = batch(call) if endpoint.batching else sample(call)
-
-        def one_by_one(requests: list[Any]) -> list[Any]:
+        def hand_over(requests: list[Any]) -> list[Arrays]:
             # Triton hands over together what arrives together. Computed as one batch, the last
             # bits of a score would depend on that, and a bad request would fail good ones.
-            return [self._reply_to(endpoint, answer, request) for request in requests]
+            for request in requests:
+                front.hand_over(request.parameters[REQUEST_PARAMETER])
+            return [endpoint.empty_reply(len(next(iter(each.values())))) for each in requests]
 
         if endpoint.batching:
             config = ModelConfig(
@@ -106,30 +102,12 @@ class TritonHost:
             config = ModelConfig(batching=False, max_batch_size=0)
         self._triton.bind(
             model_name=endpoint.name,
-            infer_func=one_by_one,
+            infer_func=hand_over,
             inputs=triton_tensors(endpoint.inputs),
             outputs=triton_tensors(endpoint.outputs),
             config=config,
             strict=True,
         )
-
-    def _reply_to(
-        self, endpoint: Endpoint, answer: Callable[[list[Any]], list[Arrays]], request: Any
-    ) -> Arrays:
-        """Reply to one of the requests that Triton has handed over together.
-
-        PyTriton knows only errors of all of them. So the error of one goes to the front, which
-        sends it in place of an empty reply.
-        """
-        try:
-            (reply,) = answer([request])
-            return reply
-        except Exception as error:
-            status, line = failure_of(endpoint.name, error)
-            front, name = self._front, (request.parameters or {}).get(REQUEST_PARAMETER)
-            if front is None or not front.fail(name, status, line):
-                raise  # it did not come through the front
-            return endpoint.empty_reply(len(next(iter(request.values()))))
 
     def _run(self, should_stop: Callable[[], bool]) -> None:
         """Run Triton until it is ready, then open the port."""

@@ -7,6 +7,7 @@ The fronts of the server are the real ones; Triton, or the handlers, are scripts
 
 import contextlib
 import dataclasses
+import functools
 import json
 import socketserver
 import threading
@@ -22,7 +23,7 @@ from nemo_aligner.servers import asgi_host, exchange, front
 from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.connection import RESTART_REMEDY
-from nemo_aligner.servers.front import Front
+from nemo_aligner.servers.front import REQUEST_PARAMETER, Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.schema import (
@@ -36,14 +37,18 @@ from tests.patience import patience
 from tests.scripted_server import triton_config
 
 pytestmark = pytest.mark.timeout(120)
-ENDPOINTS = {endpoint.name: endpoint for endpoint in (critic_infer_endpoint(True),)}
-ENDPOINTS["critic_train"] = critic_train_endpoint()
+COUNT = TensorSpec("count", np.int64, (1,))
+ENDPOINTS = {
+    endpoint.name: dataclasses.replace(endpoint, outputs=(*endpoint.outputs, COUNT))
+    for endpoint in (critic_infer_endpoint(True), critic_train_endpoint())
+}
 
 
 class Triton(socketserver.ThreadingUnixStreamServer):
     """Describes the endpoints and replies to each request with how many it has got.
 
     Attributes:
+        front: before it.
         got: endpoint of each request that came whole.
         works_s: how long it takes for one.
     """
@@ -52,7 +57,7 @@ class Triton(socketserver.ThreadingUnixStreamServer):
 
     def __init__(self, path):
         super().__init__(str(path), _Model)
-        self.got, self.works_s = [], 0.0
+        self.front, self.got, self.works_s = None, [], 0.0
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
 
@@ -67,14 +72,10 @@ class _Model(BaseHTTPRequestHandler):
         self._send(triton_config(ENDPOINTS[name]) if self.path.endswith("config") else {})
 
     def do_POST(self):
-        size = int(self.headers["Content-Length"])
-        if len(self.rfile.read(size)) < size:
-            return
-        name = self.path.split("/")[3]
-        self.server.got.append(name)
-        time.sleep(self.server.works_s)
-        output = {"name": "count", "datatype": "INT64", "shape": [1]}
-        self._send({"outputs": [{**output, "data": [len(self.server.got)]}]})
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        head = json.loads(body[: int(self.headers["Inference-Header-Content-Length"])])
+        self.server.front.hand_over(head["parameters"][REQUEST_PARAMETER])
+        self._send({})
 
     def _send(self, content):
         body = json.dumps(content).encode()
@@ -82,6 +83,14 @@ class _Model(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+def handle(triton, name, **_arrays):
+    """Work on a request: count it."""
+    triton.got.append(name)
+    time.sleep(triton.works_s)
+    outputs = {spec.name: np.zeros((1, 1), spec.dtype) for spec in ENDPOINTS[name].outputs}
+    return {**outputs, "count": np.array([len(triton.got)])}
 
 
 @pytest.fixture
@@ -100,27 +109,21 @@ def quick(monkeypatch):
         monkeypatch.setattr(module, "HEARTBEAT_S", 0.1)
 
 
+def handlers(triton):
+    return [
+        (endpoint, functools.partial(handle, triton, name)) for name, endpoint in ENDPOINTS.items()
+    ]
+
+
 def serve_triton(triton, port=0):
-    port = port or find_free_port()
-    server = Front("127.0.0.1", port, triton.server_address, list(ENDPOINTS.values()), Access())
+    address = "127.0.0.1", port or find_free_port()
+    server = triton.front = Front(*address, triton.server_address, handlers(triton), Access())
     server.open()
     return contextlib.closing(server)
 
 
 def serve_asgi(triton, port=0):
-    """`triton` counts, as that behind the other front does."""
-
-    def counting(endpoint):
-        def handle(**_arrays):
-            triton.got.append(endpoint.name)
-            time.sleep(triton.works_s)
-            outputs = {spec.name: np.zeros((1, 1), spec.dtype) for spec in endpoint.outputs}
-            return {**outputs, "count": np.array([len(triton.got)])}
-
-        count = TensorSpec("count", np.int64, (1,))
-        return dataclasses.replace(endpoint, outputs=(*endpoint.outputs, count)), handle
-
-    return contextlib.closing(AsgiFront(map(counting, ENDPOINTS.values()), Access(), port))
+    return contextlib.closing(AsgiFront(handlers(triton), Access(), port))
 
 
 @pytest.fixture(params=[serve_triton, serve_asgi], ids=FRONTENDS)

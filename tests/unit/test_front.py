@@ -9,7 +9,6 @@ import socketserver
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -27,12 +26,10 @@ from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.front import REQUEST_PARAMETER, Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.lease import LeaseTakenError
-from nemo_aligner.servers.kserve import decode_reply, encode_request
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.schema import (
     critic_infer_endpoint,
     critic_save_endpoint,
-    critic_train_endpoint,
     reward_model_endpoint,
 )
 from nemo_aligner.servers.served_model import ServerMismatchError
@@ -43,8 +40,7 @@ pytestmark = pytest.mark.timeout(120)
 
 INFER = "/v2/models/critic_infer/infer"
 SAVE = "/v2/models/critic_save/infer"
-TRAIN = "/v2/models/critic_train/infer"
-ENDPOINTS = [critic_infer_endpoint(True), critic_save_endpoint(), critic_train_endpoint()]
+ENDPOINTS = [critic_infer_endpoint(True), critic_save_endpoint()]
 
 
 TENSORS = [
@@ -55,33 +51,37 @@ INFER_BODY, SAVE_BODY = (json.dumps({"inputs": [tensor]}).encode() for tensor in
 
 
 class Triton(socketserver.ThreadingUnixStreamServer):
-    """Replies with what it got: its length, or the bytes themselves for `critic_infer`.
+    """Hands each request over, as `TritonHost` does.
 
     Attributes:
-        seen: method, path and length of the body of each request.
+        front: before it.
+        seen: method, path and body of each request.
+        handled: endpoints whose functions have been called.
     """
 
     daemon_threads = True
 
     def __init__(self, path):
-        super().__init__(str(path), _Echo)
-        self.seen = []
+        super().__init__(str(path), _Script)
+        self.front, self.seen, self.handled = None, [], []
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
+    def hand_over(self, name):
+        self.front.hand_over(name)
 
-class _Echo(BaseHTTPRequestHandler):
+
+class _Script(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.seen.append((self.command, self.path, len(body)))
+        self.server.seen.append((self.command, self.path, body))
+        if self.command == "POST":
+            head = json.loads(body[: int(self.headers["Inference-Header-Content-Length"])])
+            self.server.hand_over(head["parameters"][REQUEST_PARAMETER])
         self.send_response_only(200)
-        self.send_header("Content-Length", str(len(body) + (self.path == "/v2/health/live")))
-        for name in ("Inference-Header-Content-Length", "Content-Type"):
-            if name in self.headers:
-                self.send_header(name, self.headers[name])
+        self.send_header("Content-Length", "1" if self.path == "/v2/health/live" else "0")
         self.end_headers()
-        self.wfile.write(body)
         self.close_connection = True  # one byte short for /v2/health/live
 
     do_POST = do_GET
@@ -95,12 +95,13 @@ def triton(tmp_path):
 
 
 def handlers(triton):
-    """The endpoints, with functions that note the requests as `triton` does."""
+    """The endpoints, with functions that reply with the tokens of the request."""
 
     def handler(endpoint):
         def handle(**arrays):
-            triton.seen.append(("POST", endpoint.name, len(arrays)))
-            return {spec.name: np.zeros((1, 1), spec.dtype) for spec in endpoint.outputs}
+            triton.handled.append(endpoint.name)
+            tokens = arrays.get("tokens", np.zeros((1, 1)))
+            return {spec.name: tokens.astype(spec.dtype) for spec in endpoint.outputs}
 
         return endpoint, handle
 
@@ -110,7 +111,7 @@ def handlers(triton):
 def make_triton_front(triton, token=None, lease_required=True):
     access = Access(token, 3 * 2**20, lease_required)
     address = "127.0.0.1", find_free_port()
-    server = Front(*address, triton.server_address, handlers(triton), access)
+    server = triton.front = Front(*address, triton.server_address, handlers(triton), access)
     server.open()
     return server
 
@@ -149,59 +150,76 @@ def ask(front, method, path, body=None, **headers):
             return 0, {}, b""
 
 
-def test_a_request_and_its_reply_pass_unchanged(triton):
-    with contextlib.closing(make_triton_front(triton, lease_required=False)) as front:
-        pass_requests(front, triton)
-
-
-def pass_requests(front, triton):
-    head = b'{"inputs": [], "id": "7", "parameters": {"binary_data_output": true, "x": "y"}}'
-    for size in (0, 10, 2 * 2**20 + 3):  # in one part, and in several
-        body = head + bytes(range(256)) * (size // 256) + b"x" * (size % 256)
-        status, headers, reply = ask(
-            front, "POST", TRAIN, body, Inference_Header_Content_Length=str(len(head))
+def test_triton_gets_a_request_without_its_tensors(triton_front, triton):
+    for columns in (1, 150_000):
+        tokens = np.arange(2 * columns).reshape(2, columns)
+        request = InferRequest(
+            "critic_infer", {"tokens": tokens, "sequence_lengths": tokens[:, :1]}
         )
-        passed_on = int(headers["Inference-Header-Content-Length"])
-        assert (status, reply[passed_on:]) == (200, body[len(head) :])
-        passed = json.loads(reply[:passed_on])
-        assert passed.pop("parameters") == {
-            "binary_data_output": True,
-            REQUEST_PARAMETER: ANY,
-        }
-        assert passed == {"inputs": [], "id": "7"}
+        reply = Exchange(*triton_front.address).run(request, patience(20))
+        assert sorted(reply) == ["rewards", "values"]
+        assert np.array_equal(reply["values"], tokens.astype(np.float32))
+        method, path, body = triton.seen.pop()
+        assert (method, path) == ("POST", INFER) and len(body) < 400
+        assert b'"shape": [2, 1]' in body and body.endswith(bytes(2 * 8))  # for one tensor of two
+    assert not triton_front._passing
+
+
+def test_a_request_that_triton_does_not_run_is_an_error(triton_front, triton, monkeypatch):
+    monkeypatch.setattr(triton, "hand_over", lambda name: None)
+    status, _headers, reply = ask(triton_front, "POST", INFER, INFER_BODY)
+    assert (
+        status == 500
+        and "Triton has not handed over a request to critic_infer" in json.loads(reply)["error"]
+    )
+
+
+def test_a_request_is_worked_on_once(triton_front, triton, monkeypatch):
+    def hand_over_often(name):
+        for each in (name, name, "another"):
+            triton.front.hand_over(each)
+
+    monkeypatch.setattr(triton, "hand_over", hand_over_often)
+    assert ask(triton_front, "POST", INFER, INFER_BODY)[0] == 200
+    assert triton.handled == ["critic_infer"]
+
+
+def test_a_bad_request_is_an_error_of_its_own(make_front, triton):
+    with contextlib.closing(make_front(triton)) as front:
+        bad = json.dumps({"inputs": [TENSORS[0] | {"datatype": "FP32"}]}).encode()
+        status, _headers, reply = ask(front, "POST", INFER, bad)
+        assert status == 400 and "has dtype float32" in json.loads(reply)["error"]
+        assert ask(front, "POST", INFER, INFER_BODY)[0] == 200
+
+
+def test_outputs_come_as_they_are_asked_for(make_front, triton):
+    """All or some, as numbers in the JSON or as bytes behind it, with the id of the request."""
+    with contextlib.closing(make_front(triton)) as front:
+        body = json.loads(INFER_BODY) | {"id": "7", "outputs": [{"name": "rewards"}]}
+        status, headers, reply = ask(front, "POST", INFER, json.dumps(body).encode())
+        assert status == 200 and headers["Content-Type"] == "application/json"
+        content = json.loads(reply)
+        assert content["id"] == "7"
+        assert [output["name"] for output in content["outputs"]] == ["rewards"]
+        assert len(content["outputs"][0]["data"]) == 1
+        body["parameters"] = {"binary_data_output": True}
+        status, headers, reply = ask(front, "POST", INFER, json.dumps(body).encode())
+        size = int(headers["Inference-Header-Content-Length"])
+        assert status == 200 and len(reply) - size == 4
+        body["outputs"] = [{"name": "other"}]
+        status, _headers, reply = ask(front, "POST", INFER, json.dumps(body).encode())
+        assert status == 400 and "no output 'other'" in json.loads(reply)["error"]
+
+
+def test_descriptions_are_those_of_triton(triton_front, triton):
     for path in (
         "/v2",
         "/v2/health/ready",
         "/v2/models/critic_save/config",
         "/v2/models/critic_save",
     ):
-        assert ask(front, "GET", path)[0] == 200
-        assert triton.seen[-1] == ("GET", path, 0)
-
-
-@pytest.mark.parametrize(
-    "rows, columns, direct",
-    [(32, 1, False), (33, 1, True), (1, 2**14, True), (1, 2**14 - 100, False)],
-)
-def test_large_scoring_requests_do_not_go_to_triton(triton_front, triton, rows, columns, direct):
-    arrays = {
-        "tokens": np.ones((rows, columns), np.int64),
-        "sequence_lengths": np.ones((rows, 1), np.int64),
-    }
-    head, parts = encode_request(arrays)
-    body = b"".join([head, *parts])
-    headers = {"Inference_Header_Content_Length": str(len(head))}
-    status, found, reply = ask(triton_front, "POST", INFER, body, **headers)
-    (seen,) = triton.seen
-    assert status == 200 and (seen == ("POST", "critic_infer", 2)) == direct
-    if direct:
-        outputs = decode_reply(reply, int(found["Inference-Header-Content-Length"]))
-        assert {name: float(array[0, 0]) for name, array in outputs.items()} == {
-            "values": 0.0,
-            "rewards": 0.0,
-        }
-        status, _headers, reply = ask(triton_front, "POST", INFER, body[:-8], **headers)
-        assert status == 400 and "cannot be read" in json.loads(reply)["error"]
+        assert ask(triton_front, "GET", path)[0] == 200
+        assert triton.seen[-1] == ("GET", path, b"")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +256,7 @@ def test_what_must_not_enter_is_refused(front, triton, method, path, body, heade
     error = json.loads(reply)["error"]
     assert got == status and any(form in error for form in word.split("|")), (got, error)
     assert "\n" not in error
-    assert not triton.seen
+    assert not triton.seen and not triton.handled
 
 
 def test_an_incomplete_reply_breaks_the_connection(triton_front):
@@ -301,7 +319,7 @@ def test_requests_bring_the_token(make_front, triton):
                 assert TOKEN.encode() not in reply
         for body in (b"{}", bytes(2**21), "ä".encode()):
             assert ask(front, "POST", INFER, body, Authorization="Bearer \xff")[0] == 401
-        assert not triton.seen
+        assert not triton.seen and not triton.handled
         assert ask(front, "POST", INFER, INFER_BODY, Authorization=f"Bearer {TOKEN}")[0] == 200
 
 
@@ -360,7 +378,7 @@ def test_only_the_holder_of_the_lease_changes_the_server(front, triton):
     assert lease(front, "POST", A) == 200
     assert lease(front, "POST", B) == 409
     assert save(front, B)[0] == save(front)[0] == 403
-    assert not triton.seen
+    assert not triton.seen and not triton.handled
     assert save(front, A) == (200, "")
     assert ask(front, "POST", INFER, INFER_BODY)[0] == 200  # scoring changes nothing
     assert lease(front, "DELETE", B) == 200 and save(front, A)[0] == 200  # not B's to give

@@ -21,15 +21,6 @@ def test_triton_environment_gets_the_library_path_once(monkeypatch):
     assert os.path.exists(os.path.join(paths[0], sysconfig.get_config_var("INSTSONAME")))
 
 
-def test_triton_keeps_memory_unless_the_user_says_otherwise(monkeypatch):
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    triton_environment.prepare_triton_environment()
-    assert os.environ["MALLOC_TRIM_THRESHOLD_"] == "1000"
-    assert os.environ["MALLOC_MMAP_THRESHOLD_"] == str(triton_environment.KEPT_BYTES)
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "")  # for the other tests: gone at the end
-
-
 def test_triton_environment_refuses_numpy_2(monkeypatch):
     monkeypatch.setattr(np, "__version__", "2.1.0")
     with pytest.raises(UserError, match="numpy 2.1.0.*pip install 'numpy<2'"):
