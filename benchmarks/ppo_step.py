@@ -12,8 +12,12 @@ the arrays that would be sent, without a server between. Its costs are in `bench
 
 A step has 32 samples of 32 + 128 tokens, or of skewed lengths with at most 128, and one update of
 policy and critic with micro-batches of 4. The lengths of the responses are checked.
+
+TRL takes the policy's log-probs of the rollout from decoding. Ours computes them once more, or
+with `model.ppo.rollout_logprobs=sampler` does as TRL.
 """
 
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable
@@ -30,6 +34,10 @@ LENGTHS = {
     "32 + 128 tokens": countdown.fixed_lengths(SAMPLES),
     "skewed lengths": countdown.skewed_lengths(SAMPLES),
 }
+
+
+# By what is added to the name of a case: `model.ppo.rollout_logprobs`.
+LOGPROBS = {"": "recompute", ", log-probs from decoding": "sampler"}
 
 
 class Prompts(torch.utils.data.Dataset):
@@ -164,7 +172,9 @@ def build_ours(
     whole = OmegaConf.create({"model": {"seed": 1234, "data": {"num_workers": 0}}})
     settings = {"max_steps": 1000, "initial_policy_kl_penalty": 0.05, "model_gbs": SAMPLES}
     functions: dict[str, Callable[[], object]] = {}
-    for name, lengths in LENGTHS.items():
+    for (kind, lengths), (suffix, rollout_logprobs) in itertools.product(
+        LENGTHS.items(), LOGPROBS.items()
+    ):
         prompts = Prompts(lengths, steps=1000)
 
         def loader(consumed_samples: int, prompts: Prompts = prompts) -> Any:
@@ -187,8 +197,9 @@ def build_ours(
             ckpt_callback=Silent(),
             run_timer=Silent(),
             max_response_length=countdown.LONGEST,
+            rollout_logprobs=rollout_logprobs,
         )
-        # The second trainer's policy has left the reference.
+        # The policy of all but the first trainer has left the reference.
         trainer.step = len(functions)
 
         def step(trainer: Any = trainer, lengths: Tensor = lengths) -> None:
@@ -197,7 +208,7 @@ def build_ours(
             found = metrics["response_lengths"] - PROMPT
             assert abs(found - float(lengths.float().mean())) < 1e-3, found
 
-        functions[name] = step
+        functions[kind + suffix] = step
     return functions
 
 
@@ -263,7 +274,7 @@ def build_peer(
             ends = trainer.state.log_history[-1]["val/num_eos_tokens"]
             assert ends == SAMPLES, ends
 
-        functions[name] = step
+        functions |= {name + suffix: step for suffix in LOGPROBS}
     return functions
 
 
@@ -280,7 +291,7 @@ def main() -> None:
             measure.Side(build_ours, at, reward_model) as ours,
             measure.Side(build_peer, at, reward_model, args.peers, folder) as peer,
         ):
-            for name in LENGTHS:
+            for name in [kind + suffix for kind in LENGTHS for suffix in LOGPROBS]:
                 figures = measure.in_turns({"ours": ours, "peer": peer}, name, args.repeats)
                 rows.append(measure.pair_row(f"32 samples, {name}, 32", figures))
     measure.report("ppo_step", "A PPO step, against TRL", rows, args.json)

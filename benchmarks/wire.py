@@ -42,6 +42,9 @@ def serve_critic(port: int, frontend: str) -> None:
     from omegaconf import OmegaConf
 
     from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+    from nemo_aligner.parallel.device import keep_freed_memory
+
+    keep_freed_memory()  # as every job does
 
     class Nothing:
         """Model, optimizer, schedule, logger and checkpoints."""
@@ -174,8 +177,10 @@ def compare(
     import torch
     from omegaconf import OmegaConf
 
+    from nemo_aligner.parallel.device import keep_freed_memory
     from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
+    keep_freed_memory()  # as every job does
     section = {
         "pad_to_length": None,
         "combine_rm_and_critic_server": True,

@@ -224,14 +224,12 @@ def test_small_requests_are_served_between_the_slices_of_a_large_one(job, mirror
         return raw("critic_infer", tokens=tokens, sequence_lengths=lengths[:, None])
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        start = time.monotonic()
         large = pool.submit(score_all)
-        time.sleep(0.5)
-        update = pool.submit(raw, "critic_train", **{k: v.numpy() for k, v in data.items()})
+        time.sleep(min(patience(0.5), 3.0))  # until the first slice is worked on
         small = raw("critic_infer", tokens=tokens[:1] * 0 + 5, sequence_lengths=[[64]])
+        update = pool.submit(raw, "critic_train", **{k: v.numpy() for k, v in data.items()})
         assert int(raw("critic_status", dummy_var=[0])["critic_step"][0]) == step
-        after = time.monotonic() - start
-        assert not large.done() and not update.done(), f"a reply after {after:.1f} s"
+        assert not large.done() and not update.done()
         answer = large.result()
         update.result()
     np.testing.assert_allclose(answer["values"], values.numpy(), rtol=1e-5, atol=1e-6)
