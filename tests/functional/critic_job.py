@@ -70,6 +70,7 @@ def build_model():
                 print("the model met SLEEP", flush=True)
                 time.sleep(60)
             if (tokens == NAP).any():
+                print("the model met NAP", flush=True)
                 time.sleep(0.5)
             if (tokens == RAISE).any():
                 raise ArithmeticError("the model met a token it cannot stand")
@@ -296,6 +297,7 @@ class CriticJob:
                 "require_lease": False,  # for clients without our checks
                 "inference_micro_batch_size": 2,
                 "gradient_clip_val": 1.0,
+                "alarms": {"replica_check_interval": 0},  # the tiny model cannot be looked into
                 **cfg,
             },
         }

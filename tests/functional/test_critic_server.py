@@ -224,8 +224,9 @@ def test_small_requests_are_served_between_the_slices_of_a_large_one(job, mirror
         return raw("critic_infer", tokens=tokens, sequence_lengths=lengths[:, None])
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        naps = job.log().count("met NAP")
         large = pool.submit(score_all)
-        time.sleep(min(patience(0.5), 3.0))  # until the first slice is worked on
+        wait_until(lambda: job.log().count("met NAP") > naps, 60, job.log)
         small = raw("critic_infer", tokens=tokens[:1] * 0 + 5, sequence_lengths=[[64]])
         update = pool.submit(raw, "critic_train", **{k: v.numpy() for k, v in data.items()})
         assert int(raw("critic_status", dummy_var=[0])["critic_step"][0]) == step
